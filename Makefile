@@ -32,7 +32,7 @@ test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, 
 unit: $(STAMP)  ## The tests that need neither torch, Ray nor NIXL: seconds to start, a few minutes in all
 	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --unit -n $(PROCESSES) --dist loadfile $(MORE)
 
-test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, Ray dying, a day of autoscaling
+test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, every model family, Ray dying, NIXL itself
 	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 5 $(MORE)
 
 check: $(STAMP)  ## Lint, types, floors, generated files
@@ -42,6 +42,7 @@ check: $(STAMP)  ## Lint, types, floors, generated files
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory proto-check
 	@$(BIN)/python deploy/helm/generate.py --check
+	@$(BIN)/python -m deploy.redis_users --check
 	@$(BIN)/python -m deploy.settings_doc --check
 	@$(BIN)/python -m deploy.observability.metrics_doc --check
 
@@ -86,8 +87,9 @@ cancels: $(STAMP)  ## That many requests cancelled at random moments; nothing ma
 proto: $(STAMP)  ## Regenerate wire/ from proto/
 	$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. proto/wire/*.proto
 
-chart: $(STAMP)  ## Regenerate the chart's schema and README table from the comments in values.yaml
+chart: $(STAMP)  ## Regenerate the chart's schema and README table from the comments in values.yaml, and Redis's users
 	$(BIN)/python deploy/helm/generate.py
+	$(BIN)/python -m deploy.redis_users
 
 settings: $(STAMP)  ## Regenerate docs/settings.md from the settings' models
 	$(BIN)/python -m deploy.settings_doc

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
 
-from baton.client import Client, ClientTls, GenerateOptions, Message, Stream
+from baton.client import Client, GenerateOptions, Message, Stream
 from cluster.errors import BatonError, UnavailableError
 
 HELP = """/help   this
@@ -21,29 +20,16 @@ HELP = """/help   this
 Ctrl-C  stop the answer"""
 
 
-def run(
-    targets: Sequence[str],
-    *,
-    temperature: float,
-    max_tokens: int,
-    api_key: str = "",
-    tls: ClientTls | None = None,
-) -> None:
-    """Until /quit or the end of input. Raises UnavailableError when no router answers."""
+def converse(client: Client, *, temperature: float, max_tokens: int) -> None:
+    """Hold a conversation until /quit or the end of input. Raises UnavailableError when no router answers."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives `input` its history and line editing)
-    console = Console(highlight=False, emoji=False)
-    with Client(list(targets), api_key=api_key, tls=tls) as client:
-        model = _first_model(client)
-        console.print(Text.assemble((model, "bold"), ("  /help for commands", "dim")))
-        Chat(client, console, temperature=temperature, max_tokens=max_tokens).loop()
-
-
-def _first_model(client: Client) -> str:
     models = client.models(timeout_seconds=10.0)
     if not models:
         raise UnavailableError("the router serves no model")
-    return models[0].id
+    console = Console(highlight=False, emoji=False)
+    console.print(Text.assemble((models[0].id, "bold"), ("  /help for commands", "dim")))
+    Chat(client, console, temperature=temperature, max_tokens=max_tokens).loop()
 
 
 @dataclass
@@ -168,7 +154,7 @@ class _StopOnCtrlC:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def _press(self, number: int, frame: FrameType | None) -> None:
+    def _press(self, *_: object) -> None:
         self.pressed = True
         if self._stream is not None:
             self._stream.close()

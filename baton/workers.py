@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.processes.uncollected import uncollected
 from cluster.config.worker import WorkerConfig
 
 if TYPE_CHECKING:
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
 async def start_worker(config: WorkerConfig) -> Worker:
     """Load the model and serve. Raises ModelError or ConfigError before any port listens."""
     if config.role == "prefill":
-        from prefill_worker import worker as prefill
+        with uncollected():
+            from prefill_worker import worker as prefill
 
         return await prefill.start(config)
-    from decode_worker import worker as decode
+    with uncollected():
+        from decode_worker import worker as decode
 
     return await decode.start(config)

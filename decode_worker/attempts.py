@@ -14,9 +14,9 @@ from engine.engine import Engine
 from engine.request import RequestDone, StepOutput, TokenOutput
 from wire import common_pb2, decode_pb2, handoff_pb2
 from worker.admission import Admission
-from worker.arrivals import Arrivals
 from worker.attempts import Attempts
 from worker.convert import add_to_log, outcome_counts, outcome_name
+from worker.metrics import RequestCounts
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             parts.config.batch_aging_seconds,
             batch_full=parts.host.batch_full,
         )
-        self.arrivals = Arrivals()  # of requests that are prefilled here
+        self.counts = RequestCounts()  # of requests that are prefilled here
         self._at_tokens = parts.faults.point(Point.DECODE_TOKENS)
         self._at_done = parts.faults.point(Point.DECODE_DONE)
 
@@ -127,7 +127,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
         if attempt.record_token(step_began) and attempt.local_prefill:
-            self.arrivals.first_token(attempt.first_token_seconds)
+            self.counts.first_token(attempt.first_token_seconds)
         self._leave(attempt)
         add_to_log(attempt.log, token, whole=attempt.whole_tokens)
         self._pause_if_full(attempt)

@@ -111,12 +111,13 @@ class HandoffEngineAdapter:
 
     def _check_first(self, attempt: DecodeAttempt, tokens: Sequence[common_pb2.Token]) -> None:
         """Check that there is one token per choice, at the position after the prompt. Raises InvalidRequestError."""
-        choices = [token.choice for token in tokens]
+        choices = [token.choice for token in tokens[: attempt.choices + 1]]
         wanted = list(range(attempt.first_choice, attempt.first_choice + attempt.choices))
         vocab_size = self._parts.identity.spec_limits.vocab_size
         if sorted(choices) != wanted or any(
             token.position != attempt.first_position
             or token.token_id >= vocab_size
+            or len(token.top_logprobs) > vocab_size
             or token.finish not in common_pb2.FinishReason.values()
             for token in tokens
         ):

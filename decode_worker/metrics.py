@@ -45,7 +45,7 @@ def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Coll
 def add_status(status: WorkerStatus, attempts: DecodeAttempts, receiver: HandoffReceiver) -> WorkerStatus:
     counts, rings = receiver.stats.counts, receiver.rings
     return replace(
-        of_requests(status, attempts, attempts.admission, attempts.arrivals),
+        of_requests(status, attempts, attempts.admission, attempts.counts),
         handoffs=counts["committed"],
         handoffs_live=receiver.live,
         handoffs_aborted=counts["aborted"],

@@ -24,7 +24,7 @@ from wire import common_pb2, decode_pb2
 from worker.convert import request_from_wire
 from worker.link.routers import Routers
 from worker.role import RoleParts
-from worker.validate import check_spec
+from worker.validate import admission_seconds, check_spec
 
 log = logging.getLogger(__name__)
 MakeReceiver = Callable[[RoleParts, DecodeEngine, Callable[[bytes], bool]], HandoffReceiver]
@@ -82,10 +82,9 @@ class DecodeRole:
         engine_request = request_from_wire(request.transfer_id.hex(), request.spec)
         attempt = self.attempts.open_new(request)
         attempt.local_prefill, attempt.whole_tokens = True, request.spec.sampling.logprobs
-        self.attempts.arrivals.arrived(_tokens(engine_request))
+        self.attempts.counts.arrived(_tokens(engine_request))
         attempt.trace = self._parts.trace_of(request.spec)
-        deadline_seconds = (request.admission_deadline_ms or 30_000) / 1000
-        entering = self._enter_in_turn(attempt, engine_request, deadline_seconds)
+        entering = self._enter_in_turn(attempt, engine_request, admission_seconds(request))
         attempt.entering = asyncio.get_running_loop().create_task(entering)
         return attempt
 

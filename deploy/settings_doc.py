@@ -7,8 +7,7 @@ from pathlib import Path
 
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli.autoscale import AutoscaleConfig
-from cluster.config.base import Frozen
-from cluster.config.fields import flag_text, flags, settings
+from cluster.config.base import Frozen, flag_text, flags, settings
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
 

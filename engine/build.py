@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
+from cluster.protocol.kv_heads import head_range
 from engine import kv_cache
 from engine.attention import registry
 from engine.attention.base import AttentionShape
@@ -20,7 +21,7 @@ from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
-from engine.parallel.group import NullGroup, TpGroup, kv_head_range
+from engine.parallel.group import NullGroup, TpGroup
 from engine.runner import LoadedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,7 +61,7 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
 
 def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one KV block on one rank."""
-    first, end = kv_head_range(0, config.tensor_parallel, model.num_kv_heads)
+    first, end = head_range(0, config.tensor_parallel, model.num_kv_heads)
     shape = (model.num_layers, 2, end - first, config.page_size, model.head_dim)
     return math.prod(shape) * _DTYPES[config.dtype].itemsize
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from wire import handoff_pb2
 
 MAX_QUEUED_MESSAGES = 4096
-MAX_TOGETHER = 64
+MAX_TOGETHER = 64  # that travel with the first one
 MAX_TOGETHER_BYTES = 64 << 10  # the bytes of parts (gRPC transport) travel alone
 PATIENT_MESSAGES = 4  # two parts' results and the grants that follow from them
 PATIENT_SECONDS = 0.002

@@ -11,10 +11,10 @@ import numpy as np
 import orjson
 
 from loadgen.config import LoadConfig
-from loadgen.record import RequestRecord
+from loadgen.record import STAGES, RequestRecord
 from loadgen.report import Report, Summary
 from loadgen.svg import Series, cdf_plot, line_plot, scatter_plot, stacked_bar
-from loadgen.table import STAGE_NAMES, milliseconds, size, totals
+from loadgen.table import milliseconds, size, totals
 
 TIME_BINS = 60
 
@@ -143,9 +143,7 @@ def rate_over_time(events: Sequence[tuple[float, float]], bins: int) -> list[tup
 
 
 def _stage_card(report: Report) -> str:
-    stages = [
-        (f"g{index}", STAGE_NAMES[stage], one) for index, (stage, one) in enumerate(report.stages.items())
-    ]
+    stages = [(f"g{index}", STAGES[stage], one) for index, (stage, one) in enumerate(report.stages.items())]
     bar = stacked_bar([(name, css, summary.mean) for css, name, summary in stages], milliseconds)
     rows = {f"{_key(css)}{name}": summary for css, name, summary in stages}
     return _card(

@@ -8,15 +8,16 @@ from itertools import pairwise
 from loadgen.config import Protocol, Slo
 from wire.inference_pb2 import Timings
 
-STAGES = (
-    "router_queue_seconds",
-    "placement_seconds",
-    "prefill_queue_seconds",
-    "prefill_seconds",
-    "handoff_exposed_seconds",
-    "decode_queue_seconds",
-    "decode_seconds",
-)
+# Stages of a request in the server: fields of Timings, and their names in reports
+STAGES = {
+    "router_queue_seconds": "router queue",
+    "placement_seconds": "placement",
+    "prefill_queue_seconds": "prefill queue",
+    "prefill_seconds": "prefill",
+    "handoff_exposed_seconds": "hand-off, exposed",
+    "decode_queue_seconds": "decode queue",
+    "decode_seconds": "decode",
+}
 QUEUES = frozenset(stage for stage in STAGES if stage.endswith("_queue_seconds"))
 
 

@@ -9,17 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.record import STAGES
 from loadgen.report import Report, Summary
-
-STAGE_NAMES = {
-    "router_queue_seconds": "router queue",
-    "placement_seconds": "placement",
-    "prefill_queue_seconds": "prefill queue",
-    "prefill_seconds": "prefill",
-    "handoff_exposed_seconds": "hand-off, exposed",
-    "decode_queue_seconds": "decode queue",
-    "decode_seconds": "decode",
-}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -36,7 +27,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     }
     yield _summaries("latency", ("p50", "p90", "p99", "mean", "max"), latencies)
     if report.stages:
-        stages = {STAGE_NAMES[stage]: summary for stage, summary in report.stages.items()}
+        stages = {STAGES[stage]: summary for stage, summary in report.stages.items()}
         yield _summaries("where the server spent it", ("p50", "p99", "mean"), stages)
     yield _totals(report)
     messages, targets = report.error_messages(), report.error_targets()

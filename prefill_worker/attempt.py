@@ -17,6 +17,7 @@ from engine.request import PromptChunk, RequestDone, TokenOutput
 from kv_transfer.prefill_side.handoff import PartTimes
 from wire import common_pb2, prefill_pb2
 from worker.attempt_log import AttemptLog
+from worker.validate import admission_seconds
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -89,4 +90,4 @@ class PrefillAttempt:
     @property
     def deadline(self) -> float:
         """When it must have a reservation (monotonic seconds)."""
-        return self.received + (self.request.admission_deadline_ms or 30_000) / 1000
+        return self.received + admission_seconds(self.request)

@@ -26,7 +26,7 @@ def collectors(admission: Admission, ended: Mapping[str, float], sender: Handoff
                 *of_queue(admission, ended),
                 declared.KV_SENT_BYTES.read(lambda: sender.stats.sent_bytes),
                 declared.HANDOFFS_SENT.read(lambda: sender.stats.committed),
-                declared.HANDOFF_LINKS.read(sender.links.by_transport),
+                declared.HANDOFF_LINKS.read(sender.links_by_transport),
                 declared.KV_STAGING.read(lambda: sender.staging_bytes),
                 declared.KV_STAGING_USED.read(lambda: sender.staging_used_bytes),
             ]
@@ -38,7 +38,7 @@ def add_status(
     status: WorkerStatus, attempts: Attempts[PrefillAttempt], prefilling: Prefilling, sender: HandoffSender
 ) -> WorkerStatus:
     return replace(
-        of_requests(status, attempts, prefilling.admission, prefilling.arrivals),
+        of_requests(status, attempts, prefilling.admission, prefilling.counts),
         handoffs=sender.stats.handoffs,
         handoffs_live=sender.live,
         handoffs_refused=sender.stats.refused,

@@ -16,8 +16,8 @@ from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import handoff_pb2
 from worker.admission import Admission
-from worker.arrivals import Arrivals
 from worker.convert import add_to_log, request_from_wire, token_to_wire
+from worker.metrics import RequestCounts
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Prefilling:
         self._parts = parts
         self._sender = sender
         self.admission = Admission(2 * parts.config.engine.max_batch_tokens, parts.config.batch_aging_seconds)
-        self.arrivals = Arrivals()
+        self.counts = RequestCounts()
         self.by_engine_id: dict[str, PrefillAttempt] = {}  # attempts that the engine has
         self._freeing = BackgroundTasks()  # free the blocks of ended attempts once no write reads them
         self._at_admitted = parts.faults.point(Point.PREFILL_ADMITTED)
@@ -119,7 +119,7 @@ class Prefilling:
             await handoff.start(attempt.engine_id, attempt.parts)
         await self._add(attempt, request)
         prefilled = await attempt.prefilled
-        self.arrivals.first_token(time.monotonic() - attempt.received)
+        self.counts.first_token(time.monotonic() - attempt.received)
         report = attempt.report
         chunks = attempt.chunks = prefilled.done.chunks
         # The queue ends with its first step: before, it waited for its turn, for a reservation, for the step in progress.

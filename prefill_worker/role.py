@@ -8,14 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client.registry import Collector
 
-from cluster.errors import (
-    BatonError,
-    BlocksExhaustedError,
-    CancelledError,
-    DrainingError,
-    EngineFailedError,
-    InternalError,
-)
+from cluster import errors
 from cluster.membership.status import WorkerStatus
 from engine.request import StepOutput
 from kv_transfer.prefill_side.sender import HandoffSender
@@ -59,7 +52,7 @@ class PrefillRole:
         attempt = self.attempts.open(
             request.transfer_id, request.handle, request.spec, lambda log: PrefillAttempt(request, log)
         )
-        self.prefilling.arrivals.arrived(attempt.token_count)
+        self.prefilling.counts.arrived(attempt.token_count)
         attempt.trace = self._parts.trace_of(request.spec)
         attempt.task = asyncio.get_running_loop().create_task(self._run(attempt))
         return attempt
@@ -101,27 +94,28 @@ class PrefillRole:
         try:
             await self.prefilling.run(attempt)
             end.outcome = common_pb2.ATTEMPT_OUTCOME_DONE
-        except (BlocksExhaustedError, DrainingError) as error:  # the decode worker has no room, or leaves
+        except (errors.BlocksExhaustedError, errors.DrainingError) as error:
+            # The decode worker has no room, or leaves.
             if not self._has_failed:
                 end.outcome = common_pb2.ATTEMPT_OUTCOME_REFUSED
             end.error.CopyFrom(error.to_wire())
-        except BatonError as error:
+        except errors.BatonError as error:
             end.error.CopyFrom(error.to_wire())
         except asyncio.CancelledError:
             self._was_cancelled(attempt, end)
         except Exception as error:
             request_id = attempt.request.request_id
             log.exception("request %s failed", request_id, extra={"request_id": request_id})
-            end.error.CopyFrom(InternalError(f"{type(error).__name__}: {error}").to_wire())
+            end.error.CopyFrom(errors.InternalError(f"{type(error).__name__}: {error}").to_wire())
         self._send_end(attempt, end)
 
     def _was_cancelled(self, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
         if attempt.returned_to_router:
             end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
-            end.error.CopyFrom(DrainingError(f"{self._parts.identity.worker_id} is leaving").to_wire())
+            end.error.CopyFrom(errors.DrainingError(f"{self._parts.identity.worker_id} is leaving").to_wire())
         else:
             end.outcome = common_pb2.ATTEMPT_OUTCOME_CANCELLED
-            end.error.CopyFrom(CancelledError("cancelled").to_wire())
+            end.error.CopyFrom(errors.CancelledError("cancelled").to_wire())
 
     def _send_end(self, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
         self.ended[outcome_name(end.outcome)] += 1
@@ -162,11 +156,11 @@ class PrefillRole:
     def on_output(self, output: StepOutput) -> None:
         self.prefilling.on_output(output)
 
-    def failed(self, error: BatonError) -> None:
+    def failed(self, error: errors.BatonError) -> None:
         """End the attempts that the engine had with `error`, and return waiting ones to their routers. An
         EngineFailedError is for the attempts of the failed step only."""
         self._has_failed = True
-        of_step = isinstance(error, EngineFailedError)
+        of_step = isinstance(error, errors.EngineFailedError)
         for attempt in self.attempts.all():
             prefilled, name = attempt.prefilled, attempt.engine_id
             in_engine = name in self.prefilling.by_engine_id

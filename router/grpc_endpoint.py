@@ -58,12 +58,12 @@ class GrpcEndpoint:
         self._server = grpc.aio.server(
             interceptors=[
                 *([KeyInterceptor(gateway)] if gateway.keys.on else ()),
-                OtherCalls(),
+                OtherCalls(config.write_seconds),
             ],
             options=grpc_options(config),
         )
         self._port = 0
-        self.health = Health(config.max_health_watchers)
+        self.health = Health(config.max_health_watchers, config.write_seconds)
 
     @property
     def address(self) -> str:

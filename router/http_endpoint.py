@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.security.tls import Identity, ListenerContext
 from router.admission.descriptors import max_silent
 from router.frontends.http.app import build_app
-from router.frontends.http.cors import with_cors
 from router.frontends.http.gate import Gate
 from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import limited
@@ -24,13 +24,7 @@ GRACE_SECONDS = 5.0
 # Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 256 << 10
-
-
-class _Server(HttpServer):
-    """Leaves the process's signal handlers alone; uvicorn installs its own, and raises what it caught at its end."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
+SHOWN_HEADERS = ("x-request-id", "retry-after", "x-should-retry")  # to pages of other origins
 
 
 class HttpEndpoint:
@@ -42,7 +36,7 @@ class HttpEndpoint:
         self._host = config.host
         self._context = ListenerContext(identity, ask_clients=ask_clients) if identity is not None else None
         self._socket = _listen(config)
-        self._server = _Server(
+        self._server = HttpServer(
             uvicorn.Config(
                 with_cors(Gate(build_app(gateway), gateway), config.cors_origins),
                 http=limited(config),
@@ -84,6 +78,23 @@ class HttpEndpoint:
     def _ssl_context(self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
         assert self._context is not None
         return self._context.context
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Wrap `app` in CORS, so that pages of these origins may call this router; without any, return it unchanged.
+
+    It must be the outermost layer, because a browser's preflight request carries no API key. Credentials (cookies) are
+    not allowed: keys come in a header.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=list(SHOWN_HEADERS),
+    )
 
 
 def _listen(config: RouterConfig) -> socket.socket:

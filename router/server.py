@@ -12,6 +12,7 @@ from cluster.config.router import RouterConfig
 from cluster.membership.reader import Members
 from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS
+from cluster.redis.rights import RightsWatch
 from cluster.security.key_file import ApiKeys
 from cluster.security.tls import Peers, make_identity
 from cluster.telemetry.exposition import MetricsServer
@@ -29,6 +30,7 @@ from router.observe import cluster
 from router.observe.requests import RouterMetrics
 from router.placement.placement import Placement
 from router.quota.quota import Quota
+from router.rights import rights
 from router.text.tokenizer import ModelText
 
 REFRESH_SECONDS = 0.5
@@ -68,6 +70,7 @@ class Router:
         self._serving: asyncio.Task[None] | None = None
         self._turned = time.monotonic()
         self._metrics: MetricsServer | None = None
+        self._watch = RightsWatch(config.redis_url, rights(config.namespace))
 
     @property
     def http_url(self) -> str:
@@ -91,6 +94,7 @@ class Router:
         self._open_metrics()
         self._serving = asyncio.get_running_loop().create_task(self._http.serve())
         self._refreshing.start()
+        self._watch.start()
         # The objects of now live as long as the process: about 100,000, and a full collection that scanned them would
         # hold every stream for 50 ms.
         return_long_blocks()
@@ -157,6 +161,7 @@ class Router:
         await self.gateway.live.close()
         await self._services.close()
         self._loop_lag.stop()
+        await asyncio.to_thread(self._watch.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import sys
@@ -106,6 +107,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         heavy = [one for one in items if "made_with_torch" in getattr(one, "fixturenames", ())]
         config.hook.pytest_deselected(items=heavy)
         items[:] = [one for one in items if one not in heavy]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: collections of what a test leaves behind need not look through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -62,8 +62,13 @@ class WorkerIdentity:
     @property
     def spec_limits(self) -> SpecLimits:
         """The limits that a request's spec is checked against."""
-        runner = self.runner
-        return SpecLimits(self.model_id, runner.model_config.vocab_size, runner.config.max_batch_requests)
+        config = self.runner.config
+        return SpecLimits(
+            model_id=self.model_id,
+            vocab_size=self.runner.model_config.vocab_size,
+            max_choices=config.max_batch_requests,
+            max_model_len=config.max_model_len or self.runner.model_config.max_model_len,
+        )
 
     def check_epoch(self, epoch: int) -> None:
         """Raises StaleEpochError if a call is addressed to an earlier epoch."""

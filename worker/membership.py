@@ -17,9 +17,11 @@ from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
 from cluster.membership.types import Then
+from cluster.redis.rights import RightsWatch
 from worker.ending import Ending
 from worker.identity import WorkerIdentity
 from worker.loaded_engine import LoadedEngine
+from worker.rights import rights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,6 +46,7 @@ class Membership:
         self._loop = asyncio.get_running_loop()
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
+        self._watch: RightsWatch | None = None
 
     def start(self) -> None:
         config = self.config
@@ -65,8 +68,10 @@ class Membership:
             self._registration,
             lambda: self._on_loop(self.engine.held_chains(), RESYNC_SECONDS),
         )
+        self._watch = RightsWatch(config.redis_url, rights(config.namespace))
         self._registration.start()
         self._reporter.start()
+        self._watch.start()
 
     def _on_loop(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
         """Run a coroutine from another thread. Raises TimeoutError; the coroutine is cancelled then."""
@@ -124,6 +129,6 @@ class Membership:
 
     async def stop(self) -> None:
         """Deregister, so that nothing new is placed here."""
-        for part in (self._registration, self._reporter):
+        for part in (self._registration, self._reporter, self._watch):
             if part is not None:
                 await asyncio.to_thread(part.stop)

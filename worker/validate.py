@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cluster.errors import ContextLengthError
 from cluster.protocol.block_hash import HASH_BYTES
 from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS
@@ -20,11 +21,13 @@ MAX_TOKENS = 2**31
 
 @dataclass(frozen=True)
 class SpecLimits:
-    """Limits of one worker. `max_choices`: all choices of a request run at the same time."""
+    """Limits of one worker. `max_choices`: all choices of a request run at the same time. `max_model_len`: tokens of its
+    context."""
 
     model_id: str
     vocab_size: int
     max_choices: int
+    max_model_len: int
 
 
 Call = prefill_pb2.PrefillRunRequest | decode_pb2.DecodeRunRequest
@@ -37,12 +40,19 @@ def check_call(call: Call, worker_id: str) -> None:
     check_name("request_id", call.request_id)
 
 
+def admission_seconds(call: Call) -> float:
+    """How long after its arrival the attempt may wait for a turn or a reservation."""
+    return (call.admission_deadline_ms or 30_000) / 1000
+
+
 def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
-    """Raises InvalidRequestError naming the field."""
+    """Raises InvalidRequestError naming the field. Lists are counted before anything walks them."""
+    check_name("model_id", spec.model_id)
     if spec.model_id and spec.model_id != limits.model_id:
         raise invalid("model_id", f"{spec.model_id!r} is not computed here")
     if not spec.prompt_tokens:
         raise invalid("prompt_tokens", "are missing")
+    _check_length(spec, limits.max_model_len)
     _check_packed("prompt_tokens", spec.prompt_tokens, limits.vocab_size)
     _check_packed("output_tokens", spec.output_tokens, limits.vocab_size)
     if spec.n > limits.max_choices or spec.first_choice >= MAX_TOKENS:
@@ -54,6 +64,13 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)
+
+
+def _check_length(spec: common_pb2.GenerateSpec, limit: int) -> None:
+    length = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
+    if length > limit:
+        what = f"{length} tokens do not fit a context of {limit}"
+        raise ContextLengthError(what, field="prompt", limit=str(limit))
 
 
 def _check_packed(field: str, packed: bytes, vocab_size: int) -> None:
@@ -71,6 +88,9 @@ def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> Non
         raise invalid("max_tokens", f"{sampling.max_tokens} is outside 1 … {MAX_TOKENS}")
     if sampling.top_logprobs > vocab_size:
         raise invalid("top_logprobs", f"at most {vocab_size}")
+    for name in ("stop_token_ids", "logit_bias"):
+        if len(getattr(sampling, name)) > vocab_size:
+            raise invalid(name, f"more entries than the vocabulary has tokens: {vocab_size}")
     for token in sampling.stop_token_ids:
         if token >= vocab_size:
             raise invalid("stop_token_ids", f"token ids must lie in 0 … {vocab_size - 1}")

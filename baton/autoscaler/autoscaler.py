@@ -16,11 +16,13 @@ from baton.autoscaler.leader import Leadership
 from baton.autoscaler.platforms.base import Platform, PlatformPool
 from baton.autoscaler.policy import decide
 from baton.autoscaler.report import AutoscalingMetrics, Explained
+from baton.autoscaler.rights import rights
 from baton.autoscaler.state import PolicyState
 from cluster.config.worker import ROLES, Role
 from cluster.errors import BatonError
-from cluster.membership.reader import read_workers
+from cluster.membership.reader import look_at_workers
 from cluster.membership.types import WorkerInfo
+from cluster.redis.rights import RightsWatch
 
 log = logging.getLogger(__name__)
 ACT_SECONDS = 12.0  # longest time to carry out a decision; the lease must last that long
@@ -49,13 +51,16 @@ class Autoscaler:
         self._explained = Explained(log)
         self.metrics = AutoscalingMetrics(registry)
         self.leadership = Leadership(redis_url, namespace, LEASE_SECONDS, clock)
+        self._watch = RightsWatch(redis_url, rights(namespace))
 
     def run(self, stop: threading.Event) -> None:
+        self._watch.start()
         try:
             while not stop.is_set():
                 self.step()
                 stop.wait(self._config.interval_seconds)
         finally:
+            self._watch.stop()
             self.leadership.close()
 
     def step(self) -> Decision | None:
@@ -63,7 +68,7 @@ class Autoscaler:
         leads = self.leadership.hold()
         self.metrics.leader.set(leads)
         try:
-            workers = read_workers(self._redis_url, self._namespace)
+            workers = look_at_workers(self._redis_url, self._namespace)
         except (redis.RedisError, OSError) as error:
             log.warning("autoscaling is paused, Redis does not answer: %s", error)
             self.metrics.errors.labels("redis").inc()

@@ -110,10 +110,10 @@ class DecodeDemand:
         lately = flows.over(OBJECTIVE_SECONDS)
         self.step_seconds = lately.step_seconds / lately.steps if lately.steps > 0 else 0.0
         self._guess = model.slope is None
-        told = [one.status for one in workers]
-        self._replicas = float(len(told))
-        self.sequences = float(sum(one.running + one.waiting + one.waiting_for_kv for one in told))
-        used = [one.kv_usage_ratio for one in told]
+        statuses = [one.status for one in workers]
+        self._replicas = float(len(statuses))
+        self.sequences = float(sum(one.running + one.waiting + one.waiting_for_kv for one in statuses))
+        used = [one.kv_usage_ratio for one in statuses]
         self.kv_usage = max(used, default=0.0)
         self._kv_replicas = sum(used) / config.kv_usage_limit
 

@@ -30,6 +30,11 @@ _GIVE_UP = (
 )
 
 
+def lease_keys(namespace: str) -> list[str]:
+    """KEYS of both scripts."""
+    return [f"{{{namespace}}}:autoscaler", f"{{{namespace}}}:autoscaler-until"]
+
+
 class Leadership:
     """Call `hold` before every decision. Time counts from before the request, so the lease expires here first."""
 
@@ -41,7 +46,7 @@ class Leadership:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._client = connect(redis_url)
-        self._keys = [f"{{{namespace}}}:autoscaler", f"{{{namespace}}}:autoscaler-until"]
+        self._keys = lease_keys(namespace)
         self._holder = secrets.token_hex(8)
         self._seconds = lease_seconds
         self._clock = clock

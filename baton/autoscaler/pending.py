@@ -18,14 +18,14 @@ def watch(limits: PoolLimits, state: PoolState, seen: PoolObservation, now: floa
     if state.target is not None and seen.target != state.target:
         state.changed_at = now  # changed from outside: counts like a change by the policy
     _learn(state, seen, now)
-    anew = False
+    restarted = False
     if seen.ready >= seen.target:
         state.pending_since = None
         if seen.target > state.cap:
             state.retry_seconds, state.given_back_at = 0.0, FOREVER_AGO
     elif state.pending_since is None or seen.ready > state.ready or seen.target > (state.target or 0):
-        state.pending_since, anew = now, True
-    state.waited_for_place = seen.unschedulable > 0 or (state.waited_for_place and not anew)
+        state.pending_since, restarted = now, True
+    state.waited_for_place = seen.unschedulable > 0 or (state.waited_for_place and not restarted)
     state.ready, state.target = seen.ready, seen.target
     if state.pending_since is None:
         return 0

@@ -31,7 +31,7 @@ def decide(config: AutoscalingConfig, state: PolicyState, seen: Observation, now
     claims = [_claim(config, state, seen, role, needs[role], now) for role in ROLES]
     may_move = now - state.moved_at >= MOVE_SECONDS
     shares = share_out(config.gpu_budget, (claims[0], claims[1]), may_move)
-    return _conclude(config, state, seen, needs, (claims[0], claims[1]), shares, now)
+    return _conclude(config, state, needs, (claims[0], claims[1]), shares, now)
 
 
 def _take_in(state: PolicyState, seen: Observation, now: float) -> None:
@@ -120,7 +120,6 @@ def _claim(
 def _conclude(
     config: AutoscalingConfig,
     state: PolicyState,
-    seen: Observation,
     needs: dict[Role, Need],
     claims: tuple[Claim, Claim],
     shares: tuple[Want, Want],

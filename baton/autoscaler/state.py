@@ -48,7 +48,7 @@ class PoolState:
 
 @dataclass
 class PolicyState:
-    """One of these per policy; nobody but the policy writes it."""
+    """One per policy, which alone writes it."""
 
     decided_at: float | None = None  # the last time
     prefill: PoolState = field(default_factory=PoolState)

@@ -26,7 +26,7 @@ class Need:
     missed: bool = False  # its objective, of late
     missed_reason: Reason = Reason.STEADY
     known: bool = True
-    asked: bool = True  # somebody has asked for something since the last decision
+    asked: bool = True  # a request has arrived since the last decision
     terms: dict[str, float] = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from baton.autoscaler.config import AutoscalingConfig
 from baton.cli.flags import Flags
 from baton.cli.output import say
-from baton.cli.serve import ConfigFile, ReadyFile, write_ready
+from baton.cli.serve import ConfigFile, ReadyFile, report_redis, write_ready
 from cluster.config import sources
 from cluster.config.base import Frozen
 from cluster.config.shared import ClusterFields
@@ -53,9 +53,11 @@ def autoscale(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: 
 def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:
     from baton.autoscaler.autoscaler import Autoscaler
     from baton.autoscaler.platforms.kubernetes import StatefulSets, connect, own_namespace
+    from baton.autoscaler.rights import rights
 
     if not config.redis_url:
         raise ConfigError("--redis-url is missing: workers publish their load there", field="redis_url")
+    report_redis(config.redis_url, rights(config.namespace))
     logs.configure("autoscaler")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 
+from baton.cli.flags import Flags
 from baton.cli.output import say
 from cluster.errors import ConfigError
-from cluster.security.keys import PriorityClass, new_key
+from cluster.security.keys import KeyEntry, new_key
 
 keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
 
@@ -21,39 +22,25 @@ def _keys() -> None:
     """Make API keys."""
 
 
+KEY = Flags(KeyEntry, without={"id", "tenant", "key_sha256", "expires_at", "revoked"})
+
+
 @keys.command("new")
+@KEY.add_to
 def new(
-    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
-    weight: Annotated[float, typer.Option(help="Share of a crowded cluster, beside other tenants'.")] = 1.0,
-    max_priority: Annotated[
-        PriorityClass,
-        typer.Option(help="Highest class of its requests; a higher one enters before all others."),
-    ] = "normal",
+    tenant: Annotated[str, typer.Option(help="Owner of the key.")],
     days: Annotated[int, typer.Option(help="Valid for so many days; 0 = until revoked.")] = 0,
-    requests_per_minute: Annotated[
-        int, typer.Option(help="Of the tenant, over all routers; 0 = the router's default.")
-    ] = 0,
-    tokens_per_minute: Annotated[
-        int,
-        typer.Option(help="Prompts and answers of the tenant, over all routers; 0 = the router's default."),
-    ] = 0,
-    max_concurrent_requests: Annotated[
-        int, typer.Option(help="Of the tenant, in one router; 0 = the router's default.")
-    ] = 0,
-    admin: Annotated[bool, typer.Option("--admin", help="May read /metrics and /v1/cluster.")] = False,
+    **flags: Any,
 ) -> None:
     """Print a new key, once, and the entry to add to the file that --api-keys-file names.
 
     Where a tenant has several keys, the limits are those of the key a request came with; what is used is counted
     together. The file may be changed while routers run.
     """
-    limits = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "max_concurrent_requests": max_concurrent_requests,
-    }
-    fields: dict[str, object] = {"weight": weight, "max_priority": max_priority, "admin": admin}
-    fields |= {name: limit for name, limit in limits.items() if limit}
+    given = KEY.values(KeyEntry, flags)
+    fields = {
+        name: value for name, value in given.items() if value or name == "weight"
+    }  # a limit of 0: the default
     if days:
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
         fields["expires_at"] = end.replace(microsecond=0)

@@ -9,6 +9,7 @@ import orjson
 import typer
 
 from baton.cli.output import console
+from cluster.redis.rights import Component
 
 EXIT_MISSING = 2
 
@@ -24,6 +25,16 @@ def doctor(
     redis_url: Annotated[
         str, typer.Option(help="URL of an external Redis (externalRedis.url): checks its memory and policy.")
     ] = "",
+    redis_component: Annotated[
+        Component | None,
+        typer.Option(help="With --redis-url: check that its user has the rights of this component."),
+    ] = None,
+    redis_namespace: Annotated[
+        str,
+        typer.Option(
+            help="With --redis-component: the prefix of the keys, the chart's is NAMESPACE-RELEASE."
+        ),
+    ] = "baton",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
 ) -> None:
     """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
@@ -31,8 +42,9 @@ def doctor(
     Exit code 0: an install can work. 2: something is missing. 1: the cluster could not be asked.
     """
     from baton.doctor import report
-    from baton.doctor.checks import check_redis, judge
+    from baton.doctor.checks import judge
     from baton.doctor.reading import Reader, connect
+    from baton.doctor.redis_check import check_redis, check_rights
     from baton.doctor.values import values_for
 
     with connect(kubeconfig, context) as api:
@@ -40,6 +52,8 @@ def doctor(
     checks, values = judge(facts), values_for(facts)
     if redis_url:
         checks.append(check_redis(redis_url))
+        if redis_component is not None:
+            checks.append(check_rights(redis_url, redis_component, redis_namespace))
     if values_only:
         console.file.write(report.as_yaml(values))
     elif as_json:

@@ -209,10 +209,16 @@ class Drainer:
 
     @contextmanager
     def _redis(self) -> Iterator[None]:
+        shown = without_password(self._registry.redis_url)
         try:
             yield
+        except redis.exceptions.NoPermissionError as error:
+            raise UnavailableError(
+                f"Redis at {shown} refuses its user: {error}; draining needs the rights of a worker or a router "
+                "(docs/security.md, Redis)",
+                field="redis_url",
+            ) from error
         except redis.RedisError as error:
-            shown = without_password(self._registry.redis_url)
             raise UnavailableError(f"Redis at {shown} does not answer: {error}", field="redis_url") from error
 
 

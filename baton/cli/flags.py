@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import typer
 from rich.markup import escape
 
-from cluster.config.base import Frozen
-from cluster.config.fields import Setting, flags, settings
+from cluster.config.base import Frozen, Setting, flags, settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +62,7 @@ class Flags:
         text = escape(one.field.description or "")
         if one.default:
             text += f" [dim]default: {escape(one.default)}[/dim]"
-        variable = one.environment if self._environment or one.environment[:6] != "BATON_" else None
+        variable = one.environment if self._environment else one.named_environment
         option = typer.Option(
             help=text,
             rich_help_panel=one.panel,

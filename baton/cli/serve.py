@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -16,10 +17,12 @@ from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.local.state import check_writable
 from baton.processes.force_exit import end_surely
+from baton.processes.uncollected import uncollected
 from cluster.config import sources
 from cluster.config.router import RouterConfig
 from cluster.config.worker import Role, WorkerConfig
 from cluster.redis.connect import why_silent
+from cluster.redis.rights import Rights, too_few_rights
 from cluster.telemetry import logs
 
 ConfigFile = Annotated[
@@ -40,28 +43,38 @@ def router(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any
     Each setting is a flag here, an environment variable (BATON_HTTP_PORT) and a field of the YAML file that --config
     names; the flag wins over the variable, the variable over the file. docs/settings.md lists them all.
     """
+    from router.rights import rights
+
     resolved = sources.load(RouterConfig, ROUTER.values(RouterConfig, flags), config)
-    check_start(resolved, ready_file)
+    check_start(resolved, ready_file, rights(resolved.namespace))
     import uvloop
 
     uvloop.run(_run_router(resolved, ready_file))
 
 
-def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None) -> None:
-    """Check what can be checked before a model is loaded.
+def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None, rights: Rights) -> None:
+    """Check what can be checked before a model is loaded; `rights` are those that the process needs in Redis.
 
-    An unreachable Redis is only reported, because it may start later than this process. Raises ConfigError.
+    An unreachable Redis and missing rights are only reported, because either may come later. Raises ConfigError.
     """
     sources.require_secret(config)
     sources.require_redis(config)
     if ready_file is not None:
         check_writable(ready_file, "--ready-file", "ready_file")
-    if why := why_silent(config.redis_url):
+    report_redis(config.redis_url, rights)
+
+
+def report_redis(url: str, rights: Rights) -> None:
+    """Say that Redis does not answer, or refuses what this process needs."""
+    if why := why_silent(url):
         say(f"{why}; starting anyway, Redis is used as soon as it answers")
+    elif why := too_few_rights(url, rights):
+        say(f"{why}; starting anyway, Redis is used as far as it allows")
 
 
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
-    from router.server import Router
+    with uncollected():
+        from router.server import Router
 
     logs.configure(config.router_id)
     stop = stop_event()
@@ -95,8 +108,10 @@ def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
 def _command(role: Role) -> Callable[..., None]:
     @WORKER.add_to
     def run(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
+        from worker.rights import rights
+
         resolved = sources.load(WorkerConfig, {**WORKER.values(WorkerConfig, flags), "role": role}, config)
-        check_start(resolved, ready_file)
+        check_start(resolved, ready_file, rights(resolved.namespace))
         import uvloop
 
         uvloop.run(_run_worker(resolved, ready_file))
@@ -133,6 +148,7 @@ async def _serve_worker(config: WorkerConfig, ready_file: Path | None) -> None:
     # The loop does not turn while a model is loaded, and nothing is lost by ending there and then.
     signal.signal(signal.SIGTERM, _end_at_once)
     worker = await start_worker(config)
+    gc.freeze()  # the modules' objects stay to the end, where collections would take most of the time of the exit
     stop = stop_event()
     say(f"{worker.worker_id} serves {config.role} on {worker.address}")
     facts: dict[str, Any] = {

@@ -15,7 +15,7 @@ ApiKey = Annotated[
     str, typer.Option(envvar="BATON_API_KEY", help="Where the routers ask for keys.", show_default=False)
 ]
 TlsCa = Annotated[
-    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CA", help="Speak TLS; trust this authority.")
+    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CA", help="Use TLS, and trust this authority.")
 ]
 TlsCert = Annotated[
     Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CERT", help="Our certificate, where clients need one.")
@@ -50,14 +50,14 @@ def top(
     tls_key: TlsKey = None,
 ) -> None:
     """Watch workers, queues, KV, hand-offs and latencies live; q quits."""
-    from baton.top.run import once as print_once
-    from baton.top.run import run
+    from baton.router_http import RouterHttp
+    from baton.top import run
 
-    tls = _tls(tls_ca, tls_cert, tls_key)
-    if once:
-        print_once(router, console, api_key=api_key, tls=tls)
-    else:
-        run(router, console, interval_seconds=interval, api_key=api_key, tls=tls)
+    with RouterHttp(router, api_key, _tls(tls_ca, tls_cert, tls_key)) as connection:
+        if once:
+            run.once(connection, console)
+        else:
+            run.run(connection, console, interval)
 
 
 def generate(
@@ -67,7 +67,8 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.")] = None,
     priority: Annotated[
-        Literal["high", "normal", "batch"], typer.Option(help="Who goes first when there is too much to do.")
+        Literal["high", "normal", "batch"],
+        typer.Option(help="Class of the request: under load a higher one goes first."),
     ] = "normal",
     api_key: ApiKey = "",
     tls_ca: TlsCa = None,
@@ -98,15 +99,11 @@ def chat(
     tls_key: TlsKey = None,
 ) -> None:
     """Talk to the model."""
-    from baton.chat import run
+    from baton.chat import converse
+    from baton.client import Client
 
-    run(
-        target.split(","),
-        temperature=temperature,
-        max_tokens=max_tokens,
-        api_key=api_key,
-        tls=_tls(tls_ca, tls_cert, tls_key),
-    )
+    with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
+        converse(client, temperature=temperature, max_tokens=max_tokens)
 
 
 def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -48,44 +48,17 @@ CHOSEN = {
 SETTINGS = Flags(RouterConfig, WorkerConfig, without=CHOSEN, environment=True)
 
 
+UP = Flags(UpOptions)
+
+
 @SETTINGS.add_to
+@UP.add_to
 def up(
-    model: Annotated[
-        Path | None, typer.Option(help="Model directory. [dim]default: the demo model[/dim]")
-    ] = None,
-    routers: Annotated[int, typer.Option(help="Routers; each takes the next ports.")] = 1,
-    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
-    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = 1,
-    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a decode worker.")] = 1,
-    pool: Annotated[
-        Literal["ray", "process"], typer.Option(help="Workers on Ray, or as plain processes.")
-    ] = "ray",
-    certs: Annotated[
-        Path | None, typer.Option(help="TLS everywhere, with the files baton certs made there.")
-    ] = None,
-    require_client_certs: Annotated[
-        bool, typer.Option("--require-client-certs", help="Clients too must show a certificate.")
-    ] = False,
-    autoscaling: Annotated[
-        Path | None, typer.Option(help="YAML of the autoscaling policy: it sizes the pools (--pool ray).")
-    ] = None,
-    redis_url: Annotated[
-        str,
-        typer.Option(
-            envvar="BATON_REDIS_URL",
-            help="A Redis to use; default: an embedded one. Give one with a password by the environment: every user of "
-            "this machine can read command lines.",
-        ),
-    ] = "",
     config: Annotated[
         Path | None,
         typer.Option(
             help="YAML of settings: those below under router: and worker:, of one role under prefill: or decode:."
         ),
-    ] = None,
-    state_file: Annotated[
-        Path | None, typer.Option(help="Write ids, pids and addresses here (JSON).")
     ] = None,
     **flags: Any,
 ) -> None:
@@ -97,17 +70,14 @@ def up(
     file; see baton keys). A request that would be served too late is refused at once: 429 or RESOURCE_EXHAUSTED, with the
     time to come back.
     """
-    model = model or demo_model()
-    own = {name: value for name, value in locals().items() if name not in ("config", "flags")}
-    sections = read_settings(config) if config is not None else {}
-    run(
-        UpOptions(
-            **own,
-            router=SETTINGS.values(RouterConfig, flags),
-            worker=SETTINGS.values(WorkerConfig, flags),
-            sections=sections,
-        )
-    )
+    options = {
+        "model": demo_model(),
+        **UP.values(UpOptions, flags),
+        "router": SETTINGS.values(RouterConfig, flags),
+        "worker": SETTINGS.values(WorkerConfig, flags),
+        "sections": read_settings(config) if config is not None else {},
+    }
+    run(UpOptions(**options))
 
 
 def run(options: UpOptions) -> None:

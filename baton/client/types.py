@@ -19,7 +19,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of a generation. Missing ones come from the model's generation_config.json, else the defaults."""
+    """Options of text generation. Missing ones come from the model's generation_config.json, else the defaults."""
 
     max_tokens: int  # default: the rest of the context
     temperature: float  # default 1; 0 is greedy
@@ -42,7 +42,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class RequestOptions(GenerateOptions, total=False):
-    """Options of a generation and of its call."""
+    """Options of text generation and of its call."""
 
     model: str  # default: the only one
     request_id: str

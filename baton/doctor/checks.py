@@ -8,14 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import redis
-
 from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
 from baton.doctor.pods import blocking, pods_of, shown, without_room
 from baton.doctor.values import values_for
-from cluster.redis.connect import connect
-from cluster.redis.memory import ADVICE, RedisMemory
-from cluster.redis.urls import without_password
 
 OLDEST = (1, 29)  # oldest version for which the chart is validated
 
@@ -39,29 +34,6 @@ class Check:
 
 def judge(facts: Facts) -> list[Check]:
     return [Check(name, *check(facts)) for name, check in _CHECKS.items()]
-
-
-def check_redis(url: str) -> Check:
-    """Read INFO memory of an external Redis and judge it; never raises for a server that does not answer."""
-    try:
-        client = connect(url)
-        try:
-            memory = RedisMemory.of(client.info("memory"))
-        finally:
-            client.close()
-    except (redis.RedisError, ValueError) as error:
-        found = f"{without_password(url)}: {error}"
-        return Check("Redis", "missing", found, "check its address, user and network policy")
-    limit = f"{memory.max_bytes / 2**20:,.0f} MiB" if memory.max_bytes else "no maxmemory"
-    found = f"{memory.policy or 'unknown policy'}, {limit}, {memory.used_bytes / 2**20:,.0f} MiB used"
-    advice = ""
-    if not memory.evicts_index_only:
-        advice = f"{ADVICE}: otherwise a full prefix index fails every other write"
-    elif not memory.max_bytes:
-        advice = "set maxmemory: without it only the one-hour TTL bounds the prefix index"
-    elif memory.pressed:
-        advice = "raise maxmemory: above 70 % placements are not predicted"
-    return Check("Redis", "warning" if advice else "ok", found, advice)
 
 
 def _version(facts: Facts) -> Finding:

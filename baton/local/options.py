@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from baton import safe_files
 from baton.autoscaler.config import ServeAutoscalingConfig
 from cluster.config import sources
-from cluster.config.fields import flag_text, flags
+from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import RouterConfig
 from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
@@ -75,28 +74,42 @@ class LocalTls:
         }
 
 
-@dataclass(frozen=True)
-class UpOptions:
-    model: Path
-    routers: int = 1
-    prefill: int = 1
-    decode: int = 1
-    prefill_tp: int = 1
-    decode_tp: int = 1
-    pool: Literal["ray", "process"] = "ray"
-    autoscaling: Path | None = None
-    redis_url: str = ""
-    certs: Path | None = None
-    require_client_certs: bool = False
-    namespace: str = ""
-    state_file: Path | None = None
-    # Given settings, nested like RouterConfig and WorkerConfig; worker settings apply to both roles.
-    router: Mapping[str, Any] = field(default_factory=dict)
-    worker: Mapping[str, Any] = field(default_factory=dict)
-    # From a file, by the names in SECTIONS; `router` and `worker` have precedence.
-    sections: Mapping[str, Any] = field(default_factory=dict)
+class UpOptions(Frozen):
+    """What `baton up` starts. `router` and `worker` hold given settings, nested like RouterConfig and WorkerConfig; worker
+    settings apply to both roles. `sections` come from a file, by the names in SECTIONS; the former have precedence."""
 
-    def __post_init__(self) -> None:
+    panel = "Options"
+
+    model: Path = Field(description="Model directory; default: the demo model.")
+    routers: int = Field(1, description="Routers; each takes the next ports.")
+    prefill: int = Field(1, description="Prefill workers.")
+    decode: int = Field(1, description="Decode workers.")
+    prefill_tp: int = Field(1, description="Tensor-parallel ranks of a prefill worker.")
+    decode_tp: int = Field(1, description="Tensor-parallel ranks of a decode worker.")
+    pool: Literal["ray", "process"] = Field("ray", description="Workers on Ray, or as plain processes.")
+    certs: Path | None = Field(None, description="TLS everywhere, with the files baton certs made there.")
+    require_client_certs: bool = Field(False, description="Clients too must show a certificate.")
+    autoscaling: Path | None = Field(
+        None, description="YAML of the autoscaling policy: it sizes the pools (--pool ray)."
+    )
+    redis_url: str = Field(
+        "",
+        description="A Redis to use; default: an embedded one. Give one with a password by the environment: every user of "
+        "this machine can read command lines.",
+        json_schema_extra={"environment": "BATON_REDIS_URL"},
+    )
+    state_file: Path | None = Field(None, description="Write ids, pids and addresses here (JSON).")
+    namespace: str = no_flag("")
+    router: Mapping[str, Any] = no_flag({})
+    worker: Mapping[str, Any] = no_flag({})
+    sections: Mapping[str, Any] = no_flag({})
+
+    def __init__(self, model: Path, **given: Any):
+        super().__init__(**{"model": model, **given})
+
+    @model_validator(mode="after")
+    def _can_start(self) -> Self:
+        """Raises ConfigError."""
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"--model {self.model}: no config.json there", field="model")
         for name in ("routers", "decode", "prefill_tp", "decode_tp"):
@@ -126,6 +139,7 @@ class UpOptions:
                 "--prefill 0 leaves no worker that prefills; allow --local-prefill fallback or always",
                 field="prefill",
             )
+        return self
 
     def _check_settings(self) -> None:
         """Check the settings with the models of the processes, before any process starts."""

@@ -45,7 +45,7 @@ class Supervisor:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._wards: list[SupervisedProcess] = []
+        self._supervised: list[SupervisedProcess] = []
 
     def add(
         self,
@@ -55,56 +55,56 @@ class Supervisor:
         on_exit: Callable[[Child], None] = lambda child: None,
         served: Callable[[Child], bool] = lambda child: True,
     ) -> None:
-        self._wards.append(SupervisedProcess(child, restart, on_gone, on_exit, served, self._clock()))
+        self._supervised.append(SupervisedProcess(child, restart, on_gone, on_exit, served, self._clock()))
 
     @property
     def children(self) -> list[Child]:
-        return [ward.child for ward in self._wards]
+        return [entry.child for entry in self._supervised]
 
     def check(self) -> list[str]:
         """Restart what is due. Returns what happened since the last call, as messages for the user."""
         said: list[str] = []
-        for ward in self._wards:
-            ward.lingering = [child for child in ward.lingering if not self._reaped(ward, child, 0.0)]
-            if ward.due is None and not ward.given_up and ward.child.exit_code() is not None:
-                said.append(self._exited(ward))
-            if ward.due is not None and self._clock() >= ward.due:
-                said.append(self._start_again(ward))
+        for entry in self._supervised:
+            entry.lingering = [child for child in entry.lingering if not self._reaped(entry, child, 0.0)]
+            if entry.due is None and not entry.given_up and entry.child.exit_code() is not None:
+                said.append(self._exited(entry))
+            if entry.due is not None and self._clock() >= entry.due:
+                said.append(self._start_again(entry))
         return said
 
-    def _exited(self, ward: SupervisedProcess) -> str:
-        child, now = ward.child, self._clock()
-        if not self._reaped(ward, child, REAP_SECONDS):
-            ward.lingering.append(child)
-        ward.on_exit(child)
+    def _exited(self, entry: SupervisedProcess) -> str:
+        child, now = entry.child, self._clock()
+        if not self._reaped(entry, child, REAP_SECONDS):
+            entry.lingering.append(child)
+        entry.on_exit(child)
         line = f"{child.name} exited with code {child.exit_code()}"
-        short = now - ward.started < SHORT_LIFE_SECONDS or not ward.served(child)
-        ward.short_lives = ward.short_lives + 1 if short else 0
-        if ward.restart is None or ward.short_lives >= MAX_SHORT_LIVES:
-            ward.given_up = True
-            if ward.restart is None:
+        short = now - entry.started < SHORT_LIFE_SECONDS or not entry.served(child)
+        entry.short_lives = entry.short_lives + 1 if short else 0
+        if entry.restart is None or entry.short_lives >= MAX_SHORT_LIVES:
+            entry.given_up = True
+            if entry.restart is None:
                 return line
             why = f"{MAX_SHORT_LIVES} exits in a row within {SHORT_LIFE_SECONDS:.0f} s or before it was ready"
             return f"{line}; given up: {why}; its log: {child.log}"
-        pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, ward.short_lives - 1))
-        ward.due = now + pause
+        pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, entry.short_lives - 1))
+        entry.due = now + pause
         return f"{line}; starting again in {pause:.1f} s"
 
-    def _reaped(self, ward: SupervisedProcess, child: Child, seconds: float) -> bool:
+    def _reaped(self, entry: SupervisedProcess, child: Child, seconds: float) -> bool:
         gone = child.reap(seconds)
         if gone:  # a worker's ranks are in its session; until they have ended, their writes may land
-            ward.on_gone(child)
+            entry.on_gone(child)
         return gone
 
-    def _start_again(self, ward: SupervisedProcess) -> str:
-        assert ward.restart is not None, "due says so"
-        ward.started = self._clock()
+    def _start_again(self, entry: SupervisedProcess) -> str:
+        assert entry.restart is not None, "due says so"
+        entry.started = self._clock()
         try:
-            ward.child = ward.restart()
+            entry.child = entry.restart()
         except (SetupError, OSError) as error:  # a full disk or too many processes: may be temporary
-            ward.short_lives += 1
-            ward.given_up = ward.short_lives >= MAX_SHORT_LIVES
-            ward.due = None if ward.given_up else self._clock() + MAX_PAUSE_SECONDS
-            return f"{ward.child.name} does not start: {error}"
-        ward.due = None
-        return f"{ward.child.name} started again"
+            entry.short_lives += 1
+            entry.given_up = entry.short_lives >= MAX_SHORT_LIVES
+            entry.due = None if entry.given_up else self._clock() + MAX_PAUSE_SECONDS
+            return f"{entry.child.name} does not start: {error}"
+        entry.due = None
+        return f"{entry.child.name} started again"

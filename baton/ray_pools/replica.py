@@ -29,18 +29,18 @@ class Replica:
         if resolved.engine.nodes > 1:
             os.environ["RAY_ADDRESS"] = _ray_address()  # the worker's own ranks are placed by the same Ray
         self._stopping = False
-        word = ExitReport(resolved)
-        self._keeper = WorkerSupervisor.take_over_or_start(
-            worker_sockets.directory(), config, environment, word.give
+        report = ExitReport(resolved)
+        self._supervisor = WorkerSupervisor.take_over_or_start(
+            worker_sockets.directory(), config, environment, report.give
         )
-        self._keeper.wait_serving(resolved.load_seconds)
+        self._supervisor.wait_serving(resolved.load_seconds)
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
 
     def _follow(self) -> None:
         """Serve restarts a replica whose process ends, as after a kill or `baton drain`. On a node that is going away it
         must not, so there the replica stays without a worker until the node has gone."""
-        left, failed = self._keeper.wait_ended()
-        if self._keeper.left_for_good or self._stopping:
+        left, failed = self._supervisor.wait_ended()
+        if self._supervisor.left_for_good or self._stopping:
             return
         log.error("the worker has ended: %s", left or failed or "killed")
         # A thread outside Ray has no gentler way to end the replica, and no work is left.
@@ -48,16 +48,16 @@ class Replica:
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if not self._keeper.healthy() and not self._keeper.left_for_good:
+        if not self._supervisor.healthy() and not self._supervisor.left_for_good:
             raise RuntimeError("the worker's engine has stopped or hangs, or its process is silent")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers for the policy, the same that the worker publishes in Redis."""
-        told = self._keeper.status().encode()
-        return {name: float(number) for name, number in told.items() if not isinstance(number, str)}
+        numbers = self._supervisor.status().encode()
+        return {name: float(number) for name, number in numbers.items() if not isinstance(number, str)}
 
     def __del__(self) -> None:
-        if (supervisor := getattr(self, "_keeper", None)) is not None:
+        if (supervisor := getattr(self, "_supervisor", None)) is not None:
             self._stopping = True
             supervisor.stop(self._drain_seconds + 5.0)
 

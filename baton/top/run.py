@@ -17,31 +17,21 @@ from baton.router_http import RouterHttp
 from baton.top.feed import Feed, FeedSnapshot, ask
 from baton.top.frame import frame
 from cluster.errors import ConfigError, UnavailableError
-from cluster.security.tls import ClientTls
 
 KEY_WAIT_SECONDS = 0.1
 _QUIT = ("q", "Q")
 
 
-def once(url: str, console: Console, *, api_key: str = "", tls: ClientTls | None = None) -> None:
+def once(router: RouterHttp, console: Console) -> None:
     """Print one frame. Raises UnavailableError or UnauthenticatedError."""
-    with RouterHttp(url, api_key, tls) as router:
-        look = FeedSnapshot(router.address, ask(router))
-    console.print(frame(look, width=console.width))
+    console.print(frame(FeedSnapshot(router.address, ask(router)), width=console.width))
 
 
-def run(
-    url: str,
-    console: Console,
-    *,
-    interval_seconds: float,
-    api_key: str = "",
-    tls: ClientTls | None = None,
-) -> None:
+def run(router: RouterHttp, console: Console, interval_seconds: float) -> None:
     """Run until q or Ctrl-C. Waits for a router that does not answer; an insufficient API key is an error."""
     if not console.is_terminal:
         raise ConfigError("baton top draws on a terminal; --once prints one frame", field="once")
-    with RouterHttp(url, api_key, tls) as router, contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         with contextlib.suppress(UnavailableError):
             ask(router)
         feed = Feed(router, interval_seconds)

@@ -1,10 +1,15 @@
-"""What all settings models share: frozen, no unknown fields, names of the panels that group their flags."""
+"""What settings models share, and their settings as a flat list: what flags, help and docs/settings.md are made from."""
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 # gRPC counts in 32 bits: bytes, streams, milliseconds.
 MAX_COUNT = 2**30
@@ -35,3 +40,90 @@ def no_flag(default: Any, **more: Any) -> Any:
     """A field without a command-line flag: a secret (every user of a machine can read command lines), or one that a
     command sets itself."""
     return Field(default, json_schema_extra={"flag": None}, **more)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a settings model; `path` leads to it through nested models."""
+
+    path: tuple[str, ...]
+    panel: str
+    field: FieldInfo
+
+    @property
+    def _extra(self) -> Mapping[str, Any]:
+        extra = self.field.json_schema_extra
+        return extra if isinstance(extra, dict) else {}
+
+    @property
+    def flag(self) -> str | None:
+        """The parameter's name, with underscores; None = no flag."""
+        name = self._extra.get("flag", self.path[-1])
+        return None if name is None else str(name)
+
+    @property
+    def named_environment(self) -> str | None:
+        """The variable that the field itself names."""
+        name = self._extra.get("environment")
+        return None if name is None else str(name)
+
+    @property
+    def environment(self) -> str:
+        """The variable that sets it: BATON_…, nested with two underscores, if the field names none."""
+        return self.named_environment or "BATON_" + "__".join(self.path).upper()
+
+    @property
+    def is_size(self) -> bool:
+        return any(isinstance(one, BeforeValidator) for one in self.field.metadata)
+
+    @property
+    def default(self) -> str:
+        """As help and docs/settings.md show it; empty where the description says what holds."""
+        value = self.field.default
+        if self.field.is_required() or self.field.default_factory or value in (None, "", ()):
+            return ""
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return (
+            size_text(value)
+            if self.is_size and value
+            else f"{value:g}"
+            if isinstance(value, float)
+            else str(value)
+        )
+
+
+def settings(model: type[Frozen], path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """The settings of a model, nested ones included, in the order of its fields."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Frozen):
+            yield from settings(kind, (*path, name))
+        else:
+            owner = next(one for one in model.__mro__ if name in inspect.get_annotations(one))
+            yield Setting((*path, name), owner.panel, field)  # type: ignore[attr-defined]
+
+
+def size_text(size: int) -> str:
+    """Bytes in the largest binary unit that divides them: 4 MiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while size and size % 1024 == 0 and power < len(units) - 1:
+        size, power = size // 1024, power + 1
+    return f"{size} {units[power]}"
+
+
+def flags(model: type[Frozen]) -> dict[tuple[str, ...], str]:
+    """The flags of a model's settings by their paths, with underscores. A nested setting whose name is not unique has all
+    names of its path: --host is the worker's address, --topology-host its machine's name."""
+    found = list(settings(model))
+    shared = Counter(one.flag for one in found)
+    return {
+        one.path: one.flag if shared[one.flag] == 1 else "_".join(one.path)
+        for one in found
+        if one.flag is not None
+    }
+
+
+def flag_text(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -123,7 +123,8 @@ class ApiFields(Frozen):
     )
     ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
     share_prefixes_across_tenants: bool = Field(
-        False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
+        False,
+        description="let tenants hit each other's cached prefixes; timing then reveals which tenant sent what",
     )
 
 

@@ -31,7 +31,7 @@ class ClusterFields(Frozen):
 
     redis_url: str = Field(
         "",
-        description="redis://…, rediss://… or unix://…; the same for every process of the cluster",
+        description="redis://…, rediss://… or unix://…; one server for the cluster, the user may differ by component",
         repr=False,
     )
     redis_password: str = no_flag("", description="for a redis_url without one", repr=False)

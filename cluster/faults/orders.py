@@ -2,7 +2,7 @@
 
 orders.json    [{"id": "7", "point": "prefill.reserved", "act": "kill", "at": 3, "process": ""}, …]
 taken-7        created by the process that carries out order 7; the first process to create it wins
-struck.jsonl   one line per order carried out, written before the fault
+injected.jsonl   one line per order carried out, written before the fault
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class OrderedFaults:
     def _tell(self, order: Order, whose: object) -> None:
         name = whose.hex() if isinstance(whose, bytes) else str(whose)
         now = time.monotonic()
-        struck = InjectedFault(order.id, order.point, order.act, self._process, os.getpid(), name, now)
-        line = json.dumps(asdict(struck)) + "\n"
-        file = os.open(self._directory / "struck.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        injected = InjectedFault(order.id, order.point, order.act, self._process, os.getpid(), name, now)
+        line = json.dumps(asdict(injected)) + "\n"
+        file = os.open(self._directory / "injected.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(file, line.encode())  # one write, so lines of several processes do not interleave
         finally:

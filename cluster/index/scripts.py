@@ -20,4 +20,4 @@ def report() -> str:
 
 def prefix(namespace: str, model_id: str) -> str:
     """Return the prefix of every node's keys; the model is part of it, as it is part of every hash's salt."""
-    return f"{{{namespace}}}:{model_id}:"
+    return f"{{{namespace}}}:index:{model_id}:"

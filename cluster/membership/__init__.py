@@ -1,1 +1,1 @@
-"""Who is there: registrations with leases, epochs and slots, kept in Redis by Redis's own clock."""
+"""Registrations of workers in Redis: leases, epochs and slots, by Redis's own clock."""

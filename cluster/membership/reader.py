@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
-    """The answer of the READ script."""
+    """Parse the answer of the READ script."""
     now = int(answer[0])
     workers = []
     for index in range(2, len(answer), 5):
@@ -100,12 +100,12 @@ def _check(facts: Mapping[str, Any]) -> None:
 
 
 def _known(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Without fields that only later versions have."""
+    """Drop fields that only later versions have."""
     return {name: value for name, value in facts.items() if name in names}
 
 
 def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
-    """The workers registered now. Raises redis.RedisError."""
+    """Return the workers registered now. Raises redis.RedisError."""
     client, registry = connect(redis_url), keys.registry(namespace)
     try:
         forget = int(FORGET_SECONDS * 1000)
@@ -114,11 +114,40 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
         client.close()
 
 
+def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
+    """`read_workers` for a user that may only read: dead workers are left to the routers to delete.
+
+    Plain commands, because Redis wants the right to write every key that is declared for a script. Raises
+    redis.RedisError.
+    """
+    client = connect(redis_url)
+    try:
+        with client.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.members(namespace))
+            pipe.zrange(keys.leases(namespace), 0, -1, withscores=True)
+            pipe.hgetall(keys.status(namespace))
+            pipe.hgetall(keys.drains(namespace))
+            pipe.time()  # last: no renewal that was read is later
+            members, leases, status, drains, (seconds, micros) = pipe.execute()
+    finally:
+        client.close()
+    now, renewed = seconds * 1000 + micros // 1000, dict(leases)
+    answer: list[Any] = [now, 0]
+    for worker_id, registration in members.items():
+        if now - renewed.get(worker_id, 0) <= FORGET_SECONDS * 1000:
+            drain = drains.get(worker_id, b"").rpartition(b":")[2]
+            answer += [
+                *(worker_id, registration, renewed[worker_id]),
+                *(status.get(worker_id, b"{}"), drain),
+            ]
+    return decode(answer)
+
+
 class Members:
     """A router's view of the workers, refreshed every 0.25 s; the last one is kept while Redis does not answer.
 
-    If Redis has lost a slot that it had assigned, the fault is taken to be Redis's: workers that it no longer names stay
-    in the view until they have had time to register again.
+    If Redis has lost a slot that it had assigned, it was emptied or rolled back: workers that it no longer names stay in
+    the view until they have had time to register again.
     """
 
     def __init__(self, redis_url: str, namespace: str):
@@ -181,8 +210,8 @@ class Members:
         self.refreshed = now
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
-        """The workers that Redis names, and those of the last view that may not yet have registered again. Of a worker
-        that Redis names only that epoch counts: an earlier one would refuse every request."""
+        """Return the workers that Redis names, and those of the last view that may not have registered again yet. A
+        worker that Redis names has the epoch named there: an earlier one would refuse every request."""
         if now - self._back_since > REGISTER_AGAIN_SECONDS:
             return workers
         known = {worker.worker_id for worker in workers}

@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 class Registration:
     """Registers, renews every 0.5 s, registers again when Redis has lost the registration, leaves at `stop`.
 
-    The worker starts and serves without Redis; it registers when Redis comes. While `healthy` is false, the lease is not
-    renewed: a worker whose engine hangs counts as dead.
+    The worker starts and serves without Redis, and registers when Redis answers. While `healthy` is false, the lease is
+    not renewed: a worker whose engine hangs counts as dead.
 
-    A worker that could not renew for as long as a lease lives (it was stopped, or hung) is fenced: its work has gone to
-    others. `rejoin` then ends what it still holds and returns its new epoch. A renewal that failed only because Redis was
-    away counts as made.
+    A worker that could not renew for as long as a lease lives (it was stopped, or hung) is fenced: other workers have
+    its requests. `rejoin` then ends what it still holds and returns its new epoch. A renewal that failed only because
+    Redis did not answer counts as made.
 
     `on_drain` is called on this thread, with each renewal, once the worker is to drain.
     """
@@ -77,7 +77,7 @@ class Registration:
 
     @property
     def unreachable(self) -> bool:
-        """The last call got no answer."""
+        """Whether the last call got no answer."""
         return self._calls.unreachable
 
     @property
@@ -89,7 +89,7 @@ class Registration:
         self._thread.start()
 
     def set_draining(self, then: Then) -> None:
-        """Get no more requests, from the moment Redis is told; a Redis that lost it is told again."""
+        """Mark this worker as draining in Redis: it gets no more requests. A Redis that loses the mark gets it again."""
         self._drain = then
         self._calls.attempt(self._do_drain)
 
@@ -115,7 +115,7 @@ class Registration:
                 renewed = self._clock()
 
     def _new_epoch(self) -> bool:
-        """False if it has to be tried again."""
+        """Rejoin under a new epoch. Returns False if that has to be tried again."""
         if self._rejoin is None:
             return True
         try:
@@ -169,7 +169,7 @@ class _Calls:
         self.errors = 0
 
     def attempt(self, call: Callable[[], None]) -> bool:
-        """False if the worker itself is the reason that the call failed: then its lease runs out, as others see it."""
+        """Make a call. Returns False if this worker is the reason that it failed: its lease then runs out."""
         try:
             call()
         except redis.RedisError as error:

@@ -37,13 +37,13 @@ class Registry:
         self._drain = self._client.register_script(scripts.DRAIN)
 
     def register(self, info: WorkerInfo, status: WorkerStatus, drain: Then | None) -> int:
-        """The worker's new slot."""
+        """Register, and return the worker's new slot."""
         published = json.dumps(status.encode())
         arguments = [info.worker_id, info.name, encode(info), published, info.process, drain or ""]
         return int(self._register(keys=self._keys, args=arguments))
 
     def renew(self, info: WorkerInfo, status: WorkerStatus) -> Then | Literal[""] | None:
-        """What the worker is to drain for; "": nothing; None: it must register again."""
+        """Renew the lease. Returns the reason to drain; "": none; None: the worker must register again."""
         published = json.dumps(status.encode())
         drain = self._renew(keys=self._keys, args=[info.worker_id, info.name, info.slot, published])
         return None if drain is None else cast(Then, drain.decode())
@@ -64,9 +64,9 @@ class Registry:
 
 
 def request_drain(redis_url: str, namespace: str, worker_id: str, then: Then = "exit") -> bool:
-    """The worker gets no more requests from now on, and starts to drain at its next renewal.
+    """Mark a worker as draining: it gets no more requests, and starts to drain at its next renewal.
 
-    False: it was requested before. Raises ConfigError if no such worker is registered, and redis.RedisError.
+    Returns False if it was marked before. Raises ConfigError if no such worker is registered, and redis.RedisError.
     """
     registry = Registry(redis_url, namespace)
     try:

@@ -16,7 +16,7 @@ BOUNDS_SECONDS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 
 
 
 def _shown(*as_metrics: Scrapable, default: Number | None = 0) -> Any:
-    """A field that is scraped as well, as those of the metrics that the worker's role shows."""
+    """Declare a field that is also scraped, as those of the metrics that the worker's role shows."""
     return field(default=default, metadata={"metrics": as_metrics})
 
 
@@ -73,15 +73,17 @@ class WorkerStatus:
     self_check_wrong: str | None = None
 
     def encode(self) -> dict[str, Number | str]:
-        """As JSON has it: one flat object."""
+        """Return the message as one flat JSON object."""
         values = {name: value for name, value in vars(self).items() if value is not None}
         within = values.pop("first_tokens_within")
         return {**values, **dict(zip(_WITHIN, within, strict=True))}
 
     @classmethod
     def decode(cls, message: Any) -> WorkerStatus:
-        """Raises TypeError or ValueError that names the field. Fields of later versions are dropped; fields that an
-        earlier version lacks get their defaults."""
+        """Parse a message. Fields of later versions are dropped; fields that an earlier version lacks get their defaults.
+
+        Raises TypeError or ValueError that names the field.
+        """
         if not isinstance(message, Mapping):
             raise TypeError("a status is an object")
         known = {}

@@ -48,7 +48,7 @@ class Locating:
             self._thread.start()
 
     def location(self) -> Location:
-        """From the configuration, else from the labels. Waits at most `api_seconds`."""
+        """Return the location by the configuration, else by the labels. Waits at most `api_seconds`."""
         config = self._config
         if self._thread is not None:
             self._thread.join(config.api_seconds)
@@ -73,7 +73,7 @@ class Locating:
 
 
 def read_node_labels(config: TopologyConfig) -> Mapping[str, str]:
-    """The labels of this pod's node, by the pod's service account or a kubeconfig. Raises SetupError."""
+    """Return the labels of this pod's node, by the pod's service account or a kubeconfig. Raises SetupError."""
     import urllib3
     from kubernetes import client
     from kubernetes import config as kubernetes_config

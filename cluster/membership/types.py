@@ -44,12 +44,12 @@ class WorkerInfo:
 
     @property
     def name(self) -> str:
-        """Names one epoch of the worker: load is keyed by it."""
+        """The name of one epoch of the worker: load is keyed by it."""
         return f"{self.worker_id}@{self.epoch:016x}"
 
 
 def lease_of(age_seconds: float) -> Lease:
-    """From the time since the last renewal, by Redis's clock."""
+    """Return the state of a lease by the time since its last renewal."""
     if age_seconds < LEASE_SUSPECT_SECONDS:
         return "live"
     return "suspect" if age_seconds < LEASE_DEAD_SECONDS else "dead"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import redis
@@ -13,10 +14,12 @@ from cluster.redis.urls import without_password
 
 CONNECT_SECONDS = 1.0
 COMMAND_SECONDS = 1.0
+# No CLIENT SETINFO: Redis's users of components may not call it, and each refusal would stand in Redis's ACL LOG.
+QUIET: Mapping[str, Any] = {"driver_info": None}
 
 
 def _options(url: str, seconds: float) -> dict[str, Any]:
-    options: dict[str, Any] = {"socket_timeout": seconds, "decode_responses": False}
+    options: dict[str, Any] = {"socket_timeout": seconds, "decode_responses": False, **QUIET}
     if not url.startswith("unix:"):
         options["socket_connect_timeout"] = CONNECT_SECONDS
     return options

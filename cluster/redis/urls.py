@@ -20,7 +20,8 @@ def without_password(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port  # ValueError if it is no number
         items = _query(parts)
-        malformed = "@" in parts.path + parts.fragment or any("@" in name for _, name in items)
+        shown = [text if "password" not in name else name for text, name in items]
+        malformed = any("@" in part for part in (parts.path, parts.fragment, *shown))
     except ValueError:
         malformed = True
     if malformed:

@@ -14,19 +14,22 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2 as pb
 
-from cluster.errors import InvalidRequestError, OverloadedError
+from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
 from cluster.rpc import errors
 
 SERVICE = "grpc.health.v1.Health"
 MAX_NAME_CHARACTERS = 256
+WRITE_SECONDS = 30.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health:
     """Statuses by service name, and the streams that watch them."""
 
-    def __init__(self, max_watchers: int):
+    def __init__(self, max_watchers: int, write_seconds: float = WRITE_SECONDS):
+        """`write_seconds`: limit for a watcher to read a status."""
         self._max_watchers = max_watchers
+        self._write_seconds = write_seconds
         self._statuses: dict[str, int] = {"": pb.HealthCheckResponse.SERVING}
         self._changed = asyncio.Event()
         self._watchers: dict[asyncio.Task[Any], None] = {}  # oldest first
@@ -85,8 +88,17 @@ class Health:
             changed, now = self._changed, self._statuses.get(service, pb.HealthCheckResponse.SERVICE_UNKNOWN)
             if now != told:
                 told = now
-                await context.write(pb.HealthCheckResponse(status=now))
+                await self._write(pb.HealthCheckResponse(status=now), context)
             await changed.wait()
+
+    async def _write(self, status: pb.HealthCheckResponse, context: Context) -> None:
+        try:
+            async with asyncio.timeout(self._write_seconds):
+                await context.write(status)
+        except TimeoutError:
+            seconds = f"{self._write_seconds:g} s"
+            error = DeadlineError(f"the watcher read no status for {seconds}", field="Watch", limit=seconds)
+            await errors.abort(context, error)
 
     def _update(self, statuses: Mapping[str, int]) -> None:
         if any(self._statuses.get(name) != status for name, status in statuses.items()):

@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from cluster.config.base import Frozen
 from cluster.errors import ConfigError, UnauthenticatedError
 
 PREFIX = "baton"
@@ -28,10 +29,10 @@ MAX_KEY_CHARACTERS = 256
 PriorityClass = Literal["batch", "normal", "high"]
 
 
-class KeyEntry(BaseModel):
+class KeyEntry(Frozen):
     """One key in the file. The tenant is its owner; several keys may share one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    panel = "Options"
 
     id: str = Field(pattern=r"^[0-9a-f]{16}$")
     tenant: str = Field(min_length=1, max_length=128)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cluster.protocol.kv_heads import head_range
 from engine.layers.linear import Linear, MakeLinear
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps
-from engine.parallel.group import TpGroup, kv_head_range
+from engine.parallel.group import TpGroup
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Decoder:
         self._group = group
         size, rank = group.size, group.rank
         self.num_heads = c.num_heads // size
-        self.kv_heads = kv_head_range(rank, size, c.num_kv_heads)
+        self.kv_heads = head_range(rank, size, c.num_kv_heads)
         self.num_kv_heads = self.kv_heads[1] - self.kv_heads[0]
         share = c.vocab_size // size
         self._vocab = slice(rank * share, (rank + 1) * share)

@@ -59,8 +59,6 @@ class TpGroup(Protocol):
     def share(self, plan: StepPlan | None) -> StepPlan | None:
         """Return the leader's plan on every rank; None = stop."""
 
-    def close(self) -> None: ...
-
 
 class NullGroup:
     rank = 0
@@ -77,9 +75,6 @@ class NullGroup:
 
     def share(self, plan: StepPlan | None) -> StepPlan | None:
         return plan
-
-    def close(self) -> None:
-        return
 
 
 class _Together:
@@ -193,15 +188,6 @@ def _restrict_interfaces(leader: str) -> None:
     if own:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={own}")
-
-
-def kv_head_range(rank: int, size: int, num_kv_heads: int) -> tuple[int, int]:
-    """The KV heads a rank owns; replicated where there are more ranks than heads."""
-    if size <= num_kv_heads:
-        share = num_kv_heads // size
-        return rank * share, (rank + 1) * share
-    head = rank * num_kv_heads // size
-    return head, head + 1
 
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from cluster import errors
 from cluster.faults.points import MessagePoint, inject
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
 from kv_transfer.decode_side.handshake import Handshake
-from kv_transfer.decode_side.validate import check_message
+from kv_transfer.decode_side.validate import check_message, check_together
 from kv_transfer.outbox import Outbox
 from wire import common_pb2, handoff_pb2
 
@@ -146,6 +146,7 @@ class PeerLink:
         try:
             async for message in messages:
                 self._last_received = time.monotonic()
+                check_together(message)
                 for one in (message, *message.more):
                     self._on_message(one)
         except asyncio.CancelledError:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from cluster.errors import InvalidRequestError
 from kv_transfer.layout.compatibility import can_share_heads
 from kv_transfer.layout.digest import MODES
+from kv_transfer.outbox import MAX_TOGETHER
 from wire import common_pb2, handoff_pb2
 
 TRANSFER_ID_BYTES = 16
 MAX_NAME = 1024  # characters of a worker's or request's id, of a tenant
+MAX_OFFERED = 16  # transports, and kinds of digest
+
+
+def check_together(message: handoff_pb2.PrefillToDecode) -> None:
+    """Check the number of messages that travel together. Raises InvalidRequestError."""
+    if len(message.more) > MAX_TOGETHER:
+        raise invalid("more", f"{len(message.more)} messages travel with one, at most {MAX_TOGETHER} may")
 
 
 def check_message(message: handoff_pb2.PrefillToDecode, layout: common_pb2.KvLayout | None) -> None:
@@ -37,6 +45,13 @@ def _check_hello(hello: handoff_pb2.Hello) -> None:
     if not can_share_heads(hello.layout):
         ranks, heads = hello.layout.tensor_parallel, hello.layout.num_kv_heads
         raise invalid("layout.tensor_parallel", f"{ranks} ranks can't share {heads} heads")
+    for field in ("model_id", "dtype"):
+        check_name(f"layout.{field}", getattr(hello.layout, field))
+    for field, offered in (("transports", hello.transports), ("digest_kinds", hello.digest_kinds)):
+        if len(offered) > MAX_OFFERED:
+            raise invalid(field, f"more than {MAX_OFFERED}")
+        for name in offered:
+            check_name(field, name)
     if hello.digests not in MODES:
         raise invalid("digests", f"{hello.digests[:20]!r} is not one of {', '.join(MODES)}")
 

@@ -1,9 +1,9 @@
 """Which rank sends which heads to which rank, and where a part's bytes belong.
 
-Rank i of a worker with TP = a owns heads [iH/a, (i+1)H/a); where TP exceeds H, heads are replicated. A flow is a
-(source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the other, each
-[layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so, and a block of
-a whole rank is copied at once (with the layers outermost, gathering and scattering took half as long again).
+A flow is a (source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the
+other, each [layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so,
+and a block of a whole rank is copied at once (with the layers outermost, gathering and scattering took half as long
+again).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.protocol.kv_heads import head_range
 from kv_transfer.layout.rows import HostPart, Place
 
 
@@ -23,15 +24,6 @@ class Flow:
     target_rank: int
     head_begin: int  # of the whole model
     head_end: int
-
-
-def head_range(rank: int, tensor_parallel: int, num_heads: int) -> tuple[int, int]:
-    """The KV heads a rank owns."""
-    if tensor_parallel <= num_heads:
-        share = num_heads // tensor_parallel
-        return rank * share, (rank + 1) * share
-    head = rank * num_heads // tensor_parallel
-    return head, head + 1
 
 
 def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: bytes) -> list[Flow]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from cluster.errors import StaleEpochError, TransportError
 from kv_transfer.layout.compatibility import can_share_heads, check_layouts
 from kv_transfer.layout.digest import MODES
+from kv_transfer.outbox import MAX_TOGETHER
 from wire import common_pb2, handoff_pb2
 
 
@@ -34,6 +35,12 @@ def check_welcome(
     if welcome.digest_kind not in ("", *hello.digest_kinds):
         offered = ", ".join(hello.digest_kinds)
         raise _wrong("digest_kind", f"{welcome.digest_kind!r} was not offered ({offered})")
+
+
+def check_together(reply: handoff_pb2.DecodeToPrefill) -> None:
+    """Check the number of messages that travel together. Raises TransportError."""
+    if len(reply.more) > MAX_TOGETHER:
+        raise _wrong("more", f"{len(reply.more)} messages travel with one, at most {MAX_TOGETHER} may")
 
 
 def check_ranks(

@@ -13,6 +13,7 @@ from cluster import errors
 from cluster.faults.points import MessagePoint, inject
 from cluster.rpc import errors as rpc
 from kv_transfer.outbox import Outbox
+from kv_transfer.prefill_side.check_replies import check_together
 from wire import decode_pb2_grpc, handoff_pb2
 
 
@@ -73,6 +74,7 @@ class ControlStream:
         try:
             async for reply in call:
                 self.last_received = time.monotonic()
+                check_together(reply)
                 for message in (reply, *reply.more):
                     self.on_message(message)
             self.on_end(errors.PeerLostError(f"{self.name} ended the stream"))

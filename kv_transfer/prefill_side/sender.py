@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from cluster import errors
 from cluster.config.worker import TransferConfig
@@ -13,39 +15,42 @@ from cluster.security.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.link import ANSWER_SECONDS, LinkToDecode
-from kv_transfer.prefill_side.links import Links
-from kv_transfer.prefill_side.stats import SenderStats
+from kv_transfer.prefill_side.pending_drain_notices import PendingDrainNotices
+from kv_transfer.prefill_side.rank_connections import KnownWorkers
+from kv_transfer.prefill_side.stats import SenderStats, by_transport
 from kv_transfer.ranks import SendingRank, on_event_loop
+from kv_transfer.transports.registry import usable
 from wire import common_pb2, handoff_pb2
 
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
 ABORT_SECONDS = 2.0  # how long a closing sender waits for pending writes
+LAST_NOTICES_SECONDS = 1.0  # how long it then waits for acknowledgements of Drained
 
 
+@dataclass(eq=False, kw_only=True)
 class HandoffSender:
-    """All hand-offs of one prefill worker."""
+    """All hand-offs of one prefill worker; the owner of its links."""
 
-    def __init__(
-        self,
-        *,
-        worker: common_pb2.WorkerRef,
-        layout: common_pb2.KvLayout,
-        ranks: Sequence[SendingRank],
-        config: TransferConfig,
-        peers: Peers | None = None,
-        faults: Faults = NO_FAULTS,
-        on_failed: Callable[[str], None] = lambda reason: None,
-    ):
-        """`peers` opens the control streams; default: plain text. `on_failed` is called when a rank has failed."""
-        self.links = Links(
-            worker=worker, layout=layout, ranks=ranks, config=config, peers=peers or Peers(), faults=faults
-        )
+    worker: common_pb2.WorkerRef
+    layout: common_pb2.KvLayout
+    ranks: Sequence[SendingRank]
+    config: TransferConfig
+    peers: Peers = field(default_factory=Peers)  # opens the control streams; default: plain text
+    faults: Faults = NO_FAULTS
+    on_failed: Callable[[str], None] = lambda reason: None  # called when a rank has failed
+
+    def __post_init__(self) -> None:
+        self.known = KnownWorkers()
+        self.notices = PendingDrainNotices(self.open, lambda decode: self.known.epoch(decode.worker_id))
         self.stats = SenderStats()
-        self._ranks = ranks
-        self._config = config
-        self._on_failed = on_failed
+        self._links: dict[str, LinkToDecode] = {}
         self._live: dict[bytes, OutgoingHandoff] = {}
         from_rank = on_event_loop(self._dispatch)
-        for rank in ranks:
+        for rank in self.ranks:
             rank.start(from_rank)
 
     @property
@@ -54,12 +59,50 @@ class HandoffSender:
 
     @property
     def staging_bytes(self) -> int:
-        return max(self._config.staging_bytes, 2 * self._config.slot_bytes)
+        return max(self.config.staging_bytes, 2 * self.config.slot_bytes)
 
     @property
     def staging_used_bytes(self) -> int:
         """Of the ranks in this process."""
-        return sum(rank.staging_used_bytes for rank in self._ranks)
+        return sum(rank.staging_used_bytes for rank in self.ranks)
+
+    def links_by_transport(self) -> Counter[str]:
+        """Number of open links. Any thread."""
+        links = by_transport()
+        links.update(link.agreement.transport for link in list(self._links.values()) if link.is_ready)
+        return links
+
+    async def open(self, decode: common_pb2.WorkerRef) -> LinkToDecode:
+        """The link to a decode worker, opened if there is none. Raises BatonError."""
+        link = self._links.get(f"{decode.worker_id}@{decode.epoch:x}")
+        if link is None or link.lost:
+            link = LinkToDecode(
+                decode,
+                self._hello(decode),
+                self.ranks,
+                self,
+                channel=self.peers.channel(decode.address, CHANNEL_OPTIONS),
+                known=self.known,
+                at_message=self.faults.messages(),
+            )
+            self._links[link.name] = link
+        await link.ready()
+        return link
+
+    def _hello(self, decode: common_pb2.WorkerRef) -> handoff_pb2.Hello:
+        ranks = [rank.hello for rank in self.ranks]
+        return handoff_pb2.Hello(
+            prefill=self.worker,
+            decode_epoch=decode.epoch,
+            layout=self.layout,
+            ranks=[
+                handoff_pb2.RankEndpoint(rank=r.rank, agent_name=r.agent_name, agent_metadata=r.metadata)
+                for r in ranks
+            ],
+            transports=usable(self.config, ranks),
+            digests=self.config.digests,
+            digest_kinds=ranks[0].digest_kinds,  # the same for all: their devices are of one kind
+        )
 
     async def reserve(
         self, decode: common_pb2.WorkerRef, reserve: handoff_pb2.Reserve, deadline_seconds: float
@@ -68,7 +111,7 @@ class HandoffSender:
         StaleEpochError, PeerLostError, DeadlineError, …; then nothing is held anywhere."""
         try:
             async with asyncio.timeout(deadline_seconds):
-                link = await self.links.open(decode)
+                link = await self.open(decode)
                 reply = await link.ask_reserve(reserve)
         except TimeoutError:
             message = f"{decode.worker_id} did not answer Reserve in time"
@@ -85,7 +128,7 @@ class HandoffSender:
             reserve,
             held_tokens,
             link=link,
-            ranks=self._ranks,
+            ranks=self.ranks,
             stats=self.stats,
             on_drained=self._drained,
         )
@@ -98,16 +141,34 @@ class HandoffSender:
         """Every write of the hand-off is terminal: the decode worker may reuse the slots in quarantine."""
         self._live.pop(handoff.transfer_id, None)
         handoff.link.detach(handoff)
-        self.links.drained(handoff.link, handoff.transfer_id)
+        self.drained(handoff.link, handoff.transfer_id)
+
+    # --- reports of links and ranks ------------------------------------------------------------------------
+
+    def opened(self, link: LinkToDecode) -> None:
+        self.notices.hand_over(link.decode, link)
+
+    def closed(self, link: LinkToDecode) -> None:
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+
+    def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
+        """Send Drained on the open link, or on the worker's next one, until it is acknowledged."""
+        current = self._links.get(link.name, link)
+        is_open = not current.lost and current.is_ready
+        self.notices.keep(link.decode, transfer_id, current if is_open else None)
+
+    def drained_acknowledged(self, worker_id: str, transfer_id: bytes) -> None:
+        self.notices.acknowledged(worker_id, transfer_id)
 
     def _dispatch(self, event: m.FromSender) -> None:
         match event:
             case m.ProbeFailed():
-                if (link := self.links[event.peer]) is not None:
+                if (link := self._links.get(event.peer)) is not None:
                     link.probe_failed(event.reason)
                 return
             case m.RankFailed():
-                self._on_failed(f"rank {event.rank} sends no more parts: {event.reason}")
+                self.on_failed(f"rank {event.rank} sends no more parts: {event.reason}")
                 return
             case handoff_pb2.PartData():
                 transfer_id = event.header.transfer_id
@@ -116,20 +177,41 @@ class HandoffSender:
         if (handoff := self._live.get(transfer_id)) is not None:
             handoff.on_rank_event(event)
 
+    # --- the worker's life ---------------------------------------------------------------------------------
+
     async def rejoin(self, worker: common_pb2.WorkerRef) -> None:
-        """Continue under a new epoch after this worker was fenced: hand-offs end, and are drained over new links."""
-        for handoff in list(self._live.values()):
-            await handoff.abort("this worker was fenced")
-        await self.links.rejoin(worker)
+        """Continue under the new epoch of `worker` after this worker was fenced: hand-offs end, and are drained over new
+        links."""
+        await self._abort_all("this worker was fenced")
+        self.worker = worker
+        await self._close_links()
 
     async def close(self) -> None:
-        for handoff in list(self._live.values()):
-            await handoff.abort("the prefill worker stops")
-        deadline = time.monotonic() + ABORT_SECONDS
-        while self._live and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await self._abort_all("the prefill worker stops")
+        await _while(lambda: bool(self._live), ABORT_SECONDS)
         for handoff in self._live.values():
             handoff.stop_draining()
-        await self.links.close()
-        for rank in self._ranks:
+        await _while(self._waits_for_acknowledgements, LAST_NOTICES_SECONDS)
+        self.notices.close()
+        await self._close_links()
+        for rank in self.ranks:
             await asyncio.to_thread(rank.close)
+
+    async def _abort_all(self, reason: str) -> None:
+        for handoff in list(self._live.values()):
+            await handoff.abort(reason)
+
+    async def _close_links(self) -> None:
+        for link in list(self._links.values()):
+            await link.close()
+
+    def _waits_for_acknowledgements(self) -> bool:
+        links = self._links.values()
+        return any(self.notices.waits_for(link.decode.worker_id) for link in links if link.is_ready)
+
+
+async def _while(holds: Callable[[], bool], seconds: float) -> None:
+    """Wait while `holds()`, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while holds() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)

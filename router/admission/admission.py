@@ -21,9 +21,6 @@ class ConcurrencyLimiter:
         self._what = what
         self._taken: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._taken)
-
     def acquire(self, holder: str, limit: int) -> None:
         """Raises OverloadedError when the holder has `limit`; 0 = no limit."""
         if limit and self._taken[holder] >= limit:
@@ -98,21 +95,21 @@ class HeldBytes:
     """One body's share of the budget."""
 
     def __init__(self, budget: ByteBudget, tenant: str):
+        self.tenant = tenant
         self._budget = budget
-        self._tenant = tenant
         self._counted = 0
 
     def grow_to(self, size: int) -> None:
         """Raises OverloadedError; the share is then as before."""
         more = size - FREE_BYTES - self._counted
         if more > 0:
-            self._budget.acquire(self._tenant, more)
+            self._budget.acquire(self.tenant, more)
             self._counted += more
 
     def release(self) -> None:
         """May be called more than once."""
         if self._counted:
-            self._budget.release(self._tenant, self._counted)
+            self._budget.release(self.tenant, self._counted)
             self._counted = 0
 
 

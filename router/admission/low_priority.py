@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 # A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are.
@@ -16,7 +16,8 @@ SECONDS_PER_STEP = 0.004
 
 
 class LowPriority:
-    """Steps in the order of arrival: 64 KiB of a long body, 256 fields of a long message, or a request without a key.
+    """Steps: 64 KiB of a long body, 256 fields of a long message, or a request without a key. Tenants take turns; those
+    of each go in the order of arrival.
 
     One per turn of the event loop, and another for each 4 ms of the turn before: on a busy loop, whose turns are long, one
     step per turn would read bodies at a few MiB per second.
@@ -26,21 +27,18 @@ class LowPriority:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        # The tenant whose turn is next comes first; clients without a key count as one.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._turned = 0.0  # when steps were last released
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    async def step(self) -> None:
+    async def step(self, tenant: str = "") -> None:
         """Wait for the caller's turn; its step ends where it awaits something."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             self._turned = self._clock()
             loop.call_soon(self._release)
         turn = loop.create_future()
-        self._waiting.append(turn)
+        self._waiting.setdefault(tenant, deque()).append(turn)
         await turn
 
     def _release(self) -> None:
@@ -48,7 +46,12 @@ class LowPriority:
         steps = max(1, int((now - self._turned) / SECONDS_PER_STEP))
         self._turned = now
         while self._waiting and steps:
-            turn = self._waiting.popleft()
+            tenant, queue = next(iter(self._waiting.items()))
+            turn = queue.popleft()
+            if queue:
+                self._waiting.move_to_end(tenant)  # behind all others
+            else:
+                del self._waiting[tenant]
             if not turn.done():  # its task was not cancelled
                 turn.set_result(None)
                 steps -= 1

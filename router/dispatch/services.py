@@ -19,7 +19,7 @@ from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.link.links import Links
-from router.observe.live.recorder import Recorder
+from router.observe.live.report import Recorder
 from router.observe.traces import Arrival, RequestTrace
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest, Reason

@@ -46,7 +46,7 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
         declared.REQUESTS_LIMIT.read(lambda: limit),
         declared.PLACEMENTS.read(lambda: placement.decided),
         declared.PLACEMENTS_REFUSED.read(lambda: placement.refused),
-        declared.PLACEMENT_CHARGED.read(placement.charged_tokens),
+        declared.PLACEMENT_CHARGED.read(placement.charges.total),
         declared.LEARNED_PREFILL.read(lambda: calibration.a),
         declared.LEARNED_BANDWIDTH.read(lambda: dict(zip(LEVELS, calibration.rates(), strict=True))),
         declared.REDIS_UP.read(lambda: members.redis_ok),
@@ -58,9 +58,9 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
                 "quota": quota.scripts.errors,
             }
         ),
-        declared.REDIS_MEMORY_USED.read(lambda: placement.memory.used_bytes),
-        declared.REDIS_MEMORY_MAX.read(lambda: placement.memory.max_bytes),
-        declared.REDIS_EVICTS_INDEX_ONLY.read(lambda: placement.memory.evicts_index_only),
+        declared.REDIS_MEMORY_USED.read(lambda: placement.watch.memory.used_bytes),
+        declared.REDIS_MEMORY_MAX.read(lambda: placement.watch.memory.max_bytes),
+        declared.REDIS_EVICTS_INDEX_ONLY.read(lambda: placement.watch.memory.evicts_index_only),
         declared.QUOTA_UNSETTLED.read(lambda: quota.unsettled),
         declared.QUOTA_SETTLEMENTS_DROPPED.read(lambda: quota.settlements_dropped),
     ]

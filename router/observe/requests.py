@@ -14,18 +14,10 @@ from cluster.telemetry.metrics import router as declared
 from router.dispatch.dispatcher import RequestDispatcher
 from router.observe.tenants import Tenants, result_of
 from router.request.completion import Outcome
+from wire.inference_pb2 import Timings
 
-_STAGES = (
-    "router_queue",
-    "placement",
-    "prefill_queue",
-    "prefill",
-    "router_trip",
-    "handoff_exposed",
-    "decode_queue",
-    "first_step",
-    "decode",
-)
+_SECONDS = [field.name for field in Timings.DESCRIPTOR.fields if field.name.endswith("_seconds")]
+_STAGES = [name.removesuffix("_seconds") for name in _SECONDS if name != "total_seconds"]
 _OUTCOMES = (
     *("ok", "cancelled", "overloaded", "refused"),
     *("InvalidRequestError", "OverloadedError", "UnavailableError", "DeadlineError", "InternalError"),

@@ -26,7 +26,7 @@
 --   28  runs of candidates of one place: number of the place, index of its last candidate (4-byte numbers, packed)
 --   29  of every place: what its workers share (1 an NVLink clique, 2 a host), the numbers of its rack and zone (0 = unknown)
 --   30… for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
--- -> prefill index (0 = local), decode index, cached tokens at the worker that prefills, at the decode worker, uncached
+-- -> prefill index (0 = the decode worker prefills), decode index, cached tokens at the worker that prefills, at the decode worker, uncached
 --    tokens, cost, terms…
 --    or -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
 --    -5: the router no longer waits for this call; then nothing was charged. Calls without candidates (-1) or without a

@@ -12,7 +12,6 @@ from cluster.config.router import RouterConfig
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.reader import Members
 from cluster.redis.connect import connect_async
-from cluster.redis.memory import RedisMemory
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
 from router.placement.charges import Charges
@@ -38,14 +37,14 @@ class Placement:
         self._eligibility = Eligibility([], self.mode)
         self._keys = PlacementKeys(config.namespace, config.router_id)
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
-        self._watch = MemoryWatch(self._client, self._keys.load)
-        self._charges = Charges()
-        self.settlement = Settlement(config, self._keys, self._charges)
+        self.watch = MemoryWatch(self._client, self._keys.load)
+        self.charges = Charges()
+        self.settlement = Settlement(config, self._keys, self.charges)
         self.script = PlaceScript(
-            *(config, self._keys, self.calibration, self._watch, self._rng),
+            *(config, self._keys, self.calibration, self.watch, self._rng),
             on_unheard=self.settlement.request,
         )
-        self._standalone = StandalonePlacement(self.calibration, self._charges, self._rng)
+        self._standalone = StandalonePlacement(self.calibration, self.charges, self._rng)
         self.calls = 0
         # By the role that prefills and where it was decided; by reason
         self.decided: Counter[tuple[str, ...]] = Counter(dict.fromkeys(_DECISIONS, 0))
@@ -53,18 +52,13 @@ class Placement:
 
     async def start(self) -> None:
         await self.settlement.start()
-        self._watch.start()
+        self.watch.start()
 
     async def close(self) -> None:
-        await self._watch.close()
+        await self.watch.close()
         await self.settlement.close()
         await self.script.close()
         await self._client.aclose()
-
-    @property
-    def memory(self) -> RedisMemory:
-        """Redis's memory, at most a second old while Redis answers."""
-        return self._watch.memory
 
     @property
     def eligibility(self) -> Eligibility:
@@ -136,20 +130,16 @@ class Placement:
     def _charge(self, request: PlacementRequest, placed: Placed) -> None:
         computes = placed.prefill or placed.decode
         self._standalone.remember(request.chain, computes.worker_id)
-        self._charges.add(request, computes, placed.decode, placed.uncached_tokens)
-
-    def charged_tokens(self) -> dict[str, float]:
-        """What this router has placed and what has not ended, by stage."""
-        return self._charges.total()
+        self.charges.add(request, computes, placed.decode, placed.uncached_tokens)
 
     def prefilled(self, transfer_id: bytes) -> None:
         """The first token came: the attempt's prompt waits at no worker any more."""
-        if self._charges.prefilled(transfer_id):
+        if self.charges.prefilled(transfer_id):
             self.settlement.request()
 
     def release(self, transfer_id: bytes) -> None:
         """The attempt has ended."""
-        if self._charges.release(transfer_id):
+        if self.charges.release(transfer_id):
             self.settlement.request()
 
     async def calls_in_redis(self) -> int | None:

@@ -19,6 +19,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
+from cluster.redis.connect import QUIET
 from cluster.redis.failover import FailoverError, says_failover
 
 Argument = bytes | str | int | float
@@ -30,7 +31,7 @@ class ScriptCall:
         """`on_unheard` is called when a call is given up (cancelled, too late, its connection lost), and again if its
         answer arrives after all: the script may have run."""
         # A timeout of the pool's would start a task for every command of the handshake.
-        self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None)
+        self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None, **QUIET)
         self._script = script
         self._on_unheard = on_unheard
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()

@@ -22,13 +22,17 @@ def script_source(name: str) -> str:
     return folder.joinpath("records.lua").read_text() + folder.joinpath(name).read_text()
 
 
+def script_keys(namespace: str, tenant: str, record: str) -> list[str]:
+    """KEYS of both scripts."""
+    names = f"quota:{tenant}", f"quota-request:{record}", "quota-expiry", "quota-applied"
+    return [f"{{{namespace}}}:{name}" for name in names]
+
+
 class QuotaScripts:
     def __init__(self, redis_url: str, namespace: str):
         self._charge = ScriptCall(redis_url, script_source("charge.lua"))
         self._settle = ScriptCall(redis_url, script_source("settle.lua"))
-        tag = f"{{{namespace}}}:"
-        self._buckets, self._records = tag + "quota:", tag + "quota-request:"
-        self._shared_keys = [tag + "quota-expiry", tag + "quota-applied"]
+        self._namespace = namespace
         self._backoff = RedisBackoff(RETRY_SECONDS)
         self.seconds = metrics.REDIS_CALLS.create()
         self.errors = 0  # calls that Redis did not answer in time
@@ -54,8 +58,7 @@ class QuotaScripts:
     ) -> list[int] | None:
         began = time.monotonic()
         try:
-            keys = [self._buckets + tenant, self._records + record, *self._shared_keys]
-            answer = await script(keys, arguments, CALL_SECONDS)
+            answer = await script(script_keys(self._namespace, tenant, record), arguments, CALL_SECONDS)
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if not self._backoff.is_failing:

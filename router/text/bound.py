@@ -23,7 +23,7 @@ def most_bytes(tokenizer: Tokenizer) -> int | None:
     added = tokenizer.get_added_tokens_decoder().values()
     if tokenizer.truncation is not None or any(token.lstrip or token.rstrip for token in added):
         return None  # lstrip and rstrip make a token cover the white space around it
-    shrinks, length = _shrinks(_settings(tokenizer.normalizer)), _length(tokenizer)
+    shrinks, length = _shrinks(tokenizer.normalizer), _length(tokenizer)
     if shrinks is None or length is None:
         return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
@@ -33,7 +33,7 @@ def most_bytes(tokenizer: Tokenizer) -> int | None:
 
 def _length(tokenizer: Tokenizer) -> Callable[[str], int] | None:
     """A function from a vocabulary entry to its length in bytes; None if the tokenizer may drop bytes of a text."""
-    model, steps = tokenizer.model, list(_steps(_settings(tokenizer.pre_tokenizer), "pretokenizers"))
+    model, steps = tokenizer.model, list(steps_of(tokenizer.pre_tokenizer, "pretokenizers"))
     if not isinstance(model, models.BPE) or any(step["type"] not in _KEEPS_ALL for step in steps):
         return None
     if any(step.get("behavior") == "Removed" for step in steps):
@@ -46,15 +46,10 @@ def _length(tokenizer: Tokenizer) -> Callable[[str], int] | None:
     return None
 
 
-def _settings(part: Any) -> Any:
-    """Settings of a tokenizer component, as parsed JSON."""
-    return None if part is None else json.loads(part.__getstate__())
-
-
 def _shrinks(normalizer: Any) -> int | None:
     """The largest factor by which it can shorten a text in bytes; None if there is no limit."""
     factor = 1
-    for step in _steps(normalizer, "normalizers"):
+    for step in steps_of(normalizer, "normalizers"):
         if step["type"] == "NFC":
             factor *= _NFC_SHRINKS
         elif step["type"] == "Replace":
@@ -66,12 +61,15 @@ def _shrinks(normalizer: Any) -> int | None:
     return factor
 
 
-def _steps(settings: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """The steps of a component, with Sequences unrolled."""
-    if settings is None:
-        return
-    if settings["type"] == "Sequence":
-        for one in settings[inner]:
-            yield from _steps(one, inner)
-    else:
+def steps_of(component: Any, inner: str) -> Iterator[dict[str, Any]]:
+    """Settings of each step of a tokenizer's component, with Sequences unrolled."""
+    if component is not None:
+        yield from _unrolled(json.loads(component.__getstate__()), inner)
+
+
+def _unrolled(settings: dict[str, Any], inner: str) -> Iterator[dict[str, Any]]:
+    if settings["type"] != "Sequence":
         yield settings
+        return
+    for one in settings[inner]:
+        yield from _unrolled(one, inner)

@@ -164,18 +164,6 @@ def _without_special(tokenizer: Tokenizer, more: Collection[AddedToken]) -> tupl
 
 def _plain(settings: str, more: Collection[AddedToken]) -> Tokenizer:
     made = Tokenizer.from_str(settings)
-    made.add_special_tokens(
-        [
-            AddedToken(
-                one.content,
-                single_word=one.single_word,
-                lstrip=one.lstrip,
-                rstrip=one.rstrip,
-                normalized=one.normalized,
-                special=True,
-            )
-            for one in more
-        ]
-    )
+    made.add_special_tokens([AddedToken(**{**one.__getstate__(), "special": True}) for one in more])
     made.encode_special_tokens = True
     return made

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
 from tokenizers import Tokenizer
+
+from router.text.bound import steps_of
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -21,21 +20,12 @@ def _alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _decoders(settings: Any) -> Iterator[str]:
-    """Names of the decoder's steps, a Sequence unrolled."""
-    if isinstance(settings, dict):
-        yield str(settings.get("type"))
-        for step in settings.get("decoders", ()):
-            yield from _decoders(step)
-
-
 class TokenPieces:
     """A tokenizer's tokens as they stand within a text: one that begins a word for Metaspace begins with a space."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b"null"
-        steps = set(_decoders(json.loads(state)))
+        steps = {step["type"] for step in steps_of(tokenizer.decoder, "decoders")}
         self._alphabet = _alphabet() if "ByteLevel" in steps else {}
         self._falls_back = "ByteFallback" in steps
         added = tokenizer.get_added_tokens_decoder()

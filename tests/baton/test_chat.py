@@ -109,6 +109,6 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(router: StubRouter) -> None:
     presser.start()
     shown = talk(router, "hello", go_on)
     assert "stopped" in shown
-    assert router.inference.cancelled.wait(10), "the server hears of it a moment later"
+    assert router.inference.cancelled.wait(10), "the cancellation reaches the server a moment later"
     assert roles(router)[-1][-1] == "user"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

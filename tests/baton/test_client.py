@@ -1,4 +1,4 @@
-"""Both clients against a real gRPC server; the same tests for each, through one blocking face."""
+"""Both clients against a real gRPC server: the same tests for each, through one blocking interface."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ def test_several_choices(stream: Streamer, router: StubRouter) -> None:
         ({"stop": ["\ud800"]}, "stop"),
     ],
 )
-def test_what_the_wire_cannot_carry_is_refused_by_name(stream: Streamer, options: Any, field: str) -> None:
+def test_values_that_the_wire_cannot_carry_are_refused_by_name(
+    stream: Streamer, options: Any, field: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         stream("127.0.0.1:1", "x", **options)
     assert caught.value.field == field
@@ -236,7 +238,7 @@ def test_a_single_router_is_not_asked_again(stream: Streamer, router: StubRouter
     assert len(router.inference.requests) == 1
 
 
-def test_what_no_router_can_do_is_not_carried_on(
+def test_a_request_that_no_router_can_serve_is_not_retried(
     stream: Streamer, router: StubRouter, other: StubRouter
 ) -> None:
     """A request that kills workers would kill as many again."""

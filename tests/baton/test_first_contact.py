@@ -26,6 +26,7 @@ from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import available_bytes
 from cluster.redis.connect import why_silent
 from engine import kv_cache
+from router.rights import rights
 
 UNREACHABLE = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
 
@@ -107,7 +108,7 @@ def test_an_invalid_redis_url_is_refused_when_settings_are_read(url, checkpoint)
 
 def test_an_unreachable_redis_is_reported_once_and_waited_for(checkpoint, capsys):
     config = RouterConfig(model=checkpoint("llama"), redis_url=UNREACHABLE, secret="s")
-    serve.check_start(config, None)
+    serve.check_start(config, None, rights(config.namespace))
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("no Redis answers at redis://***@127.0.0.1:1 (")
     assert "starting anyway" in said
@@ -315,10 +316,10 @@ def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
     assert "openssl rand -hex 32" in caught.value.message
 
 
-def test_a_worker_of_a_pool_wants_one_too(checkpoint, tmp_path):
+def test_a_worker_of_a_pool_needs_one_too(checkpoint, tmp_path):
     config = WorkerConfig(role="decode", engine={"model": checkpoint("llama")}, redis_url=UNREACHABLE)
     process = subprocess.run(
-        [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "door")],
+        [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "socket")],
         input=config.model_dump_json(),
         check=False,
         capture_output=True,

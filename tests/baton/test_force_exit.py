@@ -1,4 +1,4 @@
-"""A worker whose start failed does not stay."""
+"""The process of a worker whose start failed ends."""
 
 from __future__ import annotations
 

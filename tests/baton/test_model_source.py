@@ -1,4 +1,4 @@
-"""Downloads against a small hub that lies, breaks off and asks for a token when told to."""
+"""Downloads from a small hub that sends false data, breaks off, or asks for a token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Compresses whatever a client lets it, as servers of large files do."""
+    """Compresses where a client accepts it, as servers of large files do."""
 
     server: SmallHub
 
@@ -105,7 +105,7 @@ def hub() -> Iterator[SmallHub]:
     thread.join(5)
 
 
-def test_what_engines_read_is_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:
+def test_files_that_engines_read_are_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:
     files = fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
     assert sorted(one.name for one in tmp_path.iterdir()) == [".lock", "config.json", "model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
@@ -160,7 +160,7 @@ def test_a_part_one_byte_too_long_is_begun_again(hub: SmallHub, tmp_path: Path) 
     assert (tmp_path / "config.json").read_bytes() == FILES["config.json"]
 
 
-def test_what_was_pinned_is_what_is_served(hub: SmallHub, tmp_path: Path) -> None:
+def test_another_digest_than_the_pinned_one_is_refused(hub: SmallHub, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not the " + "0" * 64):
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30, sha256="0" * 64)
 

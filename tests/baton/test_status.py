@@ -92,7 +92,7 @@ def test_eighty_columns_are_enough() -> None:
 @pytest.mark.parametrize(
     "view", [{}, {"workers": [{}]}, {"workers": None, "router": None, "redis": {"ok": False}}]
 )
-def test_what_is_missing_is_a_dash(view: Any) -> None:
+def test_a_missing_value_is_a_dash(view: Any) -> None:
     assert "–" in shown(view)
 
 

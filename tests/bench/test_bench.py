@@ -1,4 +1,4 @@
-"""What the bench says must be what it measured; the measuring itself is not repeated here."""
+"""Reports of the benchmark equal its measurements; the measurements themselves are not repeated here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of measurements: what their ratios say, and that another commit is checked out and taken away again."""
+"""Pairs of measurements: their ratios, and the checkout of another commit and its removal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_ratios_are_of_pairs_not_of_medians():
     assert found.low == pytest.approx(1.1) == found.high
 
 
-def test_what_only_one_tree_has_is_left_out():
+def test_figures_of_one_tree_only_are_left_out():
     assert [one.name for one in ratios([({"a": 1.0, "old": 1.0}, {"a": 1.0, "new": 1.0})])] == ["a"]
     assert ratios([]) == []
 

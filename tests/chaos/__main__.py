@@ -1,6 +1,6 @@
-"""`make chaos FAULTS=1000 SEED=1`: random faults on a real cluster under load, and the table of what they did.
+"""`make chaos FAULTS=1000 SEED=1`: random faults on a real cluster under load, and a table of their effects.
 
-Goes on where the last run with this seed stopped. Exit code 1: a token was lost, doubled or wrong, a client saw an
+A run goes on where the last one with this seed stopped. Exit code 1: a token was lost, doubled or wrong, a client saw an
 error, something leaked, a recovery took longer than its bound, or a long run met a point or a row too seldom.
 """
 
@@ -22,7 +22,7 @@ from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
 from tests.chaos.evidence import judged_again
-from tests.chaos.faults import Striker
+from tests.chaos.faults import FaultInjector
 from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
 from tests.chaos.rows import MATRIX, draw_fault, usual
@@ -122,8 +122,8 @@ async def _campaign(
         openai_clients=plan.openai_clients,
         seed=f"{plan.seed}:{plan.first}",
     )
-    striker = Striker(cluster.target, workload, cluster.orders, cluster.network)
-    campaign = Campaign(cluster.target, workload, striker, plan.seed, on_result, plan.out / EVIDENCE)
+    injector = FaultInjector(cluster.target, workload, cluster.orders, cluster.network)
+    campaign = Campaign(cluster.target, workload, injector, plan.seed, on_result, plan.out / EVIDENCE)
     await campaign.run(draw_fault(plan.seed, n, plan.names) for n in range(plan.first, plan.faults))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.chaos.evidence import keep
-from tests.chaos.faults import InjectedFault, Striker
+from tests.chaos.faults import FaultInjector, InjectedFault
 from tests.chaos.invariants import leaks
 from tests.chaos.redispatch import redispatch_seconds
 from tests.chaos.results import Result
@@ -35,14 +35,14 @@ class Campaign:
         self,
         target: Target,
         workload: Workload,
-        striker: Striker,
+        injector: FaultInjector,
         seed: str,
         on_result: Callable[[Result], None],
         evidence: Path,
     ):
         self._target = target
         self._workload = workload
-        self._striker = striker
+        self._injector = injector
         self._seed = seed
         self._on_result = on_result
         self._evidence = evidence
@@ -69,15 +69,15 @@ class Campaign:
             raise RuntimeError(f"before fault {fault.number}: {missing}")
         preempted = await self._target.total("preemptions")
         workload.resume()
-        struck = await self._striker.strike(fault)
-        if struck is None:  # what ended meanwhile is judged with what follows
+        injected = await self._injector.inject(fault)
+        if injected is None:  # what ended meanwhile is judged with what follows
             return False
         back = asyncio.create_task(self._placement_back(fault))
         await asyncio.sleep(SETTLE_SECONDS)
         # What has to start again gets the processors; the streams that run go on meanwhile.
         workload.pause()
         missing = await self._target.whole()
-        whole_again = loop.time() - struck.began
+        whole_again = loop.time() - injected.began
         ended = await workload.idle(END_SECONDS)
         found = [f"stuck: {stream}" for stream in workload.live] if not ended else []
         streams = [*workload.finished, *workload.live]
@@ -99,7 +99,7 @@ class Campaign:
         preempted = max(0, await self._target.total("preemptions") - preempted)
         seconds = (whole_again, quiet, await back)
         workload.finished.clear()
-        self._on_result(self._result(fault, struck, streams, fresh, seconds, preempted))
+        self._on_result(self._result(fault, injected, streams, fresh, seconds, preempted))
         return True
 
     async def _placement_back(self, fault: Fault) -> float:
@@ -108,16 +108,16 @@ class Campaign:
     def _result(
         self,
         fault: Fault,
-        struck: InjectedFault,
+        injected: InjectedFault,
         streams: list[Stream],
         leaks: list[str],
         seconds: tuple[float, float, float],
         preempted: int,
     ) -> Result:
         baton = [stream for stream in streams if stream.kind == "baton"]
-        broken = [s for s in streams if s.outcome == "error" and s.router in struck.routers and s.router]
+        broken = [s for s in streams if s.outcome == "error" and s.router in injected.routers and s.router]
         errors = [s for s in streams if s.outcome == "error" and s not in broken]
-        until = struck.began + max(WINDOW_SECONDS, struck.held_seconds)
+        until = injected.began + max(WINDOW_SECONDS, injected.held_seconds)
         lost, doubled = 0, 0
         for stream in streams:
             missing, surplus = _miscounted(stream)
@@ -130,9 +130,9 @@ class Campaign:
             point=fault.point,
             way=fault.way,
             preempted=preempted,
-            hold=struck.held_seconds,
-            in_flight=struck.in_flight,
-            hit=struck.hit,
+            hold=injected.held_seconds,
+            in_flight=injected.in_flight,
+            hit=injected.hit,
             requests=len(streams),
             tokens=sum(verdict.checked for verdict in verdicts),
             lost=lost,
@@ -141,12 +141,12 @@ class Campaign:
             near_ties=sum(verdict.near_ties for verdict in verdicts),
             errors=[f"{s.kind} after {len(s.tokens)} tokens: {s.problem}" for s in errors],
             openai_broken=len(broken),
-            recovery=max((s.longest_silence(struck.began, until) for s in baton), default=0.0),
+            recovery=max((s.longest_silence(injected.began, until) for s in baton), default=0.0),
             whole_again=seconds[0],
             quiet=seconds[1],
             placement_back=seconds[2],
             leaks=leaks,
-            redispatch=self._redispatch(struck.began, baton),
+            redispatch=self._redispatch(injected.began, baton),
         )
 
     def _redispatch(self, began: float, streams: Iterable[Stream]) -> float:

@@ -1,4 +1,4 @@
-"""Streams with a wrong token are kept whole: to look at them again, also with a judge that was mended meanwhile."""
+"""Streams with a wrong token are stored whole, to be judged again later, also by a corrected judge."""
 
 from __future__ import annotations
 

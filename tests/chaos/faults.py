@@ -36,7 +36,7 @@ class InjectedFault:
     held_seconds: float
 
 
-class Striker:
+class FaultInjector:
     """Carries faults out on one cluster. `orders` is the directory that its processes take orders from."""
 
     def __init__(self, target: Target, workload: Workload, orders_directory: Path, network: RunningProxy):
@@ -45,7 +45,7 @@ class Striker:
         self._orders = orders_directory
         self._network = network
 
-    async def strike(self, fault: Fault) -> InjectedFault | None:
+    async def inject(self, fault: Fault) -> InjectedFault | None:
         """Returns after the blow; of a stop or a cut, after its end. None: no request was where it should have hit,
         and nothing was done."""
         await asyncio.sleep(fault.delay_seconds)
@@ -64,9 +64,9 @@ class Striker:
         """The first process that passes the point for the `at`-th time fails."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
-        # Now: one that is killed there may have a successor when we hear of it.
+        # Now: one that is killed there may have a successor when we notice it.
         before = self._target.state()["router"]
-        (self._orders / "struck.jsonl").unlink(missing_ok=True)
+        (self._orders / "injected.jsonl").unlink(missing_ok=True)
         give_orders(self._orders, [order])
         try:
             done = await self._carried_out(name, deadline)
@@ -74,7 +74,7 @@ class Striker:
             give_orders(self._orders, [])
         if done is None:  # it may have been carried out while it was withdrawn
             await asyncio.sleep(WITHDRAWN_SECONDS)
-            done = self._struck(name)
+            done = self._injected(name)
         if done is None or not done.whose:
             return None
         in_flight = len(self._workload.live)
@@ -91,12 +91,12 @@ class Striker:
 
     async def _carried_out(self, name: str, deadline: float) -> orders.InjectedFault | None:
         while asyncio.get_running_loop().time() < deadline:
-            if (done := self._struck(name)) is not None:
+            if (done := self._injected(name)) is not None:
                 return done
             await asyncio.sleep(0.005)
         return None
 
-    def _struck(self, name: str) -> orders.InjectedFault | None:
+    def _injected(self, name: str) -> orders.InjectedFault | None:
         return next((one for one in read_injected(self._orders) if one.id == name), None)
 
     # --- by signal ---------------------------------------------------------------------------------------

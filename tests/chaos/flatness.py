@@ -1,4 +1,4 @@
-"""Is it flat? What every process held at rest, the second quarter of a run against its last."""
+"""Growth of every process at rest: the second quarter of a run against its last."""
 
 from __future__ import annotations
 

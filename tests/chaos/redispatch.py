@@ -1,4 +1,5 @@
-"""When routers gave up silent attempts, read from their logs: a recovery is that, and then what has to be computed again.
+"""Times at which routers gave up silent attempts, read from their logs: a recovery is that time plus the
+recomputation.
 
 A Baton client sees the sum only. On a machine that is short of processors the second part may be the longer one.
 """

@@ -1,4 +1,4 @@
-"""What clients ask: mixed prompts, some with a common beginning, greedy and sampled."""
+"""Requests of the clients: mixed prompts, some with a common beginning, greedy and sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results: one JSON line a fault, appended; the tables over all lines of a seed are report.py's."""
+"""Results: one JSON line per fault, appended; report.py makes the tables over all lines of a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may happen, and the deck that a seed shuffles: every card comes once a round, so every point is hit equally."""
+"""The kinds of faults, and the deck that a seed shuffles: every card comes once per round, so every point is hit
+equally."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ D_POINTS = (
 )
 DECODING = (Point.DECODE_COMMITTED, Point.DECODE_TOKENS, Point.DECODE_DONE)
 ROUTING = (Point.ROUTER_PLACED, Point.ROUTER_TOKEN, Point.ROUTER_DONE)
-# How often a busy process passes a point before it is struck there.
+# How often a busy process passes a point before a fault is injected there.
 OFTEN = {
     Point.DECODE_TOKENS.value: 200,
     Point.ROUTER_TOKEN.value: 400,

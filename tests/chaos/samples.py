@@ -1,4 +1,4 @@
-"""What a cluster's processes and its Redis hold at a moment."""
+"""Memory, descriptors and keys of a cluster's processes and its Redis at one moment."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.chaos.__main__ import line
 from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
-from tests.chaos.faults import Striker
+from tests.chaos.faults import FaultInjector
 from tests.chaos.flatness import Finding, judge_flatness
 from tests.chaos.report import by_kind
 from tests.chaos.results import Result
@@ -111,10 +111,10 @@ async def _soak(
         sampler.sample(at_rest=True)
         console.print(f"{(until - time.monotonic()) / 60:5.1f} min left  {line(result, len(results))}")
 
-    striker = Striker(cluster.target, workload, cluster.orders, cluster.network)
+    injector = FaultInjector(cluster.target, workload, cluster.orders, cluster.network)
     with tempfile.TemporaryDirectory() as evidence:
         campaign = Campaign(
-            cluster.target, workload, striker, seed, on_result, Path(evidence) / "wrong.jsonl"
+            cluster.target, workload, injector, seed, on_result, Path(evidence) / "wrong.jsonl"
         )
         sampling = asyncio.create_task(_sample_now_and_then(sampler))
         try:

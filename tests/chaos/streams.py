@@ -1,4 +1,4 @@
-"""One stream: what was asked, what came, when, and how it ended."""
+"""One stream: its request, its tokens and their times, and its end."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Stream:
     attempts: int = 0
     _last: float = 0.0
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """A token came, or the end."""
         now = time.monotonic()
         self.silences.append(Silence(self._last or self.started, now))
         self._last = now
 
     def end(self, outcome: Outcome, problem: str = "") -> None:
-        self.heard()
+        self.received()
         self.outcome, self.problem, self.ended = outcome, problem, self._last
 
     def longest_silence(self, begin: float, until: float) -> float:

@@ -1,4 +1,4 @@
-"""The cluster under test, as its state file and its routers describe it now."""
+"""The cluster under test, as its state file and its routers describe it at present."""
 
 from __future__ import annotations
 

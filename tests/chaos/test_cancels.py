@@ -1,4 +1,4 @@
-"""Some of the cancels of which `make cancels` makes ten thousand."""
+"""A few of the cancels of `make cancels`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fault of each of the commonest kinds, on a whole cluster under load. `make chaos` does the long runs."""
+"""One fault of each of the commonest kinds, on a whole cluster under load. `make chaos` has the long runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
-from tests.chaos.faults import Striker
+from tests.chaos.faults import FaultInjector
 from tests.chaos.results import Result
 from tests.chaos.rows import ANY_MOMENT, ROWS, draw_fault
 from tests.chaos.workload import Workload
@@ -58,7 +58,7 @@ def test_faults_lose_no_token_break_no_stream_and_leave_nothing(checkpoint, tmp_
 async def _campaign(cluster: ChaosCluster, checker, results, evidence) -> None:
     target = cluster.target
     workload = Workload(target.grpc, target.http, checker, baton_clients=3, openai_clients=1, seed=SEED)
-    striker = Striker(target, workload, cluster.orders, cluster.network)
+    injector = FaultInjector(target, workload, cluster.orders, cluster.network)
     schedule = [
         dataclasses.replace(
             draw_fault(SEED, number, [row]),
@@ -69,4 +69,4 @@ async def _campaign(cluster: ChaosCluster, checker, results, evidence) -> None:
         )
         for number, (row, point) in enumerate(FAULTS)
     ]
-    await Campaign(target, workload, striker, SEED, results.append, evidence).run(schedule)
+    await Campaign(target, workload, injector, SEED, results.append, evidence).run(schedule)

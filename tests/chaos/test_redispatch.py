@@ -1,4 +1,4 @@
-"""The time of a re-dispatch is read from routers' logs, per request that ran when the fault struck."""
+"""The time of a re-dispatch is read from routers' logs, per request that ran when the fault was injected."""
 
 from __future__ import annotations
 

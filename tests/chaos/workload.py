@@ -1,4 +1,5 @@
-"""Concurrent clients that never rest: Baton's, which know every router, and plain OpenAI ones, which know one."""
+"""Concurrent clients without pauses: Baton's, which have the addresses of all routers, and plain OpenAI ones, which
+have one."""
 
 from __future__ import annotations
 
@@ -151,7 +152,7 @@ class Workload:
                     stream.workers = answer.worker_ids
                     stream.seed = answer.seed
                     stream.tokens += chunk.token_ids
-                    stream.heard()
+                    stream.received()
             stream.attempts = answer.timings.attempts if answer.timings is not None else 0
             stream.end("done")
         except asyncio.CancelledError:
@@ -178,7 +179,7 @@ class Workload:
             async for chunk in answer:
                 for choice in chunk.choices:
                     stream.tokens += (choice.model_extra or {}).get("token_ids") or []
-                    stream.heard()
+                    stream.received()
             stream.end("done")
         except asyncio.CancelledError:
             stream.end("cancelled")

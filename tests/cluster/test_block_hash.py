@@ -1,4 +1,4 @@
-"""Block hashes against their definition, which must not change: other processes and older workers use the same."""
+"""Block hashes against their definition, which must not change: other processes and older workers compute the same."""
 
 from __future__ import annotations
 

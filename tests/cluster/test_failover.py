@@ -125,7 +125,7 @@ async def test_routers_and_workers_follow(pair: Pair, namespace: str) -> None:
 
             def known(number: int = number) -> bool:
                 with redis.Redis.from_url(pair.servers[number].url) as client:
-                    return bool(client.keys(f"{{{namespace}}}:m:n:*"))
+                    return bool(client.keys(f"{{{namespace}}}:index:m:n:*"))
 
             await asyncio.to_thread(wait_for, known, SECONDS, f"its cache is in the index of {number}")
             await until(lambda: members.redis_ok, "the router reads there", SECONDS)
@@ -144,7 +144,7 @@ HELD = [(hash_blocks(pack_tokens([1] * 64), 16, secret=b"s", salt=make_salt("m")
 
 def in_index(pair: Pair, number: int, namespace: str) -> bool:
     with redis.Redis.from_url(pair.servers[number].url) as client:
-        return bool(client.keys(f"{{{namespace}}}:m:n:*"))
+        return bool(client.keys(f"{{{namespace}}}:index:m:n:*"))
 
 
 def test_a_registration_follows(pair: Pair, namespace: str) -> None:
@@ -170,7 +170,7 @@ async def test_a_membership_follows(pair: Pair, namespace: str) -> None:
 
 
 def test_a_report_is_not_lost_to_a_replica(pair: Pair, namespace: str) -> None:
-    """The replica knows the slot, with a later sequence number."""
+    """The replica has the slot, with a later sequence number."""
     registration = Registration(pair.url, namespace, INFO)
     reporter = ChainReporter(pair.url, namespace, "m", registration, lambda: HELD)
     registration.register_again()
@@ -200,7 +200,7 @@ def test_a_cache_is_published_after_every_registration(redis_url: str, namespace
             assert registration.slot == 1 and reporter._wait()
             assert reporter._resync_if_new_slot()
             reporter._send_batch()
-            known = list(client.scan_iter(f"{{{namespace}}}:m:n:*"))
+            known = list(client.scan_iter(f"{{{namespace}}}:index:m:n:*"))
             assert len(known) == 1
             client.delete(*client.scan_iter(f"{{{namespace}}}:*"))
     reporter.stop()

@@ -28,9 +28,14 @@ def test_the_nth_passage_strikes_once(tmp_path):
     assert point(b"t") is None
     give_orders(tmp_path, [Order("1", "landing.landed", "corrupt", at=3)])
     assert [point(b"t") for _ in range(5)] == [None, None, FaultAction(Act.CORRUPT), None, None]
-    (struck,) = read_injected(tmp_path)
-    assert (struck.id, struck.process, struck.pid, struck.whose) == ("1", "p", os.getpid(), b"t".hex())
-    assert abs(struck.monotonic - time.monotonic()) < 5
+    (injected,) = read_injected(tmp_path)
+    assert (injected.id, injected.process, injected.pid, injected.whose) == (
+        "1",
+        "p",
+        os.getpid(),
+        b"t".hex(),
+    )
+    assert abs(injected.monotonic - time.monotonic()) < 5
 
 
 def test_of_several_processes_only_the_first_and_only_the_named_one(tmp_path):

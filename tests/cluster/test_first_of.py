@@ -1,4 +1,4 @@
-"""What a client hears when several choices of its request fail."""
+"""The error that a client gets when several choices of its request fail."""
 
 from __future__ import annotations
 

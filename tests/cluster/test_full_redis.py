@@ -134,7 +134,7 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
 
 
 def _decode(placement: Placement) -> bytes:
-    (charge,) = placement._charges._charges.values()
+    (charge,) = placement.charges._charges.values()
     return charge.decode.encode()
 
 
@@ -148,7 +148,7 @@ async def test_only_the_index_has_a_time_to_live(small, client, namespace, clust
             await quota.settle(charge, Use(5, 5, finished=number == 1))
         await placement.place(PlacementRequest(bytes([number]) * 16, RNG.randbytes(8 * 16), 256, 10))
     await asyncio.to_thread(fill, client, namespace, registrations[0].slot, registrations[0].name, 50)
-    kept, index = others(client, namespace), set(client.scan_iter(f"{{{namespace}}}:m:*"))
+    kept, index = others(client, namespace), set(client.scan_iter(f"{{{namespace}}}:index:m:*"))
     assert len(kept) > 10 and len(index) > 100
     assert [key for key in kept if client.pttl(key) != -1] == [], "Redis would evict them"
     assert [key for key in index if client.pttl(key) == -1] == [], "Redis cannot evict them"
@@ -158,20 +158,20 @@ async def test_a_router_asks_less_of_a_redis_that_is_nearly_full(small, client, 
     placement, _, _ = cluster
     chain = RNG.randbytes(8 * 16)
     client.config_set("maxmemory", 1 << 40)
-    await placement._watch.look()
+    await placement.watch.look()
     await placement.place(PlacementRequest(b"a" * 16, chain, 256, 10))
     again = await placement.place(PlacementRequest(b"b" * 16, chain, 256, 10))
     assert again.cached_prefill_tokens > 0, "predicted"
     used = client.info("memory")["used_memory"]
     client.config_set("maxmemory", int(used / 0.8))
-    await placement._watch.look()
-    assert placement.memory.pressed and 0.75 < placement.memory.share < 0.9
-    assert placement.memory.shortened(3600) < 3600
+    await placement.watch.look()
+    assert placement.watch.memory.pressed and 0.75 < placement.watch.memory.share < 0.9
+    assert placement.watch.memory.shortened(3600) < 3600
     other = RNG.randbytes(8 * 16)
     for name in (b"c", b"d"):
         placed = await placement.place(PlacementRequest(name * 16, other, 256, 10))
         assert placed.from_redis and placed.cached_prefill_tokens == 0, "no longer"
-    assert not client.exists(f"{{{namespace}}}:m:n:".encode() + other[:8])
+    assert not client.exists(f"{{{namespace}}}:index:m:n:".encode() + other[:8])
 
 
 def test_shares_and_policies() -> None:
@@ -188,12 +188,12 @@ async def test_a_policy_that_evicts_nothing_is_warned_of_once(
     small, client, namespace, cluster, caplog
 ) -> None:
     placement, _, _ = cluster
-    await placement._watch.look()
-    assert placement.memory.evicts_index_only and not caplog.records
+    await placement.watch.look()
+    assert placement.watch.memory.evicts_index_only and not caplog.records
     client.config_set("maxmemory-policy", "noeviction")
     for _ in range(3):
-        await placement._watch.look()
-    assert not placement.memory.evicts_index_only
+        await placement.watch.look()
+    assert not placement.watch.memory.evicts_index_only
     assert [
         one.message for one in caplog.records if "noeviction" in one.message and "volatile-lru" in one.message
     ]
@@ -208,8 +208,8 @@ async def test_a_redis_that_hides_its_memory_is_warned_of_once(small, client, na
     members = Members(config.redis_url, namespace)
     placement = Placement(config, members)
     for _ in range(3):
-        await placement._watch.look()
-    assert not placement.memory.evicts_index_only, "unknown is not well"
+        await placement.watch.look()
+    assert not placement.watch.memory.evicts_index_only, "unknown is not well"
     assert sum("+info" in one.message for one in caplog.records) == 1
     await placement.close()
     await members.close()
@@ -231,7 +231,7 @@ def test_reports_set_a_shorter_time_to_live(small, client, namespace) -> None:
         reporter._resync_if_new_slot()
         reporter.report(chain, 8)
         reporter._send_batch()
-        (key,) = client.scan_iter(f"{{{namespace}}}:m:n:*")
+        (key,) = client.scan_iter(f"{{{namespace}}}:index:m:n:*")
         assert 0 < client.pttl(key) < 0.6 * scripts.NODE_TTL_SECONDS * 1000
         assert key.endswith(index_keys(chain)[:8])
     finally:

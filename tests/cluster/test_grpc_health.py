@@ -61,7 +61,7 @@ async def test_the_oldest_watcher_makes_room_and_no_other() -> None:
     health.set({"another": False})
     await settle()
     serving, not_serving = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
-    assert calls[2].read == calls[3].read == [serving, not_serving], "each change is told once"
+    assert calls[2].read == calls[3].read == [serving, not_serving], "each change is sent once"
     for task in (third, fourth):
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -97,7 +97,7 @@ prompts = st.lists(st.integers(0, 1), min_size=2, max_size=14)
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reports=st.lists(st.tuples(st.sampled_from("123"), prompts), min_size=1, max_size=25))
-def test_what_was_reported_is_found_again_whatever_was_split(reports, redis_server):
+def test_reported_chains_are_found_again_after_any_split(reports, redis_server):
     index, model = Index(redis_server.url), Sets()
     for slot in "123":
         index.own(slot)

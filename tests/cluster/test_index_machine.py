@@ -1,4 +1,4 @@
-"""The radix index driven at random beside a plain model of sets, by the rules that workers and routers keep."""
+"""The radix index driven at random beside a plain model of sets, in the order of calls that workers and routers make."""
 
 from __future__ import annotations
 

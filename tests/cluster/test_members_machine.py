@@ -1,6 +1,6 @@
-"""A router's view of the workers, in any order: they register, renew, fall silent, rejoin under a new epoch, leave, are
-told to leave; Redis goes away, comes back, comes back empty or as it was a while ago. The view is never empty for
-Redis's sake, names each worker once and never an earlier life beside a later one, and drops workers that are gone."""
+"""A router's view of the workers, in any order: they register, renew, fall silent, rejoin under a new epoch, drain and
+leave; Redis goes away, comes back, comes back empty or with an older state. The view is never emptied by a failure of
+Redis, names each worker once and never an earlier epoch beside a later one, and drops workers that are gone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MembersMachine(RuleBasedStateMachine):
         self.doubt_since = self.loop.time()
 
     async def answer(self, *, keys: Any, args: Any) -> list[Any]:
-        """What the READ script says."""
+        """The answer of the READ script."""
         if not self.up:
             raise redis.ConnectionError("gone")
         now = int(self.loop.time() * 1000)

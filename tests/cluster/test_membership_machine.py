@@ -1,5 +1,5 @@
-"""The registry's scripts against a plain model: lives that end and begin, calls of earlier lives, wishes that a worker
-should leave, an emptied Redis."""
+"""The registry's scripts against a plain model: epochs that end and begin, calls of earlier epochs, drain marks, an
+emptied Redis."""
 
 from __future__ import annotations
 

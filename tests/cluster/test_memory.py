@@ -1,4 +1,4 @@
-"""A worker in a container sizes itself by the container."""
+"""Memory limits of a worker in a container are the container's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An action is repeated until it is closed, whatever it raises."""
+"""An action is repeated until it is closed, although it raises exceptions."""
 
 from __future__ import annotations
 

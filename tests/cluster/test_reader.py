@@ -1,4 +1,4 @@
-"""What a router reads of workers of other versions."""
+"""Registry entries of workers of other versions, as a router reads them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_status_that_is_none(status):
     assert [worker.worker_id for worker in decode(told)] == ["a", "c"]
 
 
-async def test_what_is_in_redis_beside_is_no_reason_to_stop_reading(redis_url, namespace):
+async def test_foreign_data_in_redis_does_not_stop_reading(redis_url, namespace):
     """A foreign value in the place of the last slot."""
     members = Members(redis_url, namespace)
     with connect(redis_url) as client:

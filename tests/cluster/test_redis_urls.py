@@ -23,6 +23,8 @@ PASSWORD = "p4ss"
         ("redis://h:6379/0?password=a@p4ss", "redis://h:6379/0?password=***"),
         ("redis://u:p?p4ss@h:1/0", "redis://***"),
         ("redis://u:1?p4ss@h:1/0", "redis://***"),
+        ("redis://u:1?p4ss=x@h:1/0", "redis://***"),
+        ("redis://u:1?x=p4ss@h:1/0", "redis://***"),
         ("redis://u:1/p4ss@h:1/0", "redis://***"),
         ("redis://u:1#p4ss@h:1/0", "redis://***"),
         ("redis://u:[p4ss@h:1/0", "redis://***"),

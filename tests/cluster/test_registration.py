@@ -1,4 +1,4 @@
-"""A worker that serves keeps its lease, whatever goes wrong while it says how it is."""
+"""A worker that serves keeps its lease, although writing its status fails."""
 
 from __future__ import annotations
 

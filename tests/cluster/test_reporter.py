@@ -1,4 +1,4 @@
-"""What a worker reports arrives in the index, whichever call fails on the way."""
+"""Reports of a worker arrive in the index, whichever call fails on the way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chain(number: int) -> Chain:
 
 
 class Worker:
-    """Registered, with a reporter whose calls fail as they are told: an entry a call, None = it works."""
+    """Registered, with a reporter whose calls fail as listed: an entry per call, None = it works."""
 
     def __init__(self, url: str, namespace: str, held: Callable[[], list[Chain]]):
         info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)

@@ -1,4 +1,4 @@
-"""Everything a pod sets: environment under flags, secrets from files, and what is said when they are wrong."""
+"""Settings of a pod: environment below flags, secrets from files, and the errors for wrong values."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def test_secrets_are_read_from_files(
         ({"BATON_TRANSFER__PORT_RANGE": "many"}, "transfer.port_range"),
     ],
 )
-def test_what_is_wrong_is_named(
-    environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_named(environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         load(monkeypatch, **environment)
     assert caught.value.field == field

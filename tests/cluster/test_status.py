@@ -1,4 +1,4 @@
-"""A worker's status: one flat JSON object, strict about what this version has, and indifferent to what it has not."""
+"""A worker's status: one flat JSON object; known fields are checked strictly, unknown ones are ignored."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_nodes_labels_give_its_topology(server: ApiServer, tmp_path: Path) -> 
     assert here.place == "8ec3.1"
 
 
-def test_what_is_configured_wins(server: ApiServer, tmp_path: Path) -> None:
+def test_configured_values_win(server: ApiServer, tmp_path: Path) -> None:
     here = Locating(config(server, tmp_path, zone="mine", rack="r1")).location()
     assert (here.zone, here.rack, here.host) == ("mine", "r1", "node-7")
 

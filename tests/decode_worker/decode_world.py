@@ -48,7 +48,7 @@ def layout() -> common_pb2.KvLayout:
 
 
 class HandMovedRank:
-    """A rank that answers when it is told to. `writers`: slots that may still be written to."""
+    """A rank that answers when the test lets it. `writers`: slots that may still be written to."""
 
     is_remote = False
     staging_used_bytes = 0
@@ -82,7 +82,7 @@ class HandMovedRank:
                 self.scatters[message.slot] = message
                 self.expected.append(message)
             case m.ExpectTransfer():
-                assert message.transfer_id not in self.told, "a rank was told twice"
+                assert message.transfer_id not in self.told, "a rank got a message twice"
                 self.told[message.transfer_id] = message
                 self.blocks[message.transfer_id] = list(message.block_ids)
                 self.on_told(message)
@@ -114,7 +114,7 @@ class Core:
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.worker_id = "d"
         self.page_size = PAGE
-        self.spec_limits = SpecLimits("m", VOCAB, 8)
+        self.spec_limits = SpecLimits("m", VOCAB, 8, 8192)
         self.epoch = 1
         self.faults = NO_FAULTS
         self.tracing = None
@@ -129,7 +129,7 @@ class Core:
         )
         self.draining = False
         self.before_next_call: list[Callable[[], object]] = []  # while it waits for the step in progress
-        self.after_next_call: list[Callable[[], object]] = []  # before its caller hears the answer
+        self.after_next_call: list[Callable[[], object]] = []  # before its caller gets the answer
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         await asyncio.sleep(0)  # it takes a turn of the loop, in which anything may happen

@@ -63,7 +63,7 @@ async def close(world: DecodeWorld) -> None:
 
 
 def arbiter(world: DecodeWorld) -> tuple[list[HandoffState], Callable[[], Coroutine[Any, Any, None]]]:
-    """What it has said, and the call that asks it."""
+    """Its answers, and the call that asks for one."""
     answers: list[HandoffState] = []
 
     async def ask() -> None:
@@ -103,7 +103,7 @@ async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
     def fails(*arguments: object) -> None:
         raise RuntimeError("no")
 
-    world.core.engine.commit = fails  # type: ignore[assignment, method-assign]
+    world.core.engine.commit = fails  # type: ignore[assignment, method-assign]  # the fault
     finish(stream)
     await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")
     assert stream.open and world.receiver.live == 0

@@ -1,6 +1,6 @@
-"""The decode worker's side of everything, in any order: messages that are late, repeated, of another epoch or about an
-attempt that is over; peers that vanish; routers that ask, cancel, come back; the worker told to leave. After every event
-the accounts hold."""
+"""The decode worker under events in any order: messages that are late, repeated, of another epoch or about an attempt
+that is over; peers that vanish; routers that ask, cancel and come back; a drain of the worker. After every event its
+integrity checks hold."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DecodeMachine(PeerRules):
             commit(engine_id, first)
             self.committed.add(transfer_id)
 
-        self.world.core.engine.commit = checked  # type: ignore[assignment, method-assign]
+        self.world.core.engine.commit = checked  # type: ignore[assignment, method-assign]  # wraps the real one
 
     def check_aborts(self) -> None:
         """Only tokens that have landed in every layer enter the prefix cache."""
@@ -81,7 +81,7 @@ class DecodeMachine(PeerRules):
                 self.world.fill_cache(engine_id, prompt_of(transfer_id)[:whole])
             return abort(engine_id, verified_tokens)
 
-        self.world.core.engine.abort = checked  # type: ignore[assignment, method-assign]
+        self.world.core.engine.abort = checked  # type: ignore[assignment, method-assign]  # wraps the real one
 
     @rule(
         peer=PEERS,
@@ -104,7 +104,7 @@ class DecodeMachine(PeerRules):
     ) -> None:
         """Up to a point: so many parts land, so many are named at the end. By chance alone few would get so far.
         What happens `meanwhile` comes between a commit and the engine's turn to carry it out; so many steps follow
-        before the answer is heard."""
+        before the answer is received."""
         self.connect(peer, stale=False)
         self.reserve(peer, transfer)
         ships = self.landed.held(transfer) < len(prompt_of(transfer))
@@ -182,7 +182,7 @@ class DecodeMachine(PeerRules):
             self.promised_dead.add(transfer)
             assert before or transfer not in self.committed, "ABORTED, and the engine has it"
         else:
-            assert transfer in self.committed, "COMMITTED, and the engine has not heard of it"
+            assert transfer in self.committed, "COMMITTED, and not in the engine"
 
     @rule(transfer=ANY)
     def cancel(self, transfer: bytes) -> None:
@@ -247,7 +247,9 @@ class DecodeMachine(PeerRules):
         assert not self.logged.said
         self.note()
         world = self.world
-        assert set(world.rank.told) == set(world.receiver._live), "a rank knows of other transfers than live"
+        assert set(world.rank.told) == set(world.receiver._live), (
+            "a rank has other transfers than the live ones"
+        )
         world.core.engine.check_integrity()
         world.receiver.check_integrity()
         for ring in world.receiver.rings:

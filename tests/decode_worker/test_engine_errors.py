@@ -36,7 +36,7 @@ async def test_logits_that_are_not_finite_end_a_decoding_attempt(steps):
     world.core.runner.sick.add(TRANSFER.hex())
     world.step()
     assert attempt.machine.state is DecodeState.ENDED
-    assert len(attempt.log.tokens) == 1 + steps, "what came before is told"
+    assert len(attempt.log.tokens) == 1 + steps, "earlier tokens are kept"
     assert attempt.log._end is not None
     assert_engine_error(attempt.log._end)
     assert world.core.engine.stats().blocks_held == 0

@@ -39,7 +39,7 @@ class Core:
             role="decode", engine=EngineConfig(model=Path("/m"), max_batch_tokens=BUDGET)
         )
         self.worker_id = "d"
-        self.spec_limits = SpecLimits("m", VOCAB, 8)
+        self.spec_limits = SpecLimits("m", VOCAB, 8, 8192)
         self.faults = NO_FAULTS
         self.tracing = None
         self.identity = self.health = self.host = self
@@ -64,7 +64,7 @@ class Core:
 
 
 class Local:
-    """What is asked of a role, and in which order first tokens and ends come."""
+    """Requests to a role, and the order of their first tokens and ends."""
 
     def __init__(self, blocks: int = 400, **settings: int) -> None:
         self.core = Core(blocks, **settings)
@@ -223,7 +223,7 @@ async def test_a_request_cancelled_while_it_waits_takes_nothing(local):
     assert local.outcomes["r3"].outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
 
 
-async def test_what_the_engine_refuses_gives_its_place_back(local):
+async def test_a_request_that_the_engine_refuses_returns_its_place(local):
     spec = common_pb2.GenerateSpec(
         prompt_tokens=pack_tokens([5] * 5000),
         sampling=common_pb2.SamplingParams(max_tokens=1),

@@ -76,7 +76,7 @@ async def test_no_slot_is_free_before_its_rank_has_looked():
 
 
 async def test_the_word_may_come_before_the_last_that_the_process_asked_for(ring):
-    """It has a hand-off and no slot yet; what it asked for lies in a socket and is read after the word."""
+    """It has a hand-off and no slot yet; its request lies in a socket and is read after the report."""
     async with decode_side(config("grpc")) as decode:
         gone, other = ScriptedPeer(decode.receiver), ScriptedPeer(decode.receiver, "another")
         for one in (gone, other):

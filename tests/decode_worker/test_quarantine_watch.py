@@ -1,4 +1,5 @@
-"""When a decode worker asks the API about slots in doubt, about which pod, and what an answer frees."""
+"""Queries of a decode worker to the API about slots in doubt: their times, their pods, and the slots that an answer
+frees."""
 
 from __future__ import annotations
 
@@ -169,7 +170,7 @@ async def test_a_registry_that_does_not_answer_ends_no_look(world, monkeypatch):
         raise redis.ConnectionError("gone")
 
     world.links.add(Link("p1@a"))
-    monkeypatch.setattr(world.watch, "_registered", fails)
+    monkeypatch.setattr(world.watch, "registered", fails)
     await world.passes(2)
 
 

@@ -1,4 +1,4 @@
-"""What `.ci/run` does with failures: second tries are named, repeated failures and used-up budgets fail the run."""
+"""`.ci/run` and failures: second tries are named, repeated failures and used-up budgets fail the run."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_every_package_of_the_wheel_is_copied() -> None:
     assert {*wheel["packages"], *wheel["force-include"]} <= copied
 
 
-def test_what_is_installed_is_under_the_constraints() -> None:
+def test_installed_packages_are_in_the_constraints() -> None:
     commands = [
         part.strip() for stage in _parse()[1].values() for run in stage.all("RUN") for part in run.split("&&")
     ]

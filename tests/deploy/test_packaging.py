@@ -1,4 +1,4 @@
-"""What the base install and each extra promise: their modules import with what they install and nothing else."""
+"""The base install and each extra: their modules import with the packages that they install and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command block of the documentation runs, or says why it does not.
+"""Every command block of the documentation runs, or states why it does not.
 
 The comment right above a block decides:
 

@@ -49,7 +49,7 @@ def run_cluster(directory: Path, model: Path, *flags: str) -> Iterator[Cluster]:
 
 @dataclass(frozen=True)
 class UnderOrders:
-    """A cluster whose processes break at named points when a file in `orders` says so."""
+    """A cluster whose processes break at named points by files in `orders`."""
 
     model: Path
     cluster: Cluster

@@ -70,7 +70,7 @@ def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkp
     assert len(found.near_ties) <= 3  # the reference is undecided at about one token in a hundred thousand
 
 
-def test_workers_take_back_what_a_killed_router_had_asked_for(cluster):
+def test_workers_release_the_requests_of_a_killed_router(cluster):
     """These requests are not resumed: their clients have only the dead router's address."""
     other, victim = cluster.state["router"]
     wait_for(lambda: not any(held(other["http"])), 60.0, "the other one is there again, and nothing is held")

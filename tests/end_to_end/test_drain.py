@@ -106,15 +106,17 @@ async def stopped_midway(running: UnderOrders) -> AsyncIterator[tuple[InjectedFa
     order = Order(f"stop-{secrets.token_hex(3)}", "decode.tokens", "stop", at=200)
     give_orders(running.orders, [order])
     async with streaming(running.cluster) as streams:
-        struck = await asyncio.to_thread(wait_for, lambda: carried_out(running.orders, order), 60.0, "a stop")
+        injected = await asyncio.to_thread(
+            wait_for, lambda: carried_out(running.orders, order), 60.0, "a stop"
+        )
         try:
-            yield struck, streams
+            yield injected, streams
         finally:
-            os.kill(struck.pid, signal.SIGCONT)
+            os.kill(injected.pid, signal.SIGCONT)
 
 
 def carried_out(orders: Path, order: Order) -> InjectedFault | None:
-    return next((struck for struck in read_injected(orders) if struck.id == order.id), None)
+    return next((injected for injected in read_injected(orders) if injected.id == order.id), None)
 
 
 def timings(stream: AsyncStream) -> Timings:
@@ -140,7 +142,7 @@ async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(runn
 
 
 async def test_nothing_is_placed_on_a_worker_from_its_drain_request_on(running: UnderOrders) -> None:
-    """It does not even know yet: it is stopped, in the middle of its streams."""
+    """It has not noticed yet: it is stopped, in the middle of its streams."""
     cluster = running.cluster
     async with stopped_midway(running) as (leaving, streams):
         assert request_drain(*registry(cluster), leaving.process)

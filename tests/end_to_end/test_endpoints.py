@@ -18,8 +18,7 @@ from baton.client import Client
 from cluster.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
-from tests.harness.checkpoints import VOCAB
-from tests.harness.model_text import CONTEXT
+from tests.harness.model_text import CONTEXT, VOCAB
 from wire import inference_pb2, inference_pb2_grpc
 
 NAME = "tiny"
@@ -109,7 +108,7 @@ def test_fields_that_leave_only_the_best_token(field, tokens):
     assert tokens(temperature=20.0, seed=1, extra_body=field) == tokens() != free
 
 
-def test_penalties_change_what_comes(tokens):
+def test_penalties_change_the_output(tokens):
     once, _ = tokens(max_tokens=24, extra_body={"repetition_penalty": 100.0})
     often, _ = tokens(max_tokens=24)
     assert len(set(once)) > len(set(often))
@@ -119,7 +118,7 @@ def test_penalties_change_what_comes(tokens):
     assert tokens(**favoured, presence_penalty=2.0)[0][:2] == [7, 8]
 
 
-def test_what_ends_an_answer_and_what_delays_that(tokens):
+def test_end_of_an_answer_and_its_delays(tokens):
     stop = {"stop_token_ids": [7]}
     assert tokens(logit_bias={"7": 100}, extra_body=stop) == ([7], "stop")
     ids, finish = tokens(logit_bias={"7": 100}, extra_body={**stop, "min_tokens": 4})
@@ -134,7 +133,7 @@ def test_a_seed_repeats_its_answer_and_another_does_not(tokens):
 
 
 def whole_of(chunks) -> dict[int, dict]:
-    """What the chunks of a stream say of each choice, put together."""
+    """The chunks of a stream, joined by choice."""
     said: dict[int, dict] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         one = said.setdefault(choice.index, {"text": "", "logprobs": [], "finish_reason": None})
@@ -245,7 +244,7 @@ BAD: list[tuple[str, dict, str]] = [
 
 @pytest.fixture
 def untouched(cluster):
-    """No worker hears of what the test asks: nothing of it is placed."""
+    """No request of the test is placed on a worker."""
 
     def calls():
         placement = cluster.view()["placement"]

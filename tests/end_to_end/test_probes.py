@@ -1,4 +1,4 @@
-"""A worker as a pod runs it: everything from the environment, probed from its first moment."""
+"""A worker as a pod runs it: all settings from the environment, probed from its start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.waiting import wait_for
 def environment(
     checkpoint: Any, redis_server: EmbeddedRedis, namespace: str, tmp_path: Path
 ) -> dict[str, str]:
-    """What the pod's specification and its Secrets say."""
+    """The environment of the pod's specification and Secrets."""
     port, metrics = free_ports(2)
     (tmp_path / "secret").write_text("s\n")
     return {

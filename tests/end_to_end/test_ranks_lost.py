@@ -1,4 +1,4 @@
-"""A tensor-parallel worker is lost if any of its ranks is, within the bounds for a worker, and is replaced or rejoins."""
+"""A tensor-parallel worker is lost with any of its ranks, within the bounds for a worker, and is replaced or rejoins."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def is_live(cluster: Cluster, worker: dict) -> bool:
 def test_a_killed_rank_costs_a_pause_and_its_worker_is_replaced(role, checkpoint, cluster):
     with load(cluster, checkpoint("llama")) as running:
         worker, rank = victim(cluster, running, role)
-        struck = time.monotonic()
+        injected = time.monotonic()
         os.kill(rank, signal.SIGKILL)
         wait_for(lambda: not psutil.pid_exists(worker["status"]["pid"]), 30.0, "its worker has ended")
         after = [one["id"] for one in whole(cluster)]
         assert worker["id"] not in after
-    assert running.longest_silence(struck) <= allowed(KILL_SECONDS)
+    assert running.longest_silence(injected) <= allowed(KILL_SECONDS)
     assert_all_free(cluster)
 
 
@@ -142,11 +142,11 @@ def test_a_stopped_rank_costs_no_more_than_a_stopped_worker_and_wakes_under_a_ne
 ):
     with load(cluster, checkpoint("llama")) as running:
         worker, rank = victim(cluster, running, role)
-        struck = time.monotonic()
+        injected = time.monotonic()
         os.kill(rank, signal.SIGSTOP)
         try:
             wait_for(lambda: not is_live(cluster, worker), 30.0, "its lease runs out")
-            time.sleep(max(0.0, struck + HELD_SECONDS - time.monotonic()))  # the fault itself
+            time.sleep(max(0.0, injected + HELD_SECONDS - time.monotonic()))  # the fault itself
         finally:
             os.kill(rank, signal.SIGCONT)
 
@@ -155,7 +155,7 @@ def test_a_stopped_rank_costs_no_more_than_a_stopped_worker_and_wakes_under_a_ne
             return bool(now) and now[0]["epoch"] != worker["epoch"]
 
         wait_for(rejoined, 30.0, "a new epoch")
-    silence = running.longest_silence(struck)
+    silence = running.longest_silence(injected)
     assert silence <= allowed(STOP_SECONDS)
     assert role == "prefill" or silence > SUSPECT_SECONDS, "the stop met no stream"
     assert_all_free(cluster)

@@ -98,8 +98,8 @@ def test_slots_in_doubt_are_freed_once_a_killed_replica_has_exited(checkpoint, t
         give_orders(running.orders, [Order("write", Point.SENDER_WRITTEN.value, "kill")])
         with Client(running.cluster.grpc) as client:
             client.generate(prompt_ids(300, seed=8), max_tokens=NEW, temperature=0, ignore_eos=True)
-        (struck,) = read_injected(running.orders)
-        assert struck.process == before["prefill"]["id"]
+        (injected,) = read_injected(running.orders)
+        assert injected.process == before["prefill"]["id"]
         wait_for(lambda: _slots_in_doubt(running.cluster) == 0, 30.0, "the slots are free again")
         assert live(running.cluster)["decode"] == before["decode"], "it did not drain"
 

@@ -1,4 +1,4 @@
-"""A stopped worker is fenced; when it wakes it learns so and joins again under a new epoch, its ring in order."""
+"""A stopped worker is fenced; when it wakes it rejoins under a new epoch, with a consistent ring."""
 
 from __future__ import annotations
 

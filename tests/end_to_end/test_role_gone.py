@@ -22,6 +22,8 @@ from tests.harness.cluster import Cluster
 from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 ADMISSION_SECONDS = 3.0
 SLACK_SECONDS = 15.0  # of a busy machine
 PAGE = 16
@@ -62,7 +64,6 @@ def kill_all(cluster: Cluster, role: str) -> None:
         wait_for(lambda pid=pid: gone(pid), 60.0, "killed")
 
 
-@pytest.mark.long
 def test_without_decode_workers_requests_wait_and_get_a_retry_time(running: UnderOrders) -> None:
     cluster, prompt = running.cluster, prompt_ids(40, seed=51)
     body = {"model": running.model.name, "prompt": prompt, "max_tokens": 4}
@@ -113,7 +114,7 @@ def test_after_a_decode_workers_death_only_what_is_new_is_prefilled(running: Und
     give_orders(running.orders, [order])
     with Client(cluster.grpc) as client, nobody_restarts(cluster):
         answer = client.generate(prompt, max_tokens=new, **OPTIONS)
-        assert [struck.id for struck in read_injected(running.orders)] == [order.id]
+        assert [injected.id for injected in read_injected(running.orders)] == [order.id]
         assert_reference(running.model, prompt, answer.token_ids)
         assert answer.timings is not None
         assert answer.timings.attempts == 2

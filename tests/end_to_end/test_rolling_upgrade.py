@@ -1,4 +1,4 @@
-"""A roll that changes the KV layout: both generations serve side by side, and requests move to the new one."""
+"""A rolling upgrade that changes the KV layout: both generations serve side by side, and requests move to the new one."""
 
 from __future__ import annotations
 

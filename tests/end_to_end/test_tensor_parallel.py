@@ -1,4 +1,4 @@
-"""Any pair of tensor-parallel degrees: heads are re-sharded on the way, tokens stay the reference's."""
+"""Any pair of tensor-parallel degrees: heads are re-sharded in the hand-off, tokens equal the reference's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trace a request over all processes, and its spans add up to what the client saw."""
+"""One trace per request over all processes; its spans add up to the client's times."""
 
 from __future__ import annotations
 

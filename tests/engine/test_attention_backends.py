@@ -1,4 +1,4 @@
-"""The CUDA backends' arguments, checked by a reference kernel that reads them literally; and the CPU backend by it."""
+"""The CUDA backends' arguments, checked by a reference kernel that reads them literally, and the CPU backend."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_no_report_claims_a_chain_with_a_gap() -> None:
     pool.free(own)
     told.clear()
     pool.allocate(4)
-    assert told == [([name(1), name(1, 2)], 0)]  # of 1-2-3 everything was told before
+    assert told == [([name(1), name(1, 2)], 0)]  # all of 1-2-3 was reported before
 
 
 def test_a_chain_of_which_blocks_go_in_another_order_is_held_up_to_its_first_gap() -> None:

@@ -1,4 +1,4 @@
-"""Random lives of requests in a small cache: every answer is the one it would have had alone; every block comes back."""
+"""Random requests in a small cache: every answer equals the one of an otherwise idle engine, and every block is freed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class World:
             self.got.setdefault((token.request_id, token.choice), []).append(token.token_id)
         for done in output.done:
             assert done.error is None
-            if done.preempted:  # with what it had said so far
+            if done.preempted:  # with its tokens so far
                 for key in [key for key in self.expected if key[0] == done.request_id]:
                     said = self.got.get(key, [])
                     assert said == self.expected[key][: len(said)]

@@ -1,4 +1,4 @@
-"""`make gpu-check` on a machine that has a card, torch and little else: no card is needed to see that it would run."""
+"""`make gpu-check` on a machine with a GPU, torch and little else; the test needs no GPU."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def check(*arguments: str, lacking: list[str]) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.long
 def test_it_runs_where_only_the_engines_needs_are_met():
     done = check("--device", "cpu", "-k", "qwen3 or figures or auto", lacking=LACKING)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,7 +46,7 @@ def test_it_runs_where_only_the_engines_needs_are_met():
     assert " passed" in done.stdout and "INTERNALERROR" not in done.stdout
 
 
-def test_what_is_missing_is_named():
+def test_missing_parts_are_named():
     done = check(lacking=["safetensors", "grpc"])
     assert done.returncode == 2
     assert NEEDED["safetensors"] in done.stdout and NEEDED["grpc"] in done.stdout

@@ -272,7 +272,7 @@ def test_every_choice_of_a_reservation_finds_room_to_grow() -> None:
     engine_of(5).reserve(three, [], growth_tokens=PAGE)
 
 
-def test_of_a_reservation_that_goes_only_what_was_verified_is_found() -> None:
+def test_of_a_released_reservation_only_verified_blocks_are_found() -> None:
     engine = engine_of(10)
     for verified, found in ((0, 0), (2 * PAGE - 1, 1), (3 * PAGE, 3)):
         reserve(engine, "over", 5, 3, NORMAL)

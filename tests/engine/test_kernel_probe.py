@@ -117,7 +117,7 @@ def test_numba_that_cannot_be_imported_is_not_there(monkeypatch: pytest.MonkeyPa
         registry._has_numba.cache_clear()
 
 
-# --- what kernels are told ----------------------------------------------------------------------------------
+# --- arguments of kernels ----------------------------------------------------------------------------------
 
 
 def windows(items: list[PlanItem], *of_layers: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A model directory that can't be served says why: one error that names the tensor, the key or the setting."""
+"""A model directory that can't be served gives one error that names the tensor, the key or the setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy tokens and logits identical to Hugging Face in fp32, for every family and every way through the engine."""
+"""Greedy tokens and logits equal those of Hugging Face in fp32, for every family and every code path of the engine."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ extreme_sampling = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(sampling=extreme_sampling, n=st.integers(1, 2))
-def test_whatever_a_valid_request_asks_it_gets_an_answer(sampling, n):
+def test_any_valid_request_gets_an_answer(sampling, n):
     """Its neighbours in the batch get theirs, too."""
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)
@@ -323,7 +323,7 @@ def test_the_error_keeps_its_class_on_the_wire():
     assert (error.http_status, error.grpc_status.name, error.retryable) == (500, "INTERNAL", True)
 
 
-def test_a_step_that_fails_leaves_what_it_was_about():
+def test_a_step_that_fails_leaves_its_requests():
     """Its requests; none if it failed while it was scheduled."""
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)

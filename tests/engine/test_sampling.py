@@ -109,7 +109,7 @@ def allowed(x: torch.Tensor, **params) -> set[int]:
     return found
 
 
-def test_top_k_top_p_and_min_p_keep_what_they_should():
+def test_top_k_top_p_and_min_p_keep_the_right_tokens():
     x = logits(4)
     order = x[0].argsort(descending=True).tolist()
     mass = torch.softmax(x[0].double(), -1)

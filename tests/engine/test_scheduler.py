@@ -1,4 +1,4 @@
-"""The scheduler's decisions, without an engine: what a step computes, and what gives way to it."""
+"""The scheduler's decisions, without an engine: the content of a step, and the order of eviction."""
 
 from __future__ import annotations
 

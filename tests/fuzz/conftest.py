@@ -1,6 +1,6 @@
-"""A router that is asked nonsense, with stub workers behind it, and how much of it.
+"""A router under malformed requests, with stub workers, and the number of cases.
 
-`make test` asks the same bounded number of questions every time; `make fuzz` asks more, and new ones.
+`make test` sends the same bounded number of requests every time; `make fuzz` sends more, and new ones.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ def channels(pair: Pair) -> Iterator[dict[str, grpc.Channel]]:
         yield {"Prefill": prefill, "Decode": decode}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_router(
     router_model: Path, redis_server: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """Starts routers in front of the same stub workers. They must be well at the end, with nothing in flight and no
-    exception in their logs."""
+    """Starts routers in front of the same stub workers, for one module: idle ones would slow every later test.
+
+    They must be well at the end, with nothing in flight and no exception in their logs.
+    """
     namespace = f"test-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
         stack.enter_context(stub_workers(redis_server.url, namespace))
@@ -106,14 +108,14 @@ def check_well(running: Router, headers: dict[str, str]) -> None:
     assert httpx.post(f"{running.http}/v1/completions", json=body, headers=headers).status_code == 200
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def router(start_router: Any) -> Router:
     """Asks for no keys."""
     started: Router = start_router({})
     return started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def guarded(start_router: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Router, str]:
     """Asks for keys; an administrator's comes with it."""
     keys = KeyFile(tmp_path_factory.mktemp("keys") / "keys.yaml")

@@ -1,4 +1,4 @@
-"""Protobuf messages that are nearly right: made right, then changed in a few places to what their types allow."""
+"""Protobuf messages that are nearly valid: valid ones, changed in a few places within their types."""
 
 from __future__ import annotations
 

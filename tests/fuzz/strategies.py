@@ -1,4 +1,4 @@
-"""What a client might send: nearly right, by field, or nothing of the sort."""
+"""Requests of clients: nearly valid ones, field by field, and arbitrary ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was asked and how it ended, by kind: the table of `make fuzz`.
+"""Requests and their ends, counted by kind: the table of `make fuzz`.
 
 Runs append to a file, so that a long one can be made of several.
 """
@@ -15,7 +15,7 @@ OUTCOMES = (ANSWERED, REFUSED, CLOSED)
 
 
 class Tally:
-    """Cases by (kind, outcome). Whatever is neither answered, refused nor hung up on is a failed test instead."""
+    """Cases by (kind, outcome). A request that is neither answered, refused nor disconnected fails its test."""
 
     def __init__(self, counts: Iterable[tuple[tuple[str, str], int]] = ()) -> None:
         self._counts: Counter[tuple[str, str]] = Counter(dict(counts))

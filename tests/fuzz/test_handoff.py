@@ -1,5 +1,5 @@
-"""The hand-off's control stream: a decode worker that hears nonsense from a prefill worker refuses it, goes on, and
-has every block and slot back as soon as the peer's parent says that it is gone."""
+"""The hand-off's control stream: a decode worker refuses malformed messages of a prefill worker, goes on, and frees
+every block and slot as soon as the peer's parent reports its exit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def hello(pair: Pair, peer: str) -> To:
 
 
 def conversation(pair: Pair, transfer_id: bytes) -> list[To]:
-    """What an honest peer says in one hand-off, as far as it can without listening."""
+    """Messages of a correct peer in one hand-off, as far as they need no answer."""
     packed = pack_tokens(PROMPT)
     spec = common_pb2.GenerateSpec(
         prompt_tokens=packed, sampling=common_pb2.SamplingParams(max_tokens=2), n=1, salt=bytes(16)

@@ -93,7 +93,7 @@ class LyingPrefill:
         self._said.put(said.SerializeToString())
         while wanted:
             try:
-                reply = self.replies.get(timeout=0.3)
+                reply = self.replies.get(timeout=0.15)
             except queue.Empty:
                 return None
             if reply is None:
@@ -130,7 +130,7 @@ def honest_part(
 ) -> handoff_pb2.PartData:
     layout = pair.layout
     size = layout.num_layers * 2 * layout.num_kv_heads * len(tokens) * layout.head_dim * 4
-    # Finite numbers: with NaN the request that decodes from them fails, rightly, and says so in the log.
+    # Finite numbers: with NaN the request that decodes from them fails, rightly, and logs it.
     payload = np.random.default_rng().standard_normal(size // 4, dtype=np.float32).tobytes()
     header = handoff_pb2.PartHeader(
         transfer_id=transfer_id,
@@ -181,7 +181,7 @@ def _shift(header: handoff_pb2.PartHeader, kind: str, by: int) -> None:
 
 @few(120, 0.15)
 @given(data=st.data(), length=st.integers(1, 60))
-def test_a_lying_prefill_worker_ends_its_own_hand_off_only(data, length, pair, decode, tally):
+def test_a_dishonest_prefill_worker_ends_its_own_hand_off_only(data, length, pair, decode, tally):
     before = canary(pair, decode)
     transfer_id = secrets.token_bytes(16)
     with LyingPrefill(pair, decode) as peer:
@@ -238,7 +238,7 @@ def _send_a_part(
 
 
 class LyingDecode(decode_pb2_grpc.DecodeServicer):
-    """Answers every message like an honest worker; `change` alters the answers."""
+    """Answers every message like a correct worker; `change` alters the answers."""
 
     def __init__(self, layout: common_pb2.KvLayout, change: Any):
         self._layout = layout
@@ -291,7 +291,7 @@ class LyingDecode(decode_pb2_grpc.DecodeServicer):
 
 @few(60, 0.05)
 @given(data=st.data())
-def test_a_lying_decode_worker_ends_its_own_hand_off_only(data, pair, prefill, tally):
+def test_a_dishonest_decode_worker_ends_its_own_hand_off_only(data, pair, prefill, tally):
     lies = data.draw(
         st.sets(st.sampled_from(["welcome", "reserve_reply", "slot_grant", "part_result"]), min_size=1)
     )

@@ -1,4 +1,4 @@
-"""Model directories that are not what they should be: refused before anything listens, by a ModelError."""
+"""Malformed model directories are refused by a ModelError before anything listens."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_weights_that_are_torn(begin, noise, cut, model, tally):
 
 @few(20, 0.015)
 @given(content=st.one_of(anything, st.dictionaries(st.just("weight_map"), anything)))
-def test_an_index_that_names_nothing_of_ours(content, model, tally):
+def test_an_index_with_foreign_entries_only(content, model, tally):
     spoiled(model, "model.safetensors.index.json", json.dumps(content).encode(), tally)
 
 

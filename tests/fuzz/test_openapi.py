@@ -1,4 +1,5 @@
-"""The router against its own OpenAPI document: what the document allows, what it forbids, and what it says of answers.
+"""The router against its own OpenAPI document: requests that it allows, requests that it forbids, and the documented
+answers.
 
 Schemathesis makes the requests and judges the answers: no 5xx; only statuses, media types, headers and bodies that
 the document names; what breaks a schema is refused.
@@ -103,7 +104,7 @@ def test_requests_for_tokens(path, mode, asker):
 
 @pytest.mark.parametrize("path", READ)
 def test_reading(path, asker):
-    """With whatever stands in for a key: the document says which paths want one."""
+    """With any value as a key: the document states which paths need one."""
     wants_key = path not in ("/health", "/live", "/ready")
     cases = asker.cases(path, POSITIVE, with_key=False)
 
@@ -129,7 +130,7 @@ def test_other_methods_are_named(asker):
 
 
 def test_every_route_is_described(asker):
-    """What the framework knows and what the document says are the same paths."""
+    """The framework's paths are those of the document."""
     for path in ("/docs", "/redoc", "/v1", "/v1/embeddings", "/"):
         assert httpx.get(asker.base_url + path, headers=asker.headers).status_code == 404
     assert set(asker.document["paths"]) == {*GENERATE, *READ}

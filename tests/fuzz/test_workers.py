@@ -1,4 +1,4 @@
-"""Workers' ports: whatever a router may send, the answer is a typed one, the worker goes on, and nothing leaks."""
+"""Workers' ports: for any message of a router, the answer is typed, the worker goes on, and nothing leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in this process, on a thread of their own: their blocks can be counted."""
+"""A prefill and a decode worker in this process, on a thread of their own, so that their blocks can be counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET_SECONDS = 30.0
 
 
 class Errors(logging.Handler):
-    """What was logged as an error: a worker that is sent nonsense has nothing to say there."""
+    """Errors in the log: malformed messages must cause none."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -1,4 +1,5 @@
-"""The engine on the card: its answers are the CPU's in fp32, and in bf16 as near to them as plain products come."""
+"""The engine on the GPU: in fp32 its answers equal the CPU's, in bf16 they are as near to them as those of plain
+products."""
 
 from __future__ import annotations
 
@@ -168,7 +169,7 @@ def logits(model, **settings) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("page", [16, 256])
-def test_what_auto_chooses_runs_and_repeats_itself(page, dtype, device, model):
+def test_the_backend_that_auto_chooses_runs_and_is_deterministic(page, dtype, device, model):
     ways = {"device": device, "dtype": dtype, "page_size": page}
     prompts = [prompt_ids(70), prompt_ids(33, seed=1)]
     both = generate(model("llama"), prompts, **ways)

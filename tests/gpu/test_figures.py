@@ -1,4 +1,4 @@
-"""The engine beside the card's own limits, in bf16, by the backend that `auto` chooses. Figures to quote, no verdict."""
+"""The engine beside the GPU's limits, in bf16, by the backend that `auto` chooses. It prints figures and has no bounds."""
 
 from __future__ import annotations
 

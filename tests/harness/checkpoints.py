@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, with references whose greedy output says something.
+"""Small random checkpoints of every family, with references whose greedy output is not trivial.
 
 Default-initialised models repeat one token; these are drawn with larger weights, and a seed is taken only if its
 reference has enough distinct tokens. VARIANTS are known without transformers: machines with a CUDA card may lack it.

@@ -57,7 +57,7 @@ class Cluster:
         return [*own, redis] if redis else own
 
     def view(self) -> dict[str, Any]:
-        """What /v1/cluster says now."""
+        """The document of /v1/cluster."""
         with urllib.request.urlopen(f"{self.http}/v1/cluster", timeout=10) as answer:
             said: dict[str, Any] = json.load(answer)
         return said

@@ -1,4 +1,4 @@
-"""Is an answer the one that an undisturbed run gives? Decided token by token, with one pass of the reference.
+"""Judge whether an answer is the one of an undisturbed run, token by token, with one pass of the reference.
 
 A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
 less than GAP, the draw lies within EDGE of a border between two tokens, tokens whose logits differ by less than GAP

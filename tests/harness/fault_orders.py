@@ -17,7 +17,7 @@ def give_orders(directory: Path, orders: list[Order]) -> None:
 
 
 def read_injected(directory: Path) -> list[InjectedFault]:
-    path = directory / "struck.jsonl"
+    path = directory / "injected.jsonl"
     if not path.exists():
         return []
     return [InjectedFault(**json.loads(line)) for line in path.read_text().splitlines()]

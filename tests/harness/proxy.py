@@ -186,7 +186,7 @@ class Proxy:
         connection.server.paired()
 
     def ended(self, connection: Connection, side: Half) -> None:
-        """One side hung up: the other hears of it, unless that word is cut off."""
+        """One side hung up: the other gets the end, unless the connection is cut."""
         if connection not in self._connections:
             return
         if side._cut:

@@ -1,4 +1,4 @@
-"""Routers as real processes in front of stub workers: what is tested here is what they let in."""
+"""Routers as real processes in front of stub workers, for tests of admission."""
 
 from __future__ import annotations
 

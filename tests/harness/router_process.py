@@ -1,4 +1,4 @@
-"""A router in front of stub workers, with a Redis of its own: real processes all."""
+"""A router in front of stub workers, with a Redis of its own, all as real processes."""
 
 from __future__ import annotations
 

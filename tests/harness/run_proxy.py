@@ -1,4 +1,4 @@
-"""A proxy in a process of its own, and what it is told. Blocking: its answers take microseconds."""
+"""A proxy in a process of its own, and its commands. Blocking: its answers take microseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router's gRPC face over a made-up model.
+"""The router's gRPC service over a made-up model.
 
 The token at a position depends on the seed and the position only, so every stream can be checked word for
 word, and a resumed one against an undisturbed one.
@@ -30,7 +30,7 @@ def text_of(token_id: int) -> str:
 
 
 class StubInference(inference_pb2_grpc.InferenceServicer):
-    """Answers at once unless told otherwise."""
+    """Answers at once unless set otherwise."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []

@@ -1,4 +1,4 @@
-"""Workers that answer at once: what is left of a request's time is the router's.
+"""Workers that answer at once, so that a request's time is the router's.
 
 One process that registers as prefill and decode workers of the cluster and serves both services from made-up
 tokens. `python -m tests.harness.stub_workers --redis-url … --namespace …` prints its address

@@ -1,4 +1,4 @@
-"""Which test modules `make unit` runs, and how soon one of them starts."""
+"""The test modules of `make unit`, and the start-up time of one of them."""
 
 from __future__ import annotations
 

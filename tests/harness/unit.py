@@ -31,7 +31,7 @@ WHOLE = ("chaos", "end_to_end", "gpu", "system", "bench", "demo")
 
 @cache
 def light_modules() -> frozenset[Path]:
-    """Test modules, by path, and whatever else lies beside them."""
+    """Test modules, by path, and other modules beside them."""
     tests = [
         path
         for path in (ROOT / "tests").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Polls for what must come true, with generous deadlines: a machine that is busy is no failure."""
+"""Poll conditions with generous deadlines: a busy machine is no failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wait_for(check: Check, seconds: float, what: str) -> Any:
 
 
 async def until(check: Check, what: str, seconds: float = 60.0) -> None:
-    """As `wait_for`, beside whatever runs on the loop."""
+    """As `wait_for`, without blocking the loop."""
     deadline = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"

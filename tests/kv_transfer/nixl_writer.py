@@ -1,4 +1,4 @@
-"""A process that writes into another's memory by NIXL, told what to do on standard input (JSON lines)."""
+"""A process that writes into another's memory by NIXL; commands are JSON lines on standard input."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ import torch
 
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
+from cluster.protocol.kv_heads import head_range
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.contract import HandoffReport, Reservation
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.decode_side.ring import SlotState
-from kv_transfer.layout.geometry import head_range
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank

@@ -30,7 +30,7 @@ def welcome(**more: Any) -> handoff_pb2.Welcome:
 class Stream:
     """A stream that the prefill worker has opened."""
 
-    heard: list[handoff_pb2.PrefillToDecode] = field(default_factory=list)
+    received: list[handoff_pb2.PrefillToDecode] = field(default_factory=list)
     out: asyncio.Queue[handoff_pb2.DecodeToPrefill | None] = field(default_factory=asyncio.Queue)
     closed: bool = False
 
@@ -41,7 +41,7 @@ class Stream:
         self.out.put_nowait(None)
 
     def of(self, kind: str) -> list[Any]:
-        return [getattr(one, kind) for one in self.heard if one.WhichOneof("message") == kind]
+        return [getattr(one, kind) for one in self.received if one.WhichOneof("message") == kind]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     async def _read(self, stream: Stream, requests: AsyncIterator[handoff_pb2.PrefillToDecode]) -> None:
         async for request in requests:
             for message in (request, *request.more):
-                stream.heard.append(message)
+                stream.received.append(message)
                 match message.WhichOneof("message"):
                     case "hello":
                         stream.say(welcome=self.welcome)

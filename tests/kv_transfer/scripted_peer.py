@@ -52,9 +52,9 @@ class ScriptedPeer:
         said = [getattr(reply, kind) for reply in self.replies if reply.WhichOneof("message") == kind]
         return [one for one in said if transfer_id in (None, getattr(one, "transfer_id", None))]
 
-    async def heard(self, kind: str, transfer_id: bytes | None = None, count: int = 1) -> Any:
+    async def received(self, kind: str, transfer_id: bytes | None = None, count: int = 1) -> Any:
         await until(
-            lambda: len(self.all(kind, transfer_id)) >= count, f"{count} {kind} heard", PATIENCE_SECONDS
+            lambda: len(self.all(kind, transfer_id)) >= count, f"{count} {kind} received", PATIENCE_SECONDS
         )
         return self.all(kind, transfer_id)[-1]
 
@@ -81,7 +81,7 @@ class ScriptedPeer:
 
     async def reserve(self, tokens: int, transfer_id: bytes = b"") -> bytes:
         transfer_id = self.ask_to_reserve(tokens, transfer_id)
-        reply = await self.heard("reserve_reply", transfer_id)
+        reply = await self.received("reserve_reply", transfer_id)
         assert not reply.HasField("refused"), reply
         return transfer_id
 

@@ -1,4 +1,4 @@
-"""A prefill worker's sender in a process of its own: opens one hand-off, says so, and stays until it is killed."""
+"""A prefill worker's sender in a process of its own: opens one hand-off, reports it, and stays until it is killed."""
 
 from __future__ import annotations
 

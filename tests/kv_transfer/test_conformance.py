@@ -1,5 +1,5 @@
-"""What every transport must do, through the product's own path: equal bytes, no corrupted part in a block, nothing
-that is late, repeated or another epoch's."""
+"""Requirements of every transport, through the product's own path: equal bytes, no corrupted part in a block, and no
+part that is late, repeated or of another epoch."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ WRONG = {
 }
 
 
-async def test_what_is_stale_is_dropped_and_counted(transport):
+async def test_stale_parts_are_dropped_and_counted(transport):
     """Each field alone; and a good part twice."""
     async with decode_side(config(transport)) as decode:
         rank = decode.ranks[0]
@@ -195,7 +195,7 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
 
 
 @pytest.mark.parametrize(("discard", "kept"), [(False, TOKENS), (True, 0)])
-async def test_what_a_failed_computation_shipped_is_not_kept(transport, discard, kept):
+async def test_blocks_shipped_by_a_failed_computation_are_not_kept(transport, discard, kept):
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
         handoff = await prefill.open(decode.ref, TOKENS)
         (incoming,) = decode.receiver._live.values()

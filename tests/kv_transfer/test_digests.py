@@ -1,4 +1,4 @@
-"""off, sample, all: which parts are verified, and that a sample can be repeated."""
+"""Digest settings off, sample and all: which parts are verified, and that a sample is reproducible."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_kinds_and_settings():
 
 @pytest.mark.parametrize("mode", ["off", "sample", "all"])
 async def test_corruption_is_found_in_the_parts_that_carry_a_digest(mode):
-    """Every part arrives corrupted once; those that are sent again are the ones whose digests said so."""
+    """Every part arrives corrupted once; only those with a digest are found and sent again."""
     transfer = config("grpc", digests=mode, digest_sample_share=SHARE, slot_bytes=SLOT_BYTES)
     async with decode_side(transfer) as decode, prefill_side(transfer) as prefill:
         seen: set[bytes] = set()

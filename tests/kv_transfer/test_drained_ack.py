@@ -1,4 +1,4 @@
-"""Drained is repeated until it is acknowledged: that its bytes were read does not prove that it was acted upon."""
+"""Drained is repeated until it is acknowledged: its delivery does not prove that it was acted upon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kv_transfer.prefill_side import links, pending_drain_notices
+from kv_transfer.prefill_side import pending_drain_notices, sender
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode
@@ -21,7 +21,7 @@ TOKENS = 16
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
     monkeypatch.setattr(pending_drain_notices, "TRY_SECONDS", 0.05)
-    monkeypatch.setattr(links, "LAST_NOTICES_SECONDS", 0.05)
+    monkeypatch.setattr(sender, "LAST_NOTICES_SECONDS", 0.05)
 
 
 async def given_up(prefill, decode):
@@ -38,7 +38,7 @@ async def test_it_is_repeated_on_an_open_stream_until_it_is_acknowledged():
         await until(lambda: list(decode.drained()).count(transfer) >= 4, "said again and again")
         assert len(decode.streams) == 1
         decode.acknowledge(decode.streams[0], transfer)
-        await until(lambda: not prefill.sender.links.notices.waits_for("decode"), "acknowledged")
+        await until(lambda: not prefill.sender.notices.waits_for("decode"), "acknowledged")
         await asyncio.sleep(0.1)  # what was on its way
         said = len(list(decode.drained()))
         await asyncio.sleep(0.3)  # several pauses between two repetitions
@@ -50,14 +50,14 @@ async def test_a_message_read_but_not_acted_upon_is_repeated_on_the_next_stream(
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         transfer = await given_up(prefill, decode)
         await until(lambda: transfer in set(decode.drained()), "it has read it")
-        (link,) = prefill.sender.links._links.values()
-        link._stream.last_received = time.monotonic() + 3600.0  # it has been heard since, too
+        (link,) = prefill.sender._links.values()
+        link._stream.last_received = time.monotonic() + 3600.0  # it has received something since, too
         decode.streams[0].end()
         await until(lambda: len(decode.streams) > 1, "a stream is opened for it")
         await until(lambda: bool(decode.streams[1].of("drained")), "said on the next stream")
         assert decode.streams[1].of("drained")[0].transfer_id == transfer
         decode.acknowledge(decode.streams[1], transfer)
-        await until(lambda: not prefill.sender.links.notices.waits_for("decode"), "acknowledged")
+        await until(lambda: not prefill.sender.notices.waits_for("decode"), "acknowledged")
 
 
 async def test_a_stream_that_the_next_hand_off_opens_carries_it_at_once(monkeypatch):
@@ -66,9 +66,7 @@ async def test_a_stream_that_the_next_hand_off_opens_carries_it_at_once(monkeypa
         transfer = await given_up(prefill, decode)
         await until(lambda: transfer in set(decode.drained()), "it has read it")
         decode.streams[0].end()
-        await until(
-            lambda: all(link.lost for link in prefill.sender.links._links.values()), "the stream is lost"
-        )
+        await until(lambda: all(link.lost for link in prefill.sender._links.values()), "the stream is lost")
         await given_up(prefill, decode)
         await until(lambda: bool(decode.streams[1].of("drained")), "said on the next stream")
         assert decode.streams[1].of("drained")[0].transfer_id == transfer
@@ -77,7 +75,7 @@ async def test_a_stream_that_the_next_hand_off_opens_carries_it_at_once(monkeypa
 async def test_every_hand_off_sends_drained_until_none_waits():
     async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
         transfers = [await given_up(prefill, decode) for _ in range(20)]
-        await until(lambda: not prefill.sender.links.notices.waits_for("decode"), "all acknowledged")
+        await until(lambda: not prefill.sender.notices.waits_for("decode"), "all acknowledged")
         assert set(decode.drained()) == set(transfers)
         assert prefill.sender.live == 0
 
@@ -93,13 +91,13 @@ async def test_an_abandoned_reservation_sends_drained_too(monkeypatch):
         await asyncio.wait([opening])
         transfer = decode.streams[0].of("reserve")[1].transfer_id
         await until(lambda: transfer in set(decode.drained()), "said")
-        assert transfer in prefill.sender.links.notices._waiting["decode"]
+        assert transfer in prefill.sender.notices._waiting["decode"]
 
 
 async def test_a_closing_sender_waits_briefly_for_acknowledgements(monkeypatch):
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         transfer = await given_up(prefill, decode)
-        monkeypatch.setattr(links, "LAST_NOTICES_SECONDS", 15.0)
+        monkeypatch.setattr(sender, "LAST_NOTICES_SECONDS", 15.0)
         closing = asyncio.create_task(prefill.sender.close())
         await until(lambda: transfer in set(decode.drained()), "said")
         await asyncio.sleep(0.1)

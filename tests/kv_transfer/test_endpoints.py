@@ -86,7 +86,7 @@ def test_a_worker_opens_ports_on_its_own_interface_only() -> None:
 def test_a_further_address_of_an_interface_has_its_name_without_the_label(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Linux lists `ip addr add … label eth0:1` under the label, which UCX, gloo and NCCL do not know."""
+    """Linux lists `ip addr add … label eth0:1` under the label, which UCX, gloo and NCCL do not find."""
     address = SimpleNamespace(address="10.9.9.9")
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [], "eth0:1": [address]})
     assert interface_of("10.9.9.9") == "eth0"
@@ -117,7 +117,7 @@ def test_with_tls_a_pair_that_requires_nixl_names_the_setting(tmp_path: Path, mo
 
 @pytest.fixture
 def rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has two RDMA ports, as far as /sys tells."""
+    """This machine has two RDMA ports in /sys."""
     for port in ("mlx5_0/ports/1", "mlx5_1/ports/2"):
         (tmp_path / port).mkdir(parents=True)
     monkeypatch.setattr(ucx, "RDMA_DEVICES", tmp_path)
@@ -168,7 +168,7 @@ os._exit(0)
 
 @pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="there is RDMA here")
 def test_a_worker_without_rdma_does_not_start_where_it_is_required() -> None:
-    """Over TCP it would: nothing but a slow hand-off would tell."""
+    """Over TCP it would, and only a slow hand-off would show it."""
     clean = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
     done = subprocess.run(
         [sys.executable, "-c", REQUIRES], capture_output=True, text=True, timeout=120, check=True, env=clean

@@ -1,5 +1,5 @@
-"""NIXL that does not start, does not connect, or swallows what is sent: the pair goes on over gRPC and says so once;
-where a transport is required, it is refused instead."""
+"""NIXL that does not start, does not connect, or loses messages: the pair goes on over gRPC and logs it once; where a
+transport is required, it is refused instead."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_prefill_worker_without_what_is_required_is_refused_at_once(want
 
 
 @pytest.mark.parametrize(("transport", "required"), [("grpc", "nixl"), ("grpc", "rdma"), ("nixl", "grpc")])
-def test_what_could_never_be_met_is_refused_at_start(transport, required):
+def test_limits_that_could_never_be_met_are_refused_at_start(transport, required):
     with pytest.raises(ValidationError, match="make them equal, or transport auto"):
         config(transport, require_transport=required)
 

@@ -22,6 +22,9 @@ from kv_transfer.decode_side.receiver_rank import FAST_POLL_SECONDS, SETTLE_SECO
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.nixl import NixlEndpoint
 
+# Facts of the NIXL and UCX that are installed: they change with those, not with this tree.
+pytestmark = pytest.mark.long
+
 SIZE = 16 << 20
 FILL = 0xAB
 NOW_A_FENCE = "if this were a fence here, this test should say so and the design may change"
@@ -169,7 +172,7 @@ NOT_FENCES: dict[str, Callable[[NixlEndpoint], None]] = {
 
 
 @pytest.mark.parametrize("name", NOT_FENCES)
-def test_what_the_receiver_does_alone_is_no_fence(name, target, writer, tls, record_property):
+def test_no_action_of_the_receiver_alone_is_a_fence(name, target, writer, tls, record_property):
     """A write posted after the receiver's own measure reports success over shared memory, and has landed whole. Over
     TCP it is recorded only: there it is a matter of the other side's polls. Our code relies on neither."""
     endpoint, memory = target

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.protocol.kv_heads import head_range
 from kv_transfer.layout.digest import SUM64, XXH3_128, digest
-from kv_transfer.layout.geometry import gather, head_range, plan_flows, scatter
+from kv_transfer.layout.geometry import gather, plan_flows, scatter
 from kv_transfer.layout.rows import Place
 
 LAYERS, DIM, PAGE = 3, 4, 4

@@ -92,7 +92,7 @@ async def test_its_slots_are_freed_by_its_parents_word_only(transport):
 
 
 async def test_the_ring_grows_and_peers_write_into_its_new_memory(transport):
-    """The peer was there before the new segment: it must learn of it before it is granted a slot in it."""
+    """The peer was there before the new segment: it must get the announcement before a slot in it."""
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
         await prefill.send(decode.ref, TOKENS)
         async with killed_midway(decode, transport):

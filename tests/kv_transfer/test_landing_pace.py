@@ -61,7 +61,7 @@ class BusyMachine:
     def close(self) -> None: ...
 
 
-def test_what_may_still_lie_in_a_socket_is_looked_for_often_enough_however_slow_the_machine():
+def test_bytes_left_in_a_socket_are_polled_for_often_enough_on_a_slow_machine():
     machine = BusyMachine()
     rank = ReceiverRank(
         rank=0,

@@ -1,4 +1,4 @@
-"""Which memory and device a write names: ours for what is read, the peer's for where it lands."""
+"""The memory and device that a write names: the local one for its source, the peer's for its target."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def piece(device: str, index: int | None, address: int) -> Any:
 
 @pytest.mark.parametrize("ours", [("cpu", None, "DRAM"), ("cuda", 1, "VRAM")])
 @pytest.mark.parametrize("theirs", [("DRAM", 0), ("VRAM", 3)])
-def test_descriptors_name_our_memory_for_ours_and_theirs_for_theirs(ours, theirs):
+def test_descriptors_name_local_memory_and_remote_memory(ours, theirs):
     endpoint = NixlEndpoint.__new__(NixlEndpoint)
     endpoint._agent = agent = Agent()
     endpoint._broken = set()
@@ -61,7 +61,7 @@ async def test_a_grant_names_the_ranks_device_and_welcome_its_memory(monkeypatch
         monkeypatch.setattr(ReceiverRank, "hello", property(lambda self: hellos[self.rank]))
         one = ScriptedPeer(decode.receiver, tensor_parallel=2)
         one.hello()
-        welcome = await one.heard("welcome")
+        welcome = await one.received("welcome")
         assert [rank.memory for rank in welcome.ranks] == ["VRAM", "VRAM"]
         transfer_id = await one.reserve(8)
         one.want(transfer_id, 0, 64, source=1, target=1)

@@ -1,4 +1,4 @@
-"""A NIXL write that is over is over, whatever NIXL makes of its handle."""
+"""A NIXL write that is complete stays complete, whatever state NIXL reports for its handle."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ async def test_it_is_bounded_and_sends_bursts_in_pieces():
         outbox.put(message(part))
     with pytest.raises(asyncio.QueueFull):
         outbox.put(message(0))
-    outbox.end()  # is always heard
+    outbox.end()  # always reaches the reader
     parts: list[int] = []
     while (piece := await outbox.get()) is not None:
         parts += [piece.part_result.part, *(further.part_result.part for further in piece.more)]

@@ -1,5 +1,5 @@
-"""A control stream's messages on their way out in any order of hurried and patient ones, a reader that is slow or cut off,
-and the end: all leave once, in order; none that is hurried waits, and no patient one for longer than its moment."""
+"""A control stream's outgoing messages in any order of urgent and delayed ones, a reader that is slow or cut off, and
+the end: all are sent once, in order; no urgent one waits, and no delayed one for longer than its moment."""
 
 from __future__ import annotations
 

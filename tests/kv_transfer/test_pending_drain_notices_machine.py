@@ -36,27 +36,27 @@ class Worker:
 
     worker_id: str
     epoch: int = 1
-    known: int = 0  # the epoch P has heard
+    known: int = 0  # the epoch that P has last read
     answers: str = "yes"  # | "no" | "never"
     acts: bool = True  # acts on what it reads and acknowledges it
-    heard: list[bytes] = field(default_factory=list)
+    received: list[bytes] = field(default_factory=list)
     acted: set[bytes] = field(default_factory=set)
     acknowledge: Any = None
 
     def send_drained(self, transfer_id: bytes) -> None:
         assert self.answers == "yes", "said to one that is not there"
         assert transfer_id not in self.acted, "said again after it was acknowledged"
-        self.heard.append(transfer_id)
+        self.received.append(transfer_id)
         if self.acts:
             self.act()
 
     def act(self) -> None:
-        for transfer_id in self.heard:
+        for transfer_id in self.received:
             self.acted.add(transfer_id)
             self.acknowledge(self.worker_id, transfer_id)
 
 
-class DrainedMailMachine(RuleBasedStateMachine):
+class PendingDrainNoticesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()
@@ -70,9 +70,9 @@ class DrainedMailMachine(RuleBasedStateMachine):
         async def make() -> PendingDrainNotices:
             return PendingDrainNotices(self.open, lambda ref: self.workers[ref.worker_id].known)
 
-        self.mail = self.loop.run(make())
+        self.notices = self.loop.run(make())
         for worker in self.workers.values():
-            worker.acknowledge = self.mail.acknowledged
+            worker.acknowledge = self.notices.acknowledged
 
     async def open(self, decode: common_pb2.WorkerRef) -> Worker:
         worker = self.workers[decode.worker_id]
@@ -102,7 +102,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
             transfer_id = self.number.to_bytes(16, "big")
             self.kept[name].append((transfer_id, self.loop.time()))
             stream = worker if worker.answers == "yes" and not stale else None
-            self.inside(self.mail.keep, ref, transfer_id, stream)
+            self.inside(self.notices.keep, ref, transfer_id, stream)
             REACHED.hit("said at once" if stream is not None else "kept without a stream")
 
     @rule(name=WORKERS, acts=st.booleans())
@@ -111,7 +111,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
         worker = self.workers[name]
         worker.acts = acts
         if acts:
-            REACHED.hit("acknowledged late" if worker.heard and self.missing(name) else "acts at once")
+            REACHED.hit("acknowledged late" if worker.received and self.missing(name) else "acts at once")
             self.inside(worker.act)
 
     @rule(name=WORKERS, answers=st.sampled_from(["yes", "yes", "no", "never"]))
@@ -125,76 +125,78 @@ class DrainedMailMachine(RuleBasedStateMachine):
 
     @rule(name=WORKERS)
     def another_hand_off_opens_a_stream(self, name: str) -> None:
-        """Also while the mail is on its way by itself."""
+        """Also while the notices are on their way by itself."""
         worker = self.workers[name]
         if worker.answers == "yes":
             worker.known = worker.epoch
             ref = common_pb2.WorkerRef(worker_id=name, epoch=worker.epoch, address="a")
             if self.missing(name):
                 REACHED.hit("said on a new stream")
-            self.inside(self.mail.hand_over, ref, worker)
-            assert not self.unheard(name), "the stream is up, and it has not heard"
+            self.inside(self.notices.hand_over, ref, worker)
+            assert not self.undelivered(name), "the stream is up, and a notice is missing"
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, 3.0 * TRIES * TRY_SECONDS]))
     def time_passes(self, seconds: float) -> None:
         self.loop.pass_time(seconds)
         for name, since in self.away_since.items():
-            if since is None and seconds >= 10.0 and name not in self.mail._given_up:
+            if since is None and seconds >= 10.0 and name not in self.notices._given_up:
                 # A try takes a second, the pause behind it another; a new epoch costs one more.
-                assert not self.unheard(name), "it can be reached, and has not heard"
+                assert not self.undelivered(name), "it can be reached, and a notice is missing"
                 if self.workers[name].acts:
                     assert not self.missing(name), "it has acted, and was not believed"
             if seconds > 2.5 * TRIES * TRY_SECONDS:
-                tried = name in self.mail._delivering
+                tried = name in self.notices._delivering
                 assert not tried or self.workers[name].answers == "yes", "it is tried for ever"
-            if name in self.mail._given_up:
+            if name in self.notices._given_up:
                 REACHED.hit("given up")
 
     def missing(self, name: str) -> set[bytes]:
         """Messages that the worker has not acknowledged."""
         return {transfer for transfer, _ in self.kept[name]} - self.workers[name].acted
 
-    def unheard(self, name: str) -> set[bytes]:
-        return {transfer for transfer, _ in self.kept[name]} - set(self.workers[name].heard)
+    def undelivered(self, name: str) -> set[bytes]:
+        return {transfer for transfer, _ in self.kept[name]} - set(self.workers[name].received)
 
     @invariant()
     def each_is_said_to_the_right_one(self) -> None:
         for name, worker in self.workers.items():
-            assert set(worker.heard) <= {transfer for transfer, _ in self.kept[name]}, "another's"
+            assert set(worker.received) <= {transfer for transfer, _ in self.kept[name]}, "another's"
 
     @invariant()
     def nothing_is_forgotten(self) -> None:
-        if not hasattr(self, "mail"):
+        if not hasattr(self, "notices"):
             return
         for name in self.workers:
-            assert set(self.mail._waiting.get(name, ())) == self.missing(name)
+            assert set(self.notices._waiting.get(name, ())) == self.missing(name)
             if self.missing(name):
-                on_its_way, given_up = name in self.mail._delivering, name in self.mail._given_up
+                on_its_way, given_up = name in self.notices._delivering, name in self.notices._given_up
                 assert on_its_way or given_up, "it is not delivered"
                 assert not given_up or self.was_long_away(name), "given up at once"
 
     def was_long_away(self, name: str) -> bool:
-        """Since the oldest that it has not heard of. The last tries may have been under an old epoch."""
+        """Seconds since the oldest undelivered notice. The last tries may have been under an old epoch."""
         oldest = min(when for transfer, when in self.kept[name] if transfer in self.missing(name))
         return self.loop.time() - oldest >= (TRIES - 3) * TRY_SECONDS
 
     def teardown(self) -> None:
         for name in self.workers:
             self.changes(name, "yes")
-            if hasattr(self, "mail"):
+            if hasattr(self, "notices"):
                 self.reads_without_acting(name, True)
-        if hasattr(self, "mail"):
+        if hasattr(self, "notices"):
             self.time_passes(3.0 * TRIES * TRY_SECONDS)
             for name in self.workers:
                 self.another_hand_off_opens_a_stream(name)
-                assert not self.mail.waits_for(name), "not acknowledged in the end"
+                assert not self.notices.waits_for(name), "not acknowledged in the end"
         self.loop.close()
 
 
-DrainedMailMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PendingDrainNoticesMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None
+)
 
 
-class TestDrainedMail(DrainedMailMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
+class TestPendingDrainNotices(PendingDrainNoticesMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
     @classmethod
     def tearDownClass(cls) -> None:
         super().tearDownClass()

@@ -1,4 +1,4 @@
-"""What a hand-off is cut into: every layer of every token that D does not hold, once, and nothing else."""
+"""The parts of a hand-off: every layer of every token that the decode worker does not hold, once, and nothing else."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async def decode() -> AsyncIterator[Decode]:
 
 
 async def test_a_link_that_is_lost_takes_on_no_hand_off(decode):
-    """Also before its reader has noticed."""
+    """Also before its reader gets the end."""
     one = ScriptedPeer(decode.receiver)
     one.hello()
     await one.reserve(TOKENS)
@@ -57,7 +57,7 @@ async def test_a_failure_after_a_reservation_releases_its_blocks(decode, where, 
     decode.engine.reserve = counted
     one = ScriptedPeer(decode.receiver)
     one.hello()
-    await one.heard("welcome")
+    await one.received("welcome")
 
     def fails(*arguments: object, **more: object) -> None:
         raise ZeroDivisionError("no")
@@ -65,7 +65,7 @@ async def test_a_failure_after_a_reservation_releases_its_blocks(decode, where, 
     with monkeypatch.context() as patch:
         patch.setattr(incoming, where, fails)
         transfer_id = one.ask_to_reserve(TOKENS)
-        reply = await one.heard("reserve_reply", transfer_id)
+        reply = await one.received("reserve_reply", transfer_id)
     assert reply.refused.code == "InternalError"
     assert taken == list(decode.engine.aborted), "blocks were taken and not given back"
     assert not decode.ranks[0]._expectations._transfers and decode.receiver.live == 0
@@ -79,17 +79,16 @@ async def test_a_rank_forgets_a_transfer_at_its_end(decode):
     committed, aborted, open_one = [await one.reserve(TOKENS) for _ in range(3)]
     rank = decode.ranks[0]
     await until(
-        lambda: set(rank._expectations._transfers) == {committed, aborted, open_one}, "the rank knows of all"
+        lambda: set(rank._expectations._transfers) == {committed, aborted, open_one},
+        "the rank has all of them",
     )
     await one.send(committed, 0, ALL, (0, TOKENS))
     one.finish(committed, (0, 0, 1))
-    await one.heard("committed", committed)
+    await one.received("committed", committed)
     one.say(abort={"transfer_id": aborted, "reason": "enough"})
-    await until(
-        lambda: set(rank._expectations._transfers) == {open_one}, "the rank knows of the open one only"
-    )
+    await until(lambda: set(rank._expectations._transfers) == {open_one}, "the rank has the open one only")
     await one.close()
-    await until(lambda: not rank._expectations._transfers, "the rank knows of nothing")
+    await until(lambda: not rank._expectations._transfers, "the rank has none")
 
 
 async def test_a_peer_that_asks_for_too_many_slots_ends_its_own_hand_off_only(decode, monkeypatch):
@@ -107,7 +106,7 @@ async def test_a_peer_that_asks_for_too_many_slots_ends_its_own_hand_off_only(de
         other.want(modest, part, 64)
         await other.granted(modest, part)
     one.want(greedy, share + 2, 64)
-    aborted = await one.heard("aborted", greedy)
+    aborted = await one.received("aborted", greedy)
     assert aborted.error.limit == "2"
     assert decode.receiver.live == 1 and not other.all("aborted")
     for stream in (one, other):
@@ -163,8 +162,8 @@ async def test_a_slow_engine_holds_up_no_slot_request(decode, slow):
     await one.verified(second, 0)
     assert not one.all("committed")
     slow.go_on.set()
-    await one.heard("committed", first)
-    await one.heard("reserve_reply", count=3)
+    await one.received("committed", first)
+    await one.received("reserve_reply", count=3)
     await one.close()
 
 
@@ -172,7 +171,7 @@ async def test_messages_of_one_transfer_stay_in_order(decode, slow):
     """An Abort that arrives while the engine still works on the Reserve: afterwards nothing is held."""
     one = ScriptedPeer(decode.receiver)
     one.hello()
-    await one.heard("welcome")
+    await one.received("welcome")
     slow.slow = True
     transfer_id = one.ask_to_reserve(TOKENS)
     one.say(abort={"transfer_id": transfer_id, "reason": "too slow"})
@@ -180,7 +179,7 @@ async def test_messages_of_one_transfer_stay_in_order(decode, slow):
     await until(lambda: slow.reserving == [transfer_id, other], "both are asked of the engine")
     slow.go_on.set()
     await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
-    await one.heard("reserve_reply", other)
+    await one.received("reserve_reply", other)
     assert decode.receiver.live == 1
     await one.close()
 
@@ -189,16 +188,16 @@ async def test_reservations_that_wait_are_bounded(decode, slow, monkeypatch):
     monkeypatch.setattr(peer, "MAX_RESERVING", 4)
     one = ScriptedPeer(decode.receiver)
     one.hello()
-    await one.heard("welcome")
+    await one.received("welcome")
     slow.slow = True
     asked = [one.ask_to_reserve(TOKENS) for _ in range(6)]
     for transfer_id in asked[4:]:
-        reply = await one.heard("reserve_reply", transfer_id)
+        reply = await one.received("reserve_reply", transfer_id)
         assert reply.refused.code == "BlocksExhaustedError" and reply.refused.limit == "4"
     assert len(slow.reserving) == 4
     slow.go_on.set()
     for transfer_id in asked[:4]:
-        reply = await one.heard("reserve_reply", transfer_id)
+        reply = await one.received("reserve_reply", transfer_id)
         assert not reply.HasField("refused")
     await one.reserve(TOKENS)
     await one.close()
@@ -208,7 +207,7 @@ async def test_a_peer_that_asks_and_asks_ends_its_stream(decode, slow, monkeypat
     monkeypatch.setattr(peer, "MAX_PENDING", 8)
     one = ScriptedPeer(decode.receiver)
     one.hello()
-    await one.heard("welcome")
+    await one.received("welcome")
     slow.slow = True
     transfer_id = one.ask_to_reserve(TOKENS)
     await until(lambda: bool(slow.reserving), "asked of the engine")
@@ -224,7 +223,7 @@ async def test_a_peer_that_asks_and_asks_ends_its_stream(decode, slow, monkeypat
 async def test_a_stream_that_ends_meanwhile_asks_the_engine_for_nothing_more(decode, slow):
     one = ScriptedPeer(decode.receiver)
     one.hello()
-    await one.heard("welcome")
+    await one.received("welcome")
     slow.slow = True
     transfer_id = one.ask_to_reserve(TOKENS)
     one.say(abort={"transfer_id": transfer_id, "reason": "behind it"})
@@ -266,11 +265,11 @@ async def test_drained_is_acknowledged_once_it_was_acted_upon(decode):
     one.say(beat=common_pb2.Beat())
     assert not one.all("drained_ack"), "acknowledged while the slot is in doubt"
     handle(settles[0])
-    await one.heard("drained_ack", transfer_id)
+    await one.received("drained_ack", transfer_id)
     assert decode.all_free
     assert len(settles) == 1, "said again meanwhile, it was begun again"
     one.say(drained={"transfer_id": transfer_id})  # it is in doubt no more
-    await one.heard("drained_ack", transfer_id, count=2)
+    await one.received("drained_ack", transfer_id, count=2)
     await one.close()
 
 
@@ -278,7 +277,7 @@ async def test_drained_of_a_transfer_that_was_never_here_is_acknowledged(decode)
     one = ScriptedPeer(decode.receiver)
     one.hello()
     one.say(drained={"transfer_id": bytes(16)})
-    await one.heard("drained_ack", bytes(16))
+    await one.received("drained_ack", bytes(16))
     await one.close()
 
 
@@ -291,7 +290,7 @@ async def test_drained_does_not_wait_for_the_engine(decode, slow):
     await one.granted(transfer_id, 0)
     slow.slow = True
     one.say(drained={"transfer_id": transfer_id})
-    await one.heard("drained_ack", transfer_id)
+    await one.received("drained_ack", transfer_id)
     assert decode.all_free and not decode.engine.aborted
     slow.go_on.set()
     await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
@@ -305,7 +304,7 @@ async def test_no_other_worker_ends_a_doubt_or_a_hand_off(decode):
     doubtful, live = await in_doubt(decode, one), await one.reserve(TOKENS)
     for transfer_id in (doubtful, live):
         other.say(drained={"transfer_id": transfer_id})
-        await other.heard("drained_ack", transfer_id)
+        await other.received("drained_ack", transfer_id)
     assert decode.count(SlotState.QUARANTINED) == 1, "the doubt ended by another's word"
     assert decode.receiver.live == 1
     # The same worker under its next epoch, on another stream: its word counts.
@@ -313,7 +312,7 @@ async def test_no_other_worker_ends_a_doubt_or_a_hand_off(decode):
     again.worker.epoch += 1
     again.hello()
     again.say(drained={"transfer_id": doubtful})
-    await again.heard("drained_ack", doubtful)
+    await again.received("drained_ack", doubtful)
     assert decode.all_free
     for stream in (one, other, again):
         await stream.close()

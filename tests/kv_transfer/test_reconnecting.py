@@ -1,4 +1,4 @@
-"""A pair that loses and finds each other again and again: connections are kept, and what broke is mended."""
+"""A pair that is disconnected and reconnected repeatedly: connections are kept, and broken ones are replaced."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_links_that_end_keep_the_pairs_connection():
             report = await prefill.send(decode.ref, TOKENS)
             assert report.transport == "nixl"
             assert_same(prefill, decode, TOKENS)
-            for one in list(prefill.sender.links._links.values()):
+            for one in list(prefill.sender._links.values()):
                 await one.close()
         assert not removed
 
@@ -156,7 +156,7 @@ async def test_a_probe_that_fails_is_sent_again_over_a_new_connection(monkeypatc
     monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 8.0)
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
         await prefill.send(decode.ref, TOKENS)
-        for one in list(prefill.sender.links._links.values()):
+        for one in list(prefill.sender._links.values()):
             await one.close()
         endpoint = prefill.ranks[0]._endpoints["nixl"]
         notify, sent, forget, forgotten = endpoint.notify, [], endpoint.forget, []
@@ -197,7 +197,7 @@ async def test_a_pair_that_was_cut_off_for_long_works_again_at_once(transport, m
         with pytest.raises(HandoffError):
             await prefill.finish(handoff, TOKENS)
         await handoff.abort("cut off")
-        await until(lambda: bool(prefill.sender.links.notices._given_up), "given up")
+        await until(lambda: bool(prefill.sender.notices._given_up), "given up")
         assert decode.count(SlotState.QUARANTINED) > 0
         monkeypatch.setattr(rank, "handle", handle)
         decode.service.is_away = False

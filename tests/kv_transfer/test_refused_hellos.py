@@ -1,4 +1,4 @@
-"""A Hello that is refused, makes no sense or is repeated ends its stream."""
+"""A Hello that is refused, malformed or repeated ends its stream."""
 
 from __future__ import annotations
 

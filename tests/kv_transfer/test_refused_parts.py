@@ -1,4 +1,4 @@
-"""Parts that are not what their header says, and those that the landing thread cannot take: refused, never scattered, and
+"""Parts that differ from their header, and those that the landing thread cannot take, are refused and never scattered;
 the thread goes on."""
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ async def test_a_part_that_arrives_corrupted_twice_ends_its_attempt():
         transfer_id = await one.reserve(PAGE)
         corrupted = (transfer_id, 0, (0, LAYERS), (0, PAGE))
         await one.send(*corrupted, digest=bytes(16))
-        result = await one.heard("part_result", transfer_id)
+        result = await one.received("part_result", transfer_id)
         assert not result.verified
         one.want(transfer_id, 0, 64)
-        await one.heard("slot_grant", transfer_id, count=2)
+        await one.received("slot_grant", transfer_id, count=2)
         await one.send(*corrupted, digest=bytes(16))
-        aborted = await one.heard("aborted", transfer_id)
+        aborted = await one.received("aborted", transfer_id)
         assert aborted.error.code == "DigestMismatchError"
         assert len(one.all("part_result")) == 1
         await until(lambda: decode.all_free, "every slot free")
@@ -126,7 +126,7 @@ async def test_a_part_that_does_not_land_in_time_ends_its_attempt(monkeypatch):
         one.hello()
         transfer_id = await one.reserve(PAGE)
         one.want(transfer_id, 0, 64)
-        aborted = await one.heard("aborted", transfer_id)
+        aborted = await one.received("aborted", transfer_id)
         assert aborted.error.code == "TransportError" and "deadline" in aborted.error.message
         assert decode.count(SlotState.QUARANTINED) == 1 and decode.receiver.stats.counts["late_parts"] == 1
         await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
@@ -166,6 +166,6 @@ async def test_a_rank_that_can_land_nothing_any_more_ends_its_worker(transport, 
 
         monkeypatch.setattr(decode.ranks[0]._memory, "add_segment", no_memory)
         decode.ranks[0].handle(m.AddSegment(4))
-        await until(lambda: ended, "the worker hears of it")
+        await until(lambda: ended, "the failure is reported")
         assert "rank 0 receives no more parts" in ended[0]
         assert "no memory for it" in ended[0]

@@ -11,7 +11,8 @@ import pytest
 from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, TransportError
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.layout.digest import stricter
-from kv_transfer.prefill_side import links
+from kv_transfer.outbox import MAX_TOGETHER
+from kv_transfer.prefill_side import sender
 from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
@@ -25,7 +26,7 @@ TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(links, "LAST_NOTICES_SECONDS", 0.05)
+    monkeypatch.setattr(sender, "LAST_NOTICES_SECONDS", 0.05)
 
 
 def other_layout(**fields):
@@ -59,7 +60,7 @@ async def test_an_invalid_welcome_ends_the_link(said, error, field):
             await prefill.open(decode.ref, TOKENS)
         assert caught.value.field == field
         assert prefill.sender.live == 0
-        await until(lambda: not prefill.sender.links._links, "the link is gone")
+        await until(lambda: not prefill.sender._links, "the link is gone")
 
 
 async def test_parts_follow_the_pairs_agreement_on_digests():
@@ -142,6 +143,18 @@ async def test_a_rank_that_does_not_exist_ends_that_hand_off_only(kind, field):
         assert len(decode.streams) == 1, "the link has ended"
 
 
+async def test_more_messages_than_travel_together_end_the_link():
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+        beat = handoff_pb2.DecodeToPrefill(beat=common_pb2.Beat())
+        stream.say(beat=common_pb2.Beat(), more=[beat] * (MAX_TOGETHER + 1))
+        with pytest.raises(TransportError) as caught:
+            await prefill.finish(handoff, TOKENS)
+        assert caught.value.field == "more"
+        await handoff.abort("it made no sense")
+
+
 async def test_values_at_the_ends_of_their_ranges_are_no_harm():
     """P passes a slot's number and address to its transport without further checks."""
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
@@ -150,7 +163,7 @@ async def test_values_at_the_ends_of_their_ranges_are_no_harm():
         await until(lambda: bool(stream.of("slot_request")), "slots asked for")
         most = {"slot": 2**32 - 1, "generation": 2**64 - 1, "address": 2**64 - 1, "device": 2**64 - 1}
         stream.say(slot_grant=grant(stream.of("slot_request")[0], **most))
-        await until(lambda: bool(stream.of("part")), "it is sent where it was told")
+        await until(lambda: bool(stream.of("part")), "it is sent to the granted slot")
         assert stream.of("part")[0].header.slot == 2**32 - 1
         await handoff.abort("enough")
 
@@ -187,9 +200,9 @@ def test_the_number_of_known_decode_workers_is_bounded():
 
 async def test_a_sender_keeps_a_bounded_number_of_workers(monkeypatch):
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
-        prefill.sender.links.known = KnownWorkers(max_workers=2)
+        prefill.sender.known = KnownWorkers(max_workers=2)
         for number in range(4):
             ref = common_pb2.WorkerRef(worker_id=f"d{number}", epoch=DECODE_EPOCH, address=decode.ref.address)
             handoff = await prefill.open(ref, TOKENS)
             await handoff.abort("enough")
-        assert len(prefill.sender.links.known) == 2
+        assert len(prefill.sender.known) == 2

@@ -1,4 +1,4 @@
-"""The ring's accounts under any order of events, duplicates and stale generations included."""
+"""The ring's integrity under any order of events, duplicates and stale generations included."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_newcomer_does_not_wait_for_all_that_others_asked_before():
 
 
 def test_peers_take_turns():
-    """Whatever number of hand-offs each of them has."""
+    """For any number of hand-offs of each of them."""
     ring, held, claims = hold_back(16)
     for number in range(40):
         ring.ask(Claim(b"many" + bytes(11) + bytes([number]), "p1", 0, 0, 1))

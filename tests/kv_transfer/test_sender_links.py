@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import PeerLostError
 from kv_transfer import messages as m
-from kv_transfer.prefill_side import link, links, rank_connections
+from kv_transfer.prefill_side import link, rank_connections, sender
 from kv_transfer.prefill_side.link import LinkToDecode
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import Prefill, config, prefill_side
@@ -24,11 +24,11 @@ TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(links, "LAST_NOTICES_SECONDS", 0.05)
+    monkeypatch.setattr(sender, "LAST_NOTICES_SECONDS", 0.05)
 
 
 def only_link(prefill: Prefill) -> LinkToDecode:
-    (found,) = prefill.sender.links._links.values()
+    (found,) = prefill.sender._links.values()
     return found
 
 
@@ -54,7 +54,7 @@ async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(mo
         await until(lambda: bool(connected), "it is probed")
         (stream,) = decode.streams
         stream.say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))
-        await until(lambda: len(connected) == 2, "it knows the new memory")
+        await until(lambda: len(connected) == 2, "it has the new memory")
         stream.say(probe_result=handoff_pb2.ProbeResult(arrived=True))
         handoff = await opening
         one = only_link(prefill)
@@ -71,8 +71,8 @@ async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch):
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
     async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
         monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
-        prefill.sender.links.known.is_reached(decode.ref.worker_id)  # so a probe that fails is sent again
-        opening = asyncio.create_task(prefill.sender.links.open(decode.ref))
+        prefill.sender.known.is_reached(decode.ref.worker_id)  # so a probe that fails is sent again
+        opening = asyncio.create_task(prefill.sender.open(decode.ref))
         await until(lambda: bool(connected), "it is probed")
         decode.streams[0].say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))
         await until(lambda: len(connected) == 3, "it is probed again")
@@ -152,7 +152,7 @@ async def test_a_link_that_is_lost_just_behind_a_yes_ends_the_hand_off(monkeypat
             if reply.HasField("reserve_reply"):
                 one._lose(PeerLostError("gone"))
 
-        monkeypatch.setattr(one._stream, "_on_message", then_lost)
+        monkeypatch.setattr(one._stream, "on_message", then_lost)
         with pytest.raises(PeerLostError):
             await prefill.open(decode.ref, TOKENS)
         await first.abort("enough")

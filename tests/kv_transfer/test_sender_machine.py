@@ -37,7 +37,7 @@ LAYOUT = common_pb2.KvLayout(num_kv_heads=2, tensor_parallel=RANKS)
 
 @dataclass
 class Rank:
-    """Keeps what it is told."""
+    """Records its messages."""
 
     told: list[Any] = field(default_factory=list)
     on_event: Any = None
@@ -65,7 +65,7 @@ class Rank:
 
 @dataclass
 class Link:
-    """The stream to D, as a list of what was said."""
+    """The stream to D, as a list of sent messages."""
 
     name: str = "d@2"
     hello: handoff_pb2.Hello = field(default_factory=lambda: handoff_pb2.Hello(prefill=REF, layout=LAYOUT))
@@ -141,7 +141,7 @@ class SenderMachine(RuleBasedStateMachine):
         self.ranks = [Rank() for _ in range(RANKS)]
         self.link = Link()
         self.sender = self.loop.run_until_complete(make())
-        self.sender.links._links[self.link.name] = self.link  # type: ignore[assignment]
+        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
         reserve = handoff_pb2.Reserve(
             transfer_id=T, request_id="r", spec=common_pb2.GenerateSpec(n=1), token_count=16
         )
@@ -210,17 +210,17 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ranks[0].closed)
     @rule(ranks=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
     def drains(self, ranks: tuple[int, ...]) -> None:
-        """A rank says so only after it was told to close; perhaps twice."""
+        """A rank reports it only after CloseTransfer; perhaps twice."""
         for rank in ranks:
             self.drained_ranks.add(rank)
             self.broken_before_drained |= self.link.lost and self.sender.live > 0
             self.rank_says(rank, m.TransferDrained(T, rank))
 
-    @precondition(lambda self: self.sender.links.notices.waits_for("d") and not self.link.lost)
+    @precondition(lambda self: self.sender.notices.waits_for("d") and not self.link.lost)
     @rule(transfer=st.sampled_from([T, OTHER]))
     def acknowledges(self, transfer: bytes) -> None:
-        self.inside(lambda: self.sender.links.notices.acknowledged("d", transfer))
-        assert self.sender.links.notices.waits_for("d") == (transfer != T), "something else was acknowledged"
+        self.inside(lambda: self.sender.notices.acknowledged("d", transfer))
+        assert self.sender.notices.waits_for("d") == (transfer != T), "something else was acknowledged"
         self.acknowledged = transfer == T
         REACHED.hit("acknowledged")
 
@@ -257,7 +257,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(kind == "finish" for kind, _ in self.link.said))
     @rule()
     def commits(self) -> None:
-        """D commits only what it was told the end of."""
+        """D commits only hand-offs whose Finish it has."""
         self.note("committed")
         self.reply(committed=handoff_pb2.Committed(transfer_id=T))
 
@@ -340,7 +340,7 @@ class SenderMachine(RuleBasedStateMachine):
 
     def is_drained_when_all_ranks_are(self) -> None:
         everywhere = self.drained_ranks == set(range(RANKS))
-        kept = T in self.sender.links.notices._waiting.get("d", {})
+        kept = T in self.sender.notices._waiting.get("d", {})
         assert kept == (everywhere and not self.acknowledged), "Drained is kept until it is acknowledged"
         assert everywhere or not self.link.drained, "said before every handle is terminal"
         assert (self.sender.live == 0) == everywhere

@@ -23,7 +23,7 @@ def sending() -> Iterator[SendingRank]:
 
 
 def test_a_peer_is_not_forgotten_while_a_write_to_it_is_pending(sending):
-    """Forgetting it would make the handle an error at once, and Drained a lie: the bytes land all the same."""
+    """Disconnecting would turn the handle into an error at once and make Drained false: the bytes land all the same."""
     sending.open(A, "stuck", 8)
     wait_for(lambda: sending.written("stuck") == sending.parts(A), 60, "all posted")
     sending.rank.handle(m.Disconnect("stuck"))

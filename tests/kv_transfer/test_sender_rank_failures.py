@@ -90,7 +90,7 @@ def test_any_failure_to_connect_a_peer_is_reported(sending, monkeypatch):
 
     monkeypatch.setattr(sending.endpoint, "connect", fault)
     sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "nonce", "nixl"))
-    wait_for(lambda: m.ProbeFailed("peer", "no such thing") in sending.events, 15, "told")
+    wait_for(lambda: m.ProbeFailed("peer", "no such thing") in sending.events, 15, "reported")
     assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
 

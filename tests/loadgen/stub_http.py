@@ -1,4 +1,4 @@
-"""An OpenAI-like HTTP server written by hand, so that a test decides how its bytes are cut."""
+"""An OpenAI-like HTTP server written by hand, so that a test decides how its bytes are split."""
 
 from __future__ import annotations
 

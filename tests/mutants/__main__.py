@@ -1,4 +1,4 @@
-"""`make mutants`: applies each deliberate change of the catalogue to a scratch copy, and prints what no test noticed."""
+"""`make mutants`: apply each deliberate change of the catalogue to a scratch copy, and print the survivors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process shows at /metrics, beside what is declared for it."""
+"""The metrics of a process at /metrics, beside their declarations."""
 
 from __future__ import annotations
 

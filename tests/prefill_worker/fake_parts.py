@@ -36,7 +36,7 @@ def fake_parts(
         identity=SimpleNamespace(
             page_size=page_size,
             worker_id="p",
-            spec_limits=SpecLimits("m", VOCAB, 8),
+            spec_limits=SpecLimits("m", VOCAB, 8, 8192),
             check_epoch=check_epoch,
         ),
     )

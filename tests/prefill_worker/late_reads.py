@@ -160,8 +160,8 @@ class World:
         self.runner.sink = self.rank
         self.sender = HandoffSender(worker=PREFILL, layout=LAYOUT, ranks=[self.rank], config=config)
         self.link = Link()
-        self.sender.links._links[self.link.name] = self.link  # type: ignore[assignment]
-        self.sender.reserve = self._reserve  # type: ignore[assignment, method-assign]
+        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
+        self.sender.reserve = self._reserve  # type: ignore[assignment, method-assign]  # no stream to ask over
         self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], "", "nixl"))
         parts = fake_parts(self._call, max_batch_tokens=64, page_size=PAGE)
         self.role = PrefillRole(parts, self.sender)

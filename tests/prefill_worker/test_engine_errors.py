@@ -95,7 +95,7 @@ def test_a_token_that_cannot_be_sent_ends_its_attempt(machine, monkeypatch):
     assert_only_bad_failed(machine, handoff)
 
 
-def test_what_a_cancelled_attempt_shipped_may_be_kept(machine):
+def test_blocks_shipped_by_a_cancelled_attempt_may_be_kept(machine):
     handoff = both_in_the_engine(machine)
     machine.loop.run_until_complete(machine.role.cancel(machine.opened[BAD]))
     assert handoff.aborted == 1 and not handoff.discarded

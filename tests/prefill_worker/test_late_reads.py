@@ -67,7 +67,7 @@ async def test_a_late_read_finds_the_requests_own_kv(ends, digests):
         await one.computed(attempt)
         await one.grant_all(attempt, PARTS)
         await ends(one, attempt)
-        await until(lambda: attempt.log.ended, "its end is told, whatever is still read")
+        await until(lambda: attempt.log.ended, "its end is reported, although a write still reads")
         one.run(B, [STRANGERS] * 44)  # needs more than what was free beside it
         for _ in range(20):
             await one.steps()
@@ -125,7 +125,7 @@ async def test_an_attempt_that_never_started_releases_everything():
             handoff = await spec_handoff(*arguments)
 
             async def start(request_id: str) -> None:
-                raise PeerLostError("before any rank was told")
+                raise PeerLostError("before any rank has it")
 
             handoff.start = start
             made.append(handoff)

@@ -1,6 +1,6 @@
-"""The life of attempts at the prefill worker in any order of events: runs that are repeated, cancels at every point,
-hand-offs that are refused or fail, engine output that comes late, a worker that leaves. Nothing stays in its queue or in
-its engine."""
+"""Attempts at the prefill worker under events in any order: runs that are repeated, cancels at every point, hand-offs
+that are refused or fail, engine output that comes late, a drain of the worker. Nothing stays in its queue or in its
+engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def prompt_of(transfer: bytes) -> list[int]:
 
 
 class Handoff:
-    """One that ends when, and as, it is told."""
+    """One that ends when, and as, the test sets."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.committed: asyncio.Future[None] = loop.create_future()
@@ -297,7 +297,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
     @rule(all_of_it=st.booleans())
     def leaves(self, all_of_it: bool) -> None:
-        """What waits goes back and nothing else, or everything; each is told that this worker leaves."""
+        """What waits goes back and nothing else, or everything; each gets a DrainingError."""
         self.steps += 1
         if self.steps * 10 < self.leaves_after:
             return
@@ -328,7 +328,7 @@ class PrefillMachine(RuleBasedStateMachine):
         events = self.loop.run_until_complete(read())
         assert [event.WhichOneof("event") for event in events][-1] == "end"
         if transfer in self.returned:
-            assert events[-1].end.error.code == "DrainingError", "the router would not know why"
+            assert events[-1].end.error.code == "DrainingError", "the router would not get the reason"
         assert self.role.attempts.is_ended(transfer)
 
     @invariant()

@@ -131,7 +131,7 @@ async def test_an_attempt_that_may_go_on_is_handed_over():
 
 
 @pytest.mark.parametrize("ends", [{1}, {0, 1}], ids=["one", "all"])
-async def test_what_goes_on_is_handed_over_although_another_choice_has_ended(ends):
+async def test_a_running_choice_is_handed_over_although_another_has_ended(ends):
     async with serving() as (world, stub):
         call = stub.Run(run(n=2))
         await until(lambda: world.engine.has_work, "the engine has it")
@@ -146,7 +146,7 @@ async def test_what_goes_on_is_handed_over_although_another_choice_has_ended(end
         call.cancel()
 
 
-async def test_a_cancel_of_what_still_queues_is_answered_at_once(monkeypatch):
+async def test_a_cancel_of_a_queued_request_is_answered_at_once(monkeypatch):
     """It holds no blocks that could be waited for."""
     monkeypatch.setattr(role_module, "FREE_SECONDS", 60.0)
     async with serving() as (world, stub):

@@ -1,4 +1,4 @@
-"""What kubelets and Prometheus ask a router, on a port that wants neither keys nor certificates."""
+"""The endpoints for kubelets and Prometheus, on a port without keys and certificates."""
 
 from __future__ import annotations
 

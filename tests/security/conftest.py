@@ -31,7 +31,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyFile:
 
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
-    """What a module wants its router to be told besides."""
+    """Further settings of a module's router."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Stub workers that take their time: a prompt waits before its first token, tokens come one by one.
+"""Slow stub workers: a prompt waits before its first token, tokens come one by one.
 
 `python -m tests.security.dripping --redis-url … --namespace … --first-seconds 1 --token-seconds 0.02`
 """

@@ -1,4 +1,4 @@
-"""What is too large, too many or too late is refused by name, and the router goes on."""
+"""Requests that are too large, too many or too late are refused with the limit's name, and the router goes on."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_no_label_names_transfers_workers_slots_or_tenants(name, router):
 
 
 def test_grpc_has_no_field_for_them_either():
-    """Whatever a client may set, at any depth."""
+    """Any field that a client may set, at any depth."""
     names: set[str] = set()
     seen: set[str] = set()
     left = [pb.GenerateRequest.DESCRIPTOR, pb.TokenizeRequest.DESCRIPTOR, pb.ListModelsRequest.DESCRIPTOR]
@@ -247,7 +247,7 @@ def test_grpc_metadata_and_messages_have_a_size(router):
 
 
 def test_grpc_connections_must_begin_in_time(router):
-    """Nothing said, or half a greeting: the place is given back. One that has begun may be silent."""
+    """Nothing sent, or half a preface: the place is given back. A connection that has begun may be silent."""
     address = ("127.0.0.1", int(router.grpc.rsplit(":", 1)[1]))
     for said in (b"", b"PRI * HTTP/2.0\r\n\r\nSM"):
         with socket.create_connection(address, timeout=30) as sock:

@@ -1,4 +1,4 @@
-"""What is shown of the cluster, asked for with every kind of key, by every way of writing its name, over HTTP and gRPC."""
+"""Pages about the cluster, requested with every kind of key, by every spelling of their names, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WRITTEN = (
 
 @pytest.fixture(scope="module")
 def named(router: Router, keys: KeyFile) -> dict[str, str]:
-    """A key of each kind, known to the router. "none" has none, "wrong" never was one."""
+    """A key of each kind, read by the router. "none" is empty, "wrong" never was one."""
     named = {"none": "", "wrong": "baton-0000000000000000-never"}
     for name, change in ENDED.items():
         named[name] = keys.add("acme")
@@ -78,7 +78,7 @@ def test_without_a_good_key_every_page_is_401(kind: str, named: dict[str, str], 
 
 
 @pytest.mark.parametrize("kind", ["none", "tenant"])
-def test_no_way_of_writing_opens_what_is_the_administrators(
+def test_no_spelling_of_a_path_opens_an_administrators_page(
     kind: str, named: dict[str, str], router: Router
 ) -> None:
     inside = ("baton_requests", '"workers"', '"history"')
@@ -99,8 +99,8 @@ def test_only_probes_and_the_pages_files_are_open(named: dict[str, str], router:
 
 
 @pytest.mark.parametrize("kind", ["none", "wrong", "revoked", "expired"])
-def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Router) -> None:
-    """Those of our service as it is described, so that a new one is asked about too."""
+def test_every_rpc_needs_a_valid_key(kind: str, named: dict[str, str], router: Router) -> None:
+    """The methods of our service by its descriptor, so that a new one is tested too."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     methods = [f"/{service.full_name}/{method.name}" for method in service.methods]
     assert len(methods) >= 3

@@ -82,13 +82,13 @@ def test_requests_without_tokens_do_not_clear_those_that_are_used_up(named, rout
     ("name", "wrong", "status"),
     [("one", {"max_tokens": 1 << 20}, 400), ("low", {"priority": "high"}, 403)],
 )
-def test_what_is_refused_after_it_was_tokenised_counts_as_a_request(name, wrong, status, named, router):
+def test_a_request_refused_after_it_was_tokenised_is_counted(name, wrong, status, named, router):
     answers = [ask(router, named[name], **wrong) for _ in range(3)]
     assert [one.status_code for one in answers] == [status, 429, 429]
     assert {one.json()["error"]["param"] for one in answers[1:]} == {"requests_per_minute"}
 
 
-def test_what_is_refused_before_it_is_tokenised_is_free(named, router, keys):
+def test_a_request_refused_before_it_is_tokenised_is_not_counted(named, router, keys):
     key = keys.add("careless", requests_per_minute=1)
     wait_for(lambda: ask(router, key, temperature=1e9).status_code != 401, 30, "the key is known")
     for wrong in ({"temperature": 1e9}, {"prompts": 3}):

@@ -22,7 +22,7 @@ from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
 
 PASSWORD = f"pass-{secrets.token_hex(8)}"
-# What docs/security.md recommends.
+# What docs/security.md names for one user of all components.
 RIGHTS = "+@read +@write +@scripting +@connection +time -@dangerous +info"
 
 

@@ -1,5 +1,6 @@
-"""Certificates and keys that are replaced while they are in use, in any order: whole, by halves, by rubbish, not at all.
-What is shown to the next connection always was on disk as a whole, and is what is there now once that fits together."""
+"""Certificates and keys that are replaced while they are in use, in any order: complete, partly, by garbage, not at
+all. The identity shown to the next connection always was on disk as a whole, and is the present one once that is
+consistent."""
 
 from __future__ import annotations
 

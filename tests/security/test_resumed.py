@@ -1,4 +1,4 @@
-"""A request whose router dies goes on at another one: let in, and paid for once."""
+"""A request whose router dies goes on at another one: admitted, and charged once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster with secrets we know, asked rightly and wrongly; then everything it shows or writes is searched for them."""
+"""A cluster with known secrets under valid and invalid requests; then all its output is searched for them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _command_lines(pid: int) -> str:
 
 
 def _stored(url: str) -> dict[str, str]:
-    """All that Redis holds: loads, leases and hashes; never what was said, nor how to reach a NIXL agent."""
+    """All that Redis holds: loads, leases and hashes; never texts, nor the address of a NIXL agent."""
     shown = {}
     with redis.Redis.from_url(url) as client:
         for key in client.scan_iter(count=1000):

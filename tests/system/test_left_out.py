@@ -1,4 +1,4 @@
-"""A run of the system tests that leaves something out says so, and fails unless the machine itself is why."""
+"""A run of the system tests that skips something reports it, and fails unless the machine itself is the cause."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_a_skip_does_not_matter_where_these_tests_are_deselected(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("required", "expected"), [(False, 0), (True, 1)])
-def test_what_the_machine_forbids_is_named_at_the_end(required: bool, expected: int, tmp_path: Path) -> None:
+def test_checks_that_the_machine_forbids_are_named_at_the_end(
+    required: bool, expected: int, tmp_path: Path
+) -> None:
     code, said = run(tmp_path, required=required, test_here=PASSES, test_elsewhere=PASSES)
     assert code == expected, said
     assert "test_elsewhere.py: no namespaces" in said.partition("!! NOT RUN HERE !!")[2]

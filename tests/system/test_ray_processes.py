@@ -1,4 +1,4 @@
-"""Ray's own processes killed under load: no stream notices, the workers stay, and Ray is whole again."""
+"""Ray's own processes killed under load: no stream is affected, the workers stay, and Ray recovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis over TLS, with certificates on both sides and a password: the URL says it all."""
+"""Redis over TLS, with certificates on both sides and a password, all configured by the URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSWORD = f"pass-{secrets.token_hex(8)}"
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory):
-    """The URL of a server that speaks TLS only, and asks for a certificate and the password."""
+    """The URL of a server that takes TLS only, and asks for a certificate and the password."""
     directory = tmp_path_factory.mktemp("redis")
     make_certs(directory, [], 2)
     (port,) = free_ports(1)

@@ -43,7 +43,7 @@ def environment(folder: Path) -> Path:
     return folder / "bin"
 
 
-def test_what_the_wheel_holds(wheel: Path) -> None:
+def test_contents_of_the_wheel(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"baton/py.typed", "baton/demo_model/config.json", "baton/demo_model/model.safetensors"} <= set(
         names

@@ -83,7 +83,7 @@ async def test_a_request_admitted_and_cancelled_at_once_releases_its_tokens():
     await enter(admission, 100)
     waiting = await enter(admission, 70)
     admission.leave(100)
-    assert admission.inside_tokens == 70, "admitted, but it does not know yet"
+    assert admission.inside_tokens == 70, "admitted, but its task has not run yet"
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()

@@ -1,4 +1,4 @@
-"""When a leaving worker waits, and when it returns which requests to their routers."""
+"""Draining: when a worker waits, and when it returns which requests to their routers."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ async def leave(role: Role, clock: Clock, *, successor: bool, healthy: bool = Tr
         )
 
 
-async def test_what_finishes_soon_finishes_here() -> None:
+async def test_requests_that_finish_soon_finish_here() -> None:
     clock = Clock()
     role = Role(clock, seconds=3)
     await leave(role, clock, successor=True)
     assert role.returned == []
 
 
-async def test_what_takes_long_goes_on_elsewhere() -> None:
+async def test_a_long_request_goes_on_at_another_worker() -> None:
     clock = Clock()
     role = Role(clock, waiting=2)
     await leave(role, clock, successor=True)

@@ -116,7 +116,7 @@ async def test_a_step_without_end_is_not_waited_for():
     await stops(host, engine)
 
 
-async def test_what_waits_when_the_engine_fails_is_refused_and_not_run():
+async def test_calls_waiting_when_the_engine_fails_are_refused_and_not_run():
     ran: list[Any] = []
     engine = HangingEngine()
     host = make(engine)

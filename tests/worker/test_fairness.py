@@ -67,7 +67,7 @@ class Crowd:
     st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 400), st.sampled_from([1.0, 3.0, 0.25, 7.0])
 )
 def test_backlogged_tenants_get_tokens_by_weight(seed: int, largest_a: int, largest_b: int, weight: float):
-    """At every moment, not only in the long run, and whatever the sizes of their requests."""
+    """At every moment, not only in the long run, and for any sizes of requests."""
 
     async def run() -> None:
         crowd, rng = Crowd(), random.Random(seed)
@@ -164,7 +164,7 @@ async def test_a_request_that_gives_up_admits_the_next_and_holds_nothing():
         max_size=60,
     )
 )
-def test_any_order_of_events_keeps_the_block_pool_consistent(events: list[tuple[str, int, int]]):
+def test_any_order_of_events_keeps_admission_consistent(events: list[tuple[str, int, int]]):
     async def run() -> None:
         clock = Clock()
         admission = Admission(100, 10.0, clock)

@@ -1,4 +1,4 @@
-"""Phases and what the probes say in each of them."""
+"""Phases of a worker, and the probes' answers in each of them."""
 
 from __future__ import annotations
 

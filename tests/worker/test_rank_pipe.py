@@ -1,4 +1,4 @@
-"""Every message between a leader and its ranks arrives as it was sent, and what is none ends the pipe."""
+"""Every message between a leader and its ranks arrives as it was sent, and an invalid one ends the pipe."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ NO_TEXT = b"\x04\x81\xa1\xff\x01"
     "frame",
     [b"", b"\xff\x80", b"\x04", b"\x04\xc1", b"\x04\x80", b"\x04\x81\xa7arrived\xa1x", NO_TEXT, DEEP],
 )
-def test_what_is_no_message_is_an_error_of_the_pipe(frame: bytes) -> None:
+def test_an_invalid_message_is_an_error_of_the_pipe(frame: bytes) -> None:
     ours, theirs = Pipe()
     assert pipe._KINDS[4] is Beat
     theirs.send_bytes(frame)

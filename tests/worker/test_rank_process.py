@@ -146,7 +146,7 @@ def test_a_stopped_rank_is_silent_until_it_wakes():
         os.kill(pid_of(remote), signal.SIGSTOP)
         wait_for(lambda: remote.silent_seconds(leader) > RANK_QUIET_SECONDS, 30.0, "it is silent")
         os.kill(pid_of(remote), signal.SIGCONT)
-        wait_for(lambda: remote.silent_seconds(leader) < RANK_QUIET_SECONDS, 30.0, "it is heard again")
+        wait_for(lambda: remote.silent_seconds(leader) < RANK_QUIET_SECONDS, 30.0, "it is no longer silent")
         assert not reports.failures
 
 
@@ -189,7 +189,7 @@ class Clock:
 
 
 def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
-    """It may be gone before its leader, which told the group, has done anything else."""
+    """It may be gone before its leader, which announced the end to the group, has done anything else."""
     pipe, theirs = pipes()
     reports = Reports()
     theirs.send(Ready(KINDS_DIGEST, HELLO))

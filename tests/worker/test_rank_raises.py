@@ -22,7 +22,7 @@ from kv_transfer.messages import PeerRank
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import Reports
-from tests.worker.test_last_word import LONG, end_of
+from tests.worker.test_failure_reports import LONG, end_of
 from tests.worker.test_rank_process import Echo
 from wire import common_pb2, decode_pb2, decode_pb2_grpc
 from worker.ranks import local

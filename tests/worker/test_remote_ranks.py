@@ -39,7 +39,7 @@ START_SECONDS = 120.0
 
 @pytest.fixture
 def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that tells ranks that their place goes."""
+    """The file that announces to ranks the end of their place."""
     file = tmp_path / "leaving"
     monkeypatch.setenv(LEAVING_FILE, str(file))
     return file
@@ -64,7 +64,7 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    """Either of them may be told to drain."""
+    """Either of them may be asked to drain."""
     model, namespace = checkpoint("llama"), f"test-{secrets.token_hex(4)}"
     config: dict[str, Any] = {
         "redis_url": redis_url,
@@ -248,7 +248,7 @@ class Runs:
         return setattr, (Runs, "ran", True)
 
 
-def test_what_a_rank_sends_is_never_unpickled() -> None:
+def test_messages_of_a_rank_are_never_unpickled() -> None:
     ours, theirs = Pipe()
     theirs.send(Runs())
     with pytest.raises(OSError, match="no message"):

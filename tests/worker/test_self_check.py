@@ -1,4 +1,4 @@
-"""A worker under test detects inconsistent accounts by itself."""
+"""A worker under test detects inconsistent state by itself."""
 
 from __future__ import annotations
 

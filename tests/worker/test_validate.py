@@ -1,4 +1,4 @@
-"""What a worker computes from is checked: each wrong field by its name."""
+"""Checks of a request's spec at a worker: each wrong field by its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_transfer.decode_side.validate import check_transfer_id
 from wire import common_pb2
 from worker.validate import SpecLimits, check_spec
 
-LIMITS = SpecLimits("model", 100, 8)
+LIMITS = SpecLimits("model", 100, 8, 50)
 
 
 def spec(sampling: dict[str, Any] | None = None, **more: Any) -> common_pb2.GenerateSpec:
@@ -28,7 +28,7 @@ def spec(sampling: dict[str, Any] | None = None, **more: Any) -> common_pb2.Gene
     )
 
 
-def test_what_is_right_passes():
+def test_valid_values_pass():
     check_spec(spec(), LIMITS)
     check_spec(spec(model_id="model", n=8, first_choice=3, priority=-5, tenant="acme"), LIMITS)
     check_spec(spec(output_tokens=pack_tokens([5]), n=0, weight=0.0), LIMITS)
@@ -43,6 +43,9 @@ def test_what_is_right_passes():
         ("prompt_tokens", {"prompt_tokens": b""}),
         ("prompt_tokens", {"prompt_tokens": b"12345"}),
         ("prompt_tokens", {"prompt_tokens": pack_tokens([1, 100])}),
+        ("prompt", {"prompt_tokens": pack_tokens([1] * 51)}),
+        ("prompt", {"output_tokens": pack_tokens([1] * 49)}),
+        ("model_id", {"model_id": "x" * 2000}),
         ("output_tokens", {"output_tokens": pack_tokens([2**32 - 1])}),
         ("output_tokens", {"output_tokens": pack_tokens([1]), "n": 2}),
         ("n", {"n": 9}),
@@ -53,7 +56,7 @@ def test_what_is_right_passes():
         ("weight", {"weight": -1.0}),
     ],
 )
-def test_what_is_wrong_is_named(field, more):
+def test_a_mistake_is_named(field, more):
     with pytest.raises(InvalidRequestError) as caught:
         check_spec(spec(**more), LIMITS)
     assert caught.value.field == field
@@ -73,6 +76,7 @@ def test_what_is_wrong_is_named(field, more):
         ("top_logprobs", 101),
         ("logit_bias", {100: 1.0}),
         ("stop_token_ids", [100]),
+        ("stop_token_ids", [1] * 101),
         ("logit_bias", {1: float("nan")}),
     ],
 )

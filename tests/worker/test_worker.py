@@ -92,7 +92,7 @@ def registered(worker, monkeypatch):
     def register(nodes: int) -> Any:
         engine = one._config.engine.model_copy(update={"nodes": nodes})
         config = one._config.model_copy(update={"engine": engine, "redis_url": "redis://nowhere"})
-        one._identity._config = one._membership._config = config
+        one._identity.config = one._membership.config = config
         one._membership.start()
         made = one._membership._registration
         one._membership._registration = one._membership._reporter = None

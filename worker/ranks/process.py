@@ -25,28 +25,14 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
 from kv_transfer.messages import PeerRank
-from worker.ranks.pipe import (
-    KINDS_DIGEST,
-    Beat,
-    Close,
-    Failed,
-    FromRankProcess,
-    HandoffEvent,
-    HandoffMessage,
-    Leaving,
-    Raised,
-    RankHello,
-    RankPipe,
-    Ready,
-    ToRankProcess,
-)
+from worker.ranks import pipe as p
 
 log = logging.getLogger(__name__)
 START_SECONDS = 300.0
 END_SECONDS = 10.0
-LeaderPipe = RankPipe[ToRankProcess, FromRankProcess]
-ToRank = TypeVar("ToRank", bound=HandoffMessage)
-FromRank = TypeVar("FromRank", bound=HandoffEvent)
+LeaderPipe = p.RankPipe[p.ToRankProcess, p.FromRankProcess]
+ToRank = TypeVar("ToRank", bound=p.HandoffMessage)
+FromRank = TypeVar("FromRank", bound=p.HandoffEvent)
 # Far more than hand-offs have in flight (landing slots bound the parts): a rank with as many unread has failed.
 MAX_MESSAGES = 8192
 
@@ -58,7 +44,7 @@ class RankOutbox:
 
     def __init__(
         self,
-        pipe: RankPipe[ToRankProcess, FromRankProcess],
+        pipe: p.RankPipe[p.ToRankProcess, p.FromRankProcess],
         name: str,
         max_messages: int = MAX_MESSAGES,
         clock: Callable[[], float] = time.monotonic,
@@ -66,14 +52,14 @@ class RankOutbox:
         self._pipe = pipe
         self._max_messages = max_messages
         self._clock = clock
-        self._waiting: queue.SimpleQueue[ToRankProcess] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[p.ToRankProcess] = queue.SimpleQueue()
         self._writing_since: float | None = None
         self._thread = threading.Thread(target=self._write, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, message: ToRankProcess) -> bool:
+    def put(self, message: p.ToRankProcess) -> bool:
         """Queue a message; returns False, without queueing it, if too many wait."""
         if self._waiting.qsize() >= self._max_messages:
             return False
@@ -152,11 +138,11 @@ class StartingRank:
             first = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise SetupError(f"rank {self.rank} died while starting") from error
-        if isinstance(first, Failed):
+        if isinstance(first, p.Failed):
             raise SetupError(f"rank {self.rank} could not start: {first.reason}")
-        if not isinstance(first, Ready):
+        if not isinstance(first, p.Ready):
             raise SetupError(f"rank {self.rank} began with {type(first).__name__}")
-        if first.kinds != KINDS_DIGEST:
+        if first.kinds != p.KINDS_DIGEST:
             raise SetupError(
                 f"rank {self.rank} runs another version of Baton than its leader: use one image for both"
             )
@@ -174,7 +160,7 @@ def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> Start
     )
     process.start()
     theirs.close()
-    return StartingRank(rank, RankPipe(connection), SpawnedProcess(process))
+    return StartingRank(rank, p.RankPipe(connection), SpawnedProcess(process))
 
 
 class RemoteRank(Generic[ToRank, FromRank]):
@@ -188,7 +174,7 @@ class RemoteRank(Generic[ToRank, FromRank]):
         rank: int,
         pipe: LeaderPipe,
         process: RankProcess,
-        hello: RankHello,
+        hello: p.RankHello,
         reports: RankReports,
         outbox: RankOutbox | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -240,7 +226,7 @@ class RemoteRank(Generic[ToRank, FromRank]):
     def start_closing(self) -> None:
         """Tell the process to end; its engine loop has been told to stop through the leader's group."""
         self.expect_end()
-        self._outbox.put(Close())
+        self._outbox.put(p.Close())
 
     def end(self, seconds: float) -> None:
         """Wait for the process to exit, then kill it; call `start_closing` first."""
@@ -266,11 +252,11 @@ class RemoteRank(Generic[ToRank, FromRank]):
                 return
             self._responded = self._clock()
             match message:
-                case Beat():
+                case p.Beat():
                     self._arrived = message.arrived
-                case Leaving():
+                case p.Leaving():
                     self._reports.rank_leaving()
-                case Raised():
+                case p.Raised():
                     self._fail(f"rank {self.rank} has failed in a step: {message.name}", message.name)
                 case _:
                     try:

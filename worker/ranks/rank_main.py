@@ -21,37 +21,25 @@ from cluster.protocol.times import RANK_BEAT_SECONDS
 from engine.parallel.group import Arrivals
 from kv_transfer.ranks import Rank
 from worker.ranks import local
-from worker.ranks.pipe import (
-    KINDS_DIGEST,
-    Beat,
-    Close,
-    Failed,
-    FromRankProcess,
-    Leaving,
-    Raised,
-    RankHello,
-    RankPipe,
-    Ready,
-    ToRankProcess,
-)
+from worker.ranks import pipe as p
 
 log = logging.getLogger(__name__)
 LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
 LEAVING_LOOK_SECONDS = 1.0
-Pipe = RankPipe[FromRankProcess, ToRankProcess]
-Send = Callable[[FromRankProcess], None]
+Pipe = p.RankPipe[p.FromRankProcess, p.ToRankProcess]
+Send = Callable[[p.FromRankProcess], None]
 
 
 def rank_main(rank: int, connection: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
     """Run a rank in this process until its leader ends it. `address` is the process group's."""
-    pipe: Pipe = RankPipe(connection)
+    pipe: Pipe = p.RankPipe(connection)
     try:
         model = local.load(config, rank, address)
         runner, endpoint, addresses = local.open_rank(config, epoch, rank, model)
     except Exception as error:
-        pipe.send(Failed(f"{type(error).__name__}: {error}"))
+        pipe.send(p.Failed(f"{type(error).__name__}: {error}"))
         os._exit(1)
-    report_raised = serve_pipe(pipe, endpoint, RankHello(endpoint.hello, addresses), runner.arrivals)
+    report_raised = serve_pipe(pipe, endpoint, p.RankHello(endpoint.hello, addresses), runner.arrivals)
     try:
         runner.serve()
     except BaseException as error:
@@ -64,7 +52,7 @@ def rank_main(rank: int, connection: Connection, config: WorkerConfig, epoch: in
 
 
 def serve_pipe(
-    pipe: Pipe, endpoint: Rank[Any, Any], hello: RankHello, arrivals: Arrivals
+    pipe: Pipe, endpoint: Rank[Any, Any], hello: p.RankHello, arrivals: Arrivals
 ) -> Callable[[Exception], None]:
     """Report readiness to the leader, then pass messages both ways and send beats, on threads.
 
@@ -72,12 +60,12 @@ def serve_pipe(
     """
     lock = threading.Lock()
 
-    def send(message: FromRankProcess) -> None:
+    def send(message: p.FromRankProcess) -> None:
         with lock:
             pipe.send(message)
 
     endpoint.start(send)
-    send(Ready(KINDS_DIGEST, hello))
+    send(p.Ready(p.KINDS_DIGEST, hello))
     threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
     threading.Thread(target=_beat, args=(arrivals, send), name="beats", daemon=True).start()
     if LEAVING_FILE in os.environ:
@@ -87,7 +75,7 @@ def serve_pipe(
 
     def report_raised(error: Exception) -> None:
         with contextlib.suppress(OSError):  # the leader is gone
-            send(Raised(type(error).__name__))
+            send(p.Raised(type(error).__name__))
 
     return report_raised
 
@@ -95,7 +83,7 @@ def serve_pipe(
 def _beat(arrivals: Arrivals, send: Send) -> None:
     with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
         while True:
-            send(Beat(arrivals.count))
+            send(p.Beat(arrivals.count))
             time.sleep(RANK_BEAT_SECONDS)
 
 
@@ -105,12 +93,12 @@ def _report_leaving(file: Path, send: Send) -> None:
         while True:
             time.sleep(LEAVING_LOOK_SECONDS)
             if file.exists():
-                send(Leaving())
+                send(p.Leaving())
 
 
 def _receive(pipe: Pipe, endpoint: Rank[Any, Any]) -> None:
     try:
-        while not isinstance(message := pipe.recv(), Close):
+        while not isinstance(message := pipe.recv(), p.Close):
             endpoint.handle(message)
         endpoint.close()
     except (EOFError, OSError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.ray_pools.supervision import worker_sockets
-from baton.ray_pools.supervision.worker_sockets import Facts, Place
+from baton.ray_pools.supervision.worker_sockets import Facts, WorkerFiles
 from cluster.errors import SetupError
 from cluster.membership.status import WorkerStatus
 from cluster.protocol.times import WORKER_SILENT_SECONDS
@@ -35,16 +35,16 @@ class WorkerSupervisor:
     """
 
     def __init__(
-        self, place: Place, lock: int, connection: socket.socket, on_gone: OnGone = lambda gone: None
+        self, files: WorkerFiles, lock: int, connection: socket.socket, on_gone: OnGone = lambda gone: None
     ):
-        self._place = place
+        self._files = files
         self._on_gone: OnGone | None = on_gone
         self._going = threading.Lock()
         self._facts: Facts | None = None
         self._lock = lock
         self._connection = connection
         self._pid = worker_sockets.pid_of(connection)
-        self._heard = threading.Condition()
+        self._changed = threading.Condition()
         self._last: dict[str, Any] = {}
         self._last_at = time.monotonic()
         self._failed = ""
@@ -52,7 +52,7 @@ class WorkerSupervisor:
         self._ended = False
         with contextlib.suppress(OSError):  # it has just ended, which the reading thread notices
             connection.sendall(b"keep\n")
-        threading.Thread(target=self._listen, name="keeper", daemon=True).start()
+        threading.Thread(target=self._listen, name="supervision", daemon=True).start()
 
     @classmethod
     def take_over_or_start(
@@ -64,36 +64,36 @@ class WorkerSupervisor:
     ) -> WorkerSupervisor:
         """Take over or start a worker, which may still be loading (see `wait_serving`). Raises SetupError."""
         key = worker_sockets.key_of(config, environment)
-        return cls._take_over(where, key, on_gone) or cls._start(Place.new(where, key), config, on_gone)
+        return cls._take_over(where, key, on_gone) or cls._start(WorkerFiles.new(where, key), config, on_gone)
 
     @classmethod
     def _take_over(cls, where: Path, key: str, on_gone: OnGone) -> WorkerSupervisor | None:
-        for place in worker_sockets.places(where, key):
-            if (lock := place.lock()) is None:
+        for files in worker_sockets.all_files(where, key):
+            if (lock := files.lock()) is None:
                 continue
-            if (connection := place.connect()) is not None:
-                supervisor = cls(place, lock, connection, on_gone)
+            if (connection := files.connect()) is not None:
+                supervisor = cls(files, lock, connection, on_gone)
                 if supervisor._wait(GREETING_SECONDS) and supervisor.healthy():
                     log.warning("took over %s (pid %d)", supervisor._last["worker"], supervisor._pid)
                     return supervisor
                 supervisor._kill()
             else:  # it ended while no replica supervised it
-                _report(on_gone, place.facts())
-                place.clear()
+                _report(on_gone, files.facts())
+                files.clear()
                 os.close(lock)
         return None
 
     @classmethod
-    def _start(cls, place: Place, config: Mapping[str, Any], on_gone: OnGone) -> WorkerSupervisor:
-        lock = place.lock()
-        assert lock is not None, "nobody else knows of a new place"
-        command = [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(place.door)]
+    def _start(cls, files: WorkerFiles, config: Mapping[str, Any], on_gone: OnGone) -> WorkerSupervisor:
+        lock = files.lock()
+        assert lock is not None, "no other process has the name of a new lock"
+        command = [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(files.socket_path)]
         said = json.dumps(dict(config)).encode()
         launched = subprocess.run(command, check=False, input=said, timeout=LAUNCH_SECONDS)
-        connection = place.connect() if launched.returncode == 0 else None
+        connection = files.connect() if launched.returncode == 0 else None
         if connection is None:
             raise SetupError(f"the worker's process did not start (exit code {launched.returncode})")
-        return cls(place, lock, connection, on_gone)
+        return cls(files, lock, connection, on_gone)
 
     def wait_serving(self, seconds: float) -> None:
         """Wait until the worker serves. Raises SetupError if it cannot start, or not in time."""
@@ -116,18 +116,18 @@ class WorkerSupervisor:
 
     def wait_ended(self) -> tuple[str | None, str]:
         """Wait for the end. Returns the reason of its drain and of its failure, if it reported them."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._ended)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
         self._gone()
-        self._place.clear()  # otherwise the next replica would report the same exit
+        self._files.clear()  # otherwise the next replica would report the same exit
         return self._left, self._failed
 
     def stop(self, seconds: float) -> None:
         """Let the worker leave the cluster; kill it if that takes longer."""
         with contextlib.suppress(OSError):  # it has already ended
             self._connection.sendall(b"stop\n")
-        with self._heard:
-            self._heard.wait_for(lambda: self._ended, seconds)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, seconds)
         self._kill()
 
     def drop(self) -> None:
@@ -142,20 +142,20 @@ class WorkerSupervisor:
         if not self._ended:  # otherwise the pid may belong to another process
             worker_sockets.kill(self._pid)
         self._gone()
-        self._place.clear()
+        self._files.clear()
         self.drop()
 
     def _gone(self) -> None:
         with self._going:
             on_gone, self._on_gone = self._on_gone, None
-            gone = self._facts or self._place.facts()
+            gone = self._facts or self._files.facts()
             if on_gone is not None:
                 _report(on_gone, gone)
 
     def _wait(self, seconds: float) -> bool:
         """Wait for a first message. Returns whether it is anything but a failure."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._last or self._ended, seconds)
+        with self._changed:
+            self._changed.wait_for(lambda: self._last or self._ended, seconds)
             return bool(self._last) and not self._ended
 
     def _listen(self) -> None:
@@ -163,18 +163,18 @@ class WorkerSupervisor:
         with cut_off, self._connection, self._connection.makefile("rb") as lines:
             for line in lines:
                 self._take(json.loads(line))
-        with self._heard:
+        with self._changed:
             self._ended = True
-            self._heard.notify_all()
+            self._changed.notify_all()
 
     def _take(self, message: dict[str, Any]) -> None:
-        with self._heard:
+        with self._changed:
             self._failed = message.get("failed", self._failed)
             self._left = message.get("left", self._left)
             if "worker" in message:
                 self._last, self._last_at = message, time.monotonic()
-                self._facts = self._facts or self._place.facts()
-            self._heard.notify_all()
+                self._facts = self._facts or self._files.facts()
+            self._changed.notify_all()
 
 
 def _report(on_gone: OnGone, gone: Facts | None) -> None:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from baton.processes import sessions
 from baton.processes.force_exit import end_surely
-from baton.ray_pools.supervision.worker_sockets import Place, owner_gone
+from baton.ray_pools.supervision.worker_sockets import WorkerFiles, owner_gone
+from cluster.process import grpc_log
 from cluster.protocol.times import WORKER_REPORT_SECONDS
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def main(path: Path) -> None:
     listening.bind(str(path))
     listening.listen()
     sessions.detach(listening.listen)  # again in the child: SO_PEERCRED names the process that called listen
+    grpc_log.silence()
     import uvloop
 
     from cluster.config import sources
@@ -64,40 +66,40 @@ class SupervisorEndpoint:
     def __init__(self, directory: Path) -> None:
         self.stop_wanted = asyncio.Event()
         self._directory = directory
-        self._keepers: set[asyncio.StreamWriter] = set()
-        self._alone_since = time.monotonic()
+        self._supervisors: set[asyncio.StreamWriter] = set()
+        self._unsupervised_since = time.monotonic()
 
-    async def come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             if await reader.readline() == b"keep\n":
-                self._keepers.add(writer)
+                self._supervisors.add(writer)
                 while line := await reader.readline():
                     if line == b"stop\n":
                         self.stop_wanted.set()
-        self._keepers.discard(writer)
-        self._alone_since = time.monotonic()
+        self._supervisors.discard(writer)
+        self._unsupervised_since = time.monotonic()
         writer.close()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        for writer in self._keepers:
+        for writer in self._supervisors:
             if writer.transport.get_write_buffer_size() < UNREAD_BYTES:  # a stopped supervisor does not read
                 writer.write(line)
 
-    async def part(self) -> None:
+    async def disconnect(self) -> None:
         """Wait until all messages have been written, then disconnect."""
-        for writer in list(self._keepers):
+        for writer in list(self._supervisors):
             with contextlib.suppress(OSError):
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
 
     def abandoned(self) -> bool:
-        if self._keepers:
+        if self._supervisors:
             return False
         if (gone := owner_gone(self._directory)) is not None:
-            return gone or time.monotonic() - self._alone_since > OWNED_SECONDS
-        return time.monotonic() - self._alone_since > UNSUPERVISED_SECONDS
+            return gone or time.monotonic() - self._unsupervised_since > OWNED_SECONDS
+        return time.monotonic() - self._unsupervised_since > UNSUPERVISED_SECONDS
 
 
 async def _until_it_ends(config: WorkerConfig, path: Path, listening: socket.socket) -> None:
@@ -113,43 +115,43 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
 
     # The event loop is blocked while a model is loaded, and nothing is lost by ending at once.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    door = SupervisorEndpoint(path.parent)
-    server = await asyncio.start_unix_server(door.come, sock=listening)
+    endpoint = SupervisorEndpoint(path.parent)
+    server = await asyncio.start_unix_server(endpoint.accept, sock=listening)
     try:
         sources.require_secret(config)
         worker = await start_worker(config)
     except Exception as error:
         await asyncio.sleep(WORKER_REPORT_SECONDS)  # the supervisor connected while the loop was blocked
-        door.tell({"failed": f"{type(error).__name__}: {error}"})
-        await door.part()
+        endpoint.send({"failed": f"{type(error).__name__}: {error}"})
+        await endpoint.disconnect()
         raise
-    Place(path.with_suffix("")).write_facts(worker.worker_id)
+    WorkerFiles(path.with_suffix("")).write_facts(worker.worker_id)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, door.stop_wanted.set)
-    then = await _serve(worker, door)
+        loop.add_signal_handler(number, endpoint.stop_wanted.set)
+    then = await _serve(worker, endpoint)
     log.info("%s is leaving", worker.worker_id)
     await worker.stop()
     if then is not None:
-        door.tell({"left": then})
-    await door.part()
+        endpoint.send({"left": then})
+    await endpoint.disconnect()
     server.close()
-    Place(path.with_suffix("")).clear()
+    WorkerFiles(path.with_suffix("")).clear()
 
 
-async def _serve(worker: Worker, door: SupervisorEndpoint) -> str | None:
+async def _serve(worker: Worker, endpoint: SupervisorEndpoint) -> str | None:
     """Serve until told to leave. Returns the reason of a `baton drain`. Raises if the worker fails."""
     drained = asyncio.create_task(worker.wait_drain_wanted())
     failed = asyncio.create_task(worker.wait_failed())
-    stop = asyncio.create_task(door.stop_wanted.wait())
+    stop = asyncio.create_task(endpoint.stop_wanted.wait())
     ends: set[asyncio.Task[Any]] = {drained, failed, stop}
-    while not any(task.done() for task in ends) and not door.abandoned():
-        door.tell(
+    while not any(task.done() for task in ends) and not endpoint.abandoned():
+        endpoint.send(
             {"worker": worker.worker_id, "healthy": worker.healthy(), "status": worker.status().encode()}
         )
         await asyncio.wait(ends, timeout=WORKER_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
-        door.tell({"failed": repr(failed.result())})
+        endpoint.send({"failed": repr(failed.result())})
     for task in ends:
         task.cancel()
     return drained.result() if drained.done() and not drained.cancelled() else None

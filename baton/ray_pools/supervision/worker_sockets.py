@@ -64,17 +64,17 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerFiles:
     """Socket, lock and facts of one worker."""
 
     stem: Path
 
     @classmethod
-    def new(cls, where: Path, key: str) -> Place:
+    def new(cls, where: Path, key: str) -> WorkerFiles:
         return cls(where / f"{key}.{secrets.token_hex(4)}")
 
     @property
-    def door(self) -> Path:
+    def socket_path(self) -> Path:
         return self.stem.with_name(f"{self.stem.name}.sock")
 
     def lock(self) -> int | None:
@@ -91,7 +91,7 @@ class Place:
         """Connect; None if no process listens."""
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(str(self.door))
+            connection.connect(str(self.socket_path))
         except OSError:
             connection.close()
             return None
@@ -114,9 +114,9 @@ class Place:
             file.unlink(missing_ok=True)
 
 
-def places(where: Path, key: str = "") -> Iterator[Place]:
+def all_files(where: Path, key: str = "") -> Iterator[WorkerFiles]:
     for file in sorted(where.glob(f"{key or '*'}.*.sock")):
-        yield Place(file.with_suffix(""))
+        yield WorkerFiles(file.with_suffix(""))
 
 
 def pid_of(connection: socket.socket) -> int:
@@ -133,16 +133,16 @@ def kill(pid: int) -> None:
 
 def end_all(where: Path, seconds: float) -> None:
     """Tell every worker to leave, wait, then kill the rest."""
-    left: dict[int, Place] = {}
-    for place in places(where):
-        if (connection := place.connect()) is not None:
-            left[pid_of(connection)] = place
+    left: dict[int, WorkerFiles] = {}
+    for files in all_files(where):
+        if (connection := files.connect()) is not None:
+            left[pid_of(connection)] = files
             connection.close()
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + seconds
-    while (left := {pid: place for pid, place in left.items() if _listens(place)}) and (
+    while (left := {pid: files for pid, files in left.items() if _listens(files)}) and (
         time.monotonic() < deadline
     ):
         time.sleep(POLL_SECONDS)
@@ -150,8 +150,8 @@ def end_all(where: Path, seconds: float) -> None:
         kill(pid)
 
 
-def _listens(place: Place) -> bool:
-    connection = place.connect()
+def _listens(files: WorkerFiles) -> bool:
+    connection = files.connect()
     if connection is not None:
         connection.close()
     return connection is not None

@@ -74,7 +74,7 @@ WORKERS_SUSPECT = gauge(
     "baton_workers_suspect", "workers", "Workers that have been silent on streams of this router"
 )
 MEMBERSHIP_AGE = gauge("baton_membership_age_seconds", "seconds", "Since the membership was read")
-PLACEMENTS = counter("baton_placements_total", "attempts", "By who prefills and who decided", "prefill", "by")
+PLACEMENTS = counter("baton_placements_total", "attempts", "By prefilling role and decider", "prefill", "by")
 PLACEMENTS_REFUSED = counter(
     "baton_placements_refused_total", "attempts", "Placed nowhere, by reason", "reason"
 )

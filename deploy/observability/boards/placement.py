@@ -50,7 +50,7 @@ def placement() -> Board:
                 "Prefix cache",
                 [
                     Panel(
-                        "Share of prompt tokens that nobody computed",
+                        "Share of prompt tokens found in caches",
                         "percentunit",
                         [
                             Query(

@@ -43,7 +43,7 @@ def tenants() -> Board:
                         stacked=True,
                     ),
                     by(
-                        "Prompt tokens that nobody computed",
+                        "Prompt tokens found in caches",
                         "percentunit",
                         f"{rate('baton_tenant_prefix_cache_hits_total', 'tenant')} / "
                         f"{rate('baton_tenant_prompt_tokens_total', 'tenant')}",

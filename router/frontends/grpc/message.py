@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import DecodeError, Message
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
 from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
+from router.frontends.grpc.gate import Context
 
 # gRPC reports a message's length only once it is complete. One that takes longer than this counts as the longest allowed.
 QUICK_SECONDS = 0.1
@@ -23,9 +23,7 @@ MAX_VARINT_BYTES = 10
 M = TypeVar("M", bound=Message)
 
 
-async def read_message(
-    context: grpc.aio.ServicerContext[Any, Any], config: RouterConfig, held: HeldBytes
-) -> bytes:
+async def read_message(context: Context, config: RouterConfig, held: HeldBytes) -> bytes:
     """Return the call's message.
 
     Raises OverloadedError if the budget has no room for it, DeadlineError if it does not arrive within `body_seconds`,
@@ -58,10 +56,10 @@ async def read_message(
     return raw
 
 
-async def parse(message: M, raw: bytes, low_priority: LowPriority) -> M:
+async def parse(message: M, raw: bytes, low_priority: LowPriority, tenant: str = "") -> M:
     """Fill `message` from its bytes and return it. Raises InvalidRequestError."""
     if len(raw) > 2 * MAX_FIELDS:
-        await _check_fields(raw, message.DESCRIPTOR, low_priority)
+        await _check_fields(raw, message.DESCRIPTOR, low_priority, tenant)
     try:
         message.ParseFromString(raw)
     except DecodeError as error:
@@ -69,13 +67,13 @@ async def parse(message: M, raw: bytes, low_priority: LowPriority) -> M:
     return message
 
 
-async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority) -> None:
+async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority, tenant: str) -> None:
     for count, _ in enumerate(_fields(memoryview(raw), kind), 1):
         if count > MAX_FIELDS:
             text = f"message: it has more than {MAX_FIELDS} fields"
             raise InvalidRequestError(text, field="message", limit=str(MAX_FIELDS))
         if count % FIELDS_AT_ONCE == 0:
-            await low_priority.step()
+            await low_priority.step(tenant)
 
 
 def _fields(raw: memoryview, kind: Any) -> Iterator[None]:

@@ -1,33 +1,80 @@
-"""Bounds the reading of messages for gRPC's health service.
+"""Bounds the calls of gRPC's health service while they wait for their clients.
 
-Its calls need no key, and take no place and nothing of the budget for bodies, which bound the messages of other services.
-Without this, grpc.aio waits for a call's message without a time limit, and its connection does not count as idle.
+They need no key, and take no place and nothing of the budget for bodies, which bound the calls of other services.
+Without this, grpc.aio waits for a call's message, and until its answer is read, without a time limit, and its connection
+does not count as idle.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
-from cluster.rpc import errors
+from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
+from router.admission.admission import ConcurrencyLimiter
+from router.frontends.grpc.gate import Context
+from router.frontends.grpc.refusal import refusing
 
 # These messages have a few bytes and arrive with the call, but gRPC accepts long ones. So only this many are read at a
 # time, each within a short time. A further one ends the oldest: calls that send nothing must not delay others.
 READS = 32
 READ_SECONDS = 1.0
-Context = grpc.aio.ServicerContext[Any, Any]
+# Answers have a few bytes, too: a client that reads them takes each at once.
+UNREAD_ANSWERS = 256
+CALLS_PER_CONNECTION = 16  # whose message has arrived
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+T = TypeVar("T")
+
+
+class _Waits:
+    """Waits of calls for their clients: each within a time, and only `most` at once; a further one ends the oldest."""
+
+    def __init__(self, most: int, seconds: float, waiting_for: str):
+        self._most = most
+        self._seconds = seconds
+        self._waiting_for = waiting_for
+        self._running: dict[asyncio.Timeout, None] = {}  # oldest first
+
+    async def result(self, wait: Awaitable[T]) -> T:
+        """Raises OverloadedError if it made room for others, DeadlineError if it was late."""
+        deadline = asyncio.timeout(self._seconds)
+        try:
+            async with deadline:
+                self._running[deadline] = None
+                if len(self._running) > self._most:
+                    self._end_oldest()
+                return await wait
+        except TimeoutError:
+            if deadline not in self._running:
+                many = (
+                    f"more than {self._most} calls of these services wait for {self._waiting_for}; try again"
+                )
+                raise OverloadedError(many, field="message", limit=str(self._most)) from None
+            late = f"{self._waiting_for} did not happen within {self._seconds:g} s"
+            raise DeadlineError(late, field="message", limit=f"{self._seconds:g} s") from None
+        finally:
+            self._running.pop(deadline, None)
+
+    def _end_oldest(self) -> None:
+        oldest = next(iter(self._running))
+        if not oldest.expired():  # otherwise it is about to end
+            del self._running[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
 
 
 class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Serves calls with one message. Handlers from stream to stream read their messages themselves, within limits."""
 
-    def __init__(self) -> None:
-        self._reads: dict[asyncio.Timeout, None] = {}  # under way, oldest first
+    def __init__(self, write_seconds: float) -> None:
+        """`write_seconds`: limit for the client to read the answer."""
+        self._reads = _Waits(READS, READ_SECONDS, "the arrival of the call's message")
+        self._writes = _Waits(UNREAD_ANSWERS, write_seconds, "the reading of the call's answer")
+        self._connections = ConcurrencyLimiter("connection")
 
     async def intercept_service(
         self,
@@ -43,41 +90,28 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _single(self, handler: Handler) -> Any:
         """Serve a call with one message as a stream, whose reading can be bounded. Clients see no difference."""
-        call: Any = handler.unary_stream or handler.unary_unary
 
-        async def single(_: AsyncIterator[Any], context: Context) -> None:
-            try:
-                message = await self._message(context)
-            except BatonError as error:
-                await errors.abort(context, error)
-            answer = await call(message, context)
-            if not handler.response_streaming:
-                await context.write(answer)
+        async def single(messages: AsyncIterator[Any], context: Context) -> None:
+            # A call that is given up before its answer was read lasts until its connection ends.
+            with contextlib.ExitStack() as held:
+                await refusing(partial(self._serve, handler, held))(messages, context)
 
         return single
 
-    async def _message(self, context: Context) -> Any:
-        deadline = asyncio.timeout(READ_SECONDS)
-        try:
-            async with deadline:
-                self._reads[deadline] = None
-                if len(self._reads) > READS:
-                    self._end_oldest()
-                message = await context.read()
-        except TimeoutError:
-            if deadline not in self._reads:
-                many = f"more than {READS} calls of these services had sent no message yet; try again"
-                raise OverloadedError(many, field="message", limit=str(READS)) from None
-            late = f"the call's message did not arrive within {READ_SECONDS:g} s"
-            raise DeadlineError(late, field="message", limit=f"{READ_SECONDS:g} s") from None
-        finally:
-            self._reads.pop(deadline, None)
+    async def _serve(
+        self, handler: Handler, held: contextlib.ExitStack, _: AsyncIterator[Any], context: Context
+    ) -> None:
+        call: Any = handler.unary_stream or handler.unary_unary
+        message = await self._reads.result(context.read())
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("message: the call has none", field="message")
-        return message
-
-    def _end_oldest(self) -> None:
-        oldest = next(iter(self._reads))
-        if not oldest.expired():  # otherwise it is about to end
-            del self._reads[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+        self._connections.acquire(context.peer(), CALLS_PER_CONNECTION)
+        held.callback(self._connections.release, context.peer())
+        try:
+            # If it were sent with an answer that is never read, the status would repeat it, which gRPC refuses.
+            await context.send_initial_metadata(())
+            answer = await call(message, context)
+            if not handler.response_streaming:
+                await self._writes.result(context.write(answer))
+        except grpc.aio.InternalError:  # the client left without reading it
+            raise asyncio.CancelledError from None

@@ -11,13 +11,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from cluster.errors import DeadlineError, InvalidRequestError
 from router.admission.admission import HeldBytes
-from router.frontends.grpc.gate import caller_of
+from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import read_message
 from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 
-Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = reflection.SERVICE_NAME
 # A question is the name of a service, a type or a file. The answer repeats it.
 MAX_QUESTION_BYTES = 1 << 10

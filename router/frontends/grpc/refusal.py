@@ -11,9 +11,7 @@ import grpc
 
 from cluster.errors import BatonError
 from cluster.rpc import errors
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
+from router.frontends.grpc.gate import Context
 
 Call = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 

@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
-from router.frontends.grpc.gate import caller_of
+from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.write_deadline import write_all
@@ -28,7 +28,6 @@ from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import inference_pb2 as pb
 
-Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = "baton.v1.Inference"
 _CHARGED = Delta(0, "", ())
 
@@ -46,7 +45,7 @@ class InferenceService:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
-            request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority)
+            request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
             completion = await self._completion(request, context, caller)
             del request
             del raw
@@ -82,7 +81,7 @@ class InferenceService:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             async with self._gateway.counted(caller):
-                request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority)
+                request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
                 self._gateway.validator.limits.check_model(request.model)
                 ids = await self._encode(request, caller)

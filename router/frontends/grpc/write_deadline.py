@@ -7,13 +7,13 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import grpc
 from google.protobuf.message import Message
 
 from cluster.config.router import RouterConfig
 from cluster.errors import CancelledError
+from router.frontends.grpc.gate import Context
 
 
 class WriteDeadline:
@@ -57,7 +57,7 @@ class WriteDeadline:
 
 async def write_all(
     responses: AsyncGenerator[Message, None],
-    context: grpc.aio.ServicerContext[Any, Any],
+    context: Context,
     config: RouterConfig,
 ) -> None:
     """Raises CancelledError if the client reads nothing for `write_seconds`."""

@@ -1,4 +1,4 @@
-"""The number of bytes sent on a connection that the client's system has received."""
+"""What the kernel reports of a connection: the bytes that the client's system has received, and the client's end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import struct
 
 # struct tcp_info of Linux (since 4.1): tcpi_bytes_acked, 64 bits.
 _OFFSET, _FIELD = 120, struct.Struct("=Q")
+# Its first byte, tcpi_state, where the client has reset the connection, or sends no more.
+_CLOSE, _CLOSE_WAIT = 7, 8
 
 
 def acknowledged_bytes(transport: asyncio.BaseTransport) -> int:
@@ -16,9 +18,19 @@ def acknowledged_bytes(transport: asyncio.BaseTransport) -> int:
     The transport's own buffer is no measure: its bytes move to the kernel's buffer a quarter of a megabyte at a time, and
     with TLS it is empty while the buffer below it is full.
     """
+    info = _tcp_info(transport)
+    return int(_FIELD.unpack_from(info, _OFFSET)[0]) if len(info) >= _OFFSET + _FIELD.size else 0
+
+
+def client_has_ended(transport: asyncio.BaseTransport) -> bool:
+    """Whether the client's end, or its reset, has arrived, though nothing reads it. False on systems without TCP_INFO."""
+    return _tcp_info(transport)[:1] in (bytes((_CLOSE,)), bytes((_CLOSE_WAIT,)))
+
+
+def _tcp_info(transport: asyncio.BaseTransport) -> bytes:
     sock = transport.get_extra_info("socket")
     try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OFFSET + _FIELD.size)
+        info: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OFFSET + _FIELD.size)
     except (AttributeError, OSError, ValueError):  # not Linux; not TCP; closed, in uvloop with descriptor -1
-        return 0
-    return int(_FIELD.unpack_from(info, _OFFSET)[0]) if len(info) >= _OFFSET + _FIELD.size else 0
+        return b""
+    return info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import BatonError, ForbiddenError, InternalError, InvalidRequestError, UnknownModelError
+from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
-from router.frontends.http.cluster_view import cluster_view
 from router.frontends.http.errors import error_body, error_response
 from router.frontends.http.gate import ADMIN, caller_of
 from router.frontends.http.generate import Generate
@@ -87,7 +88,7 @@ class Views:
         return _encoded(self._document)
 
     async def cluster(self, request: Request) -> Response:
-        return _json(await cluster_view(self._gateway))
+        return _json(await _cluster_view(self._gateway))
 
     async def cluster_live(self, request: Request) -> Response:
         return _json(self._gateway.live.view())
@@ -95,6 +96,41 @@ class Views:
     async def metrics(self, request: Request) -> Response:
         body, content_type = encode(self._gateway.metrics.registry, request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
+
+
+async def _cluster_view(gateway: RequestGateway) -> dict[str, Any]:
+    """Workers, load, placement. No secrets, no prompts."""
+    services = gateway.services
+    return {
+        "router": {
+            "id": gateway.config.router_id,
+            "uptime_seconds": time.monotonic() - gateway.started,
+            "requests_in_flight": gateway.admission.in_flight,
+            "requests": gateway.requests,
+        },
+        "redis": {"ok": services.members.redis_ok},
+        "placement": {
+            "calls": await services.placement.calls_in_redis(),
+            "calls_here": services.placement.calls,
+            "mode": services.placement.mode,
+            "requests": gateway.requests,
+        },
+        "workers": [_worker(worker) for worker in services.members.all],
+    }
+
+
+def _worker(worker: WorkerInfo) -> dict[str, Any]:
+    return {
+        "id": worker.worker_id,
+        "role": worker.role,
+        "address": worker.address,
+        "epoch": f"{worker.epoch:016x}",
+        "slot": worker.slot,
+        "state": worker.state,
+        "lease": worker.lease,
+        "metrics": worker.metrics_address,
+        "status": worker.status.encode(),
+    }
 
 
 def build_app(gateway: RequestGateway) -> App:

@@ -38,7 +38,7 @@ async def read_json(
                 )
             held.grow_to(len(raw))
             if len(raw) - scan.seen > SCAN_BYTES:
-                await low_priority.step()
+                await low_priority.step(held.tenant)
                 _scan(scan, raw, limits)
     except ClientDisconnect:
         raise CancelledError("the client disconnected") from None
@@ -53,11 +53,11 @@ async def read_json(
     return body
 
 
-async def discard_body(request: Request, low_priority: LowPriority) -> None:
+async def discard_body(request: Request, low_priority: LowPriority, tenant: str) -> None:
     """Read the body and drop it: a client that still sends would lose an answer that closes the connection."""
     with contextlib.suppress(ClientDisconnect):
         async for _ in request.stream():
-            await low_priority.step()
+            await low_priority.step(tenant)
 
 
 def _may_exceed(raw: bytearray, limits: RequestLimits) -> bool:

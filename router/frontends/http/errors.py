@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ from cluster.errors import (
     cut,
 )
 
+RETRY_SECONDS = 1
 _CODES: dict[type[BatonError], str] = {
     UnknownModelError: "model_not_found",
     ContextLengthError: "context_length_exceeded",
@@ -64,3 +66,14 @@ def error_response(error: BatonError) -> Response:
         media_type="application/json",
         headers=headers,
     )
+
+
+def closing_answer(status: int, error: BatonError) -> bytes:
+    """The bytes of an answer after which the connection is closed."""
+    body = orjson.dumps(error_body(error))
+    retry = f"retry-after: {RETRY_SECONDS}\r\n" if status == 429 else ""
+    head = (
+        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body

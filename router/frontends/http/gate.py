@@ -11,7 +11,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.errors import BatonError, UnauthenticatedError
 from cluster.security.keys import ANYONE, Caller
 from router.frontends.http.errors import error_response
-from router.frontends.http.protocol import MAKES_ROOM
 from router.frontends.http.ui.pages import PATHS
 from router.gateway import RequestGateway
 
@@ -37,24 +36,21 @@ class Gate:
             if self._gateway.leaving:
                 send = _goodbye(send)
             try:
-                scope[_CALLER] = self._caller(scope)
+                caller = scope[_CALLER] = self._caller(scope)
             except BatonError as error:
                 await self._refuse(error, scope, receive, send)
                 return
             if scope["path"] not in GENERATE:
-                await self._gateway.low_priority.step()
+                await self._gateway.low_priority.step(caller.tenant)
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
         """Raises UnauthenticatedError."""
-        if scope["path"] in self._open:
-            _make_room(scope)
-        elif self._gateway.keys.on:
+        if self._gateway.keys.on and scope["path"] not in self._open:
             return self._check(scope)
         return ANYONE
 
     async def _refuse(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
-        _make_room(scope)
         await self._gateway.low_priority.step()
         response = error_response(error)
         # The body may still arrive, and is not read.
@@ -67,12 +63,6 @@ class Gate:
         if len(given) > 1:
             raise UnauthenticatedError("there is more than one Authorization header", field="authorization")
         return self._gateway.keys.check(given[0].decode("latin-1") if given else "")
-
-
-def _make_room(scope: Scope) -> None:
-    """Let another connection take the place of this one, on which a request without a key runs."""
-    if MAKES_ROOM in scope:
-        scope[MAKES_ROOM]()
 
 
 def _goodbye(send: Send) -> Send:

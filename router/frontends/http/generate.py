@@ -23,6 +23,7 @@ from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
 from router.frontends.http.gate import caller_of, connection_of
 from router.frontends.http.messages import chat_size, read_messages
+from router.frontends.http.protocol import KEEPS
 from router.frontends.http.reading import AnswerReader, EventStream
 from router.frontends.http.requests import (
     ChatCompletionRequest,
@@ -74,8 +75,9 @@ class Generate:
         with contextlib.ExitStack() as held:
             try:
                 body_bytes = held.enter_context(self._gateway.admission.admit(caller, connection))
+                held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
             except DrainingError:
-                await discard_body(request, self._gateway.low_priority)
+                await discard_body(request, self._gateway.low_priority, caller.tenant)
                 raise
             parsed = await self._read(request, read, body_bytes, admit)
             body_bytes.release()
@@ -110,9 +112,8 @@ class Generate:
     ) -> ParsedRequest:
         options = read_request(CompletionRequest, body, self._gateway.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
-        admit(
-            len(options.prompt) - 1
-        )  # before tokenising: a request without places costs nothing of the quota
+        # Before tokenising: a request that gets no place costs nothing of the quota.
+        admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller):
             encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller.tenant)
             prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]

@@ -41,6 +41,10 @@ class HttpServer(uvicorn.Server):
         self._ready: deque[socket.socket] = deque()  # their first bytes have arrived
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
 
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """Leave the process's signal handlers alone; uvicorn would raise at its end what it caught."""
+        return contextlib.nullcontext()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         loop = asyncio.get_running_loop()

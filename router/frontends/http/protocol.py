@@ -9,34 +9,33 @@ If an answer is not read, uvicorn stops sending, tokens queue up to a bound, and
 then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is aborted, which cancels the request. So is a
 closed connection whose last bytes are not read.
 
-If there are too many connections, the one that has been without a request for longest is aborted. A request that needs
-no key, or has none, does not count as one.
+If there are too many connections, the one that has been without a place (router/admission) for longest is aborted: others
+would take all connections with answers that are not read, with a key or without.
 
-While requests wait behind the one that runs, the socket is not read.
+While requests wait behind the one that runs, the socket is not read (router/frontends/http/pipelined.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import http
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import httptools
-import orjson
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.frontends.http.acknowledged import acknowledged_bytes
-from router.frontends.http.errors import error_body
+from router.frontends.http.errors import closing_answer
+from router.frontends.http.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
 # Closing at once, with unread bytes of the client's, would reset the connection before the client reads the answer.
 LINGER_SECONDS = 0.5
-RETRY_SECONDS = 1
 # Connections beyond the limit, if each has a request: this many get 429, further ones are closed at once.
 MAX_REFUSED = 64
 # Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
@@ -44,7 +43,7 @@ MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
 MAX_PIPELINED_BYTES = 1 << 16  # of these: no budget of bodies counts them
 HEADER_BYTES = 128  # what a short header line takes in memory
-MAKES_ROOM = "baton.makes_room"  # in a request's scope: to be called if it has no key
+KEEPS = "baton.keeps_connection"  # in a request's scope: a context for the time in which it holds a place
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -53,7 +52,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: ConnectionLimits
     waiting: dict[
         LimitedProtocol, None
-    ]  # connections on which no request with a key runs, in the order in which that began
+    ]  # connections whose request holds no place; their last request began or ended in this order
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -78,7 +77,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = _Flow(self)
+        self.flow = PipelineFlow(self.transport, self.pipeline)
+        self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
         limit = self.limits.max_http_connections
         if len(self.connections) > limit and self.waiting:
             next(iter(self.waiting))._abort()
@@ -87,7 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif len(self.connections) > limit:
             self._refuse(429, _too_many(limit))
         else:
-            self.waiting[self] = None
+            self._make_room()
             self._expect(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:
@@ -117,16 +117,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         left = memoryview(data)
-        while True:
-            try:
-                self.parser.feed_data(left)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                left = left[upgrade.args[0] :]
-                read_on(self, self.headers)
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
-                return
+        try:
+            while left:
+                left = left[self._feed(left) :]
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _feed(self, data: memoryview) -> int:
+        """Returns how many bytes the parser read; after an offer to upgrade another one reads on."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            read_on(self, self.headers)
+            return int(upgrade.args[0])
+        return len(data)
 
     def _should_upgrade(self) -> bool:
         return False
@@ -136,6 +140,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_timer()
         self._stop_write_timer()
+        self._end_watch.stop()
         self._disconnect()
         super().connection_lost(exc)
 
@@ -144,13 +149,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
         Only for GET and without TLS: the end of a client that left must cancel its generation, and looks the same.
         """
-        cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
-        if self.scheme == "https" or not all(
-            cycle is not None and _may_outlive_end(cycle) for cycle in cycles
-        ):
+        if not self._may_outlive_end():
             return None
         self.cycle.keep_alive = False
         return True
+
+    def _may_outlive_end(self) -> bool:
+        cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
+        return self.scheme != "https" and all(one is not None and _is_read_only(one) for one in cycles)
+
+    def _client_ended(self) -> None:
+        """Called while the socket is not read."""
+        if not self._may_outlive_end():
+            self._disconnect()
+            self.timeout_keep_alive_handler()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -189,6 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_head, self._in_body, self._body_arrived = False, True, True
         super().on_headers_complete()
+        self._end_watch.start()
         self._count_pipelined(size + HEADER_BYTES * len(self.headers))
 
     def on_body(self, body: bytes) -> None:
@@ -216,20 +229,31 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_reading()
         self._expect_body()
         if self._running is None or self._running.response_complete:
-            self.waiting[self] = None
+            self._make_room()
             self._await_request()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        self.waiting.pop(self, None)
-        cycle.scope[MAKES_ROOM] = self._make_room  # type: ignore[literal-required]
+        self._make_room()
+        cycle.scope[KEEPS] = self._keep  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = _unframed(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _make_room(self) -> None:
+        """Become the last of those that make room for further connections."""
+        self.waiting.pop(self, None)
         if self in self.connections:
             self.waiting[self] = None
+
+    @contextlib.contextmanager
+    def _keep(self) -> Iterator[None]:
+        """Make no room meanwhile."""
+        self.waiting.pop(self, None)
+        try:
+            yield
+        finally:
+            self._make_room()
 
     def _disconnect(self) -> None:
         """Tell the application that the client disconnected: it must neither wait for more nor answer."""
@@ -268,7 +292,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         running = self._running
         if running is None or running.response_complete or not running.response_started:
-            self.transport.write(_answer(status, error))
+            self.transport.write(closing_answer(status, error))
         self._disconnect()
         # As uvicorn's own timer, which ends with the connection.
         self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
@@ -296,7 +320,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(408, DeadlineError(f"the request's {what} did not arrive within {seconds:g} s"))
 
     def _expect_reading(self) -> None:
-        if self._write_timer is None and self in self.connections:  # else it would outlive the connection
+        if self._write_timer is None:
             self._set_write_deadline()
             self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
 
@@ -327,19 +351,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
 
-class _Flow(FlowControl):
-    """Does not read on while requests wait: each end of an answer would read the next ones into memory."""
-
-    def __init__(self, protocol: LimitedProtocol):
-        super().__init__(protocol.transport)
-        self._pipeline = protocol.pipeline
-
-    def resume_reading(self) -> None:
-        if not self._pipeline:
-            super().resume_reading()
-
-
-def _may_outlive_end(cycle: RequestResponseCycle) -> bool:
+def _is_read_only(cycle: RequestResponseCycle) -> bool:
     return cycle.scope["method"] == "GET" and not cycle.more_body and not cycle.response_complete
 
 
@@ -375,13 +387,3 @@ def _too_many(limit: int) -> OverloadedError:
 
 def _too_large(limit: int) -> InvalidRequestError:
     return InvalidRequestError(f"headers: at most {limit} bytes", field="headers", limit=str(limit))
-
-
-def _answer(status: int, error: BatonError) -> bytes:
-    body = orjson.dumps(error_body(error))
-    retry = f"retry-after: {RETRY_SECONDS}\r\n" if status == 429 else ""
-    head = (
-        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
-    )
-    return head.encode() + body

@@ -7,7 +7,7 @@ that state the length of the body.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,26 +19,15 @@ class _Callbacks:
     """The protocol's own callbacks, except those for the head, which have run already."""
 
     def __init__(self, protocol: HttpToolsProtocol):
-        self._protocol = protocol
         self.in_head = True
-        self.on_body = protocol.on_body
-        self.on_message_complete = protocol.on_message_complete
+        self.on_body, self.on_message_complete = protocol.on_body, protocol.on_message_complete
+        self.on_message_begin = self._after_head(protocol.on_message_begin)
+        self.on_url = self._after_head(protocol.on_url)
+        self.on_header = self._after_head(protocol.on_header)
+        self.on_headers_complete = self._after_head(protocol.on_headers_complete)
 
-    def on_message_begin(self) -> None:
-        if not self.in_head:
-            self._protocol.on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        if not self.in_head:
-            self._protocol.on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.in_head:
-            self._protocol.on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if not self.in_head:
-            self._protocol.on_headers_complete()
+    def _after_head(self, callback: Callable[..., None]) -> Callable[..., None]:
+        return lambda *values: None if self.in_head else callback(*values)
 
 
 def read_on(protocol: HttpToolsProtocol, headers: Sequence[tuple[bytes, bytes]]) -> None:

@@ -1,4 +1,4 @@
-"""Two pools as fluids: steady rates flow through replicas whose speed is known, so that what is needed is known too."""
+"""Two pools as fluids: steady rates flow through replicas of known speed, so the right number is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that only register and publish: what they say they do is up to the test."""
+"""Workers that only register and publish a status set by the test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.config.worker import Role
 from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
-from worker.arrivals import Arrivals
+from worker.metrics import RequestCounts
 
 
 class RegisteredWorker:
@@ -33,7 +33,7 @@ class RegisteredWorker:
 
     def publish(self, **status: Any) -> None:
         """At once."""
-        self._status = replace(Arrivals().onto(WorkerStatus()), **status)
+        self._status = replace(RequestCounts().onto(WorkerStatus()), **status)
         self.registration.register_again()
 
 

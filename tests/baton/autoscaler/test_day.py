@@ -1,4 +1,4 @@
-"""A whole day of the Azure conversation trace: objectives, cost, calm and budget (bench/autoscaling)."""
+"""A whole day of the Azure conversation trace: objectives, cost, number of changes and budget (bench/autoscaling)."""
 
 from __future__ import annotations
 

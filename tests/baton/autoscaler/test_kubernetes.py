@@ -1,4 +1,4 @@
-"""The autoscaler against Kubernetes' API and a real Redis: what it patches, and what stops it."""
+"""The autoscaler against Kubernetes' API and a real Redis: its patches, and the conditions under which it makes none."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_change_made_meanwhile_is_not_overwritten(rig: Rig) -> None:
     assert rig.replicas("decode") == 5
 
 
-def test_what_is_forbidden_is_named_and_does_not_stop_the_loop(
+def test_a_forbidden_call_is_named_and_does_not_stop_the_loop(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.server.access.deny("get", "statefulsets/scale", "apps")

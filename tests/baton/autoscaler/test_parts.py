@@ -1,4 +1,4 @@
-"""Rates, the step model, and a decision's words."""
+"""Rates, the step model, and the text of a decision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.autoscaler.flows import Flows
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus
-from worker.arrivals import Arrivals
+from worker.metrics import RequestCounts
 
 
 def test_rates_survive_workers_that_come_go_and_start_again() -> None:
@@ -30,12 +30,12 @@ def test_rates_survive_workers_that_come_go_and_start_again() -> None:
     assert flows.over(60.0).seconds == 20.0
 
 
-def test_what_a_worker_publishes_is_what_the_policy_reads() -> None:
-    arrivals = Arrivals()
+def test_a_workers_status_is_read_by_the_policy_unchanged() -> None:
+    arrivals = RequestCounts()
     arrivals.arrived(100)
     for seconds in (0.05, 0.4, 2.5, 99.0):
         arrivals.first_token(seconds)
-    before, after = (WorkerSample("w", one.onto(WorkerStatus())) for one in (Arrivals(), arrivals))
+    before, after = (WorkerSample("w", one.onto(WorkerStatus())) for one in (RequestCounts(), arrivals))
     flows = Flows()
     flows.update(0.0, [before])
     flow = flows.update(1.0, [after])["w"]

@@ -1,4 +1,4 @@
-"""Replicas that are asked for and take their time: which of them are late, and which are given back."""
+"""Replicas that were requested and are slow to start: which of them are late, and which are given back."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ counts = st.integers(0, 4)
 
 
 @given(rounds=st.lists(st.tuples(counts, counts, counts), max_size=120))
-def test_whatever_comes_nothing_that_serves_or_starts_is_given_back(
+def test_no_sequence_gives_back_a_serving_or_starting_replica(
     rounds: list[tuple[int, int, int]],
 ) -> None:
     pool = Pool(4)
@@ -81,7 +81,7 @@ def test_whatever_comes_nothing_that_serves_or_starts_is_given_back(
 
 
 def test_without_a_platforms_word_a_start_that_was_seen_is_waited_for_again() -> None:
-    """Ray Serve does not say what its replicas do."""
+    """Ray Serve does not report what its replicas do."""
     pool = Pool(2)
     assert pool.see_until(200.0, 1) == {(0, None), (1, None)}
     pool.see(2)  # after 210 s

@@ -1,4 +1,4 @@
-"""What the policy promises whatever comes."""
+"""Promises of the policy under any sequence of observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy shows of itself inside Ray Serve's controller."""
+"""Metrics of the policy inside Ray Serve's controller."""
 
 from __future__ import annotations
 

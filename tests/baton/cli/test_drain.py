@@ -1,4 +1,4 @@
-"""`baton drain --self` where Redis is away, and what its exit codes say."""
+"""`baton drain --self` without Redis, and the meaning of its exit codes."""
 
 from __future__ import annotations
 

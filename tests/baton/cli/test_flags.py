@@ -15,7 +15,7 @@ from baton.cli import serve, up
 from baton.cli.main import app
 from baton.local.options import UpOptions
 from cluster.config import sources
-from cluster.config.fields import flags, settings, size_text
+from cluster.config.base import flags, settings, size_text
 from cluster.config.router import RouterConfig
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError
@@ -182,7 +182,7 @@ def test_a_size_is_read_with_its_unit(text, size):
 @pytest.mark.parametrize(
     "text", ["", "GiB", "1 tit", "much", "inf", "-inf", "infGiB", "1e400", "nan", "-1", "-1GiB", "1GiBGiB"]
 )
-def test_what_is_no_size_is_refused(text, monkeypatch):
+def test_an_invalid_size_is_refused(text, monkeypatch):
     with pytest.raises(ConfigError, match=r"write for example 512MiB|greater than or equal to 0") as caught:
         sources.load(WorkerConfig, {"role": "decode", "engine": {"model": "m", "kv_memory_bytes": text}})
     assert caught.value.field == "engine.kv_memory_bytes"

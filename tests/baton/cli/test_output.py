@@ -1,4 +1,4 @@
-"""What commands print is what they were given: no markup is read from it, no emoji made of it, no line broken."""
+"""Commands print text verbatim: no markup is interpreted, no emoji substituted, no line broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `helm test` runs, against a router with stub workers: what passes, and what a failure says."""
+"""The checks of `helm test` against a router with stub workers: which pass, and the texts of failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent to an external Ray cluster."""
+"""The application that is sent to an external Ray cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `baton up` ends: the cluster is replaced, the process and its signals are real."""
+"""How `baton up` ends: the cluster is a double, the process and its signals are real."""
 
 from __future__ import annotations
 

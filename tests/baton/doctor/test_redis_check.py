@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from baton.doctor.checks import check_redis
+from baton.doctor.redis_check import check_redis
 from cluster.redis.embedded import EmbeddedRedis
 
 

@@ -106,7 +106,7 @@ def test_pods_without_tolerations_have_no_room_behind_taints(server: ApiServer, 
     assert look(server, tmp_path)[0]["room"].grade == "ok"
 
 
-def test_what_is_placed_takes_room_from_what_follows(server: ApiServer, tmp_path: Path) -> None:
+def test_a_placed_pod_takes_room_from_later_ones(server: ApiServer, tmp_path: Path) -> None:
     server.add_node("only", H100, {**LARGE, "nvidia.com/gpu": "2"})
     _, values, facts = look(server, tmp_path)
     pods = pods_of(values)

@@ -1,4 +1,4 @@
-"""What `baton up` does with its processes, without any of them."""
+"""How `baton up` handles its processes, without starting any."""
 
 from __future__ import annotations
 

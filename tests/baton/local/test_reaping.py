@@ -41,7 +41,7 @@ def test_the_exit_of_a_child_is_reported_once_its_ranks_are_gone(ends, tmp_path:
     assert alive_when_told == ([False] if ends else [])
     if not ends:  # it dies later
         monkeypatch.undo()
-        wait_for(lambda: supervisor.check() or alive_when_told, 30.0, "its end is told")
+        wait_for(lambda: supervisor.check() or alive_when_told, 30.0, "its end is reported")
         assert alive_when_told == [False]
         assert not supervisor.check() and len(alive_when_told) == 1
 

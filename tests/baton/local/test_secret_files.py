@@ -1,4 +1,4 @@
-"""What passes through Ray holds no secret; what comes out of it is the same configuration."""
+"""Data passed through Ray holds no secret; the configuration read on the other side is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dies is started again; what dies too often is not."""
+"""Children that die are restarted, up to a number of times."""
 
 from __future__ import annotations
 

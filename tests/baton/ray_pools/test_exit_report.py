@@ -20,7 +20,7 @@ from baton.processes import sessions
 from baton.ray_pools.supervision import exit_report
 from baton.ray_pools.supervision.exit_report import ExitReport
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
-from baton.ray_pools.supervision.worker_sockets import Facts, Place
+from baton.ray_pools.supervision.worker_sockets import Facts, WorkerFiles
 from cluster.config import sources
 from cluster.config.worker import WorkerConfig
 from cluster.membership.registration import Registration
@@ -173,19 +173,19 @@ def test_a_process_whose_main_thread_alone_has_ended_has_not_exited():
 
 
 def test_the_facts_of_a_worker_are_beside_its_socket_until_cleared(tmp_path: Path):
-    place = Place.new(tmp_path, "key")
-    assert place.facts() is None
-    place.write_facts("p1")
-    assert place.facts() == Facts("p1", os.getpid(), sessions.started(os.getpid()))
-    place.clear()
-    assert place.facts() is None
+    files = WorkerFiles.new(tmp_path, "key")
+    assert files.facts() is None
+    files.write_facts("p1")
+    assert files.facts() == Facts("p1", os.getpid(), sessions.started(os.getpid()))
+    files.clear()
+    assert files.facts() is None
 
 
 def test_a_successor_starts_although_the_exit_notice_raises(tmp_path: Path, caplog):
     """Otherwise every successor would fail at the same dead worker."""
-    place = Place.new(tmp_path, "key")
-    place.door.touch()
-    place.write_facts("p1")
+    files = WorkerFiles.new(tmp_path, "key")
+    files.socket_path.touch()
+    files.write_facts("p1")
 
     def fails(gone: Facts) -> None:
         raise RuntimeError("a defect")

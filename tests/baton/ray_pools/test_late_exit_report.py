@@ -1,4 +1,4 @@
-"""Decode workers that do not answer when a prefill process exits hear of it later, for a bounded time."""
+"""Decode workers that do not answer when a prefill process exits get the report later, for a bounded time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def settings(registration, redis_url: str, namespace: str) -> WorkerConfig:
 
 @pytest.fixture
 def launched(monkeypatch) -> list[Any]:
-    """What would be told later."""
+    """Reports that are due later."""
     asked: list[Any] = []
     monkeypatch.setattr(exit_report, "launch", lambda config, exited, targets: asked.append(targets))
     return asked
@@ -79,7 +79,7 @@ def test_a_decode_worker_with_a_dead_lease_gets_the_report_when_it_answers_again
         late = wait_for(lambda: late_words(tmp_path), LONG, "a process goes on")
         assert os.getsid(late[0]) != os.getsid(0)
         decode[0].failures = 0
-        wait_for(lambda: decode[0].told == ["p1"], LONG, "told")
+        wait_for(lambda: decode[0].told == ["p1"], LONG, "reported")
         wait_for(lambda: not late_words(tmp_path), LONG, "it ends")
     finally:
         for pid in late_words(tmp_path):
@@ -122,7 +122,7 @@ def test_a_process_that_survives_sigkill_for_a_while_is_reported_once_dead(
     monkeypatch.setattr(sessions, "members", lambda *_: [1])
     exit_report.deliver(settings, GONE, None, tmp_path, 0.05)
     exit_report.deliver(settings, GONE, None, tmp_path / "removed", LONG)
-    assert decode[0].told == ["p1"], "told without a proof"
+    assert decode[0].told == ["p1"], "reported without a proof"
 
 
 def test_nothing_is_left_to_report_where_all_have_answered(decode, settings, launched):
@@ -154,7 +154,7 @@ def test_a_worker_that_left_the_registry_gets_no_more_reports(decode, settings, 
         target=exit_report.deliver, args=(settings, GONE, {"d1": decode[1]}, tmp_path, 10 * LONG)
     )
     thread.start()
-    wait_for(lambda: decode[0].failures < NEVER, LONG, "it is told again and again")
+    wait_for(lambda: decode[0].failures < NEVER, LONG, "the report is repeated")
     registration.stop()
     thread.join(LONG)
     assert not thread.is_alive()

@@ -20,7 +20,7 @@ import pytest
 from baton.ray_pools.supervision import supervisor as module
 from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
-from baton.ray_pools.supervision.worker_sockets import Facts, Place
+from baton.ray_pools.supervision.worker_sockets import Facts, WorkerFiles
 from cluster.errors import SetupError
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import gone
@@ -32,16 +32,16 @@ import json, sys
 from pathlib import Path
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
 
-keeper = WorkerSupervisor.take_over_or_start(Path(sys.argv[1]), json.loads(sys.argv[2]), {})
-keeper.wait_serving(120.0)
-print(keeper.status().pid, flush=True)
+supervisor = WorkerSupervisor.take_over_or_start(Path(sys.argv[1]), json.loads(sys.argv[2]), {})
+supervisor.wait_serving(120.0)
+print(supervisor.status().pid, flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
 def where() -> Iterator[Path]:
-    """A short path: sockets lie there. No worker stays."""
+    """A short path, as it holds sockets. Any worker left is killed at the end."""
     path = Path(tempfile.mkdtemp(prefix="kept-"))
     yield path
     worker_sockets.end_all(path, 30.0)
@@ -76,17 +76,17 @@ def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config
     try:
         assert replica.stdout is not None
         worker = int(replica.stdout.readline())
-        (place,) = worker_sockets.places(where)
-        assert place.lock() is None, "one that is kept can't be taken"
+        (files,) = worker_sockets.all_files(where)
+        assert files.lock() is None, "one that is kept can't be taken"
         os.kill(replica.pid, signal.SIGKILL)
         replica.wait(30)
 
         second = keep(where, config)
         assert second.status().pid == worker
         second.drop()
-        assert list(worker_sockets.places(where, worker_sockets.key_of({**config, "port": 1}, {}))) == [], (
-            "other settings"
-        )
+        assert (
+            list(worker_sockets.all_files(where, worker_sockets.key_of({**config, "port": 1}, {}))) == []
+        ), "other settings"
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(30)
         wait_for(lambda: gone(worker), 60.0, "no supervisor is left, so it ends")
@@ -152,15 +152,15 @@ def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_an_exit_that_was_reported_is_not_reported_by_the_next_replica(where: Path) -> None:
-    place, heard = Place.new(where, "key"), list[Facts]()
-    place.write_facts("p1")
-    lock = place.lock()
+    files, exits = WorkerFiles.new(where, "key"), list[Facts]()
+    files.write_facts("p1")
+    lock = files.lock()
     assert lock is not None
     ours, theirs = socket.socketpair()
-    supervisor = WorkerSupervisor(place, lock, ours, heard.append)
+    supervisor = WorkerSupervisor(files, lock, ours, exits.append)
     theirs.close()
     supervisor.wait_ended()
-    assert [facts.worker_id for facts in heard] == ["p1"]
+    assert [facts.worker_id for facts in exits] == ["p1"]
     assert list(where.iterdir()) == []
     os.close(lock)
 
@@ -168,23 +168,23 @@ def test_an_exit_that_was_reported_is_not_reported_by_the_next_replica(where: Pa
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_exit_of_a_worker_is_reported_once(where: Path, config: dict[str, Any]) -> None:
-    heard: list[Facts] = []
-    supervisor = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
+    exits: list[Facts] = []
+    supervisor = WorkerSupervisor.take_over_or_start(where, config, {}, exits.append)
     supervisor.wait_serving(START_SECONDS)
     pid = supervisor.status().pid
     os.kill(pid, signal.SIGKILL)
     supervisor.wait_ended()
     supervisor.stop(1.0)
-    assert [facts.pid for facts in heard] == [pid]
+    assert [facts.pid for facts in exits] == [pid]
 
-    second = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
+    second = WorkerSupervisor.take_over_or_start(where, config, {}, exits.append)
     second.wait_serving(START_SECONDS)
     worker = second.status().pid
     second.drop()
     os.kill(worker, signal.SIGKILL)  # while it has no supervisor
     wait_for(lambda: gone(worker), 30.0, "it is dead")
-    third = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
-    assert [facts.pid for facts in heard] == [pid, worker]
+    third = WorkerSupervisor.take_over_or_start(where, config, {}, exits.append)
+    assert [facts.pid for facts in exits] == [pid, worker]
     third.wait_serving(START_SECONDS)
     third.stop(60.0)
-    assert len(heard) == 3 and list(where.iterdir()) == []
+    assert len(exits) == 3 and list(where.iterdir()) == []

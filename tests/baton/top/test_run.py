@@ -81,7 +81,7 @@ def test_once_prints_a_frame_for_scripts(router: tuple[str, Any]) -> None:
         (200, [], "draws on a terminal; --once prints one frame"),
     ],
 )
-def test_what_cannot_be_shown_is_one_sentence(
+def test_a_view_that_cannot_be_shown_is_one_sentence(
     status: int, flags: list[str], sentence: str, router: tuple[str, Any]
 ) -> None:
     url, handler = router

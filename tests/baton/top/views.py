@@ -1,4 +1,4 @@
-"""Live views to draw."""
+"""Live views for the tests of drawing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each metric is declared once, and whatever names one, names one that is declared."""
+"""Each metric is declared once, and every name used anywhere is declared."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_names_follow_prometheus() -> None:
 
 
 def test_a_name_never_means_two_things_at_router_and_worker() -> None:
-    """What both show says the same of any process; what both count for themselves has the owner in its name."""
+    """A metric of both roles has one meaning; one that differs has its owner in its name."""
     everywhere = {one.name for one in vars(process).values() if isinstance(one, Declaration)}
     for name, one in DECLARED.items():
         if "router" in one.shown_by and WORKERS & set(one.shown_by):
@@ -138,5 +138,5 @@ def test_the_autoscaler_shows_what_is_declared_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["baton_nothing_total", "baton_handoffs_total", "baton_ring_slots_bucket"])
-def test_what_is_not_declared_is_not_found(name: str) -> None:
+def test_undeclared_names_are_not_found(name: str) -> None:
     assert declared(name) is None

@@ -1,4 +1,4 @@
-"""Scrapes share a rendering: the port of metrics needs no key."""
+"""Concurrent scrapes share one rendering, because the port of metrics needs no key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -34,7 +35,7 @@ def scrape(app: MetricsApp, accept: str = "") -> str:
     (body,) = app({"HTTP_ACCEPT": accept}, lambda *given: told.append(given))
     headers = dict(told[0][1])
     assert int(headers["Content-Length"]) == len(body)
-    assert headers["Content-Type"].startswith(accept or "text/plain")
+    assert headers["Content-Type"].startswith(accept.partition(";")[0] or "text/plain")
     return body.decode()
 
 
@@ -54,6 +55,17 @@ def test_each_format_has_a_body_of_its_own() -> None:
     for _ in range(2):
         assert "times 1.0" in scrape(app)
         assert scrape(app, "application/openmetrics-text").endswith("# EOF\n")
+
+
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_the_versions_that_scrapers_name_are_no_formats(kind: str) -> None:
+    """A body was rendered and kept for each: a client made gigabytes of them. Words as versions were errors."""
+    registry = Counting()
+    app = MetricsApp(registry, lambda: 0.0)
+    for version in ("1.0.0", "1.0.1", "1.0.2", "0.0.4", "one", ""):
+        for more in ("", ";escaping=dots", ";q=0.5"):
+            assert "times 1.0" in scrape(app, f"{kind}; version={version}{more}")
+    assert registry.times == 1 and len(app._bodies) == 1
 
 
 def test_32_scrapers_at_once_cost_one_rendering() -> None:

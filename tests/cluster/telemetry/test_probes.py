@@ -1,4 +1,4 @@
-"""What a kubelet sees: status and reasons, beside the metrics on the same port."""
+"""Probes as a kubelet sees them: status and reasons, beside the metrics on the same port."""
 
 from __future__ import annotations
 

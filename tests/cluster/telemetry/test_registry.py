@@ -1,4 +1,4 @@
-"""What scrapers see: constant labels on everything, readings with labels, vLLM's names where they are wanted."""
+"""Metrics as scrapers see them: constant labels on everything, labelled readings, vLLM's names on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API server refuses though the schema allows it: names, labels, references within, changed identities."""
+"""Checks of the API server beyond the schema: names, labels, references within, changed identities."""
 
 from __future__ import annotations
 

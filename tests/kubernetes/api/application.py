@@ -1,4 +1,4 @@
-"""The ASGI application: paths to answers."""
+"""The ASGI application: routes paths to handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API server fills in where an object does not say: the defaults that clients and controllers rely on."""
+"""Defaults that the API server fills in and clients and controllers rely on."""
 
 from __future__ import annotations
 

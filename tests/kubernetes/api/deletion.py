@@ -1,4 +1,4 @@
-"""Deleting: graceful for pods, held up by finalizers, and what becomes of an object's dependents."""
+"""Deletion: graceful for pods, delayed by finalizers, and its effect on an object's dependents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups, versions and resources there are, and the server's version."""
+"""Discovery: groups, versions and resources, and the server's version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API server answers when it refuses: a `Status` object, as every client expects."""
+"""Refusals of the API server: a `Status` object, as every client expects."""
 
 from __future__ import annotations
 

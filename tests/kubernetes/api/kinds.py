@@ -1,4 +1,4 @@
-"""The kinds of objects that the API server knows: Kubernetes' own, and those of custom resource definitions."""
+"""The kinds of objects that the API server serves: Kubernetes' own, and those of custom resource definitions."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Kinds:
         return self._kinds.get((api_version, name))
 
     def named(self, name: str) -> Kind:
-        """By its name alone (`Pod`); tests say no more. Raises KeyError."""
+        """By its name alone (`Pod`), as tests give it. Raises KeyError."""
         for kind in self._kinds.values():
             if kind.name == name:
                 return kind

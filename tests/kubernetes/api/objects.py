@@ -1,4 +1,4 @@
-"""What happens to an object on its way into the store: defaults, validation, identity, ownership of its fields."""
+"""The path of an object into the store: defaults, validation, identity, ownership of its fields."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class Objects:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A copy: null says that a field is not there."""
+    """A copy without the fields that are null."""
     if isinstance(value, dict):
         return {name: _without_nulls(below) for name, below in value.items() if below is not None}
     if isinstance(value, list):

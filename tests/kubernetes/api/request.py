@@ -1,4 +1,4 @@
-"""A request as the handlers see it: which objects, which verb, which body."""
+"""A request as the handlers see it: its objects, verb and body."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Request:
         return self.query.get(name, "") in ("true", "1")
 
     def body(self) -> Any:
-        """Raises ApiError where it is not what its content type says."""
+        """Raises ApiError where it does not match its content type."""
         if not self.raw:
             return {}
         try:

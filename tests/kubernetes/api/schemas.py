@@ -1,4 +1,4 @@
-"""What Kubernetes' published schemas say: is an object valid, and how do its lists merge.
+"""Kubernetes' published schemas: whether an object is valid, and how its lists merge.
 
 The schemas come with the package kubernetes-validate, in their strict form: an unknown field is an error.
 """
@@ -56,7 +56,7 @@ def _validator(version: str, name: str) -> Draft202012Validator:
 
 
 def validate(kind: Kind, document: Object) -> None:
-    """Raises ApiError, naming the field, if the object is not what its schema says."""
+    """Raises ApiError, naming the field, if the object does not match its schema."""
     if kind.schema is not None:
         validator = Draft202012Validator(_with_type_meta(_closed(kind.schema)))
     else:
@@ -90,7 +90,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _with_type_meta(schema: Object) -> Object:
-    """What every object has, whether or not its definition says so; a `metadata` there only narrows names."""
+    """Fields that every object has, declared or not; a `metadata` there only narrows names."""
     types = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
     return {**schema, "properties": {**(schema.get("properties") or {}), **types}}
 

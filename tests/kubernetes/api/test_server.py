@@ -64,7 +64,7 @@ def test_a_stale_update_is_a_conflict(server: ApiServer, api: Any) -> None:
         ({"ports": [{"containerPort": "http"}]}, "containerPort"),
     ],
 )
-def test_what_kubernetes_would_refuse_is_refused(
+def test_objects_that_kubernetes_would_refuse_are_refused(
     change: dict[str, Any], word: str, server: ApiServer
 ) -> None:
     with pytest.raises(ApiError) as refused:
@@ -155,7 +155,7 @@ def test_replicas_that_were_scaled_conflict_with_replicas_that_are_applied(
     assert apply(server, samples.stateful_set("db", 1), "helm", force=True).json()["spec"]["replicas"] == 1
 
 
-def test_what_a_stateful_set_is_cannot_change(server: ApiServer, api: Any) -> None:
+def test_the_identity_of_a_stateful_set_cannot_change(server: ApiServer, api: Any) -> None:
     server.create(samples.stateful_set("db"))
     with pytest.raises(client.ApiException) as refused:
         clients.apps(api).patch_namespaced_stateful_set("db", "default", {"spec": {"serviceName": "other"}})

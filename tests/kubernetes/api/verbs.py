@@ -1,4 +1,4 @@
-"""What each method does to a target."""
+"""The effect of each method on a target."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Verbs:
         return self._objects.create(target.kind, document, request.manager, keep_status=keep, dry=request.dry)
 
     def _fits(self, document: Object, target: Target) -> None:
-        """The body says the same as the path."""
+        """Raises ApiError unless body and path agree."""
         meta = document.setdefault("metadata", {})
         named = (document.get("apiVersion", target.kind.api_version), document.get("kind", target.kind.name))
         if named != (target.kind.api_version, target.kind.name):

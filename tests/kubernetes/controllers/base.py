@@ -1,4 +1,4 @@
-"""What every controller is: something that looks at the objects and takes the next step."""
+"""The interface of a controller: it reads the objects and takes the next step."""
 
 from __future__ import annotations
 

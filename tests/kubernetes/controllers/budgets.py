@@ -1,4 +1,4 @@
-"""Disruption budgets: how many of their pods may go now."""
+"""Disruption budgets: how many of their pods may be evicted now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects whose owners are gone, owners that wait for their dependents, and namespaces on their way out."""
+"""Objects whose owners are gone, owners that wait for their dependents, and namespaces that are being deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What controllers ask about pods, and how they make one."""
+"""Queries of controllers about pods, and the creation of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster does with its objects, with pods that are ready at once, or when the test says so."""
+"""The controllers of a cluster, with pods that are ready at once, or when the test sets them ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What images hold: this machine's own files, with a few more in the places where the Dockerfile puts them."""
+"""The contents of images: this machine's own files, with a few more in the places of the Dockerfile."""
 
 from __future__ import annotations
 

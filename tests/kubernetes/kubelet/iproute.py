@@ -23,7 +23,7 @@ class IpCommand:
     environment: Mapping[str, str]
 
     def run(self, *arguments: str) -> str:
-        """Raises RuntimeError with what it said."""
+        """Raises RuntimeError with its output."""
         return run([self.path, *arguments], self.environment)
 
 

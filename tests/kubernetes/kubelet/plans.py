@@ -1,4 +1,4 @@
-"""From a pod's description to what its containers need to start."""
+"""Derive from a pod's description what its containers need to start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Planner:
         self._account = volumes.account_folder() if _wants_token(client, pod) else None
 
     def plan(self, spec: Object, image: Image, server: Mapping[str, str]) -> Plan:
-        """`server` says where the API server is."""
+        """`server`: the API server's address."""
         base = {"HOME": "/", "HOSTNAME": self._sandbox.hostname, **server, **image.environment}
         environment = environment_of(self._client, self._pod, spec, base)
         command = spec.get("command") or list(image.entrypoint)

@@ -1,4 +1,4 @@
-"""May pods be made of processes here? That takes root, namespaces, an overlay and a bridge."""
+"""Whether this machine allows pods made of processes: root, namespaces, an overlay and a bridge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pod's containers share: an address, a host name, and the names of Services."""
+"""Resources shared by a pod's containers: an address, a host name, and the names of Services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Volumes as folders of this machine, filled from what they refer to."""
+"""Volumes as folders of this machine, filled from the objects that they refer to."""
 
 from __future__ import annotations
 

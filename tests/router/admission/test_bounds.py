@@ -50,7 +50,7 @@ async def test_a_number_works_or_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_what_grpc_cannot_count_is_refused(name: str) -> None:
+def test_values_too_large_for_grpc_are_refused(name: str) -> None:
     for number in (2**31, math.inf, math.nan):
         with pytest.raises(ConfigError) as caught:
             sources.load(RouterConfig, {"model": Path("model"), name: number})

@@ -1,4 +1,4 @@
-"""Places and bytes that requests hold: as many as the limits say, and none once they have ended."""
+"""Places and bytes that requests hold: bounded by the limits, and all released once the requests have ended."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_as_many_places_as_the_limit_and_holders_without_any_are_dropped() -> No
             places.acquire(name, 2)
     for name in ("a", "a", "b", "b"):
         places.release(name)
-    assert len(places) == 0
+    assert len(places._taken) == 0
     places.acquire("a", 1)
 
 
@@ -84,7 +84,7 @@ def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
     bodies.hold("b").grow_to(FREE_BYTES + 100)
 
 
-def test_a_body_of_the_largest_size_fits_whatever_the_settings() -> None:
+def test_a_body_of_the_largest_size_fits_under_any_settings() -> None:
     config: Any = SimpleNamespace(
         max_body_bytes=8 * MIB, max_body_bytes_in_flight=MIB, max_body_bytes_in_flight_per_tenant=MIB
     )
@@ -107,13 +107,17 @@ def gateway() -> RequestGateway:
     return made
 
 
-def test_what_a_request_holds_is_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
+def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
     for _ in range(10):
         with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as held:
             held.grow_to(MIB)
             raise KeyError
     admission = gateway.admission
-    assert (admission.in_flight, len(admission._tenants), len(admission._connections)) == (0, 0, 0)
+    assert (admission.in_flight, len(admission._tenants._taken), len(admission._connections._taken)) == (
+        0,
+        0,
+        0,
+    )
     assert held_by(admission._bodies) == (0, 0)
 
 
@@ -151,14 +155,14 @@ def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gatewa
             gateway.admission.admit(Caller(tenant="a"), "here"),
         ):
             pass
-        assert (gateway.admission.in_flight, len(gateway.admission._tenants)) == (3, 0)
+        assert (gateway.admission.in_flight, len(gateway.admission._tenants._taken)) == (3, 0)
         with (
             gateway.admission.admit(Caller(), "elsewhere"),
             pytest.raises(OverloadedError, match="router"),
             gateway.admission.admit(Caller(), "third"),
         ):
             pass
-    assert (gateway.admission.in_flight, len(gateway.admission._connections)) == (0, 0)
+    assert (gateway.admission.in_flight, len(gateway.admission._connections._taken)) == (0, 0)
 
 
 @pytest.mark.parametrize(("of_the_key", "limit"), [(0, 2), (1, 1), (3, 3)])

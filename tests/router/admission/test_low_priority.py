@@ -1,4 +1,4 @@
-"""Work that may wait takes one step per turn of the event loop, in order."""
+"""Low-priority work takes one step per turn of the event loop, in order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,21 @@ async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
     for task in tasks[:2]:
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert not order.waiting
+    assert not any(order._waiting.values())
+
+
+async def test_a_tenant_with_many_steps_delays_anothers_by_one_each():
+    """They went in the order of arrival: one key's requests on all connections held up others' long bodies."""
+    order, done = LowPriority(lambda: 0.0), []
+
+    async def one(tenant: str) -> None:
+        await order.step(tenant)
+        done.append(tenant)
+
+    tasks = [asyncio.create_task(one(tenant)) for tenant in [*20 * ["greedy"], *3 * ["other"], "third"]]
+    await turns(30)
+    assert done[:7] == ["greedy", "other", "third", "greedy", "other", "greedy", "other"]
+    assert not any(order._waiting.values()) and all(task.done() for task in tasks)
 
 
 @pytest.mark.parametrize(("turn", "most"), [(0.0, 1), (0.0425, 10)])
@@ -93,7 +107,7 @@ async def test_steps_go_on_after_a_pause():
     for _ in range(3):
         await asyncio.wait_for(order.step(), 5)
         await turns(3)
-        assert not order.waiting
+        assert not any(order._waiting.values())
 
 
 class Counting(LowPriority):
@@ -101,9 +115,9 @@ class Counting(LowPriority):
 
     steps = 0
 
-    async def step(self) -> None:
+    async def step(self, tenant: str = "") -> None:
         self.steps += 1
-        await super().step()
+        await super().step(tenant)
 
 
 async def test_a_long_body_takes_a_step_for_each_piece_and_a_short_one_none():

@@ -41,7 +41,7 @@ class HANG:
 
 @dataclass
 class Worker:
-    """Both services; its streams say `says` in order: an event, an error, or HANG."""
+    """Both services; its streams send `says` in order: an event, an error, or HANG."""
 
     says: list[Any] = field(default_factory=list)
     arbiter: Any = decode_pb2.ATTEMPT_STATE_ABORTED

@@ -35,7 +35,7 @@ def test_pauses_double_up_to_the_longest() -> None:
     assert pauses == [FIRST_SECONDS * factor for factor in (1, 2, 4, 8, 16)] + [MOST_SECONDS] * 2
 
 
-def test_what_was_under_way_with_the_first_failure_counts_once() -> None:
+def test_calls_under_way_with_the_first_failure_count_once() -> None:
     clock = Clock()
     backoff: Backoff[str] = Backoff(clock)
     for _ in range(5):

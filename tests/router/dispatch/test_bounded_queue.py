@@ -1,4 +1,4 @@
-"""The handover of tokens: in order, all at once, bounded, paced, and ended by the right thing."""
+"""The queue of tokens between attempt and reader: in order, in batches, bounded, paced, and ended by the right event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uvloop
 from router.dispatch.bounded_queue import BoundedQueue
 
 
-async def test_what_lies_there_is_taken_together():
+async def test_queued_items_are_taken_together():
     box: BoundedQueue[int] = BoundedQueue(8)
     for number in range(3):
         box.add(number)
@@ -28,7 +28,7 @@ async def test_it_ends_after_its_last_producer():
     assert await box.take() == []
 
 
-async def test_an_error_comes_after_what_was_there_and_a_discard_at_once():
+async def test_an_error_comes_after_queued_items_and_a_discard_at_once():
     box: BoundedQueue[int] = BoundedQueue(8)
     box.add(1)
     box.fail(ValueError("first"))

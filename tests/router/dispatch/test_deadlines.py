@@ -1,4 +1,4 @@
-"""How long requests may wait, and that refusals come before deadlines."""
+"""The times that requests may wait, and refusals before deadlines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A request's life over attempts that fail in every way: whatever the workers say, repeat, skip or leave out, the client
-gets each position once and in order."""
+"""A request over attempts that fail in every way: whatever messages workers repeat, skip or leave out, the client gets
+each position once and in order."""
 
 from __future__ import annotations
 
@@ -240,7 +240,9 @@ def test_every_position_comes_once_and_in_order(text, scripts):
     assert [one.position for one in tokens] == list(range(PROMPT, PROMPT + NEW))
     assert [one.token_id for one in tokens] == [token(one.position).token_id for one in tokens]
     assert world.released == [attempt.transfer_id for attempt in world.attempts], "a charge that stays"
-    assert all(attempt.closed or attempt.has_ended for attempt in world.attempts), "a worker was not told"
+    assert all(attempt.closed or attempt.has_ended for attempt in world.attempts), (
+        "a worker was not cancelled"
+    )
 
 
 async def test_workers_that_could_not_meet_are_kept_apart_until_they_meet(text, monkeypatch):

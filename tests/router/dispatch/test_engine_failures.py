@@ -80,7 +80,7 @@ async def test_one_failure_is_retried_at_another_worker(text, monkeypatch, error
 
 @pytest.mark.parametrize("errors", [(REQUEST, REQUEST), (FAILED, REQUEST), (FAILED, FAILED)])
 @pytest.mark.parametrize("sources", [(Source.PREFILL, Source.DECODE), (Source.DECODE, Source.DECODE)])
-async def test_two_failures_end_the_request_whatever_happens_in_between(text, monkeypatch, errors, sources):
+async def test_two_failures_end_the_request_in_any_case(text, monkeypatch, errors, sources):
     """Tokens sent in between, and workers that were merely lost, do not reset the count."""
     between = (Source.DECODE, PeerLostError("the stream ended early"), 1)
     world = Failing(text, [(sources[0], errors[0], 2), between, (sources[1], errors[1], 2)])
@@ -208,8 +208,8 @@ async def test_an_attempt_that_cannot_begin_leaves_no_charge(text, monkeypatch):
     assert all(one.closed for one in world.attempts)
 
 
-async def test_a_fault_of_ours_is_not_tried_for_ever(text, monkeypatch):
-    """A request may be its cause, though no engine said so."""
+async def test_an_internal_error_is_not_retried_for_ever(text, monkeypatch):
+    """A request may be its cause, though no engine reported it."""
     world = Failing(text, 9 * [(Source.DECODE, InternalError("a rank does not answer"), 0)])
     world.services.config = RouterConfig(model=Path("/none"), max_attempts=3)
     with pytest.raises(AttemptsExhaustedError, match="gave up after 3 attempts"):

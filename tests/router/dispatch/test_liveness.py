@@ -1,4 +1,4 @@
-"""Silence of a worker is noticed once, for all its streams."""
+"""Silence of a worker is detected once, for all its streams."""
 
 from __future__ import annotations
 

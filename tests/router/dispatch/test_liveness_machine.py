@@ -73,7 +73,7 @@ class LivenessMachine(RuleBasedStateMachine):
         def on_lost() -> None:
             stream.lost += 1
             self.lost_at[worker, epoch] = self.loop.time()
-            assert self.may_be_lost(stream), "lost, and it was heard of in time"
+            assert self.may_be_lost(stream), "lost, although a message came in time"
 
         watching = self.liveness.watch(f"{worker}@{epoch}", on_lost)
         stream.watch = self.inside(stream.ending.enter_context, watching)
@@ -121,7 +121,7 @@ class LivenessMachine(RuleBasedStateMachine):
                 assert stream.lost, "silent for too long, and not reported as lost"
 
     def read(self, stream: Stream) -> bool:
-        """None of its worker's streams lies unread: else it might have spoken."""
+        """None of its worker's streams is unread: else it might have sent something."""
         return not any(one.paused for one in self.of(stream))
 
     def silence(self, stream: Stream) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What is logged of a request's attempts."""
+"""The log line of a request's attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a request is tried again, and when it is given up."""
+"""When a request is retried, and when it is given up."""
 
 from __future__ import annotations
 

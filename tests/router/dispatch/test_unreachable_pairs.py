@@ -98,7 +98,7 @@ def test_nothing_else_counts(pairs):
 
 
 @given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))), st.integers(0, 99))
-def test_whatever_is_apart_those_left_reach_each_other_and_a_decode_worker_is_left(apart, seed):
+def test_with_any_unreachable_pairs_the_rest_reach_each_other_and_a_decode_worker(apart, seed):
     pairs = UnreachablePairs(rng=random.Random(seed))
     for p, d in sorted(apart):
         pairs.failed(placed(PS[p], DS[d]), LOST)

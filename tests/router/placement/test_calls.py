@@ -39,7 +39,7 @@ def test_routers_that_lost_redis_together_try_it_at_different_moments():
     assert max(tried) < 15 and sum(tried) >= 20
 
 
-def test_one_call_probes_and_its_answer_lets_all_call():
+def test_one_call_probes_and_its_answer_ends_the_pause_for_all():
     now = [10.0]
     rest = RedisBackoff(1.0, clock=lambda: now[0])
     rest.failed()

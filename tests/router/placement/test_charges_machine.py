@@ -156,7 +156,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.tick(seconds)
 
         def settled(self) -> None:
-            """Settle every living router until none is told about a later run."""
+            """Settle every living router until none sees a later run."""
             for _ in range(4):
                 for name in self.routers:
                     self.settle(name, "well")
@@ -168,7 +168,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def held_by_all(self) -> dict[str, int]:
             total: Counter[str] = Counter()
             for router in self.routers.values():
-                table = router._charges.table()
+                table = router.charges.table()
                 total.update(dict(zip(map(str, table[::2]), map(int, table[1::2]), strict=True)))
             return dict(total)
 

@@ -1,5 +1,4 @@
-"""No request is placed on a worker against which there is a reason, unless there is one against every worker; `explain`
-names the reasons."""
+"""No request is placed on a worker with a reason against it, unless every worker has one; `explain` names the reasons."""
 
 from __future__ import annotations
 

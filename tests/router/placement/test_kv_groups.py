@@ -1,4 +1,4 @@
-"""Two KV groups of workers during a roll: pairs are made inside one of them only."""
+"""Two KV groups of workers during a rolling upgrade: pairs are made inside one of them only."""
 
 from __future__ import annotations
 

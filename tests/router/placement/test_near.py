@@ -1,4 +1,5 @@
-"""Pairs are judged by the bandwidth measured between what they share; until then near is guessed to be faster."""
+"""Pairs are ranked by the bandwidth measured at their common topology level; without measurements near is assumed to
+be faster."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def worker(role: Role, name: str, location: Location) -> WorkerInfo:
         (Location(host="h2"), FAR),
     ],
 )
-def test_what_a_pair_shares(other: Location, level: int) -> None:
+def test_the_best_topology_level_of_a_pair(other: Location, level: int) -> None:
     assert level_of(worker("prefill", "p", HERE), worker("decode", "d", other)) == level
 
 

@@ -1,4 +1,4 @@
-"""Placement with real Redis: sticks to prefixes, spreads load, heals charges, goes on without Redis."""
+"""Placement with real Redis: it keeps prefixes together, spreads load, corrects charges, and goes on without Redis."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def settles_only_when_told(monkeypatch):
 
 @pytest.mark.usefixtures("settles_only_when_told")
 @pytest.mark.parametrize("turns", range(4))
-async def test_what_a_cancelled_request_was_charged_goes_back(router, namespace, turns):
+async def test_the_charge_of_a_cancelled_request_is_returned(router, namespace, turns):
     """Cancelled before Redis has answered, while its answer is read, and when it has just been."""
     placement = await router()
     await placement.place(request([1] * 100))

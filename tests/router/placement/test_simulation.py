@@ -1,4 +1,4 @@
-"""What placement is for, in simulated time: routers that agree, bursts that find each other's prefixes."""
+"""The purpose of placement, in simulated time: routers agree, and bursts find each other's prefixes."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ async def load(placement: Placement) -> dict[str, int]:
     return {decoded(name): int(value) for name, value in found.items() if name and int(value)}
 
 
-async def test_what_would_come_too_late_is_refused_and_charges_nothing(placement):
+async def test_a_request_that_would_be_late_is_refused_and_charges_nothing(placement):
     for _ in range(2):
         await placement.place(request(6000))
     before = await load(placement)

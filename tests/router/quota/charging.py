@@ -1,4 +1,4 @@
-"""Charges as tests make them: through routers by turns, asked again while Redis has not answered."""
+"""Charges of tests: through the routers in turn, repeated while Redis has not answered."""
 
 from __future__ import annotations
 

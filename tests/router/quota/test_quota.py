@@ -95,7 +95,7 @@ async def test_a_request_that_was_not_served_is_not_charged(routers):
         await routers[1].settle(charge, None)
 
 
-async def test_what_is_larger_than_a_bucket_enters_an_empty_one(routers):
+async def test_a_request_larger_than_a_bucket_enters_an_empty_one(routers):
     limits = RateLimits(tokens_per_minute=1000)
     assert len(await admitted(routers, limits, 1, 3000)) == 1
     with pytest.raises(OverloadedError) as caught:

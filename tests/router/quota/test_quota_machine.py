@@ -1,6 +1,6 @@
-"""Charges that change hands, in any order: routers that die, let go, settle late or twice over each other, clients that
-request again with more tokens, with none, or after the end, others that use the same name. Calls to Redis are repeated,
-lose their answers, and arrive late and reordered. In every case a bucket holds what has been used and what is still
+"""Charges that change owners, in any order: routers that die, release, settle late or twice, clients that request
+again with more tokens, with none, or after the end, and others with the same name. Calls to Redis are repeated, lose
+their answers, and arrive late and reordered. In every case a bucket holds what has been used and what is still
 charged, and nothing else. The scripts are the real ones, with a virtual clock."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             for quota in self.quotas:
                 quota.scripts._charge = Way(self, with_our_clock(script_source("charge.lua")))  # type: ignore[assignment]
                 quota.scripts._settle = Way(self, with_our_clock(script_source("settle.lua")))  # type: ignore[assignment]
-                quota._repeating = True  # said again where this machine says so
+                quota._repeating = True  # repeated by a rule of this machine
 
         # --- the model -------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
         @rule(pick=st.integers(0, 20), late=st.booleans())
         def a_call_arrives_late_or_again(self, pick: int, late: bool) -> None:
-            """However late: while Redis remembers what it has applied."""
+            """However late, while Redis keeps a record of applied calls."""
             self.forget()
             lately = [one for one in self.sent if one.held is not None and self.now - one.at < 100]
             lately = [one for one in lately if late and not one.arrived] or lately

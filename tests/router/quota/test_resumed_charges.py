@@ -37,7 +37,7 @@ async def test_a_resumed_request_that_was_never_charged_is_charged(routers, buck
     assert bucket() == (1, 3)
 
 
-async def test_a_router_that_was_only_left_pays_for_what_was_not_taken_along(routers, bucket):
+async def test_a_router_left_alive_pays_for_tokens_its_client_did_not_take(routers, bucket):
     one, two = routers
     first = await charged(one, ChargedRequest("r"))
     second = await charged(two, ChargedRequest("r", again=True, held_tokens=1000))
@@ -67,7 +67,7 @@ async def test_a_request_that_its_client_left_is_resumed(routers, bucket):
     assert bucket() == (1, 6)
 
 
-async def test_what_a_client_does_not_resume_with_is_charged_again(routers, bucket):
+async def test_tokens_that_a_client_does_not_resume_with_are_charged_again(routers, bucket):
     one, two = routers
     first = await charged(one, ChargedRequest("r"))
     await one.settle(first, Use(PROMPT, 4000, finished=False))
@@ -78,7 +78,7 @@ async def test_what_a_client_does_not_resume_with_is_charged_again(routers, buck
 
 
 async def test_one_ticket_does_not_run_a_request_many_times_for_one_charge(routers, bucket):
-    """Its client leaves each router at the end of the answer, and says each time that it has nothing of it."""
+    """Its client leaves each router at the end of the answer, and claims each time to have no tokens."""
     for turn in range(10):
         request = ChargedRequest("r", again=turn > 0)
         charge = await charged(routers[turn % 2], request, 5000)
@@ -96,7 +96,7 @@ async def test_two_concurrent_requests_are_charged_twice(routers, bucket):
     assert bucket() == (2, 20)
 
 
-async def test_what_has_ended_cannot_be_taken_over(routers, bucket):
+async def test_an_ended_request_cannot_be_resumed(routers, bucket):
     one, two = routers
     await one.settle(await charged(one, ChargedRequest("r")), Use(PROMPT, 1000))
     await charged(two, ChargedRequest("r", again=True, held_tokens=1000), 5000)

@@ -11,7 +11,7 @@ from tests.router.quota.charging import EXPECTED, WIDE, charged
 
 
 async def warm(quota: Quota) -> None:
-    """Its scripts are known to Redis, its connections are open, and its bucket is empty."""
+    """Load its scripts into Redis, open its connections, and empty its bucket."""
     await quota.settle(await charged(quota, ChargedRequest("warm"), 1000), None)
 
 

@@ -1,4 +1,4 @@
-"""Request fields: what errors repeat of a client's values, and that markers, messages and models name the same things."""
+"""Request fields: how errors quote a client's values, and that markers, messages and models name the same fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
-from router.frontends.http.openapi.requests import request_schemas
+from router.frontends.http.openapi.document import request_schemas
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.request.fields import RequestModel, filled, read, shown
 from router.request.limits import MAX_SHOWN, FieldLimits

@@ -145,7 +145,7 @@ async def completions(gateway: Any, body: dict[str, Any]) -> list[Completion]:
     return (await read(request, {"max_tokens": 1, **body}, ARRIVAL, lambda prompts: None)).completions
 
 
-async def test_what_is_truncated_may_exceed_the_context(gateway):
+async def test_a_prompt_to_be_truncated_may_exceed_the_context(gateway):
     asked = {"prompt": "a" * (3 * CONTEXT + 1)}
     (made,) = await completions(gateway, {**asked, "truncate_prompt_tokens": 4})
     assert made.prompt_tokens == [1]
@@ -234,7 +234,7 @@ class UnreadObject(Mapping[str, Any]):
     def __iter__(self) -> Any:
         raise Walked
 
-    __getitem__ = __iter__  # type: ignore[assignment]
+    __getitem__ = __iter__  # type: ignore[assignment]  # both raise
 
 
 @pytest.mark.parametrize(

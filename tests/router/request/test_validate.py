@@ -157,7 +157,7 @@ def test_accepted_values_are_passed_on_unchanged():
 
 @pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
 @pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-46, 1e-45, 1e-38])
-def test_what_is_above_0_is_not_0_on_the_wire(name, value):
+def test_a_value_above_0_is_not_0_on_the_wire(name, value):
     """The wire's floats are shorter than a client's, and 0 there is a field that was not set: no top_p at all."""
     sent = completed(PROMPT, **{name: value}).sampling
     received = type(sent).FromString(sent.SerializeToString())

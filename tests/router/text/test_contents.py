@@ -1,4 +1,4 @@
-"""A message's text is text: it ends no turn and begins none."""
+"""Special tokens in a message's text stay text: they end no turn and begin none."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_other_contents_are_encoded_as_a_whole(text, content):
     assert await ids(text, content) == whole
 
 
-async def test_what_stands_around_a_marked_content_is_encoded_as_before(text):
+async def test_text_around_a_marked_content_is_encoded_as_before(text):
     """Only the piece between two special tokens of the template that holds the mark is encoded apart."""
     around = await ids(text, "hello")
     forged = await ids(text, "<|im_end|>")
@@ -107,7 +107,7 @@ def test_overlapping_texts_of_special_tokens_are_all_marked():
     assert sum(token >= len(ALPHABET) for token in encoded) == 2
 
 
-def test_what_a_mark_cannot_prevent_is_refused():
+def test_contents_that_a_mark_cannot_protect_are_refused():
     single = Contents(byte_level(AddedToken("\u00a7", special=True)))
     assert single.marked([{"role": "user", "content": "no such character"}])[1] == ""
     loose = byte_level(AddedToken("<end>", special=True, normalized=True))

@@ -73,7 +73,7 @@ def test_a_stop_string_can_be_kept():
 
 
 def test_tokens_that_never_show_are_not_decoded_again(checkpoint):
-    """A model that may not end says hardly anything else at last."""
+    """A model that may not end repeats itself at last."""
     text = ModelText(checkpoint("llama"))
     special = 2
     detokenizer = Detokenizer(text.tokenizer, [], {special})

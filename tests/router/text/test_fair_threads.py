@@ -48,7 +48,7 @@ async def test_tenants_take_turns(threads: FairThreads) -> None:
     assert gate.began == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_what_is_cancelled_before_its_turn_is_never_run(threads: FairThreads) -> None:
+async def test_calls_cancelled_before_their_turn_are_never_run(threads: FairThreads) -> None:
     gate = Gate()
     first = asyncio.create_task(threads.run("a", gate.call, "first"))
     await began(gate, 1)
@@ -86,7 +86,7 @@ async def test_a_turn_that_comes_with_the_cancel_is_passed_on(threads: FairThrea
     second = asyncio.create_task(threads.run("a", gate.call, "second"))
     third = asyncio.create_task(threads.run("b", gate.call, "third"))
     await asyncio.sleep(0)
-    threads._give_back()  # the second's turn, which it does not know of yet
+    threads._give_back()  # the second's turn, before it runs
     second.cancel()
     gate.go_on.release()
     gate.go_on.release()
@@ -107,7 +107,7 @@ async def test_a_call_that_is_cancelled_when_a_thread_becomes_free_takes_none(
     gate.go_on.release()
     threads._executor.submit(lambda: None).result(
         20
-    )  # the first has ended; the loop hears of it in its next turn,
+    )  # the first has ended; the loop gets the result in its next turn,
     second.cancel()  # and the second's task of this after it
     with pytest.raises(asyncio.CancelledError):
         await second

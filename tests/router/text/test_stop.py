@@ -106,7 +106,7 @@ TEXTS = {"far from any": "xyz " * 1000, "almost one": "a" * 4000, "back and fort
 
 @pytest.mark.parametrize("stops", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_character_costs_the_same_whatever_the_list(stops, text):
+def test_the_cost_of_a_character_does_not_depend_on_the_list(stops, text):
     """Four characters at a time, as tokens come. Making a node is counted once, for nodes that the text reaches."""
     matcher = StopMatcher(StopStrings(stops))
     pieces = [text[at : at + 4] for at in range(0, len(text), 4)]

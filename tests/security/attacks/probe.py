@@ -1,4 +1,4 @@
-"""How long a router keeps others waiting."""
+"""The time for which a router delays other requests."""
 
 from __future__ import annotations
 

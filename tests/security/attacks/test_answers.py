@@ -1,4 +1,4 @@
-"""Small requests for large answers: what one may ask for, and what making its answer costs others."""
+"""Small requests for large answers: their limits, and their cost for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large bodies: what one costs a router before it is refused, and how much of many it holds."""
+"""Large bodies: the cost of one before it is refused, and the memory that many of them hold."""
 
 from __future__ import annotations
 

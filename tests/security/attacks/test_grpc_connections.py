@@ -24,7 +24,7 @@ from cluster.errors import BatonError, OverloadedError
 from cluster.rpc import errors
 from cluster.rpc.health import Health
 from router.admission.descriptors import fitted
-from router.frontends.grpc.other_calls import READ_SECONDS, READS
+from router.frontends.grpc.other_calls import CALLS_PER_CONNECTION, READ_SECONDS, READS
 from tests.harness import router_process as router_setup
 from tests.harness.router import KeyFile
 from tests.harness.waiting import wait_for
@@ -33,6 +33,7 @@ LIMIT = 8
 WATCHERS = 3
 BODY_SECONDS = 1.5
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
 ALONE = [("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -43,6 +44,7 @@ def settings() -> dict[str, Any]:
         "grpc_idle_seconds": 2.0,
         "max_health_watchers": WATCHERS,
         "header_seconds": 2.0,
+        "write_seconds": 2.0,
         "body_seconds": BODY_SECONDS,
         "request_seconds": 20.0,
     }
@@ -80,6 +82,49 @@ def test_idle_connections_have_a_number_and_end(router: Any, keys: KeyFile) -> N
             return False
 
         wait_for(served, 20, "the first ones have left")
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def unread_call(path: bytes, stream: int) -> bytes:
+    """A gRPC call with an empty message."""
+    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
+    fields |= {b"te": b"trailers", b"content-type": b"application/grpc"}
+    head = b"".join(
+        bytes((0, len(name))) + name + bytes((len(value),)) + value for name, value in fields.items()
+    )
+    return frame(1, 4, stream, head) + frame(0, 1, stream, bytes(5))
+
+
+def unread(where: tuple[str, int], path: bytes, calls: int) -> socket.socket:
+    """A connection with calls of which it takes no answer: its window is 0."""
+    sock = socket.create_connection(where, timeout=10)
+    window = frame(4, 0, 0, bytes((0, 4, 0, 0, 0, 0)))
+    sock.sendall(GREETING[:24] + window + b"".join(unread_call(path, 2 * i + 1) for i in range(calls)))
+    return sock
+
+
+@pytest.mark.parametrize("path", [CHECK, WATCH])
+def test_answers_of_health_that_are_not_read_keep_no_connection(router: Any, path: bytes) -> None:
+    """They kept it for max_connection_seconds: a client without a key took all of them for an hour."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(WATCHERS):
+            stack.enter_context(unread(address(router), path, 1))
+        wait_for(lambda: connected(router) == WATCHERS, 10, "they are open")
+        wait_for(lambda: connected(router) == 0, 15, "they are closed")
+
+
+def test_a_connection_has_a_number_of_calls_of_health(router: Any) -> None:
+    """gRPC keeps what is not read until the connection ends."""
+    with unread(address(router), CHECK, CALLS_PER_CONNECTION + 1) as sock:
+        received = b""
+        while b"grpc-status" not in received:
+            received += sock.recv(65536)
+        assert b"this connection has 16 requests in flight" in received
+    wait_for(lambda: connected(router) == 0, 15, "it is closed")
 
 
 def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:

@@ -1,4 +1,4 @@
-"""No tenant gets before all others by asking for a higher class than its key allows."""
+"""No tenant gets ahead of all others by asking for a higher class than its key allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client whose authority was removed gets in over no port, not even with a TLS session of before."""
+"""A client whose authority was removed is refused on every port, also with an earlier TLS session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenize is inside every limit: places, quota, length, and turns between tenants."""
+"""Tokenize is subject to every limit: places, quota, length, and turns between tenants."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from tests.harness.waiting import wait_for
 
 LIMIT = 60
 PAGE = b"GET /ui/style.css HTTP/1.1\r\nhost: x\r\n\r\n"
+DOCUMENT = "GET /openapi.json HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n\r\n"
 FITTING, PAGES = 40, 60  # what the kernel's and the router's buffers of a connection take, and more
 BODY = bytes(60_000)
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
@@ -29,6 +30,11 @@ GROWN_MIB = 10  # it was 48
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
     return {"max_http_connections": LIMIT}
+
+
+@pytest.fixture(scope="module")
+def greedy(keys: KeyFile) -> str:
+    return keys.add("greedy", max_concurrent_requests=1)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,16 @@ def unread(router: Router, count: int, *parts: bytes) -> Iterator[None]:
                     sock.sendall(part)
             time.sleep(0.5)
         yield
+
+
+def test_unread_answers_under_one_key_close_the_port_to_no_client(
+    router: Router, key: str, greedy: str
+) -> None:
+    """Requests other than generations take no place, of which that key has one."""
+    for one in (key, greedy):
+        wait_for(lambda one=one: ask(router, one) == 200, 30, "the key is known")
+    with unread(router, LIMIT + MAX_REFUSED + 40, (DOCUMENT % greedy).encode() * FITTING):
+        assert [ask(router, key) for _ in range(10)] == [200] * 10
 
 
 def test_unread_answers_without_a_key_close_the_port_to_no_client(router: Router, key: str) -> None:

@@ -66,7 +66,7 @@ class Outcome:
     control: list[float]  # while unrelated processes compute as much
     failures: list[str]
     memory: int  # bytes of the router, at most
-    answers: dict[str, int]  # what the attackers were told
+    answers: dict[str, int]  # answers to the attackers
 
     @property
     def ratio(self) -> float:

@@ -1,4 +1,4 @@
-"""What `baton doctor --values` prints is what the chart takes, and what its cluster has room for."""
+"""The values that `baton doctor --values` prints are accepted by the chart, and fit the cluster."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _written(renderer: Renderer) -> set[tuple[str, str]]:
 
 
 @pytest.mark.timeout(600)
-def test_what_the_chart_sets_is_refused_there(renderer: Renderer) -> None:
+def test_settings_that_the_chart_sets_are_refused_there(renderer: Renderer) -> None:
     written = sorted(_written(renderer))
     assert len(written) > 60
     sets = [ValueSet(values={part: {"config": _nested(setting)}}) for part, setting in written]

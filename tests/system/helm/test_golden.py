@@ -37,7 +37,7 @@ def _told(name: str, renderer: Renderer) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_rendered_is_what_was_agreed(name: str, renderer: Renderer) -> None:
+def test_renderings_equal_the_committed_ones(name: str, renderer: Renderer) -> None:
     file = GOLDEN / f"{name}.yaml"
     told = _told(name, renderer)
     if os.environ.get("BATON_WRITE_GOLDEN"):

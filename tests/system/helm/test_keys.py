@@ -1,4 +1,4 @@
-"""Every key of values.yaml changes what is rendered, or is refused: none is there for show."""
+"""Every key of values.yaml changes the rendering, or is refused."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ BESIDE: dict[str, dict[str, Any]] = {
         "externalRedis": {"url": "rediss://x"},
         "ray": {"gcsFaultTolerance": {"enabled": False}},
     },
+    **{
+        f"externalRedis.{user}.urlSecret.key": {
+            "redis": {"enabled": False},
+            "externalRedis": {"url": "rediss://x", user: {"urlSecret": {"name": "x"}}},
+            "ray": {"gcsFaultTolerance": {"enabled": False}},
+            "autoscaling": {"enabled": True},
+        }
+        for user in ("router", "worker", "autoscaler")
+    },
+    "externalRedis.autoscaler": {
+        "redis": {"enabled": False},
+        "externalRedis": {"url": "rediss://x"},
+        "ray": {"gcsFaultTolerance": {"enabled": False}},
+        "autoscaling": {"enabled": True},
+    },
+    "redis.passwordSecrets.autoscaler": {"autoscaling": {"enabled": True}},
     "externalRedis.urlSecret.key": {
         "redis": {"enabled": False},
         "externalRedis": {"urlSecret": {"name": "x"}},
@@ -149,7 +165,7 @@ def _changed(beside: dict[str, Any], leaf: Any) -> dict[str, Any]:
 def _comparable(rendered: Rendered) -> str:
     """Without values that differ in every rendering, and those that do not describe a cluster."""
     return re.sub(
-        r"(?m)^  (secret|ray-token|redis-password|ray-redis-password|mutated|hash-key): \S+$",
+        r"(?m)^  (secret|ray-token|redis-(?:router|worker|autoscaler)-password|ray-redis-password|mutated|hash-key): \S+$",
         "",
         rendered.text,
     )

@@ -1,4 +1,4 @@
-"""The chart is a chart, for both Helm majors, and what is generated in it is up to date."""
+"""The chart passes lint in both Helm majors, and its generated files are up to date."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_lint_is_clean(helm: Path) -> None:
 
 
 def _needed(file: Path | None) -> list[str]:
-    """Lint knows no --api-versions: what needs an operator is told another way where the file allows."""
+    """Lint has no --api-versions: what needs an operator is set by values where the file allows."""
     if file is None:
         return []
     values = yaml.safe_load(file.read_text())

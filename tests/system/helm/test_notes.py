@@ -1,4 +1,4 @@
-"""What Helm prints after an install leads on: the next three commands are there and name what there is."""
+"""The notes after an install: the next three commands exist and name installed objects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _indented(notes: str) -> list[str]:
         ("t", {"fullnameOverride": "llm"}),
     ],
 )
-def test_the_next_three_commands_name_what_there_is(
+def test_the_next_three_commands_name_the_installed_objects(
     release: str, values: dict[str, Any], renderer: Renderer, tmp_path: Path
 ) -> None:
     notes, rendered = _told(renderer, tmp_path, values, release)

@@ -1,4 +1,4 @@
-"""What must hold between the objects of one release, for every value set."""
+"""Relations between the objects of one release, for every value set."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_mounts_have_volumes_and_volumes_have_mounts(rendered: Rendered) -> None
         assert len(set(volumes)) == len(volumes)
 
 
-def test_what_pods_refer_to_is_there_or_yours(rendered: Rendered) -> None:
+def test_objects_that_pods_refer_to_exist_or_are_given(rendered: Rendered) -> None:
     """ConfigMaps, Secrets and accounts that bear the release's name are made by the chart (or by cert-manager)."""
     made = {(one["kind"], one["metadata"]["name"]): one for one in rendered.manifests}
     certificates = {one["spec"]["secretName"] for one in rendered.of("Certificate")}
@@ -170,7 +170,7 @@ def test_a_standing_engine_is_restarted_when_its_time_is_over_and_not_twice_as_l
     assert liveness["periodSeconds"] * liveness["failureThreshold"] <= 30
 
 
-def test_a_hand_off_is_tested_where_there_can_be_one_and_over_what_there_is(renderer: Renderer) -> None:
+def test_a_hand_off_is_tested_where_there_can_be_one_and_over_its_transport(renderer: Renderer) -> None:
     def tested(name: str = "", **values: Any) -> list[str] | None:
         rendered = renderer.render(VALUE_SETS[name] if name else ValueSet(values=values))
         jobs = {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in rendered.of("Job")}
@@ -195,7 +195,7 @@ def test_workers_elsewhere_find_the_charts_redis(renderer: Renderer) -> None:
     (job,) = [one for one in rendered.of("Job") if one["metadata"]["name"] == "t-baton-ray-apply"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (address,) = [one["value"] for one in container["env"] if one["name"] == "BATON_REDIS_URL"]
-    assert address == "redis://:$(REDIS_PASSWORD)@t-baton-redis.serving.svc:6379/0"
+    assert address == "redis://worker:$(REDIS_PASSWORD)@t-baton-redis.serving.svc:6379/0"
     rendered.named("Service", "t-baton-redis")
 
 

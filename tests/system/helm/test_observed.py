@@ -1,4 +1,4 @@
-"""Alerts and dashboards reach the cluster as the files say them."""
+"""Alerts and dashboards reach the cluster as they are in the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray's nodes: probes where the operator would write its own, and how they wait for the worker that stands on them."""
+"""Ray's nodes: probes where the operator would write its own, and how a node waits for the worker on it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _exit_code(script: str) -> int:
 
 @contextmanager
 def _answering(status: int) -> Iterator[int]:
-    """A worker's probes port that says one thing."""
+    """A worker's probes port with one fixed answer."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""What can't work is refused while rendering, with a sentence that says what to change."""
+"""Impossible values are refused while rendering, with a sentence that names the remedy."""
 
 from __future__ import annotations
 
@@ -132,6 +132,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "externalRedis.url and externalRedis.urlSecret.name are both set",
         "keep one",
     ),
+    "two addresses of one component's Redis": (
+        {
+            "redis": {"enabled": False},
+            "externalRedis": {"url": "redis://x", "worker": {"url": "redis://y", "urlSecret": {"name": "z"}}},
+        },
+        "externalRedis.worker.url and externalRedis.worker.urlSecret.name are both set",
+        "keep one",
+    ),
+    "a component without a Redis": (
+        {"redis": {"enabled": False}, "externalRedis": {"router": {"url": "redis://x"}}},
+        "externalRedis names no Redis for the worker",
+        "set externalRedis.worker.urlSecret.name, or externalRedis.urlSecret.name for all components",
+    ),
+    "a component's Redis beside the chart's": (
+        {"externalRedis": {"worker": {"url": "redis://x"}}},
+        "redis.enabled and externalRedis are both set",
+        "turn redis.enabled off",
+    ),
     "fault tolerance without Redis": (
         {"redis": {"enabled": False}, "externalRedis": {"url": "redis://x"}},
         "ray.gcsFaultTolerance has no Redis",
@@ -220,7 +238,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "prefill.config.engine is a mapping of settings, not one value",
         "write its settings below it",
     ),
-    "a drain that the grace period does not know of": (
+    "a drain longer than the grace period": (
         {"prefill": {"config": {"drain_seconds": 900}}},
         "prefill.config.drain_seconds would go behind the chart's own settings",
         "use prefill.drainSeconds",
@@ -243,7 +261,7 @@ REFUSED |= {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_with_a_sentence(name: str, renderer: Renderer) -> None:
+def test_impossible_settings_are_refused_with_a_sentence(name: str, renderer: Renderer) -> None:
     values, wrong, change = REFUSED[name]
     rendered = renderer.render(ValueSet(values=values))
     assert rendered.code != 0

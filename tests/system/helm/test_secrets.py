@@ -137,7 +137,7 @@ def _as(port: int, password: str | None, user: str | None = None) -> redis.Redis
 
 def _answers(port: int, password: str | None) -> bool:
     try:
-        return bool(_as(port, password).ping())
+        return bool(_as(port, password, None if password is None else "router").ping())
     except redis.exceptions.ConnectionError as error:
         if isinstance(error, redis.exceptions.AuthenticationError):
             raise
@@ -145,7 +145,7 @@ def _answers(port: int, password: str | None) -> bool:
 
 
 def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, tmp_path: Path) -> None:
-    password = "q7PzS3cr3tW0rd"
+    password, others = "q7PzS3cr3tW0rd", {"worker": "w0rk3rS3cr3t", "ray": "r4yS3cr3t"}
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = int(one.getsockname()[1])
     values = {
@@ -160,22 +160,33 @@ def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, t
     words = [{"$(POD_IP)": "127.0.0.1", "/data": str(tmp_path)}.get(word, word) for word in words]
     with subprocess.Popen(
         words,
-        env={**os.environ, "REDIS_PASSWORD": password, "RAY_REDIS_PASSWORD": "r4yS3cr3t"},
+        env={
+            **os.environ,
+            "REDIS_ROUTER_PASSWORD": password,
+            "REDIS_WORKER_PASSWORD": others["worker"],
+            "RAY_REDIS_PASSWORD": others["ray"],
+        },
         stdout=subprocess.DEVNULL,
     ) as server:
         try:
             wait_for(lambda: _answers(port, password), 30, "redis answers")
             # The server has the process of the shell, and gets the signals that end a pod.
             assert "redis-server" in os.readlink(f"/proc/{server.pid}/exe")
-            assert password.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+            shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+            assert not any(one.encode() in shown for one in (password, *others.values()))
             with pytest.raises(redis.exceptions.AuthenticationError):
                 _answers(port, None)
-            users = {"{serving-t}:key": _as(port, password), "RAYserving-t@KV": _as(port, "r4yS3cr3t", "ray")}
+            users = {
+                "{serving-t}:load": _as(port, password, "router"),
+                "RAYserving-t@KV": _as(port, others["ray"], "ray"),
+            }
             for own, user in users.items():
                 assert user.hset(own, "a", "b") == 1
                 for other in [key for key in (*users, "elsewhere") if key != own]:
                     with pytest.raises(redis.exceptions.NoPermissionError):
                         user.hgetall(other)
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    _as(port, others["worker"], "worker").hgetall(own)
                 for command in (("FLUSHALL",), ("CONFIG", "GET", "*"), ("KEYS", "*"), ("ACL", "LIST")):
                     with pytest.raises(redis.exceptions.NoPermissionError):
                         user.execute_command(*command)
@@ -198,11 +209,12 @@ def test_a_password_that_redis_cannot_take_is_refused(ours: str, rays: str, rend
     """In its configuration it would end a word, or begin another."""
     (pod,) = [one for one in pods_of(renderer.render(VALUE_SETS["defaults"])) if one.component == "redis"]
     (container,) = pod.containers
-    environment = {**os.environ, "REDIS_PASSWORD": ours, "RAY_REDIS_PASSWORD": rays}
+    environment = {**os.environ, "REDIS_ROUTER_PASSWORD": "right", "REDIS_WORKER_PASSWORD": ours}
+    environment["RAY_REDIS_PASSWORD"] = rays
     words = [*container["command"][:-1], "true"]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1
-    assert "change redis.passwordSecret or ray.gcsFaultTolerance.passwordSecret" in ended.stderr
+    assert "change redis.passwordSecrets or ray.gcsFaultTolerance.passwordSecret" in ended.stderr
     assert not ours or ours not in ended.stderr
 
 
@@ -222,7 +234,7 @@ def test_with_tls_redis_accepts_nothing_else(renderer: Renderer, tmp_path: Path)
     for name, file in {"tls.crt": "router.pem", "tls.key": "router.key", "ca.crt": "ca.pem"}.items():
         (certs / name).write_bytes((certs / file).read_bytes())
     server, environment = find_server()
-    (tmp_path / "redis-server").symlink_to(server)  # by its name it knows what to be
+    (tmp_path / "redis-server").symlink_to(server)  # its role follows from its name
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = int(one.getsockname()[1])
     values = {"tls": TLS, "redis": {"port": port, "command": [str(tmp_path / "redis-server")]}}
@@ -236,9 +248,10 @@ def test_with_tls_redis_accepts_nothing_else(renderer: Renderer, tmp_path: Path)
         return word
 
     words = [replaced(word) for word in (*container["command"], *container["args"])]
-    env = {**environment, "REDIS_PASSWORD": "q7PzS3cr3t", "RAY_REDIS_PASSWORD": "r4yS3cr3t"}
+    env = {**environment, "REDIS_ROUTER_PASSWORD": "q7PzS3cr3t", "REDIS_WORKER_PASSWORD": "w0rk3rS3cr3t"}
+    env["RAY_REDIS_PASSWORD"] = "r4yS3cr3t"
     (url,) = {one["value"] for one in pods["router"].containers[0]["env"] if one["name"] == "BATON_REDIS_URL"}
-    assert url == f"rediss://:$(REDIS_PASSWORD)@t-baton-redis:{port}/0?{CA}"
+    assert url == f"rediss://router:$(REDIS_PASSWORD)@t-baton-redis:{port}/0?{CA}"
     url = url.replace("$(REDIS_PASSWORD)", "q7PzS3cr3t").replace("t-baton-redis", "127.0.0.1")
     right = url.replace("/etc/baton/tls/ca.crt", str(certs / "ca.pem"))
     alive = [replaced(word) for word in container["livenessProbe"]["exec"]["command"]]
@@ -279,3 +292,47 @@ def test_with_tls_all_pods_that_use_redis_have_its_authority(name: str, renderer
                 (volume,) = [one for one in pod.spec["volumes"] if one["name"] == "redis-ca"]
                 assert [one["key"] for one in volume["secret"]["items"]] == ["ca.crt"], "and no key"
     assert found >= {"router", "prefill", "decode", "ray-head"}
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_each_component_holds_the_password_of_its_own_user_only(name: str, renderer: Renderer) -> None:
+    own = {"prefill": "worker", "decode": "worker", "deploy": "worker"}
+    rendered, drawn = renderer.render(VALUE_SETS[name]), set()
+    for pod in pods_of(rendered):
+        for container in pod.containers:
+            env = {one["name"]: one for one in container.get("env", [])}
+            if pod.component == "redis" or "BATON_REDIS_URL" not in env:
+                continue
+            user = own.get(pod.component, pod.component)
+            if "REDIS_PASSWORD" in env:
+                reference = env["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"]
+                assert reference["key"].endswith((f"redis-{user}-password", user))
+                assert f"//{user}:$(REDIS_PASSWORD)@" in env["BATON_REDIS_URL"]["value"]
+                if reference["name"] == "t-baton":
+                    drawn.add(reference["key"])
+            assert {one for one in env if "PASSWORD" in one} <= {"REDIS_PASSWORD"}
+    for secret in [one for one in rendered.of("Secret") if one["metadata"]["name"] == "t-baton"]:
+        passwords = {key for key in secret["data"] if key.startswith("redis-")}
+        assert passwords == drawn, "what no component needs is not drawn"
+
+
+def test_each_component_may_have_an_external_redis_url_of_its_own(renderer: Renderer) -> None:
+    rendered = renderer.render(VALUE_SETS["redis by a URL for each component"])
+    found = {}
+    for pod in pods_of(rendered):
+        for container in pod.containers:
+            for one in container.get("env", []):
+                if one["name"] == "BATON_REDIS_URL":
+                    found[pod.component] = one["valueFrom"]["secretKeyRef"]
+    ours = "t-baton-external-redis"
+    assert found == {
+        "router": {"name": ours, "key": "router-url"},
+        "prefill": {"name": "worker-redis", "key": "url"},
+        "decode": {"name": "worker-redis", "key": "url"},
+        "autoscaler": {"name": ours, "key": "autoscaler-url"},
+    }
+    ca = "ssl_ca_certs=/etc/baton/redis-tls/ca.crt"
+    assert rendered.named("Secret", ours)["stringData"] == {
+        "router-url": f"rediss://router:pass-word@redis.example:6380/0?{ca}",
+        "autoscaler-url": f"rediss://autoscaler:pass-word@redis.example:6380/1?a=b&{ca}",
+    }

@@ -1,4 +1,4 @@
-"""Values people install with: the chart's own examples, and what they do not show."""
+"""Sets of values: the chart's own examples, and cases that they do not cover."""
 
 from __future__ import annotations
 
@@ -87,11 +87,30 @@ MORE: dict[str, ValueSet] = {
             },
         }
     ),
+    "redis by a URL for each component": ValueSet(
+        values={
+            "redis": {"enabled": False},
+            "externalRedis": {
+                "router": {"url": "rediss://router:pass-word@redis.example:6380/0"},
+                "worker": {"urlSecret": {"name": "worker-redis"}},
+                "autoscaler": {"url": "rediss://autoscaler:pass-word@redis.example:6380/1?a=b"},
+                "tlsSecret": "redis-tls",
+                "port": 6380,
+            },
+            "autoscaling": {"enabled": True},
+            "ray": {"gcsFaultTolerance": {"enabled": False}},
+        }
+    ),
     "own secrets": ValueSet(
         values={
             "deploymentSecret": {"name": "mine", "key": "hash-key"},
             "ray": {"tokenSecret": {"name": "token", "key": "token"}},
-            "redis": {"passwordSecret": {"name": "redis", "key": "password"}},
+            "redis": {
+                "passwordSecrets": {
+                    "router": {"name": "redis", "key": "router"},
+                    "worker": {"name": "redis", "key": "worker"},
+                }
+            },
             "apiKeys": {"entries": [{"id": "abc", "key_sha256": "0" * 64, "tenant": "acme"}]},
             "tests": {"apiKeySecret": {"name": "test-key"}},
         }

@@ -15,7 +15,7 @@ SECONDS = 60
 
 
 class HelmFailed(Exception):
-    """What Helm said."""
+    """The output of Helm."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Outcome:
         return len([span for span in self.spans if span[0] < end and span[1] > begin])
 
     def wrong(self, model: Path) -> list[str]:
-        """Answers that are not what the reference says token by token; near-ties are not wrong."""
+        """Answers that differ from the reference; near-ties are not wrong."""
         found = []
         for number, tokens in sorted(self.answers):
             judged = judge(model, prompt(number), list(tokens))

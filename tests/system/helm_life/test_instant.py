@@ -82,7 +82,7 @@ def test_changed_configuration_rolls_the_pods_it_concerns_and_no_others(
     assert changed == {"one-baton-decode-0", "one-baton-decode-1"}
 
 
-def test_an_upgrade_leaves_what_the_autoscaler_has_scaled(
+def test_an_upgrade_keeps_the_autoscalers_replicas(
     server: ApiServer, make_helm: MakeHelm, tmp_path: Path
 ) -> None:
     helm = make_helm(server)

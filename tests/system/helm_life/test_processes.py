@@ -1,4 +1,4 @@
-"""The chart on pods that are real processes: it serves, it is tested, upgraded under load, hurt, and removed.
+"""The chart on pods that are real processes: it is installed, tested, upgraded under load, damaged, and removed.
 
 One release for the whole file, in this order. `ray.mode: embedded`.
 """

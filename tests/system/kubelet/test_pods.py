@@ -1,4 +1,4 @@
-"""What the tests' kubelet does with a pod's description, with small commands as containers."""
+"""The tests' kubelet and a pod's description, with small commands as containers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def phase(cluster: ProcessCluster, name: str) -> str:
 def outcome(
     cluster: ProcessCluster, name: str, command: str, *, spec: Object | None = None, **container: Any
 ) -> str:
-    """What a pod that runs once has said."""
+    """The output of a pod that runs once."""
     start(cluster, name, command, spec={"restartPolicy": "Never", **(spec or {})}, **container)
     wait_for(lambda: phase(cluster, name) in ("Succeeded", "Failed"), SECONDS, f"{name} has ended")
     assert phase(cluster, name) == "Succeeded", said(cluster, name)
@@ -245,7 +245,7 @@ def test_a_child_that_does_not_end_in_time_is_killed(cluster: ProcessCluster) ->
 
 @pytest.mark.parametrize("kind", ["exec", "tcp", "http"])
 def test_liveness_restarts_and_readiness_follows(cluster: ProcessCluster, kind: str) -> None:
-    """A server that stops answering after it was told to: its process lives on, the probe does not see it."""
+    """A server that stops answering on request: its process lives on, the probe does not see it."""
     asked: dict[str, Object] = {
         "exec": {"exec": {"command": ["sh", "-c", "test ! -e /tmp/sick"]}},
         "tcp": {"tcpSocket": {"port": 8080}},

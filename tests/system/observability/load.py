@@ -1,4 +1,4 @@
-"""A little load that exercises everything, until it is told to stop."""
+"""A little load that exercises everything, until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts that fire because something really happens to a cluster, and end when it is over."""
+"""Alerts that fire because of a real event in a cluster, and end with it."""
 
 from __future__ import annotations
 

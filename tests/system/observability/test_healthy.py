@@ -1,4 +1,4 @@
-"""What a healthy cluster shows: every metric named anywhere, data in every panel, no alert."""
+"""The metrics of a healthy cluster: every metric named anywhere, data in every panel, no alert."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Browser:
         self._thread.start()
 
     def call(self, method: str, parameters: Message | None = None, session: str = "") -> Message:
-        """Waits for the answer. Raises RuntimeError with what the browser says against it."""
+        """Wait for the answer. Raises RuntimeError with the browser's error."""
         number = self._send(method, parameters, session)
         try:
             answer = self._answers[number].get(timeout=CALL_SECONDS)
@@ -101,7 +101,7 @@ class Browser:
         return self._number
 
     def tell(self, method: str, parameters: Message, session: str) -> None:
-        """Does not wait: for the thread that hears events, which would wait for itself."""
+        """Do not wait: called on the thread that reads events, which would wait for itself."""
         self._send(method, parameters, session)
 
     def hear(self, session: str, listener: Callable[[Message], None]) -> None:

@@ -118,7 +118,7 @@ def test_an_answer_can_be_stopped(page_at: Page, cluster: Cluster) -> None:
     page_at.type("#question", "Write a class `Counter`.", enter=True)
     page_at.wait("document.querySelector('.model .text').textContent.length > 0", "the answer begins")
     page_at.click("#stop")
-    page_at.wait("document.querySelector('.facts')?.innerText === 'stopped'", "it says so")
+    page_at.wait("document.querySelector('.facts')?.innerText === 'stopped'", "it is shown as stopped")
     page_at.wait("!document.querySelector('#send').hidden", "one can ask again")
 
     def in_flight() -> int:

@@ -76,7 +76,15 @@
 {{- end -}}
 
 {{- define "baton.checkRedis" -}}
-{{- $external := or .Values.externalRedis.url .Values.externalRedis.urlSecret.name -}}
+{{- $all := or .Values.externalRedis.url .Values.externalRedis.urlSecret.name -}}
+{{- $external := $all -}}
+{{- range $user := list "router" "worker" "autoscaler" }}
+{{- $own := index $.Values.externalRedis $user }}
+{{- $external = or $external $own.url $own.urlSecret.name }}
+{{- if and $own.url $own.urlSecret.name }}
+{{- fail (printf "externalRedis.%s.url and externalRedis.%s.urlSecret.name are both set: keep one" $user $user) }}
+{{- end }}
+{{- end }}
 {{- if and .Values.redis.enabled $external }}
 {{- fail "redis.enabled and externalRedis are both set: turn redis.enabled off to use the external one, or empty externalRedis" }}
 {{- end }}
@@ -85,6 +93,12 @@
 {{- end }}
 {{- if and .Values.externalRedis.url .Values.externalRedis.urlSecret.name }}
 {{- fail "externalRedis.url and externalRedis.urlSecret.name are both set: keep one" }}
+{{- end }}
+{{- range $user := splitList " " (include "baton.redisUsers" .) }}
+{{- $own := index $.Values.externalRedis $user }}
+{{- if and $external (not (or $all $own.url $own.urlSecret.name)) }}
+{{- fail (printf "externalRedis names no Redis for the %s: set externalRedis.%s.urlSecret.name, or externalRedis.urlSecret.name for all components" $user $user) }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -63,21 +63,25 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- toYaml (mergeOverwrite $config $pool.config) -}}
 {{- end -}}
 
-{{- /* What a worker shows the rest of Kubernetes, and where its secrets come from. Takes root. */ -}}
+{{- /* How a component reaches Redis, as a user of its own. Takes root, redisUser. */ -}}
 {{- define "baton.redisEnv" -}}
-{{- $external := .Values.externalRedis -}}
-{{- if .Values.redis.enabled }}
+{{- $values := .root.Values -}}
+{{- if $values.redis.enabled }}
 - name: REDIS_PASSWORD
-  valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" .Values.redis.passwordSecret) | nindent 4 }}
+  valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" (index $values.redis.passwordSecrets .redisUser)) | nindent 4 }}
 - name: BATON_REDIS_URL
-  value: {{ include "baton.redisScheme" . }}://:$(REDIS_PASSWORD)@{{ include "baton.redisAddress" . }}:{{ .Values.redis.port }}/0{{ if .Values.tls.enabled }}?ssl_ca_certs=/etc/baton/tls/ca.crt{{ end }}
-{{- else if $external.urlSecret.name }}
-- name: BATON_REDIS_URL
-  valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" $external.urlSecret) | nindent 4 }}
+  value: {{ include "baton.redisScheme" .root }}://{{ .redisUser }}:$(REDIS_PASSWORD)@{{ include "baton.redisAddress" .root }}:{{ $values.redis.port }}/0{{ if $values.tls.enabled }}?ssl_ca_certs=/etc/baton/tls/ca.crt{{ end }}
 {{- else }}
+{{- $own := index $values.externalRedis .redisUser }}
+{{- $has := or $own.url $own.urlSecret.name }}
+{{- $given := ternary $own $values.externalRedis (not (empty $has)) }}
 - name: BATON_REDIS_URL
+{{- if $given.urlSecret.name }}
+  valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" $given.urlSecret) | nindent 4 }}
+{{- else }}
   valueFrom:
-    secretKeyRef: {name: {{ include "baton.base" . }}-external-redis, key: url}
+    secretKeyRef: {name: {{ include "baton.base" .root }}-external-redis, key: {{ if $has }}{{ .redisUser }}-{{ end }}url}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -90,17 +94,17 @@ tls_ca: /etc/baton/tls/ca.crt
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end -}}
 
-{{- /* Environment of every process of ours. Takes root. */ -}}
+{{- /* Environment of every process of ours. Takes root, redisUser. */ -}}
 {{- define "baton.commonEnv" -}}
-{{ include "baton.podEnv" . }}
+{{ include "baton.podEnv" .root }}
 {{ include "baton.redisEnv" . | trim }}
 - name: BATON_SECRET
-  valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" .Values.deploymentSecret) | nindent 4 }}
-{{- with .Values.observability.otlpEndpoint }}
+  valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" .root.Values.deploymentSecret) | nindent 4 }}
+{{- with .root.Values.observability.otlpEndpoint }}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
 - {name: OTEL_RESOURCE_ATTRIBUTES, value: "k8s.pod.name=$(POD_NAME),k8s.namespace.name=$(POD_NAMESPACE)"}
 {{- end }}
-{{ include "baton.scratchEnv" . }}
+{{ include "baton.scratchEnv" .root }}
 {{- end -}}
 
 {{- /* The root file system is read-only: everything that writes, writes to /tmp. */ -}}
@@ -113,7 +117,7 @@ tls_ca: /etc/baton/tls/ca.crt
 
 {{- /* Environment of a worker. Takes root, pool. */ -}}
 {{- define "baton.workerEnv" -}}
-{{ include "baton.commonEnv" .root }}
+{{ include "baton.commonEnv" (dict "root" .root "redisUser" "worker") }}
 - {name: BATON_HOST, value: $(POD_IP)}
 {{- if .root.Values.topology.enabled }}
 - name: NODE_NAME

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema
-from router.frontends.http.openapi.requests import request_schemas
-from router.frontends.http.openapi.schema import Schema, either, ref, text
+from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
+from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest
 from router.gateway import RequestGateway
+from router.request.fields import filled
+from router.request.limits import FieldLimits
 from router.request.validator import MAX_REQUEST_ID
 
 VERSION = "1"
@@ -69,6 +73,30 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
     }
 
 
+class _Generator(GenerateJsonSchema):
+    """Fields have no titles, and no defaults: a model's generation_config.json may set others."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def nullable_schema(self, schema: Any) -> JsonSchemaValue:
+        return optional(self.generate_inner(schema["schema"]))
+
+
+def request_schemas(limits: FieldLimits) -> dict[str, Schema]:
+    """Both endpoints' requests and the objects in them, by name."""
+    _, schemas = models_json_schema(
+        [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+        ref_template="#/components/schemas/{model}",
+        schema_generator=_Generator,
+    )
+    made: dict[str, Schema] = filled(schemas["$defs"], limits)
+    return made
+
+
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
     limits = {name: getattr(gateway.config, name) for name in _OTHER_LIMITS}
     return {"max_model_len": gateway.validator.limits.max_model_len, **limits}
@@ -98,17 +126,16 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         },
         "/metrics": {"get": _metrics(keys)},
         "/openapi.json": {"get": _get("openapi", "This document", {"type": "object"}, keys)},
-        "/health": {"get": _open("health", "The router runs", health_schema(), {})},
-        "/live": {"get": _open("live", "The router's event loop runs", probe_schema("live"), {})},
-        "/ready": {
-            "get": _open(
-                "ready",
-                "Requests can be served",
-                probe_schema("ready"),
-                {"503": _content("They cannot", probe_schema("ready"))},
-            )
-        },
+        "/health": {"get": _open("health", "The router runs", health_schema())},
+        "/live": {"get": _open("live", "The router's event loop runs", probe_schema("live"))},
+        "/ready": {"get": _ready()},
     }
+
+
+def _ready() -> dict[str, Any]:
+    made = _open("ready", "Requests can be served", probe_schema("ready"))
+    made["responses"]["503"] = _content("They cannot", probe_schema("ready"))
+    return made
 
 
 def _generate(name: str, schema: str, keys: bool) -> dict[str, Any]:
@@ -146,11 +173,9 @@ def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dic
     }
 
 
-def _open(name: str, summary: str, schema: Schema, more: dict[str, Any]) -> dict[str, Any]:
+def _open(name: str, summary: str, schema: Schema) -> dict[str, Any]:
     """An endpoint for probes, which send no keys."""
-    return {**_get(name, summary, schema, keys=False), "security": []} | {
-        "responses": {"200": _content(summary, schema), **_refusals(*_ALWAYS), **more}
-    }
+    return {**_get(name, summary, schema, keys=False), "security": []}
 
 
 def _metrics(keys: bool) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The outcome of more than a thousand requests: status, `param`, code and message of a refusal, else what was understood.
+"""The outcome of more than a thousand requests: status, `param`, code and message of a refusal, else the request as it
+was read.
 
 `BATON_WRITE_GOLDEN=1` writes the table again; read the difference before it is committed.
 """

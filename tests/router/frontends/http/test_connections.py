@@ -1,4 +1,4 @@
-"""Which connections make room, which are refused, and what a head may hold, to the last one."""
+"""Limits of connections: which are closed for new ones, which are refused, and the exact bounds of a head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http import protocol
-from router.frontends.http.protocol import MAKES_ROOM, limited
+from router.frontends.http.pipelined import LOOK_SECONDS
+from router.frontends.http.protocol import KEEPS, limited
 from router.frontends.http.reading import EventStream
 from tests.harness.waiting import until
 
@@ -29,7 +30,8 @@ LIMITS = ConnectionLimits(
 LIMITS = LIMITS.model_copy(update={"max_header_bytes": HEAD_BYTES, "max_headers": HEADERS})
 GET = b"GET /at-once HTTP/1.1\r\nhost: x\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
-WITHOUT_A_KEY = b"GET /without-a-key HTTP/1.1\r\nhost: x\r\n\r\n"
+GAVE_BACK = b"GET /gave-back HTTP/1.1\r\nhost: x\r\n\r\n"
+WITHOUT_A_PLACE = b"GET /without-a-place HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def _pieces() -> AsyncIterator[bytes]:
@@ -59,14 +61,14 @@ class Server:
 
         config = uvicorn.Config(self._app, http=Seen, interface="asgi3", log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Request(scope, receive, send).body()
         self.running += 1
-        if scope["path"] == "/without-a-key":
-            scope[MAKES_ROOM]()
-        if scope["path"] in ("/slow", "/without-a-key"):
+        with scope[KEEPS]() if scope["path"] in ("/slow", "/gave-back") else contextlib.nullcontext():
+            if scope["path"] in ("/slow", "/without-a-place"):
+                await self.go_on.wait()
+        if scope["path"] == "/gave-back":
             await self.go_on.wait()
         self.running -= 1
         if scope["path"] == "/pieces":
@@ -191,6 +193,15 @@ async def test_a_connection_that_is_gone_makes_no_room(server: Server) -> None:
     assert await (await server.connect()).ask() == 200
 
 
+async def test_a_connection_whose_request_gave_its_place_back_makes_room(server: Server) -> None:
+    """Refused requests had one for a moment, and their answers may stay unread."""
+    connections = [await server.connect() for _ in range(LIMIT)]
+    for one in connections:
+        one.send(GAVE_BACK)
+    await until(lambda: server.running == LIMIT, "they run", 5)
+    assert await (await server.connect()).ask() == 200
+
+
 async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeypatch: Any) -> None:
     monkeypatch.setattr(protocol, "MAX_REFUSED", 1)
     running = await busy(server)
@@ -201,11 +212,11 @@ async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeyp
     assert [await one.status() for one in running] == [200] * LIMIT
 
 
-async def test_a_connection_whose_request_has_no_key_makes_room(server: Server) -> None:
-    """Also if a request behind it may have one."""
+async def test_a_connection_whose_request_has_no_place_makes_room(server: Server) -> None:
+    """Also if a request behind it may take one."""
     connections = [await server.connect() for _ in range(LIMIT)]
     for one in connections:
-        one.send(WITHOUT_A_KEY)
+        one.send(WITHOUT_A_PLACE)
     await until(lambda: server.running == LIMIT, "they run", 5)
     for one in connections:
         one.send(SLOW)
@@ -215,10 +226,10 @@ async def test_a_connection_whose_request_has_no_key_makes_room(server: Server) 
     assert await third.ask() == 200
 
 
-async def test_a_request_with_a_key_behind_one_without_keeps_its_connection(server: Server) -> None:
+async def test_a_request_with_a_place_behind_one_without_keeps_its_connection(server: Server) -> None:
     connections = [await server.connect() for _ in range(LIMIT)]
     for one in connections:
-        one.send(WITHOUT_A_KEY + SLOW)
+        one.send(WITHOUT_A_PLACE + SLOW)
     await until(lambda: server.running == LIMIT, "they run", 5)
     server.go_on.set()
     assert [await one.status() for one in connections] == [200] * LIMIT
@@ -351,6 +362,28 @@ async def test_the_end_of_a_client_ends_its_generation(end: str, server: Server)
     await until(lambda: not server.connections, "it is closed", 5)
 
 
+async def test_the_end_of_a_client_ends_its_generation_though_a_request_waits_behind_it(
+    server: Server,
+) -> None:
+    """The socket is not read meanwhile, so the request ran on to its end."""
+    connection = await server.connect()
+    connection.send(SLOW.replace(b"GET", b"POST") + GET)
+    await until(lambda: server.running == 1, "it runs", 5)
+    connection.close()
+    await until(lambda: not server.connections, "it is closed", 5)
+    assert server.running == 1, "the application hears of it where it waits for the client"
+
+
+async def test_a_waiting_request_is_answered_though_its_client_sends_no_more(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(SLOW + GET)
+    connection.send_no_more()
+    await until(lambda: server.running == 1, "it runs", 5)
+    await asyncio.sleep(3 * LOOK_SECONDS)
+    server.go_on.set()
+    assert (await connection.rest()).count(b"answered") == 2
+
+
 async def test_bytes_before_an_answer_have_a_number(server: Server) -> None:
     connection = await server.connect()
     connection.send(SLOW)
@@ -359,7 +392,7 @@ async def test_bytes_before_an_answer_have_a_number(server: Server) -> None:
     assert [await connection.status() for _ in range(2)] == [429, 0]
 
 
-async def test_a_head_is_as_long_as_itself_whatever_came_before_it(server: Server) -> None:
+async def test_the_length_of_a_head_does_not_depend_on_what_came_before(server: Server) -> None:
     """All of it came in one read with the end of the request before."""
     connection = await server.connect()
     body = bytes(2 * HEAD_BYTES)

@@ -1,4 +1,4 @@
-"""What OpenAI's clients are told to do about an error."""
+"""The retry hints of errors for OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.frontends.http.errors import error_response
 
 
 @pytest.mark.parametrize("error", [AttemptsExhaustedError("eight workers failed"), InternalError("a fault")])
-def test_what_would_only_fail_again_is_not_repeated(error: BatonError) -> None:
+def test_errors_that_would_only_recur_are_not_retried(error: BatonError) -> None:
     """Those clients repeat every 5xx by themselves."""
     assert error_response(error).headers["x-should-retry"] == "false"
 

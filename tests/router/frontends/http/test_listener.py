@@ -26,7 +26,6 @@ async def serving(**config: Any) -> AsyncIterator[tuple[str, int]]:
     app = PlainTextResponse("answered")
     made = uvicorn.Config(app, interface="asgi3", log_config=None, lifespan="off", **config)
     server = HttpServer(made, seconds=30.0, max_silent=SILENT)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener:
         running = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started, "it serves")

@@ -41,7 +41,6 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 async def address() -> AsyncIterator[tuple[str, int]]:
     config = uvicorn.Config(app, http=limited(LIMITS), log_config=None, lifespan="off")
     server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     sock = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     await until(lambda: server.started, "it serves")

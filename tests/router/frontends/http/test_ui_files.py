@@ -1,4 +1,4 @@
-"""What the page's files promise: all there, nothing from elsewhere, a policy that forbids the rest."""
+"""The page's files: all referenced ones exist, none comes from elsewhere, and a policy forbids the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_file_is_served_and_every_path_has_its_file() -> None:
     assert set(read_pages()) == PATHS
 
 
-def test_whatever_is_named_is_there() -> None:
+def test_every_referenced_file_exists() -> None:
     named = set(re.findall(r'(?:src|href)="ui/([^"]+)"', TEXTS["index.html"]))
     for name, text in TEXTS.items():
         if name.endswith(".js"):

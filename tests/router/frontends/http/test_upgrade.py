@@ -1,4 +1,5 @@
-"""Clients that offer another protocol beside are served in this one: with their body, and what they send behind it."""
+"""Clients that offer to upgrade to another protocol are served in HTTP/1.1: with their body, and with pipelined
+requests."""
 
 from __future__ import annotations
 
@@ -61,6 +62,14 @@ async def test_the_requests_behind_it_are_served_too(address):  # noqa: F811
             body = await reader.readexactly(length)
             assert body.startswith(b"5;") and b"x-own=%d" % index in body
     writer.close()
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"chunked, gzip"])
+async def test_a_body_without_a_length_is_refused(address, coding, caplog):  # noqa: F811
+    """The parser of the body says so while the exception of the head's is handled."""
+    said = await exchange(address, request(H2C, b"transfer-encoding: " + coding + b"\r\n\r\n"))
+    assert said.startswith(b"HTTP/1.1 400")
+    assert not [one for one in caplog.records if one.name == "asyncio"], "no fatal error is logged"
 
 
 async def test_a_thousand_in_one_packet_are_no_recursion(address, monkeypatch):  # noqa: F811

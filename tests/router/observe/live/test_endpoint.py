@@ -1,4 +1,4 @@
-"""Two real routers before stub workers: either of them shows what both have done."""
+"""Two real routers before stub workers: each of them shows the requests of both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def live(router: Router) -> dict[str, Any]:
 
 
 def test_either_router_shows_the_work_of_both(routers: list[Router]) -> None:
-    wait_for(lambda: len(live(routers[0])["routers"]) == 2, SECONDS, "they know each other")
+    wait_for(lambda: len(live(routers[0])["routers"]) == 2, SECONDS, "they see each other")
     wait_for(lambda: live(routers[0])["history"]["ttft_p50"], SECONDS, "the first slot")
 
     def work() -> bool:
@@ -83,7 +83,7 @@ def test_a_router_that_leaves_is_gone(
         wait_for(lambda: len(live(stays)["routers"]) == 1, SECONDS, "one has left")
 
 
-def test_the_view_wants_an_admins_key_and_the_page_none(
+def test_the_view_needs_an_admins_key_and_the_page_none(
     checkpoint: Any, redis_url: str, namespace: str, tmp_path: Any
 ) -> None:
     keys = KeyFile(tmp_path / "keys.yaml")

@@ -1,4 +1,4 @@
-"""Routers hear of each other through a real Redis."""
+"""Routers exchange their figures through a real Redis."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_pairs_carry_all_of_it(values: list[float]) -> None:
     assert LatencyHistogram.from_pairs(pairs).counts == histogram.counts
 
 
-def test_what_is_beyond_the_buckets_is_counted_at_their_ends() -> None:
+def test_values_beyond_the_buckets_are_counted_at_their_ends() -> None:
     histogram = of([0.0, -1.0, 1e-9, 1e6])
     assert histogram.counts[0] == 3
     assert histogram.counts[BUCKETS - 1] == 1

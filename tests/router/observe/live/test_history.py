@@ -4,8 +4,7 @@ import pytest
 
 from router.observe.live.histogram import LatencyHistogram
 from router.observe.live.history import POINTS, TICK_SECONDS, History
-from router.observe.live.recorder import PairTraffic
-from router.observe.live.report import Counts, Requests, RouterReport, decode, encode
+from router.observe.live.report import Counts, PairTraffic, Requests, RouterReport, decode, encode
 
 PAIR = ("prefill-1", "decode-1")
 
@@ -65,7 +64,7 @@ def test_rates_are_of_all_routers_together() -> None:
     assert history.flows()[PAIR].handoffs_per_second == pytest.approx(20.0)
 
 
-def test_what_came_before_the_first_look_is_not_counted() -> None:
+def test_values_before_the_first_reading_are_not_counted() -> None:
     history = History()
     history.tick(0.0, {"a": report(1.0)})
     history.tick(2.0, {"a": report(3.0, 2), "late": report(500.0, 1_000_000)})
@@ -102,7 +101,7 @@ def test_the_past_is_bounded() -> None:
 
 
 def test_forgotten_pairs_begin_again() -> None:
-    """A router forgets pairs of workers that have gone; counts never turn negative by it."""
+    """A router drops pairs of workers that are gone; counts never turn negative by it."""
     before = Counts(flows={PAIR: PairTraffic(1000, 10)})
     assert Counts().since(before).flows == {}
     assert Counts(flows={PAIR: PairTraffic(100, 1)}).since(before).flows == {PAIR: PairTraffic(100, 1)}

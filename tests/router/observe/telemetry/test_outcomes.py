@@ -1,4 +1,4 @@
-"""How a request is counted by how it ended."""
+"""How a request is counted, by its end."""
 
 from __future__ import annotations
 

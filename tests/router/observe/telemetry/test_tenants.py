@@ -1,4 +1,4 @@
-"""However many tenants there are, the series stay bounded, and nothing is lost from the sum."""
+"""With any number of tenants, the series stay bounded and their sum is complete."""
 
 from __future__ import annotations
 

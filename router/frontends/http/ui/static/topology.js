@@ -1,4 +1,4 @@
-// Who is there, and KV flowing between them. Elements are kept from look to look, so that what moves keeps moving.
+// Workers, and KV flowing between them. Elements are kept between updates, so that animations continue.
 
 import { keep, say, set, svg } from "./dom.js";
 import { bytesPerSecond, count, duration, number, share } from "./format.js";

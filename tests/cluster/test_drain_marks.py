@@ -1,4 +1,4 @@
-"""The wish that a worker should leave: heard once, shown to all, gone with the process it was meant for."""
+"""Drain marks: the worker reads its mark once, every reader sees it, and it ends with the process that it was set for."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def register(redis_url: str, namespace: str) -> Iterator[Register]:
     made: list[Registration] = []
 
     def start(worker_id: str = "decode-0") -> tuple[Registration, list[Then]]:
-        heard: list[Then] = []
+        drains: list[Then] = []
         epoch = secrets.randbits(64)
         info = WorkerInfo(worker_id, epoch, 0, "decode", "m", "127.0.0.1:1", "", b"", "", "h", 4096, 100)
-        registration = Registration(redis_url, namespace, info, on_drain=heard.append)
+        registration = Registration(redis_url, namespace, info, on_drain=drains.append)
         registration.start()
         wait_for(lambda: registration.slot, 60, "it has a slot")
         made.append(registration)
-        return registration, heard
+        return registration, drains
 
     yield start
     for registration in made:
@@ -46,13 +46,13 @@ def state(redis_url: str, namespace: str, worker_id: str = "decode-0") -> str:
 def test_a_drain_mark_reaches_its_worker_and_every_reader(
     register: Register, redis_url: str, namespace: str
 ) -> None:
-    registration, heard = register()
+    registration, drains = register()
     slot = registration.slot
     assert state(redis_url, namespace) == "ready"
     assert request_drain(redis_url, namespace, "decode-0", "stay")
-    assert state(redis_url, namespace) == "draining"  # before the worker itself knows
-    wait_for(lambda: heard, 60, "it has heard")
-    assert heard[0] == "stay"
+    assert state(redis_url, namespace) == "draining"  # before the worker itself has read it
+    wait_for(lambda: drains, 60, "the worker has read the mark")
+    assert drains[0] == "stay"
     assert not request_drain(redis_url, namespace, "decode-0")
     assert registration.slot == slot  # its prefixes are still where they were
 
@@ -71,10 +71,10 @@ def test_a_new_process_of_the_same_name_is_not_meant(
 ) -> None:
     register()
     request_drain(redis_url, namespace, "decode-0")
-    _, heard = register()  # as a pod of a StatefulSet comes back, its predecessor having been killed
+    _, drains = register()  # as a pod of a StatefulSet comes back, its predecessor having been killed
     assert state(redis_url, namespace) == "ready"
     time.sleep(0.6)  # one renewal and more
-    assert not heard
+    assert not drains
 
 
 def test_a_worker_that_has_left_leaves_no_keys(register: Register, redis_url: str, namespace: str) -> None:

@@ -1,5 +1,5 @@
-"""Blocks whose keys and values led to logits that are no numbers leave the prefix cache with the request that failed, and
-so do the blocks computed from them."""
+"""Blocks whose keys and values led to logits that are not finite leave the prefix cache with the request that failed,
+and so do the blocks computed from them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def failed(done: RequestDone) -> bool:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_what_a_failed_request_computed_is_not_found(steps, n):
+def test_blocks_that_a_failed_request_computed_are_not_found(steps, n):
     """In its prompt, and among its output."""
     runner, engine, known = engine_of()
     engine.add(EngineRequest("bad", PROMPT, greedy(), n=n, salt=SALT))
@@ -98,7 +98,7 @@ def test_what_a_failed_request_computed_is_not_found(steps, n):
     assert run(engine, "again", PROMPT)[1].cached_tokens == 2 * PAGE, "from here on all is well"
 
 
-def test_what_a_failed_request_found_is_not_found_again():
+def test_blocks_that_a_failed_request_hit_are_not_found_again():
     """A block that went bad in the cache fails one request, not all that begin like it."""
     runner, engine, known = engine_of()
     run(engine, "first", PROMPT)
@@ -109,7 +109,7 @@ def test_what_a_failed_request_found_is_not_found_again():
     assert run(engine, "after", PROMPT)[0] == continuation(PROMPT, NEW)
 
 
-def test_what_others_computed_from_it_is_not_found():
+def test_blocks_computed_from_a_bad_block_are_not_found():
     """A longer prompt was computed behind the same beginning, and given up before its first token."""
     runner, engine, known = engine_of(max_batch_tokens=PAGE)
     run(engine, "first", PROMPT[:PAGE])
@@ -158,7 +158,7 @@ def run_beside(engine: Engine, name: str, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def test_what_a_hand_off_brought_is_not_found():
+def test_blocks_of_a_hand_off_are_not_found_after_a_failure():
     runner, engine, known = engine_of()
     taken = engine.reserve(EngineRequest("bad", PROMPT, greedy(), salt=SALT), [], growth_tokens=4)
     runner.store(taken.block_ids, 0, PROMPT)

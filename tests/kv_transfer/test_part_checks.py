@@ -27,13 +27,13 @@ async def decode() -> AsyncIterator[Decode]:
 async def peer(decode: Decode) -> AsyncIterator[ScriptedPeer]:
     scripted = ScriptedPeer(decode.receiver)
     scripted.hello()
-    await scripted.heard("welcome")
+    await scripted.received("welcome")
     yield scripted
     await scripted.close()
 
 
 async def ended_with(decode: Decode, peer: ScriptedPeer, transfer_id: bytes, code: str, word: str) -> None:
-    aborted = await peer.heard("aborted", transfer_id)
+    aborted = await peer.received("aborted", transfer_id)
     assert aborted.error.code == code
     assert word in aborted.error.message + aborted.error.field
     await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
@@ -46,7 +46,7 @@ async def test_an_honest_hand_off_commits(decode, peer):
     await peer.send(transfer_id, 0, (0, 2), (0, TOKENS))
     await peer.send(transfer_id, 1, (2, 3), (0, TOKENS))
     peer.finish(transfer_id, (0, 0, 2))
-    await peer.heard("committed", transfer_id)
+    await peer.received("committed", transfer_id)
     assert decode.engine.committed == [transfer_id]
     await until(lambda: decode.all_free, "every slot free")
 
@@ -195,7 +195,7 @@ async def test_held_tokens_stay_after_an_abort_and_need_no_parts(decode, peer):
     decode.engine.held_tokens = 2 * PAGE
     transfer_id = await peer.reserve(2 * PAGE)
     peer.finish(transfer_id)
-    await peer.heard("committed", transfer_id)
+    await peer.received("committed", transfer_id)
     other = await peer.reserve(TOKENS)
     peer.say(abort={"transfer_id": other, "reason": "enough"})
     await until(lambda: other in decode.engine.aborted, "aborted")

@@ -1,4 +1,4 @@
-"""Every message of a hand-off said twice, or late: nothing changes. One that is never answered: there is a limit."""
+"""Every message of a hand-off repeated or late changes nothing; one that is never answered has a time limit."""
 
 from __future__ import annotations
 

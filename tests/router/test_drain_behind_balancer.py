@@ -1,4 +1,4 @@
-"""A router leaves behind a load balancer: clients that know nothing of it, and try nothing twice, lose no request."""
+"""A router drains behind a load balancer: clients without knowledge of it and without retries lose no request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Ask = Callable[[], Awaitable[int]]  # → tokens
 
 @dataclass
 class Balancer:
-    """Passes each connection on to the router of the moment, and knows nothing of what runs over it."""
+    """Passes each connection on to the current router, without reading what runs over it."""
 
     targets: dict[str, tuple[str, int]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)

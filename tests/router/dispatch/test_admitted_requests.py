@@ -24,7 +24,7 @@ from wire import common_pb2
 
 
 class Refusing:
-    """A placement that remembers what it was asked and has no room."""
+    """A placement that records its requests and has no room."""
 
     def __init__(self) -> None:
         self.asked: list[PlacementRequest] = []

@@ -1,6 +1,6 @@
-"""How a worker leaves, in any order: it is told by Redis, by a signal and again, requests come, finish or take for ever,
-another worker comes and goes, its engine hangs. Nothing is given back too early or twice, nothing new is taken, and it
-always comes to an end; its probes say what is."""
+"""A draining worker under events in any order: marks in Redis, signals and repetitions, requests that come, finish or
+never end, a successor that comes and goes, an engine that hangs. Nothing is given back too early or twice, no request
+is admitted, and it always ends; its probes report its state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORWARD = list(Phase)
 
 
 class Role:
-    """What routers have asked of it; a router reads how each one ended only after `reads_after` seconds."""
+    """Its requests; a router reads the end of each one only after `reads_after` seconds."""
 
     def __init__(self, machine: LeavingMachine):
         self._machine = machine
@@ -115,7 +115,7 @@ class LeavingMachine(RuleBasedStateMachine):
         self.began = min(self.began, self.loop.time())
 
     async def has_successor(self) -> bool:
-        """Redis takes a moment to say so."""
+        """The mark in Redis takes a moment to arrive."""
         now = self.successor
         await asyncio.sleep(0.01)
         self.saw_successor = self.saw_successor or now

@@ -1,4 +1,4 @@
-"""`baton fetch` from a server that means harm: each lie is a typed error within `--seconds`."""
+"""`baton fetch` from a hostile server: each false answer is a typed error within `--seconds`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,64 @@
+"""The checks of an external Redis: reachable, memory limit, eviction policy, and what its user may do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import redis
+
+from baton.autoscaler.rights import rights as of_autoscaler
+from baton.doctor.checks import Check
+from cluster.redis.connect import connect
+from cluster.redis.memory import ADVICE, RedisMemory
+from cluster.redis.rights import Component, Rights, lacking
+from cluster.redis.urls import without_password
+from router.rights import rights as of_router
+from worker.rights import rights as of_worker
+
+RIGHTS: Mapping[Component, Callable[[str], Rights]] = {
+    "router": of_router,
+    "worker": of_worker,
+    "autoscaler": of_autoscaler,
+}
+
+
+def check_redis(url: str) -> Check:
+    """Read INFO memory of an external Redis and judge it; never raises for a server that does not answer."""
+    try:
+        client = connect(url)
+        try:
+            memory = RedisMemory.of(client.info("memory"))
+        finally:
+            client.close()
+    except redis.exceptions.NoPermissionError as error:
+        advice = "give --redis-url with the user of a router or worker, or add +info to this one's rights"
+        return Check("Redis", "warning", f"{without_password(url)}: {error}", advice)
+    except (redis.RedisError, ValueError) as error:
+        found = f"{without_password(url)}: {error}"
+        return Check("Redis", "missing", found, "check its address, user and network policy")
+    limit = f"{memory.max_bytes / 2**20:,.0f} MiB" if memory.max_bytes else "no maxmemory"
+    found = f"{memory.policy or 'unknown policy'}, {limit}, {memory.used_bytes / 2**20:,.0f} MiB used"
+    advice = ""
+    if not memory.evicts_index_only:
+        advice = f"{ADVICE}: otherwise a full prefix index fails every other write"
+    elif not memory.max_bytes:
+        advice = "set maxmemory: without it only the one-hour TTL bounds the prefix index"
+    elif memory.pressed:
+        advice = "raise maxmemory: above 70 % placements are not predicted"
+    return Check("Redis", "warning" if advice else "ok", found, advice)
+
+
+def check_rights(url: str, component: Component, namespace: str) -> Check:
+    """Whether the user of `url` may do what a component does with the keys of `namespace`."""
+    name = f"Redis rights ({component})"
+    try:
+        client = connect(url)
+        try:
+            missing = lacking(client, RIGHTS[component](namespace))
+        finally:
+            client.close()
+    except (redis.RedisError, OSError, ValueError) as error:
+        return Check(name, "missing", f"{without_password(url)}: {error}", "check its address and user")
+    if missing:
+        return Check(name, "missing", f"lacks {' '.join(missing)}", "add these to the user: ACL SETUSER")
+    return Check(name, "ok", f"all that keys {{{namespace}}}:* need")

@@ -1,0 +1,166 @@
+"""What a component needs of Redis: the ACL rules of its user, and what a user lacks.
+
+Redis's own refusals name neither the key nor, from inside a script, what to grant. `lacking` asks for every command and
+key in a transaction that is discarded, so nothing is executed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import redis
+
+from cluster.redis.connect import connect
+from cluster.redis.urls import without_password
+
+log = logging.getLogger(__name__)
+Component = Literal["router", "worker", "autoscaler"]
+WATCH_SECONDS = 30.0
+# Commands with which any component connects, and asks what it may do.
+_EVERYWHERE = ("discard", "multi", "ping", "select")
+_KEYLESS = {
+    "eval": ("", 0),
+    "evalsha": ("", 0),
+    "info": (),
+    "ping": (),
+    "script|load": ("",),
+    "select": (0,),
+    "time": (),
+}
+# Arguments behind the key, by their number; their values do not matter, as nothing is executed.
+_BEHIND_KEY = (
+    frozenset({"decr", "del", "exists", "get", "hgetall", "incr"}),
+    frozenset({"append", "hdel", "hexists", "hget", "hmget", "pexpireat", "set", "zrem", "zscore"}),
+    frozenset({"hincrby", "hset", "zadd", "zrange", "zrangebyscore", "zremrangebyrank"}),
+)
+
+
+@dataclass(frozen=True)
+class Rights:
+    """Keys are ACL patterns: `*` stands for the part of a name that is open. GET and SET are among the commands, as
+    `calls` tries every key with them."""
+
+    component: Component
+    keys: tuple[str, ...]  # read and written
+    commands: str  # separated by spaces, a subcommand as in "script|load"
+    read_keys: tuple[str, ...] = ()  # only read
+
+    @property
+    def rules(self) -> str:
+        """Of a user with these rights and no others, in a Redis ≥ 7 or a Valkey."""
+        keys = [f"~{key}" for key in self.keys] + [f"%R~{key}" for key in self.read_keys]
+        return " ".join([*keys, *(f"+{name}" for name in sorted({*_EVERYWHERE, *self.commands.split()}))])
+
+    def calls(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Each rule, and a call that Redis refuses without it."""
+        for name in sorted({*_EVERYWHERE, *self.commands.split()} - {"multi", "discard"}):
+            yield f"+{name}", (*name.split("|"), *self._arguments(name))
+        for key in self.keys:
+            yield f"~{key}", ("set", key, "")
+        for key in self.read_keys:
+            yield f"%R~{key}", ("get", key)
+
+    def _arguments(self, name: str) -> Sequence[Any]:
+        if name in _KEYLESS:
+            return _KEYLESS[name]
+        (count,) = [count for count, names in enumerate(_BEHIND_KEY) if name in names]
+        return (self.keys[0], *[""] * count)
+
+
+def lacking(client: redis.Redis, rights: Rights) -> list[str]:
+    """The ACL rules that the user of `client` lacks; none also if it may not use MULTI, as then it cannot be asked.
+
+    Raises redis.RedisError or OSError if Redis does not answer.
+    """
+    connection: Any = client.connection_pool.get_connection()
+    try:
+        connection.send_command("MULTI")
+        try:
+            connection.read_response()
+        except redis.exceptions.NoPermissionError:
+            return []
+        rules, calls = zip(*rights.calls(), strict=True)
+        connection.send_packed_command(connection.pack_commands([*calls, ("DISCARD",)]))
+        answers = [_answer(connection) for _ in (*calls, "DISCARD")]
+        return [
+            rule
+            for rule, answer in zip(rules, answers, strict=False)
+            if isinstance(answer, redis.exceptions.NoPermissionError)
+        ]
+    finally:
+        connection.disconnect()  # whatever it has queued is discarded
+        client.connection_pool.release(connection)
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return error
+
+
+def why_refused(client: redis.Redis, rights: Rights) -> str:
+    """A sentence with the rules to add; "" if the user of `client` lacks none. Raises as `lacking` does."""
+    rules = lacking(client, rights)
+    if not rules:
+        return ""
+    user = client.connection_pool.connection_kwargs.get("username") or "default"
+    return (
+        f"Redis user {user} has too few rights for the {rights.component}: it lacks {' '.join(rules)}; "
+        f"add them (ACL SETUSER {user} …, docs/security.md, Redis)"
+    )
+
+
+def too_few_rights(url: str, rights: Rights) -> str:
+    """`why_refused` for a process that starts; "" also if Redis does not answer."""
+    client = connect(url)
+    try:
+        return why_refused(client, rights)
+    except (redis.RedisError, OSError) as error:
+        log.debug("the rights at %s are unknown: %s", without_password(url), error)
+        return ""
+    finally:
+        client.close()
+
+
+class RightsWatch:
+    """Logs the rights that the user lacks, at start and when they change. An unreachable Redis is reported elsewhere."""
+
+    def __init__(self, url: str, rights: Rights, seconds: float = WATCH_SECONDS):
+        self._url = url
+        self._rights = rights
+        self._seconds = seconds
+        self._why = ""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="redis-rights", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def look(self) -> None:
+        client = connect(self._url)
+        try:
+            why = why_refused(client, self._rights)
+        except (redis.RedisError, OSError):
+            return
+        finally:
+            client.close()
+        if why and why != self._why:
+            log.error("%s", why)
+        elif self._why and not why:
+            log.info("Redis grants all rights that the %s needs", self._rights.component)
+        self._why = why
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.look()
+            self._stopping.wait(self._seconds)

@@ -1,0 +1,25 @@
+"""What a router needs of Redis: the registry, the prefix index, and the routers' own tables."""
+
+from __future__ import annotations
+
+from cluster.index.scripts import prefix
+from cluster.membership import keys
+from cluster.redis.rights import Rights
+from router.placement.keys import PlacementKeys
+from router.quota.scripts import script_keys
+
+
+def rights(namespace: str) -> Rights:
+    """A router deletes dead workers from the registry. Any router drops the charges of one that died."""
+    placement = PlacementKeys(namespace, "*")
+    own = {*placement.place, *placement.settle, *script_keys(namespace, "*", "*")}
+    own |= {keys.router_reports(namespace), prefix(namespace, "*") + "*"}
+    registry = keys.registry(namespace)
+    return Rights(
+        "router",
+        keys=(*registry, *sorted(own - {*registry})),
+        commands=(
+            "append decr del eval evalsha exists get hdel hexists hget hgetall hincrby hmget hset incr info "
+            "pexpireat script|load set time zadd zrangebyscore zrem zremrangebyrank zscore"
+        ),
+    )
