@@ -1,4 +1,4 @@
-"""The real attempt against scripted workers over real gRPC."""
+"""The real attempt against scripted workers, over real calls and links."""
 
 from __future__ import annotations
 
@@ -10,122 +10,42 @@ from typing import Any
 
 import grpc
 import pytest
-from router.dispatch.liveness import Liveness
 
 from cluster.errors import BatonError, DrainingError, PeerLostError, StaleEpochError
-from cluster.rpc import errors
+from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.link import WINDOW_TOKENS
 from router.dispatch import attempt as attempts
-from router.dispatch import liveness
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
-from router.dispatch.channels import Channels
-from router.placement.types import Placed
+from router.link import links as all_links
 from tests.harness.waiting import until
-from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.router.dispatch.scripted_workers import FIRST, HANG, TRANSFER, ScriptedPair, done, token
+from wire import common_pb2, decode_pb2
 
 P, D = Source.PREFILL, Source.DECODE
-TRANSFER = bytes(range(16))
 LONG = 60.0
 
 
-def token(position: int) -> common_pb2.AttemptEvent:
-    return common_pb2.AttemptEvent(token=common_pb2.Token(position=position, token_id=7))
-
-
-def done() -> common_pb2.AttemptEvent:
-    return common_pb2.AttemptEvent(end=common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE))
-
-
-class HANG:
-    """The stream stays open without further events."""
-
-
 @dataclass
-class Worker:
-    """Both services; its streams send `says` in order: an event, an error, or HANG."""
-
-    says: list[Any] = field(default_factory=list)
-    arbiter: Any = decode_pb2.ATTEMPT_STATE_ABORTED
-    asked: list[Any] = field(default_factory=list)
-    cancelled: list[bytes] = field(default_factory=list)
-    said: int = 0
-    address: str = ""
-    server: Any = None
-
-    async def start(self) -> None:
-        self.server = grpc.aio.server()
-        prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)  # type: ignore[arg-type]
-        decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)  # type: ignore[arg-type]
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        await self.server.start()
-
-    async def _stream(self, request: Any, context: Any) -> AsyncIterator[common_pb2.AttemptEvent]:
-        self.asked.append(request)
-        for one in self.says:
-            if one is HANG:
-                await asyncio.Event().wait()
-            if isinstance(one, BatonError):
-                await errors.abort(context, one)
-            if isinstance(one, grpc.StatusCode):
-                await context.abort(one, "broke")
-            yield one
-            self.said += 1
-
-    Run = Attach = _stream
-
-    async def Cancel(self, request: Any, context: Any) -> Any:
-        self.cancelled.append(request.transfer_id)
-        kind = prefill_pb2 if isinstance(request, prefill_pb2.PrefillCancelRequest) else decode_pb2
-        name = "PrefillCancelResponse" if kind is prefill_pb2 else "DecodeCancelResponse"
-        return getattr(kind, name)(known=True)
-
-    async def Abort(self, request: Any, context: Any) -> Any:
-        self.asked.append(request)
-        if self.arbiter is HANG:
-            await asyncio.Event().wait()
-        if isinstance(self.arbiter, BatonError):
-            await errors.abort(context, self.arbiter)
-        return decode_pb2.AbortResponse(state=self.arbiter)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("PeerExited", "Handoff"):  # of the service, never called here
-            return None
-        raise AttributeError(name)
-
-
-class Heard(Liveness):
-    """Records which workers could not be reached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unreached: list[str] = []
-
-    def not_reached(self, name: str) -> None:
-        self.unreached.append(name)
-        super().not_reached(name)
-
-
-@dataclass
-class World:
-    prefill: Worker = field(default_factory=Worker)
-    decode: Worker = field(default_factory=Worker)
-    liveness: Heard = field(default_factory=Heard)
-    channels: Channels = field(default_factory=Channels)
+class World(ScriptedPair):
     made: list[Attempt] = field(default_factory=list)
 
-    def attempt(self, *, local: bool = False) -> Attempt:
-        p, d = (
-            SimpleNamespace(worker_id=name, name=f"{name}@{epoch}", address=one.address, epoch=epoch)
-            for name, epoch, one in (("p", 3, self.prefill), ("d", 4, self.decode))
-        )
-        placed = Placed(None if local else p, d, 0, 0, False)  # type: ignore[arg-type]
+    def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Attempt:
+        """`held`: output that the request has so far."""
+        choice: Any = SimpleNamespace(index=0, next_position=FIRST)
         made = Attempt(
             request_id="r",
-            spec=common_pb2.GenerateSpec(model_id="m", sampling=common_pb2.SamplingParams(max_tokens=100)),
-            placed=placed,
+            spec=common_pb2.GenerateSpec(
+                model_id="m",
+                prompt_tokens=pack_tokens(list(range(FIRST - held))),
+                output_tokens=pack_tokens([7] * held),
+                sampling=common_pb2.SamplingParams(max_tokens=new),
+                n=1,
+            ),
+            placed=self.placed(local=local),
             channels=self.channels,
-            liveness=self.liveness,
+            links=self.links,
+            choices=[choice],
             admission_seconds=2.5,
-            from_position=9,
             transfer_id=TRANSFER,
         )
         self.made.append(made)
@@ -135,15 +55,12 @@ class World:
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     made = World()
-    for one in (made.prefill, made.decode):
-        await one.start()
+    await made.start()
     yield made
     async with asyncio.timeout(LONG):
         for attempt in made.made:
             await attempt.close()
-        await made.channels.close()
-        for one in (made.prefill, made.decode):
-            await one.server.stop(0)
+        await made.stop()
 
 
 async def events(attempt: Attempt, enough: Callable[[list[Any]], bool]) -> list[Any]:
@@ -162,16 +79,21 @@ def both(found: list[Any]) -> bool:
     return len(ends(found)) == 2
 
 
-async def test_each_worker_is_asked_for_its_part(world):
-    world.prefill.says, world.decode.says = [token(9), done()], [token(9), token(10), done()]
+def any_end(found: list[Any]) -> bool:
+    return bool(ends(found))
+
+
+async def test_each_worker_gets_its_part(world):
+    world.prefill.sends, world.decode.sends = [token(9), done()], [token(9), token(10), done()]
     attempt = world.attempt()
     attempt.start()
     found = await events(attempt, both)
-    (run,), (attach,) = world.prefill.asked, world.decode.asked
+    (run,) = world.prefill.asked
+    assert not world.decode.asked, "the prefill worker's Reserve opens it there"
     assert (run.transfer_id, run.worker_epoch, run.admission_deadline_ms) == (TRANSFER, 3, 2500)
     assert (run.decode.worker_id, run.decode.epoch, run.decode.address) == ("d", 4, world.decode.address)
-    assert (attach.transfer_id, attach.worker_epoch, attach.from_position) == (TRANSFER, 4, 9)
-    assert attach.admission_deadline_ms == 2500
+    assert run.handle.incarnation == run.decode_handle.incarnation
+    assert run.handle.number != run.decode_handle.number
     came = [(e.source, e.token.position) for e in found if isinstance(e, TokenCame)]
     assert sorted(came, key=str) == [(D, 10), (D, 9), (P, 9)]
     assert attempt.finished == attempt.responded == {P, D} and not attempt.failed
@@ -179,110 +101,147 @@ async def test_each_worker_is_asked_for_its_part(world):
 
 
 async def test_a_local_attempt_asks_the_decode_worker_alone(world):
-    world.decode.says = [token(9), done()]
+    world.decode.sends = [token(9), done()]
     attempt = world.attempt(local=True)
     attempt.start()
-    await events(attempt, lambda found: bool(ends(found)))
+    await events(attempt, any_end)
     (run,) = world.decode.asked
     assert isinstance(run, decode_pb2.DecodeRunRequest) and run.worker_epoch == 4
     assert attempt.has_ended and attempt.is_local
     await attempt.close()
-    assert not world.prefill.asked and not world.prefill.cancelled and not world.decode.cancelled
+    assert not world.prefill.asked and not world.decode.link.cancelled
 
 
 @pytest.mark.parametrize("going_on", [{P}, {D}, {P, D}, set()])
 async def test_only_workers_that_still_run_are_cancelled(world, going_on):
     for source, worker in ((P, world.prefill), (D, world.decode)):
-        worker.says = [token(9), HANG if source in going_on else done()]
+        worker.sends = [token(9)] if source in going_on else [token(9), done()]
     attempt = world.attempt()
     attempt.start()
-    await until(lambda: attempt.responded == {P, D} and attempt.finished == {P, D} - going_on, "all is said")
+    await until(lambda: attempt.responded == {P, D} and attempt.finished == {P, D} - going_on, "all is sent")
     assert attempt.has_ended == (not going_on)
     await asyncio.wait_for(attempt.close(), LONG)
-    assert world.prefill.cancelled == [TRANSFER] * (P in going_on)
-    assert world.decode.cancelled == [TRANSFER] * (D in going_on)
-    assert all(task.done() for task in attempt._tasks)
+    assert world.prefill.link.cancelled == [TRANSFER] * (P in going_on)
+    assert world.decode.link.cancelled == [TRANSFER] * (D in going_on)
+    assert not world.prefill.called_to_cancel and not world.decode.called_to_cancel, "over the link"
 
 
-async def test_a_local_attempt_that_goes_on_is_cancelled_at_the_decode_worker(world):
-    world.decode.says = [token(9), HANG]
+async def test_a_cancel_without_a_link_is_a_call(world):
+    world.decode.sends = [token(9)]
     attempt = world.attempt(local=True)
     attempt.start()
     await until(lambda: attempt.responded == {D}, "it runs")
+    await world.decode.link.stop()
+    await until(lambda: world.links.up() == 0, "the link is down")
     await asyncio.wait_for(attempt.close(), LONG)
-    assert (world.decode.cancelled, world.prefill.cancelled) == ([TRANSFER], [])
+    assert world.decode.called_to_cancel == [TRANSFER]
 
 
-@pytest.mark.parametrize("says", [[], [token(9)]], ids=["at once", "after a token"])
-async def test_a_stream_that_ends_without_an_end_is_lost(world, says):
-    world.prefill.says, world.decode.says = says, [HANG]
+@pytest.fixture
+def unreached(world, monkeypatch) -> list[str]:
+    """Workers to which a call failed on the way."""
+    names: list[str] = []
+    monkeypatch.setattr(world.links, "not_reached", names.append)
+    return names
+
+
+async def test_a_refusal_keeps_its_class_and_is_no_sign_of_a_lost_worker(world, unreached):
+    world.prefill.run = DrainingError("leaves")
     attempt = world.attempt()
     attempt.start()
-    found = await events(attempt, lambda found: bool(ends(found)))
-    assert isinstance(ends(found)[P].error, PeerLostError) and ends(found)[P].end is None
-    assert attempt.failed == {P} and attempt.responded == ({P} if says else set())
+    found = ends(await events(attempt, any_end))
+    assert isinstance(found[P].error, DrainingError)
+    assert attempt.failed == {P} and not attempt.responded
+    assert not unreached, "it has answered"
 
 
-async def test_a_refusal_keeps_its_class_and_is_no_sign_of_a_lost_worker(world):
-    world.prefill.says, world.decode.says = [DrainingError("leaves")], [StaleEpochError("other")]
-    world.liveness._lost.failed("p@3")  # it was lost a moment ago: one that is not reached again stays out
+async def test_a_worker_whose_call_broke_was_not_reached(world, unreached):
+    world.prefill.run = grpc.StatusCode.UNAVAILABLE
     attempt = world.attempt()
     attempt.start()
-    found = ends(await events(attempt, both))
-    assert isinstance(found[P].error, DrainingError) and isinstance(found[D].error, StaleEpochError)
-    assert attempt.failed == {P, D} and not attempt.responded
-    assert not world.liveness.unreached, "it has answered"
+    found = ends(await events(attempt, any_end))
+    assert isinstance(found[P].error, BatonError)
+    assert unreached == [world.prefill.name]
 
 
-@pytest.mark.parametrize("heard", [True, False])
-async def test_a_worker_that_spoke_before_it_broke_was_reached(world, heard):
-    world.prefill.says = [token(9), grpc.StatusCode.UNAVAILABLE][0 if heard else 1 :]
-    world.decode.says = [HANG]
-    attempt = world.attempt()
+async def test_a_call_whose_answer_is_lost_changes_nothing_once_tokens_came(world):
+    world.decode.sends = [token(9)]
+    attempt = world.attempt(local=True)
     attempt.start()
-    found = await events(attempt, lambda found: bool(ends(found)))
-    assert isinstance(ends(found)[P].error, BatonError)
-    assert attempt.failed == {P} and attempt.responded == ({P} if heard else set())
-    assert world.liveness.unreached == ([] if heard else ["p@3"])
-
-
-async def test_a_worker_that_is_not_there_was_not_reached(world):
-    world.decode.says = [HANG]
-    await world.prefill.server.stop(0)
-    attempt = world.attempt()
-    attempt.start()
-    await events(attempt, lambda found: bool(ends(found)))
-    assert world.liveness.unreached == ["p@3"]
-    world.prefill.server = grpc.aio.server()  # the fixture stops it
+    await until(lambda: attempt.responded == {D}, "it runs")
+    await world.channels.close()
+    world.decode.send(token(10))
+    world.decode.send(done())
+    found = await events(attempt, any_end)
+    assert ends(found)[D].end is not None and not attempt.failed
 
 
 async def test_a_silent_worker_is_lost(world, monkeypatch):
-    monkeypatch.setattr(liveness, "LOST_SECONDS", 0.3)
-    world.prefill.says, world.decode.says = [token(9), HANG], [token(9), done()]
+    monkeypatch.setattr(all_links, "LOST_SECONDS", 1.2)
+    world.prefill.sends, world.decode.sends = [token(9)], [token(9), done()]
     attempt = world.attempt()
     attempt.start()
+    await until(lambda: attempt.responded == {P, D}, "both have sent something")
+    world.prefill.link.hangs = True
     found = ends(await events(attempt, both))
-    error = found[P].error
-    assert isinstance(error, PeerLostError) and "nothing heard" in error.message
+    assert isinstance(found[P].error, PeerLostError) and "nothing heard" in found[P].error.message
     assert found[D].end is not None
-    assert "p@3" in world.liveness.suspects
+    assert world.prefill.name in world.links.suspects
 
 
-async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
-    monkeypatch.setattr(attempts, "MAX_EVENTS", 4)
-    monkeypatch.setattr(liveness, "LOST_SECONDS", 0.3)
-    world.decode.says = [*(token(9 + i) for i in range(50)), done()]
+async def test_an_unread_attempt_is_bounded_by_its_credit_and_not_lost(world, monkeypatch):
+    monkeypatch.setattr(all_links, "LOST_SECONDS", 1.2)
+    world.decode.sends = [*(token(FIRST + i) for i in range(WINDOW_TOKENS + 50)), done()]
     attempt = world.attempt(local=True)
     attempt.start()
-    await until(lambda: attempt.events.full, "full")
-    (watch,) = world.liveness._workers["d@4"].watches
-    await until(lambda: watch.paused, "it waits for room")
-    loop = asyncio.get_running_loop()
-    since = loop.time()
-    await until(lambda: loop.time() > since + 0.6, "longer than a silent worker has")
-    assert len(attempt.events._items) == 4 and not attempt.failed
-    found = await events(attempt, lambda found: bool(ends(found)))
-    assert [e.token.position for e in found if isinstance(e, TokenCame)] == list(range(9, 59))
+    await until(lambda: len(attempt.events._items) == WINDOW_TOKENS, "the window")
+    await asyncio.sleep(1.5)  # longer than a silent worker has
+    assert len(attempt.events._items) == WINDOW_TOKENS and not attempt.failed
+    attempt.choices[0].next_position = FIRST + 100
+    attempt.grant()
+    found = await events(attempt, any_end)
+    came = [e.token.position for e in found if isinstance(e, TokenCame)]
+    assert came == list(range(FIRST, FIRST + WINDOW_TOKENS + 50))
+
+
+async def test_credit_is_granted_in_quarters_of_the_window(world):
+    world.decode.sends = [token(FIRST + i) for i in range(200)]
+    attempt = world.attempt(local=True)
+    attempt.start()
+    await until(lambda: len(attempt.events._items) == 200, "they came")
+    world.decode.link.credited.clear()
+    for taken, limit in ((63, 0), (64, 64), (100, 64), (128, 128)):
+        attempt.choices[0].next_position = FIRST + taken
+        attempt.grant()
+        assert attempt.limits() == [FIRST + limit + WINDOW_TOKENS]
+    assert world.decode.log is not None
+    await until(lambda: world.decode.log.choices[0].first == FIRST + 128, "read tokens are dropped")
+
+
+# --- an attempt that ends with its first token ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("new", "held"), [(1, 0), (3, 2)])
+async def test_no_decode_worker_is_asked_or_waited_for(world, new, held):
+    world.prefill.sends = [token(FIRST)]
+    attempt = world.attempt(new=new, held=held)
+    attempt.start()
+    await until(lambda: P in attempt.responded, "the first token")
+    assert not attempt.has_ended, "the prefill worker has not sent its end"
+    world.prefill.send(done())
+    await until(lambda: attempt.has_ended, "ended")
+    assert [type(event) for event in await attempt.events.take()] == [TokenCame, Ended]
+    assert attempt.finished == {P, D} and not attempt.failed
+    assert world.decode.log is None
+
+
+async def test_a_cancel_goes_to_the_prefill_worker_only(world):
+    world.prefill.sends = [token(FIRST)]
+    attempt = world.attempt(new=1)
+    attempt.start()
+    await until(lambda: P in attempt.responded, "the first token")
+    await attempt.close()
+    assert (world.prefill.link.cancelled, world.decode.link.cancelled) == ([TRANSFER], [])
 
 
 # --- the arbiter -------------------------------------------------------------------------------------------------------
@@ -292,7 +251,7 @@ async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
     ("state", "committed"),
     [(decode_pb2.ATTEMPT_STATE_COMMITTED, True), (decode_pb2.ATTEMPT_STATE_ABORTED, False)],
 )
-async def test_the_decode_worker_reports_whether_it_has_committed(world, state, committed):
+async def test_the_decode_worker_says_whether_it_has_committed(world, state, committed):
     world.decode.arbiter = state
     attempt = world.attempt()
     assert await attempt.abort_unless_committed() is committed
@@ -308,14 +267,14 @@ async def test_an_error_answer_of_the_arbiter_is_raised(world):
 
 async def test_the_arbiters_silence_is_not_waited_for_twice(world):
     """If the worker is found lost during the question, its answer time is not waited for in addition."""
-    world.prefill.says, world.decode.says, world.decode.arbiter = [HANG], [token(9), HANG], HANG
+    world.decode.sends, world.decode.arbiter = [token(9)], HANG
     attempt = world.attempt()
     attempt.start()
     await until(lambda: attempt.responded == {D}, "it runs")
     asking = asyncio.create_task(attempt.abort_unless_committed())
-    await until(lambda: len(world.decode.asked) == 2, "it is asked")
+    await until(lambda: len(world.decode.asked) == 1, "it is asked")
     began = asyncio.get_running_loop().time()
-    attempt._lost(D, PeerLostError("gone"))
+    attempt.lost(D, PeerLostError("gone"))
     with pytest.raises(PeerLostError, match="while it was asked"):
         await asyncio.wait_for(asking, LONG)
     assert asyncio.get_running_loop().time() - began < attempts.CONTROL_SECONDS
@@ -324,5 +283,5 @@ async def test_the_arbiters_silence_is_not_waited_for_twice(world):
 async def test_a_lost_prefill_worker_does_not_end_the_question(world):
     world.decode.arbiter = decode_pb2.ATTEMPT_STATE_COMMITTED
     attempt = world.attempt()
-    attempt._lost(P, PeerLostError("gone"))
+    attempt.lost(P, PeerLostError("gone"))
     assert await attempt.abort_unless_committed() is True
