@@ -106,7 +106,9 @@ async def stopped_midway(running: UnderOrders) -> AsyncIterator[tuple[InjectedFa
     order = Order(f"stop-{secrets.token_hex(3)}", "decode.tokens", "stop", at=200)
     give_orders(running.orders, [order])
     async with streaming(running.cluster) as streams:
-        injected = await asyncio.to_thread(wait_for, lambda: carried_out(running.orders, order), 60.0, "a stop")
+        injected = await asyncio.to_thread(
+            wait_for, lambda: carried_out(running.orders, order), 60.0, "a stop"
+        )
         try:
             yield injected, streams
         finally:
