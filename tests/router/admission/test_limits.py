@@ -334,4 +334,4 @@ async def test_a_request_that_no_worker_sees_is_charged_once_and_settled_without
             assert len(calls) == 1
             if fails:
                 raise ContextLengthError("too long")
-    assert calls == [("charge", "acme", RateLimits(3, None), 0), ("settle", "charge 1", Use(0, 0))]
+    assert calls == [("charge", "acme", RateLimits(3, 5), 0), ("settle", "charge 1", Use(0, 0))]
