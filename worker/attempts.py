@@ -117,9 +117,12 @@ class Attempts(Generic[A]):
     ) -> A:
         """Make an attempt at `spec` with its log, which the router reads by the handle `reference`.
 
-        Raises StaleTransferError, InvalidRequestError (the handle) or OverloadedError (the worker's queue is full).
+        Raises StaleTransferError (it is over, or under way), InvalidRequestError (the handle) or OverloadedError (the
+        worker's queue is full).
         """
         self.refuse_ended(transfer_id)
+        if transfer_id in self._live:
+            raise StaleTransferError(f"attempt {transfer_id.hex()} is under way", field="transfer_id")
         if len(self._live) >= self._max_attempts:
             raise OverloadedError(
                 f"this worker already has {self._max_attempts} requests; try again shortly",

@@ -22,9 +22,6 @@ NEW = 6
 NOT_DRAWN = {"decode expected → decoding"}
 REFUSALS = [
     "Hello StaleEpochError",
-    "Attach StaleEpochError",
-    "Attach StaleTransferError",
-    "Attach DrainingError",
     "Reserve StaleTransferError",
     "Reserve DrainingError",
     "Reserve BlocksExhaustedError",

@@ -25,6 +25,7 @@ from kv_transfer.contract import DecodeEngine
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.layout.digest import XXH3_128
 from tests.engine.fake_model import PAGE, VOCAB, FakeRunner
+from tests.harness.linked_router import LinkedRouter
 from wire import common_pb2, handoff_pb2
 from worker.validate import SpecLimits
 
@@ -193,6 +194,7 @@ class DecodeWorld:
         parts: Any = self.core
         self.role = DecodeRole(parts, self._make_receiver)
         self.receiver = self.role.receiver
+        self.router = LinkedRouter(self.role.routers)
         self.tasks: list[asyncio.Task[Any]] = []
 
     def _make_receiver(
@@ -212,6 +214,14 @@ class DecodeWorld:
             ),
             is_ended=is_ended,
         )
+
+    def number_of(self, transfer_id: bytes) -> int:
+        """The number of its handle."""
+        return self.role.attempts._handles[transfer_id].number
+
+    def sent(self, number: int) -> tuple[common_pb2.AttemptEnd, list[int]]:
+        """The end of an attempt and the tokens before it, as its router has read them."""
+        return self.router.ends[number], [token.token_id for token in self.router.tokens[number]]
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)

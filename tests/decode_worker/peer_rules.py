@@ -80,6 +80,7 @@ class PeerRules(RuleBasedStateMachine):
             request_id="r",
             spec=spec_of(transfer),
             token_count=len(prompt),
+            handle=self.world.router.handle(),
         )
         self.say(peer, reserve=reserve)
 

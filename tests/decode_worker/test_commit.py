@@ -18,7 +18,7 @@ from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import LAYERS, DecodeWorld, Stream
 from tests.engine.fake_model import continuation
 from tests.harness.waiting import until
-from wire import common_pb2, decode_pb2, handoff_pb2
+from wire import common_pb2, handoff_pb2
 
 TRANSFER = bytes(16)
 PROMPT = [5, 6, 7, 8, 9]
@@ -27,12 +27,14 @@ SALT = bytes(16)
 
 async def ready_to_commit(world: DecodeWorld) -> Stream:
     """Everything is here but Finish."""
-    world.role.attach(decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1))
     stream = world.connect("p", 1, 1)
     sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     packed = pack_tokens(PROMPT)
     spec = common_pb2.GenerateSpec(model_id="m", prompt_tokens=packed, sampling=sampling, n=1, salt=SALT)
-    stream.say(reserve=handoff_pb2.Reserve(transfer_id=TRANSFER, spec=spec, token_count=len(PROMPT)))
+    reserve = handoff_pb2.Reserve(
+        transfer_id=TRANSFER, spec=spec, token_count=len(PROMPT), handle=world.router.handle()
+    )
+    stream.say(reserve=reserve)
     await until(lambda: world.receiver.live == 1, "reserved")
     for part in range(LAYERS):
         stream.say(slot_request=handoff_pb2.SlotRequest(transfer_id=TRANSFER, part=part, bytes=64))
@@ -85,7 +87,8 @@ async def test_blocks_that_a_step_took_back_end_the_attempt_and_nothing_else():
         lambda: attempt.machine.state is DecodeState.ENDED and bool(answers), "both sides have the result"
     )
     assert answers == [HandoffState.ABORTED]
-    assert attempt.log._end is not None and attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
+    await until(lambda: bool(world.router.ends), "its end came")
+    assert world.router.ends[1].outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
     (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
     assert aborted.error.code == "BlocksExhaustedError"
     assert stream.open, "the pair's other hand-offs have ended with it"
@@ -148,7 +151,13 @@ async def refused(stream: Stream, token_count: int = len(PROMPT)) -> common_pb2.
     spec = common_pb2.GenerateSpec(
         model_id="m", prompt_tokens=pack_tokens(PROMPT), sampling=sampling, n=1, salt=SALT
     )
-    stream.say(reserve=handoff_pb2.Reserve(transfer_id=TRANSFER, spec=spec, token_count=token_count))
+    reserve = handoff_pb2.Reserve(
+        transfer_id=TRANSFER,
+        spec=spec,
+        token_count=token_count,
+        handle=common_pb2.HandleRef(incarnation=1, number=1),
+    )
+    stream.say(reserve=reserve)
     await until(lambda: any(one.HasField("reserve_reply") for one in stream.replies), "answered", 10.0)
     (reply,) = [one.reserve_reply for one in stream.replies if one.HasField("reserve_reply")]
     return reply.refused
@@ -187,6 +196,7 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
     assert attempt is not None
+    world.router.reads = False  # its end stays unread
     answers, ask = arbiter(world)
     world.core.before_next_call.append(lambda: world.start(ask()))
     world.core.after_next_call += [world.step] * steps  # over before the commit is reported
@@ -195,20 +205,23 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     assert answers == [HandoffState.COMMITTED]
     while world.step() is not None:
         pass
-    assert [token.token_id for token in attempt.log.tokens] == continuation(PROMPT, 4)
-    assert attempt.log._end is not None and attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
     await ask()  # a prefill worker may be lost after the last token, before the router has read it
     assert answers == [HandoffState.COMMITTED] * 2
+    await until(lambda: bool(world.router.ends), "its end came")
+    assert [token.token_id for token in world.router.tokens[1]] == continuation(PROMPT, 4)
+    assert world.router.ends[1].outcome == common_pb2.ATTEMPT_OUTCOME_DONE
     await close(world)
 
 
 async def test_nothing_keeps_an_attempt_that_is_forgotten():
-    """A timer that waits for its reservation would, for the whole admission deadline."""
     world = DecodeWorld()
-    request = decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1, admission_deadline_ms=60_000)
-    log = weakref.ref(world.role.attach(request).log)
+    await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
+    log = weakref.ref(attempt.log)
+    del attempt
     await world.role.abort(TRANSFER)
-    await until(lambda: world.role.attempts.get(TRANSFER) is None, "dropped: no stream reads it")
+    await until(lambda: world.role.attempts.get(TRANSFER) is None, "forgotten: its router has read its end")
 
     def is_gone() -> bool:
         gc.collect()
@@ -218,12 +231,13 @@ async def test_nothing_keeps_an_attempt_that_is_forgotten():
     await close(world)
 
 
-async def test_an_attach_that_comes_while_its_cancel_is_carried_out_opens_nothing():
+async def test_a_reserve_that_comes_while_its_cancel_is_carried_out_opens_nothing():
     world = DecodeWorld()
     cancel = asyncio.create_task(world.role.cancel_by_router(TRANSFER))
     await asyncio.sleep(0)
+    reserve = handoff_pb2.Reserve(transfer_id=TRANSFER, handle=world.router.handle())
     with pytest.raises(StaleTransferError):
-        world.role.attach(decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1))
+        world.role.attempts.open_new(reserve)
     assert not await cancel
     assert len(world.role.attempts) == 0
     await close(world)

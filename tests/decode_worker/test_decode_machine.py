@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-from cluster.errors import BatonError
 from decode_worker import attempt as decode_attempt
 from decode_worker.attempt import DecodeState
 from kv_transfer.contract import HandoffState
@@ -29,7 +28,7 @@ from tests.decode_worker.decode_story import (
 from tests.decode_worker.decode_world import LAYERS, DecodeWorld, Failures
 from tests.decode_worker.peer_rules import ANY, PEERS, PeerRules
 from tests.engine.fake_model import continuation
-from wire import common_pb2, decode_pb2
+from wire import common_pb2
 
 PREEMPTED = common_pb2.ATTEMPT_OUTCOME_PREEMPTED
 
@@ -149,26 +148,6 @@ class DecodeMachine(PeerRules):
         self.run(go())
         self.settle()
 
-    @rule(transfer=ANY, stale=st.sampled_from([False, False, True]))
-    def attach(self, transfer: bytes, stale: bool) -> None:
-        request = decode_pb2.AttachRequest(
-            transfer_id=transfer, worker_epoch=99 if stale else self.world.core.epoch
-        )
-
-        async def go() -> None:
-            known = self.world.role.attempts.get(transfer) is not None
-            refused = ""
-            try:
-                self.world.role.attach(request)
-            except BatonError as error:
-                refused = type(error).__name__
-                REACHED.hit(f"Attach {refused}")
-            assert stale or refused != "StaleEpochError", "the present epoch was refused"
-            assert known or not stale or refused == "StaleEpochError", "an earlier epoch was not refused"
-            assert refused or known or not self.world.core.draining, "a leaving worker took something new"
-
-        self.run(go())
-
     @rule(transfer=ANY)
     def abort_unless_committed(self, transfer: bytes) -> None:
         self.begin(self.ask(transfer))
@@ -200,16 +179,17 @@ class DecodeMachine(PeerRules):
             return
         role = self.world.role
         self.world.core.draining = True
-        before = {one: one.machine.state for one in role.attempts.all()}
+        before = {
+            one: (one.machine.state, self.world.number_of(one.transfer_id)) for one in role.attempts.all()
+        }
         self.begin(role.return_all() if all_of_it else role.return_waiting())
-        for attempt, state in before.items():
+        for attempt, (state, number) in before.items():
             if state is DecodeState.ENDED:
                 continue
             if not all_of_it and state is not DecodeState.EXPECTED:
                 assert attempt.machine.state is state, "more was given back than what has not begun"
             elif all_of_it and state is DecodeState.DECODING and attempt.log.ended:
-                assert attempt.log._end is not None
-                end, tokens = attempt.log._end, [token.token_id for token in attempt.log.tokens]
+                end, tokens = self.world.sent(number)
                 assert (end.outcome, end.error.code) == (PREEMPTED, "DrainingError")
                 expected = continuation(prompt_of(attempt.transfer_id), 1 + len(tokens))
                 assert tokens in (expected[1:], expected[:-1]), (

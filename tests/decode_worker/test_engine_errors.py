@@ -36,9 +36,9 @@ async def test_logits_that_are_not_finite_end_a_decoding_attempt(steps):
     world.core.runner.sick.add(TRANSFER.hex())
     world.step()
     assert attempt.machine.state is DecodeState.ENDED
-    assert len(attempt.log.tokens) == 1 + steps, "earlier tokens are kept"
-    assert attempt.log._end is not None
-    assert_engine_error(attempt.log._end)
+    assert attempt.log.count == 1 + steps, "earlier tokens are kept"
+    assert attempt.log.end_event is not None
+    assert_engine_error(attempt.log.end_event)
     assert world.core.engine.stats().blocks_held == 0
     await close(world)
 
@@ -56,8 +56,8 @@ async def test_a_commit_that_fails_in_the_engine_is_reported_to_both(monkeypatch
     finish(stream)
     await until(lambda: world.receiver.live == 0 and not world.rank.unanswered, "the hand-off has ended")
     await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")
-    assert attempt.log._end is not None
-    assert_engine_error(attempt.log._end)
+    assert attempt.log.end_event is not None
+    assert_engine_error(attempt.log.end_event)
     (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
     assert aborted.error.code == EngineRequestError.__name__
     assert await world.role.abort(TRANSFER) is HandoffState.ABORTED
@@ -84,19 +84,19 @@ async def test_a_local_prompt_that_fails_ends_alone():
     await run_beside_others(local)
 
 
-@pytest.mark.parametrize("function", ["token_to_wire", "_done"])
+@pytest.mark.parametrize("function", ["add_to_log", "_done"])
 async def test_an_exception_while_sending_output_ends_that_attempt_only(function, monkeypatch):
     local = Local()
     local.ask("before")
     bad = local.ask("bad")
     local.ask("after")
-    owner = attempts_module if function == "token_to_wire" else attempts_module.DecodeAttempts
+    owner = attempts_module if function == "add_to_log" else attempts_module.DecodeAttempts
     real = getattr(owner, function)
 
-    def fails(*arguments):
+    def fails(*arguments, **how):
         if bad.hex() in (getattr(arguments[-1], "request_id", ""),):
             raise OverflowError("of this request")
-        return real(*arguments)
+        return real(*arguments, **how)
 
     monkeypatch.setattr(owner, function, fails)
     for _ in range(20):

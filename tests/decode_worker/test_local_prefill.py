@@ -21,6 +21,7 @@ from engine.request import EngineRequest, SamplingParams
 from engine.scheduler import scheduler
 from kv_transfer.contract import HandoffState
 from tests.engine.fake_model import VOCAB, FakeRunner
+from tests.harness.linked_router import LinkedRouter
 from wire import common_pb2, decode_pb2
 from worker.validate import SpecLimits
 
@@ -75,9 +76,10 @@ class Local:
         receiver: Any = SimpleNamespace(abort=abort)
         parts: Any = self.core
         self.role = DecodeRole(parts, lambda *_: receiver)
+        self.router = LinkedRouter(self.role.routers)
         self.first: list[str] = []
         self.outcomes: dict[str, common_pb2.AttemptEnd] = {}
-        self._readers: list[asyncio.Task[None]] = []
+        self._names: dict[int, str] = {}  # by handle
 
     def ask(
         self,
@@ -88,7 +90,7 @@ class Local:
         deadline_ms: int = 60_000,
         new: int = 2,
     ) -> bytes:
-        number = len(self._readers)
+        number = len(self._names)
         spec = common_pb2.GenerateSpec(
             prompt_tokens=pack_tokens([3 + number % 90, 3 + number // 90] * (PROMPT // 2)),
             sampling=common_pb2.SamplingParams(max_tokens=new, ignore_eos=True),
@@ -98,22 +100,23 @@ class Local:
             priority=priority,
         )
         transfer_id = number.to_bytes(16, "big")
-        attempt = self.role.run(
-            decode_pb2.DecodeRunRequest(transfer_id=transfer_id, spec=spec, admission_deadline_ms=deadline_ms)
+        handle = self.router.handle()
+        self._names[handle.number] = name
+        self.role.run(
+            decode_pb2.DecodeRunRequest(
+                transfer_id=transfer_id, spec=spec, admission_deadline_ms=deadline_ms, handle=handle
+            )
         )
-        self._readers.append(asyncio.create_task(self._read(name, attempt)))
         return transfer_id
-
-    async def _read(self, name: str, attempt: Any) -> None:
-        async for event in self.role.attempts.read(attempt):
-            if event.HasField("token") and name not in self.first:
-                self.first.append(name)
-            if event.HasField("end"):
-                self.outcomes[name] = event.end
 
     async def settle(self) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
+        for number, name in self._names.items():
+            if self.router.tokens[number] and name not in self.first:
+                self.first.append(name)
+            if number in self.router.ends:
+                self.outcomes[name] = self.router.ends[number]
 
     async def step(self) -> None:
         await self.settle()
@@ -124,10 +127,10 @@ class Local:
 
     async def run(self) -> None:
         for _ in range(500):
-            if all(reader.done() for reader in self._readers):
+            if len(self.outcomes) == len(self._names):
                 return
             await self.step()
-        raise AssertionError(f"{len(self.outcomes)} of {len(self._readers)} have ended")
+        raise AssertionError(f"{len(self.outcomes)} of {len(self._names)} have ended")
 
     def check_nothing_is_left(self) -> None:
         assert self.role.attempts.admission.inside_tokens == 0 and self.role.attempts.admission.waiting == 0
@@ -229,8 +232,9 @@ async def test_a_request_that_the_engine_refuses_returns_its_place(local):
         sampling=common_pb2.SamplingParams(max_tokens=1),
         salt=bytes(16),
     )
-    attempt = local.role.run(decode_pb2.DecodeRunRequest(transfer_id=b"x" * 16, spec=spec))
-    local._readers.append(asyncio.create_task(local._read("long", attempt)))
+    handle = local.router.handle()
+    local._names[handle.number] = "long"
+    local.role.run(decode_pb2.DecodeRunRequest(transfer_id=b"x" * 16, spec=spec, handle=handle))
     local.ask("r")
     await local.run()
     assert local.outcomes["long"].error.code == "ContextLengthError"

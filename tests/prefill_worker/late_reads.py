@@ -25,6 +25,7 @@ from kv_transfer.transports.registry import Endpoints
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import PAGE, FakeRunner
+from tests.harness.linked_router import LinkedRouter
 from tests.harness.waiting import until
 from tests.prefill_worker.fake_parts import fake_parts
 from wire import common_pb2, handoff_pb2, prefill_pb2
@@ -165,6 +166,7 @@ class World:
         self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], "", "nixl"))
         parts = fake_parts(self._call, max_batch_tokens=64, page_size=PAGE)
         self.role = PrefillRole(parts, self.sender)
+        self.router = LinkedRouter(self.role.routers)
 
     async def _call(self, function: Callable[[Engine], Any]) -> Any:
         await asyncio.sleep(0)
@@ -180,6 +182,7 @@ class World:
                 transfer_id=transfer,
                 request_id="r",
                 decode=DECODE,
+                handle=self.router.handle(),
                 spec=common_pb2.GenerateSpec(
                     model_id="m", prompt_tokens=pack_tokens(prompt), sampling=sampling, n=1, salt=bytes(16)
                 ),

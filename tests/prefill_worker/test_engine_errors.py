@@ -14,7 +14,7 @@ from prefill_worker import prefilling
 from prefill_worker.attempt import PrefillState
 from tests.prefill_worker.test_prefill_machine import Handoff, PrefillMachine, prompt_of
 from wire import common_pb2
-from worker.convert import token_to_wire
+from worker.convert import add_to_log
 
 GOOD, BAD = bytes([1]) * 16, bytes([2]) * 16
 
@@ -44,8 +44,8 @@ def end_of(machine: PrefillMachine, transfer: bytes) -> common_pb2.AttemptEnd:
     attempt = machine.opened[transfer]
     assert attempt.task is not None
     machine.loop.run_until_complete(asyncio.wait_for(attempt.task, 60))
-    assert attempt.log._end is not None
-    return attempt.log._end
+    assert attempt.log.end_event is not None
+    return attempt.log.end_event
 
 
 def both_in_the_engine(machine: PrefillMachine) -> Watching:
@@ -81,14 +81,14 @@ def test_logits_that_are_not_finite_end_the_attempt(machine):
 
 
 def test_a_token_that_cannot_be_sent_ends_its_attempt(machine, monkeypatch):
-    real = token_to_wire
+    real = add_to_log
 
-    def fails(token):
+    def fails(log, token, **how):
         if token.request_id == BAD.hex():
             raise OverflowError("of this token")
-        return real(token)
+        real(log, token, **how)
 
-    monkeypatch.setattr(prefilling, "token_to_wire", fails)
+    monkeypatch.setattr(prefilling, "add_to_log", fails)
     handoff = both_in_the_engine(machine)
     while machine.engine.has_work:
         machine.step(1)

@@ -26,10 +26,11 @@ from kv_transfer.contract import HandoffReport
 from prefill_worker.attempt import PrefillAttempt, PrefillState
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import FakeRunner, continuation
+from tests.harness.linked_router import LinkedRouter
 from tests.harness.reached import Reached
 from tests.harness.virtual_time import VirtualLoop
 from tests.prefill_worker.fake_parts import fake_parts
-from wire import common_pb2, prefill_pb2
+from wire import common_pb2, link_pb2, prefill_pb2
 
 REACHED = Reached(
     [
@@ -138,6 +139,12 @@ class PrefillMachine(RuleBasedStateMachine):
 
         self.role = self.loop.run_until_complete(make())
 
+        async def read() -> LinkedRouter:
+            return LinkedRouter(self.role.routers, reads=False)
+
+        self.router = self.loop.run_until_complete(read())
+        self.numbers: dict[bytes, int] = {}  # of handles
+
     def check_accepting(self) -> None:
         if self.draining:
             raise DrainingError("draining")
@@ -167,10 +174,12 @@ class PrefillMachine(RuleBasedStateMachine):
         sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
         if stops:
             sampling.stop_token_ids.append(continuation(prompt, 1)[0])
+        handle = self.router.handle()
         request = prefill_pb2.PrefillRunRequest(
             transfer_id=transfer,
             request_id="r",
             worker_epoch=EPOCH + stale,
+            handle=handle,
             spec=common_pb2.GenerateSpec(
                 model_id="m", prompt_tokens=pack_tokens(prompt), sampling=sampling, n=1, salt=bytes(16)
             ),
@@ -191,6 +200,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 REACHED.hit("run repeated")
                 return
             self.opened[transfer] = attempt
+            self.numbers[transfer] = handle.number
             attempt.machine._on_change = lambda old, now: REACHED.hit(f"{old.value} → {now.value}")
 
         self.inside(go)
@@ -330,14 +340,12 @@ class PrefillMachine(RuleBasedStateMachine):
         """Afterwards the attempt is forgotten, and its transfer id refused."""
         attempt = self.ended()[pick % len(self.ended())]
         transfer = attempt.transfer_id
-
-        async def read() -> list[Any]:
-            return [event async for event in self.role.attempts.read(attempt)]
-
-        events = self.loop.run_until_complete(read())
-        assert [event.WhichOneof("event") for event in events][-1] == "end"
+        number = self.numbers[transfer]
+        self.inside(lambda: None)
+        end = self.router.ends[number]
         if transfer in self.returned:
-            assert events[-1].end.error.code == "DrainingError", "the router would not get the reason"
+            assert end.error.code == "DrainingError", "the router would not get the reason"
+        self.inside(lambda: self.router.send(link_pb2.RouterFrame(close=[number])))
         assert self.role.attempts.is_ended(transfer)
 
     @invariant()

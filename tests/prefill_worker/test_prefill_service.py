@@ -29,6 +29,7 @@ until = partial(until_true, seconds=15.0)
 
 EPOCH = 0x5EED
 T = b"t" * 16
+HANDLE = 100
 
 
 @asynccontextmanager
@@ -58,6 +59,7 @@ def run(new: int = 4, said: int = 0, n: int = 1, **more: object) -> prefill_pb2.
         "request_id": "r",
         "worker_epoch": EPOCH,
         "decode": DECODE,
+        "handle": common_pb2.HandleRef(incarnation=1, number=HANDLE),
         "spec": common_pb2.GenerateSpec(
             model_id="m",
             prompt_tokens=pack_tokens([11] * 16),
@@ -71,12 +73,8 @@ def run(new: int = 4, said: int = 0, n: int = 1, **more: object) -> prefill_pb2.
 
 
 async def refusal(call) -> Exception:
-    async def read() -> None:
-        async for _ in call:
-            pass
-
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(read(), 15)
+        await asyncio.wait_for(call, 15)
     return errors.error_from_rpc(caught.value)
 
 
@@ -102,14 +100,13 @@ async def test_a_run_for_an_earlier_life_is_refused(epoch):
 @pytest.mark.parametrize(("new", "said", "n"), [(1, 0, 1), (1, 0, 3), (5, 4, 1)])
 async def test_an_attempt_that_ends_with_its_first_token_ships_nothing(new, said, n):
     async with serving() as (world, stub):
-        call = stub.Run(run(new=new, said=said, n=n))
+        await stub.Run(run(new=new, said=said, n=n))
         await until(lambda: world.engine.has_work, "the engine has it")
         await world.steps()
-        events = [event async for event in call]
-        tokens = [event.token for event in events if event.HasField("token")]
+        await until(lambda: bool(world.router.ends), "its end came")
+        tokens, end = world.router.tokens[HANDLE], world.router.ends[HANDLE]
         assert sorted(token.choice for token in tokens) == list(range(n))
         assert all(token.finish == common_pb2.FINISH_REASON_LENGTH for token in tokens)
-        end = events[-1].end
         assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
         assert (end.report.kv_bytes_shipped, end.report.transport) == (0, "")
         assert end.report.computed_prompt_tokens == 16
@@ -122,18 +119,17 @@ async def test_an_attempt_that_ends_with_its_first_token_ships_nothing(new, said
 
 async def test_an_attempt_that_may_go_on_is_handed_over():
     async with serving() as (world, stub):
-        call = stub.Run(run(new=5, said=3))
+        await stub.Run(run(new=5, said=3))
         await until(lambda: world.engine.has_work, "the engine has it")
         await world.steps()
         await until(lambda: bool(world.link.of("slot_request")), "slots are asked for")
         assert world.sender.live == 1
-        call.cancel()
 
 
 @pytest.mark.parametrize("ends", [{1}, {0, 1}], ids=["one", "all"])
 async def test_a_running_choice_is_handed_over_although_another_has_ended(ends):
     async with serving() as (world, stub):
-        call = stub.Run(run(n=2))
+        await stub.Run(run(n=2))
         await until(lambda: world.engine.has_work, "the engine has it")
         output = world.engine.step()
         for index, token in enumerate(output.tokens):
@@ -143,28 +139,26 @@ async def test_a_running_choice_is_handed_over_although_another_has_ended(ends):
         said = "abort" if len(ends) == 2 else "finish"
         await until(lambda: bool(world.link.of(said)), f"{said} is said")
         assert not world.link.of("finish" if len(ends) == 2 else "abort")
-        call.cancel()
 
 
 async def test_a_cancel_of_a_queued_request_is_answered_at_once(monkeypatch):
     """It holds no blocks that could be waited for."""
     monkeypatch.setattr(role_module, "FREE_SECONDS", 60.0)
     async with serving() as (world, stub):
-        calls = [stub.Run(run(transfer_id=bytes([number]) * 16)) for number in range(8)]  # two steps' worth
+        for number in range(8):  # two steps' worth
+            await stub.Run(run(transfer_id=bytes([number]) * 16, handle=world.router.handle()))
         await until(lambda: len(world.role.attempts) == 8, "they have come")
-        calls.append(stub.Run(run()))
+        await stub.Run(run(handle=world.router.handle()))
         await until(lambda: world.role.prefilling.admission.waiting == 1, "it queues")
         attempt = world.role.attempts.get(T)
         async with asyncio.timeout(10):
             answer = await stub.Cancel(prefill_pb2.PrefillCancelRequest(transfer_id=T))
         assert answer.known and attempt.log.ended
-        for call in calls:
-            call.cancel()
 
 
 async def test_a_cancel_reports_free_blocks_once_they_are_free():
     async with serving() as (world, stub):
-        call = stub.Run(run())
+        await stub.Run(run())
         await until(lambda: world.engine.has_work, "the engine has it")
         await world.steps()
         attempt = world.role.attempts.get(T)
@@ -178,7 +172,6 @@ async def test_a_cancel_reports_free_blocks_once_they_are_free():
         answer = await cancelling
         assert answer.known
         assert world.engine.stats().blocks_held == 0
-        call.cancel()
 
 
 async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeypatch):
@@ -196,8 +189,8 @@ async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeyp
             add(one)
 
         monkeypatch.setattr(world.engine, "add", counted)
-        call = stub.Run(run(new=1))
+        await stub.Run(run(new=1))
         await until(lambda: world.engine.has_work, "the engine has it")
         await world.steps()
-        assert [event async for event in call][-1].HasField("end")
+        await until(lambda: bool(world.router.ends), "its end came")
         assert priorities == [1]
