@@ -49,7 +49,7 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     """Raises InvalidRequestError naming the field. Lists are counted before anything walks them."""
     check_name("model_id", spec.model_id)
     if spec.model_id and spec.model_id != limits.model_id:
-        raise invalid("model_id", f"{spec.model_id!r} is not computed here")
+        raise invalid("model_id", f"{spec.model_id!r} is not {limits.model_id!r}, which this worker serves")
     if not spec.prompt_tokens:
         raise invalid("prompt_tokens", "are missing")
     _check_length(spec, limits.max_model_len)

@@ -176,7 +176,7 @@ class Attempt:
             if silent:
                 if task.uncancel():
                     raise
-                self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
+                self._lost(source, errors.PeerLostError(f"no message received for {LOST_SECONDS:.0f} s"))
             elif task.cancelling():
                 raise
             else:  # this task was not cancelled: the channel was closed under the call

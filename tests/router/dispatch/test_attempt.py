@@ -263,7 +263,7 @@ async def test_a_silent_worker_is_lost(world, monkeypatch):
     attempt.start()
     found = ends(await events(attempt, both))
     error = found[P].error
-    assert isinstance(error, PeerLostError) and "nothing heard" in error.message
+    assert isinstance(error, PeerLostError) and "no message received" in error.message
     assert found[D].end is not None
     assert "p@3" in world.liveness.suspects
 
