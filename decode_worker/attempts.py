@@ -17,7 +17,7 @@ from worker.admission import Admission
 from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
 from worker.attempts import Attempts
 from worker.convert import outcome_counts, outcome_name, token_to_wire
-from worker.metrics import RequestCounts
+from worker.request_counts import RequestCounts
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import numpy as np
 
 from cluster.errors import ContextLengthError
 from cluster.protocol.block_hash import HASH_BYTES
+from cluster.protocol.names import check_name, check_transfer_id, invalid
 from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS
-from kv_transfer.decode_side.validate import check_name, check_transfer_id, invalid
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 MAX_LOGIT_BIAS = 1e6

@@ -25,7 +25,7 @@ def test_of_many_refusals_by_full_workers_a_few_are_logged_with_their_number(
     assert stats.retries["BlocksExhaustedError"] == 134
     assert len(logged.messages) == 8
     assert logged.messages[0].startswith("attempt failed: 7 KV blocks are needed, 3 are free")
-    assert logged.messages[-1].endswith("(BlocksExhaustedError no. 128)")
+    assert logged.messages[-1].endswith("(BlocksExhaustedError, number 128 of this request)")
     assert logged.records[0].__dict__["request_id"] == "r"
 
 
