@@ -35,7 +35,7 @@ unit: $(STAMP)  ## The tests that need neither torch, Ray nor NIXL: seconds to s
 test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, every model family, Ray dying, NIXL itself
 	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 5 $(MORE)
 
-check: $(STAMP)  ## Lint, types, floors, generated files
+check: $(STAMP)  ## Lint, types, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

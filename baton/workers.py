@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 from baton.processes.uncollected import uncollected
@@ -17,8 +18,11 @@ async def start_worker(config: WorkerConfig) -> Worker:
         with uncollected():
             from prefill_worker import worker as prefill
 
-        return await prefill.start(config)
-    with uncollected():
-        from decode_worker import worker as decode
+        worker: Worker = await prefill.start(config)
+    else:
+        with uncollected():
+            from decode_worker import worker as decode
 
-    return await decode.start(config)
+        worker = await decode.start(config)
+    gc.freeze()  # the modules' objects stay to the end, where collections would take most of the time of the exit
+    return worker

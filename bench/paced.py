@@ -44,8 +44,8 @@ class PacedWorkers(StubWorkers):
         lane, spec = self._lanes[request.worker_epoch], request.spec
         tokens = len(spec.prompt_tokens) // 4
         received = time.monotonic()
-        patience = request.admission_deadline_ms / 1000
-        await lane.admission.enter(tokens, spec.priority, patience, spec.tenant, spec.weight)
+        deadline_seconds = request.admission_deadline_ms / 1000
+        await lane.admission.enter(tokens, spec.priority, deadline_seconds, spec.tenant, spec.weight)
         try:
             began = time.monotonic()
             async with lane.busy:

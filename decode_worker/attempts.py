@@ -16,7 +16,7 @@ from wire import common_pb2, decode_pb2, handoff_pb2
 from worker.admission import Admission
 from worker.attempts import Attempts
 from worker.convert import add_to_log, outcome_counts, outcome_name
-from worker.metrics import RequestCounts
+from worker.request_counts import RequestCounts
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 
 from cluster.config.worker import WorkerConfig
+from cluster.protocol.names import check_transfer_id
 from decode_worker.quarantine_watch import ReportedPeerExits
 from decode_worker.role import DecodeRole
 from kv_transfer.contract import HandoffState
-from kv_transfer.decode_side.validate import check_transfer_id
 from wire import decode_pb2, decode_pb2_grpc, handoff_pb2
 from worker.role import RoleParts
 from worker.validate import check_call

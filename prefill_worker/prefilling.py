@@ -17,7 +17,7 @@ from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import handoff_pb2
 from worker.admission import Admission
 from worker.convert import add_to_log, request_from_wire, token_to_wire
-from worker.metrics import RequestCounts
+from worker.request_counts import RequestCounts
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)

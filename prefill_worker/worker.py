@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from cluster.config.worker import WorkerConfig
-from kv_transfer.decode_side.validate import check_transfer_id
+from cluster.protocol.names import check_transfer_id
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.role import PrefillRole
 from wire import prefill_pb2, prefill_pb2_grpc

@@ -95,7 +95,7 @@ class DecodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PeerExited(self, request, context):
-        """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+        """Reports, from its parent, that a worker process has exited: none of its writes can land any more. Ends the
         quarantine of what it was granted. Worker ids are never used by two processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

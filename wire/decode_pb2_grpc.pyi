@@ -43,7 +43,7 @@ class DecodeStub:
     Handoff: _grpc.StreamStreamMultiCallable[_handoff_pb2.PrefillToDecode, _handoff_pb2.DecodeToPrefill]
     """The pair's control stream, opened by the prefill worker."""
     PeerExited: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PeerExitedRequest, _decode_pb2.PeerExitedResponse]
-    """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+    """Reports, from its parent, that a worker process has exited: none of its writes can land any more. Ends the
     quarantine of what it was granted. Worker ids are never used by two processes.
     """
 
@@ -61,7 +61,7 @@ class DecodeAsyncStub(DecodeStub):
     Handoff: _aio.StreamStreamMultiCallable[_handoff_pb2.PrefillToDecode, _handoff_pb2.DecodeToPrefill]  # type: ignore[assignment]
     """The pair's control stream, opened by the prefill worker."""
     PeerExited: _aio.UnaryUnaryMultiCallable[_decode_pb2.PeerExitedRequest, _decode_pb2.PeerExitedResponse]  # type: ignore[assignment]
-    """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+    """Reports, from its parent, that a worker process has exited: none of its writes can land any more. Ends the
     quarantine of what it was granted. Worker ids are never used by two processes.
     """
 
@@ -106,7 +106,7 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.PeerExitedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.PeerExitedResponse, _abc.Awaitable[_decode_pb2.PeerExitedResponse]]:
-        """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+        """Reports, from its parent, that a worker process has exited: none of its writes can land any more. Ends the
         quarantine of what it was granted. Worker ids are never used by two processes.
         """
 

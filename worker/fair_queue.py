@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ class FairQueue:
         self._by_arrival: dict[int, Waiting] = {}
         self._virtual_time = 0.0
         self._tokens = 0
-        self._last_tags: dict[str, float] = {}  # of tenants that have requests in the queue
+        self._last_tags: dict[str, float] = {}  # of tenants ahead of the virtual time: what they have used
+        self._waiting: Counter[str] = Counter()  # requests by tenant
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -71,6 +73,7 @@ class FairQueue:
         waiting.tag = self._last_tags[waiting.tenant] = start + waiting.tokens / waiting.weight
         heapq.heappush(self._heap, waiting)
         self._by_arrival[waiting.order] = waiting
+        self._waiting[waiting.tenant] += 1
         self._tokens += waiting.tokens
 
     def pop(self) -> Waiting:
@@ -81,7 +84,7 @@ class FairQueue:
 
     def pop_other(self, tenants: Container[str]) -> Waiting | None:
         """Remove and return the first request of a tenant that is not in `tenants`; the others keep their order."""
-        if all(tenant in tenants for tenant in self._last_tags):
+        if all(tenant in tenants for tenant in self._waiting):
             return None
         found = min((one for one in self._heap if one.tenant not in tenants), default=None)
         if found is not None:
@@ -107,6 +110,9 @@ class FairQueue:
     def _forget(self, waiting: Waiting) -> None:
         del self._by_arrival[waiting.order]
         self._tokens -= waiting.tokens
+        self._waiting[waiting.tenant] -= 1
+        if not self._waiting[waiting.tenant]:
+            del self._waiting[waiting.tenant]
         if self._last_tags[waiting.tenant] <= self._virtual_time:
             del self._last_tags[waiting.tenant]
         if not self._heap:
@@ -116,5 +122,6 @@ class FairQueue:
     def check_integrity(self) -> None:
         assert {id(one) for one in self._heap} == {id(one) for one in self._by_arrival.values()}
         assert self._tokens == sum(one.tokens for one in self._heap)
-        assert {one.tenant for one in self._heap} <= set(self._last_tags)
+        assert Counter(one.tenant for one in self._heap) == self._waiting
+        assert set(self._waiting) <= set(self._last_tags)
         assert all(one.tag >= self._virtual_time for one in self._heap)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -61,11 +60,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def stream(raw: Any, context: Context) -> AsyncIterator[Any]:
             try:
                 request = _parse_all(parse, raw) if handler.request_streaming else _parse(parse, raw)
-                replies = call(request, context)
-                if inspect.isawaitable(replies):  # gRPC's own health service writes to the context
-                    await replies
-                    return
-                async for reply in replies:
+                async for reply in call(request, context):
                     yield reply
             except BatonError as error:
                 await errors.abort(context, error)

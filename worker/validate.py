@@ -10,9 +10,9 @@ import numpy as np
 
 from cluster.errors import ContextLengthError
 from cluster.protocol.block_hash import HASH_BYTES
+from cluster.protocol.names import check_name, check_transfer_id, invalid
 from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS
-from kv_transfer.decode_side.validate import check_name, check_transfer_id, invalid
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 MAX_LOGIT_BIAS = 1e6
@@ -49,7 +49,7 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     """Raises InvalidRequestError naming the field. Lists are counted before anything walks them."""
     check_name("model_id", spec.model_id)
     if spec.model_id and spec.model_id != limits.model_id:
-        raise invalid("model_id", f"{spec.model_id!r} is not computed here")
+        raise invalid("model_id", f"{spec.model_id!r} is not {limits.model_id!r}, which this worker serves")
     if not spec.prompt_tokens:
         raise invalid("prompt_tokens", "are missing")
     _check_length(spec, limits.max_model_len)

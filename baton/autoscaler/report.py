@@ -94,7 +94,9 @@ class ServeMetrics:
             server, _ = start_http_server(port, host, self._registry)
         except OSError as error:
             if not self._refused:
-                self._log.warning("autoscaling has no /metrics at %s:%d yet: %s", host, port, error)
+                self._log.warning(
+                    "cannot serve the autoscaler's metrics at %s:%d, retrying: %s", host, port, error
+                )
             self._refused = True
             return
         self._log.info("autoscaling shows /metrics at %s:%d", host, server.server_port)

@@ -1,4 +1,4 @@
-"""`baton selftest`: what `helm test` runs, one check a Job."""
+"""`baton selftest`: what `helm test` runs, one check per Job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def handoff(
 def load(
     context: typer.Context,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to ask.")] = 10.0,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 2.0,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 2.0,
 ) -> None:
     """A short load run in which no request fails."""
     say(check_load(context.obj, seconds, rate))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
@@ -148,7 +147,6 @@ async def _serve_worker(config: WorkerConfig, ready_file: Path | None) -> None:
     # The loop does not turn while a model is loaded, and nothing is lost by ending there and then.
     signal.signal(signal.SIGTERM, _end_at_once)
     worker = await start_worker(config)
-    gc.freeze()  # the modules' objects stay to the end, where collections would take most of the time of the exit
     stop = stop_event()
     say(f"{worker.worker_id} serves {config.role} on {worker.address}")
     facts: dict[str, Any] = {

@@ -280,7 +280,7 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_secrets(config: WorkerConfig, directory: Path) -> dict[str, Any]:
-    """Return the settings with each secret replaced by the name of a file that holds it, which `settings.load` reads.
+    """Return the settings, each secret replaced by the name of a file that holds it (see `cluster.config.sources.load`).
 
     Raises OSError if they cannot be written, ConfigError if redis_url holds another secret than its password.
     """

@@ -71,7 +71,7 @@ class RayPools:
             head = self._start_head()
         except SetupError as error:
             # Ray limits its start to 30 s, which a busy machine may exceed, rarely twice.
-            log.warning("once more: %s", error)
+            log.warning("Ray did not start, trying once more: %s", error)
             head = self._start_head()
         self._ray.add(head.child, self._start_again, on_exit=self._ray_exited)
         self._deploy(head)

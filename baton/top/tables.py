@@ -60,10 +60,10 @@ def _kept(workers: Sequence[Worker], room: int | None) -> Sequence[Worker]:
     if room is None or len(workers) <= room:
         return workers
 
-    def urgency(worker: Worker) -> tuple[bool, float]:
+    def order(worker: Worker) -> tuple[bool, float]:
         return (text(worker, "state") == "ready", -float(worker.get("kv_usage_ratio") or 0.0))
 
-    return sorted(workers, key=urgency)[: max(1, room - 1)]
+    return sorted(workers, key=order)[: max(1, room - 1)]
 
 
 def _row(worker: Worker, role: str, flows: Sequence[Mapping[str, Any]], detail: Detail) -> list[str | Text]:

@@ -84,12 +84,12 @@ NO_FAULTS = NoFaults()
 
 
 def inject(
-    strike: FaultAction, put: Callable[[], None], later: Callable[[float, Callable[[], None]], object]
+    inject: FaultAction, put: Callable[[], None], later: Callable[[float, Callable[[], None]], object]
 ) -> None:
     """Send a message as often and as late as ordered. `later(seconds, call)` is the event loop's."""
-    if strike.act is Act.DELAY:
-        later(strike.seconds, put)
-    elif strike.act is not Act.DROP:
+    if inject.act is Act.DELAY:
+        later(inject.seconds, put)
+    elif inject.act is not Act.DROP:
         put()
-        if strike.act is Act.TWICE:
+        if inject.act is Act.TWICE:
             put()

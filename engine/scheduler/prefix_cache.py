@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.protocol.block_hash import hash_block, hash_blocks, pack_tokens
 from engine.cache.block_pool import BlockPool
@@ -20,7 +20,7 @@ class PrefixCache:
     pool: BlockPool
     page_size: int
     on_chain: Callable[[ChainReport], None]
-    secret: bytes
+    secret: bytes = field(repr=False)
     enabled: bool
 
     def hashes_of(self, tokens: list[int], request: EngineRequest) -> list[bytes]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from cluster.errors import InvalidRequestError
+from cluster.protocol.names import MAX_NAME, check_name, check_transfer_id, invalid
 from kv_transfer.layout.compatibility import can_share_heads
 from kv_transfer.layout.digest import MODES
 from kv_transfer.outbox import MAX_TOGETHER
 from wire import common_pb2, handoff_pb2
 
-TRANSFER_ID_BYTES = 16
-MAX_NAME = 1024  # characters of a worker's or request's id, of a tenant
 MAX_OFFERED = 16  # transports, and kinds of digest
 
 
@@ -56,24 +54,8 @@ def _check_hello(hello: handoff_pb2.Hello) -> None:
         raise invalid("digests", f"{hello.digests[:20]!r} is not one of {', '.join(MODES)}")
 
 
-def check_name(field: str, name: str) -> None:
-    """Raises InvalidRequestError."""
-    if len(name) > MAX_NAME:
-        raise invalid(field, f"more than {MAX_NAME} characters")
-
-
 def _check_slot_request(asked: handoff_pb2.SlotRequest, layout: common_pb2.KvLayout) -> None:
     if asked.source_rank >= layout.tensor_parallel:
         raise invalid("source_rank", f"{asked.source_rank} of {layout.tensor_parallel}")
     if not asked.bytes:
         raise invalid("bytes", "must be at least 1")
-
-
-def check_transfer_id(transfer_id: bytes) -> None:
-    """Raises InvalidRequestError."""
-    if len(transfer_id) != TRANSFER_ID_BYTES:
-        raise invalid("transfer_id", f"{len(transfer_id)} bytes instead of {TRANSFER_ID_BYTES}")
-
-
-def invalid(field: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {message}", field=field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cluster import errors
@@ -93,7 +93,7 @@ def _future() -> asyncio.Future[None]:
 class OutgoingHandoff:
     """Made by HandoffSender.reserve; ends with `finish` or `abort`, once."""
 
-    reserve: handoff_pb2.Reserve
+    reserve: handoff_pb2.Reserve = field(repr=False)  # has the prompt
     held_tokens: int
     link: LinkToDecode
     ranks: Sequence[SendingRank]

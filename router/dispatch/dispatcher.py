@@ -346,14 +346,16 @@ class RequestDispatcher:
             if isinstance(reason, errors.DrainingError):
                 self._excluded[attempt.placed.decode.worker_id] = Reason.DRAINED
                 raise _Retry(reason)
-            raise _Retry(errors.BlocksExhaustedError("the decode worker needed its blocks for others"))
+            raise _Retry(
+                errors.BlocksExhaustedError("the decode worker preempted the request for lack of KV blocks")
+            )
         await self._after_worker_loss(event, attempt, reason)
 
     @staticmethod
     def _reason(event: Ended) -> errors.BatonError:
         if event.end is not None and event.end.HasField("error"):
             return errors.from_wire(event.end.error)
-        return errors.PeerLostError(f"the {event.source.value} worker gave the attempt up")
+        return errors.PeerLostError(f"the {event.source.value} worker aborted the attempt")
 
     async def _after_worker_loss(self, event: Ended, attempt: Attempt, reason: errors.BatonError) -> None:
         """A worker was lost. If it was P, D alone says whether the attempt has committed."""
@@ -368,7 +370,7 @@ class RequestDispatcher:
             if event.end is None or isinstance(reason, errors.DrainingError):
                 self._excluded[placed.prefill.worker_id] = ended_by(event)
             elif isinstance(reason, errors.HandoffError):
-                # P lives and could not reach D: their next meeting may end the same way.
+                # P lives and could not reach D: a further hand-off between the two may fail as well.
                 self._excluded[placed.decode.worker_id] = Reason.HANDOFF
                 self._services.pairs.failed(placed, reason)
         elif event.end is None or isinstance(reason, errors.DrainingError):

@@ -39,7 +39,13 @@ class RequestStats:
         self.retries[kind] += 1
         count = self.retries[kind]
         if not isinstance(reason, OVERLOAD) or count & (count - 1) == 0:
-            log.info("attempt over: %s (%s no. %d)", reason, kind, count, extra={"request_id": request_id})
+            log.info(
+                "attempt failed: %s (%s, number %d of this request)",
+                reason,
+                kind,
+                count,
+                extra={"request_id": request_id},
+            )
 
     def keep(self, report: common_pb2.WorkReport, *, of_prefill: bool) -> None:
         """What a worker says at the end of an attempt. Cached is what the first that computed found cached."""

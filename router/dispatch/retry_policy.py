@@ -44,8 +44,12 @@ class RetryPolicy:
             ) from None
         if self._clock() + pause > self.deadline:
             if isinstance(reason, OVERLOAD):
-                raise _overloaded(f"no worker took it in time: {reason.public_text}", reason) from None
-            raise _unavailable(f"no worker took it in time: {reason.public_text}", reason) from None
+                raise _overloaded(
+                    f"no worker accepted the request in time: {reason.public_text}", reason
+                ) from None
+            raise _unavailable(
+                f"no worker accepted the request in time: {reason.public_text}", reason
+            ) from None
         return pause
 
 

@@ -116,7 +116,7 @@ class Links:
             if stopped:
                 link.restart_clocks()
             elif link.silent_seconds > LOST_SECONDS:
-                link.give_up(PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
+                link.give_up(PeerLostError(f"no message received for {LOST_SECONDS:.0f} s"))
             if beats:
                 link.beat()
             if asks:

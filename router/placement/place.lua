@@ -261,7 +261,7 @@ end
 local pick = tied[1 + math.floor(random * equal)]
 local p, d = cp[pick], cd[pick]
 
--- The view of the router that asks may be a moment old: who was told to leave is placed on no more from then on.
+-- The view of the router that asks may be a moment old: a worker marked as draining gets no placement from that moment.
 local winners = p > 0 and {d, p} or {d}
 local names, ids, winner_slots = {}, {}, {}
 for k = 1, #winners do

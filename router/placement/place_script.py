@@ -46,15 +46,15 @@ class PlaceScript:
         calibration: Calibration,
         memory: MemoryWatch,
         rng: random.Random,
-        on_unheard: Callable[[], None],
+        on_unanswered: Callable[[], None],
     ):
-        """`on_unheard`: a call was given up, so no request holds what it may have charged."""
+        """`on_unanswered`: a call was given up, so no request holds what it may have charged."""
         self._config = config
         self._keys = keys.place
         self._calibration = calibration
         self._memory = memory
         self._rng = rng
-        self._script = ScriptCall(config.redis_url, script_source(), on_unheard=on_unheard)
+        self._script = ScriptCall(config.redis_url, script_source(), on_unanswered=on_unanswered)
         self._backoff = RedisBackoff(RETRY_SECONDS, rng)
         self.errors = 0  # calls that Redis did not answer in time
         self.seconds = metrics.REDIS_CALLS.create()  # as a request waits for it

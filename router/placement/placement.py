@@ -42,7 +42,7 @@ class Placement:
         self.settlement = Settlement(config, self._keys, self.charges)
         self.script = PlaceScript(
             *(config, self._keys, self.calibration, self.watch, self._rng),
-            on_unheard=self.settlement.request,
+            on_unanswered=self.settlement.request,
         )
         self._standalone = StandalonePlacement(self.calibration, self.charges, self._rng)
         self.calls = 0

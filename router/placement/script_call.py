@@ -27,13 +27,13 @@ _MORE = object()
 
 
 class ScriptCall:
-    def __init__(self, url: str, script: str, on_unheard: Callable[[], None] = lambda: None):
-        """`on_unheard` is called when a call is given up (cancelled, too late, its connection lost), and again if its
+    def __init__(self, url: str, script: str, on_unanswered: Callable[[], None] = lambda: None):
+        """`on_unanswered` is called when a call is given up (cancelled, too late, its connection lost), and again if its
         answer arrives after all: the script may have run."""
         # A timeout of the pool's would start a task for every command of the handshake.
         self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None, **QUIET)
         self._script = script
-        self._on_unheard = on_unheard
+        self._on_unanswered = on_unanswered
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._line: _Line | None = None
         self._opening = asyncio.Lock()
@@ -61,7 +61,7 @@ class ScriptCall:
     async def _open(self) -> _Line:
         async with self._opening:
             if self._line is None or not self._line.open:
-                self._line = await _Line.to_redis(self._pool, self._on_unheard)
+                self._line = await _Line.to_redis(self._pool, self._on_unanswered)
             return self._line
 
     async def close(self) -> None:
@@ -73,17 +73,17 @@ class ScriptCall:
 class _Line(asyncio.Protocol):
     """A connection to Redis. After a late answer it gets no further calls: it may hang for ever."""
 
-    def __init__(self, writer: asyncio.StreamWriter, on_unheard: Callable[[], None]):
+    def __init__(self, writer: asyncio.StreamWriter, on_unanswered: Callable[[], None]):
         self._writer = writer  # referenced, because it closes its connection when it is collected
         self._transport = writer.transport
-        self._on_unheard = on_unheard
+        self._on_unanswered = on_unanswered
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(replyError=_error, notEnoughData=_MORE)
         self._asked: deque[asyncio.Future[Any]] = deque()
         self.open = True
 
     @classmethod
-    async def to_redis(cls, pool: redis.asyncio.ConnectionPool, on_unheard: Callable[[], None]) -> _Line:
+    async def to_redis(cls, pool: redis.asyncio.ConnectionPool, on_unanswered: Callable[[], None]) -> _Line:
         """The client connects (address, TLS, user, database); after its handshake the protocol is this class's."""
         connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
         try:
@@ -92,7 +92,7 @@ class _Line(asyncio.Protocol):
             await connection.disconnect(nowait=True)
             raise
         writer, connection._writer = connection._writer, None
-        line = cls(writer, on_unheard)
+        line = cls(writer, on_unanswered)
         writer.transport.set_protocol(line)
         return line
 
@@ -106,7 +106,7 @@ class _Line(asyncio.Protocol):
         except (redis.ResponseError, FailoverError):
             raise
         except BaseException:
-            self._on_unheard()
+            self._on_unanswered()
             raise
         finally:
             deadline.cancel()
@@ -120,7 +120,7 @@ class _Line(asyncio.Protocol):
                 self.open = False
             answer = self._asked.popleft()
             if answer.done():  # given up: too late, or cancelled
-                self._on_unheard()
+                self._on_unanswered()
                 continue
             if isinstance(reply, redis.RedisError):
                 answer.set_exception(reply)

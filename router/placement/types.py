@@ -58,7 +58,7 @@ class PlacementRequest:
     explain: bool = False
     priority_class: PriorityClass = "normal"
     target_seconds: float = 0.0  # the first token is wanted within this; 0 = no limit
-    deadline_seconds: float = 0.0  # and is worth nothing after this
+    deadline_seconds: float = 0.0  # the request is refused if its first token would come later
 
 
 @dataclass(frozen=True)

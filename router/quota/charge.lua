@@ -1,4 +1,4 @@
--- Charges a request to its tenant's buckets, takes another router's charge over, or says when it may come again.
+-- Charges a request to its tenant's buckets, takes another router's charge over, or returns the time until it may be retried.
 -- KEYS: as in records.lua
 -- ARGV: requests a minute, tokens a minute (0 = no limit), tokens expected,
 --       owner, again (1: another router may have charged it), tokens its client holds, ms the record is kept

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from baton.processes.uncollected import uncollected
+from baton.workers import start_worker
+from cluster.config.worker import EngineConfig, WorkerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +38,24 @@ def test_where_it_was_off_it_stays_off() -> None:
     with uncollected():
         pass
     assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_a_worker_has_loaded_is_never_collected(role, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen once it serves, whoever starts it: a full collection would stop every thread for 0.1 s."""
+    worker, frozen = object(), list[object]()
+
+    async def start(config: WorkerConfig) -> object:
+        assert not frozen
+        return worker
+
+    module = ModuleType(f"{role}_worker.worker")
+    module.start = start  # type: ignore[attr-defined]
+    package = ModuleType(f"{role}_worker")
+    package.worker = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"{role}_worker", package)
+    monkeypatch.setitem(sys.modules, f"{role}_worker.worker", module)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
+    config = WorkerConfig(role=role, engine=EngineConfig(model=Path("m")))
+    assert await start_worker(config) is worker
+    assert frozen == [1]

@@ -11,7 +11,7 @@ import json
 from collections.abc import Set
 from pathlib import Path
 
-SILENT = "attempt over: nothing heard for"
+SILENT = "attempt failed: no message received for"
 
 
 def redispatch_seconds(logs: Path, began: float, requests: Set[str]) -> float:

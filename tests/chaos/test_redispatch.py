@@ -23,7 +23,7 @@ def test_the_first_give_up_of_each_request_counts(tmp_path: Path):
         line(5.5, "b"),
         line(12.0, "b"),  # its second attempt was silent as well
         line(7.0, "begun later"),
-        line(6.0, "c", "attempt over: Socket closed"),
+        line(6.0, "c", "attempt failed: Socket closed"),
         "a traceback, which is not JSON",
     ]
     (tmp_path / "router-0.log").write_text("\n".join(lines[:3]))

@@ -97,3 +97,8 @@ def test_a_sequence_scheduled_in_a_step_is_not_preempted_in_it() -> None:
     assert engine.stats().blocks_free == 1
     scheduled = [s.request.request_id for s in engine._scheduler.schedule().scheduled]
     assert scheduled == ["large"]
+
+
+def test_the_secret_is_in_no_text_of_the_prefix_cache() -> None:
+    pool = BlockPool(4)
+    assert "top" not in repr(PrefixCache(pool, PAGE, lambda report: None, secret=b"top", enabled=True))

@@ -221,16 +221,16 @@ def test_not_http_gets_an_openai_error(router):
 
 
 def test_connections_have_a_number(router):
-    with contextlib.ExitStack() as stack:
-        for _ in range(30):
-            one = stack.enter_context(socket.create_connection(router.address, timeout=60))
-            one.sendall(HEAD + b"content-length: 10\r\n\r\n{")  # one without a request would make room
-
-        def refused() -> bool:
+    def refused() -> bool:
+        with contextlib.ExitStack() as stack:
+            for _ in range(30):
+                one = stack.enter_context(socket.create_connection(router.address, timeout=60))
+                one.sendall(HEAD + b"content-length: 10\r\n\r\n{")
+                time.sleep(0.01)  # until its request has a place: one without would make room
             said = talk(router, b"GET")
-            return said.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in said
+        return said.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in said
 
-        wait_for(refused, 60, "a connection too many is refused")
+    wait_for(refused, 60, "a connection too many is refused")
     wait_for(lambda: httpx.get(f"{router.http}/health").status_code == 200, 60, "places are given back")
 
 

@@ -238,3 +238,34 @@ async def test_an_unknown_request_refunds_nothing():
     assert not queue.remove(gone)
     assert queue.tokens == 1050
     queue.check_integrity()
+
+
+class Counting(set[str]):
+    """Counts how often a request's tenant is looked up."""
+
+    looks = 0
+
+    def __contains__(self, tenant: object) -> bool:
+        self.looks += 1
+        return super().__contains__(tenant)
+
+
+def test_tenants_that_have_left_cost_a_look_nothing():
+    """`pop_other` is asked at every step: with all waiting tenants inside, no waiting request may be looked at."""
+    loop = asyncio.new_event_loop()
+    queue = FairQueue()
+
+    def push(tenant: str, order: int) -> None:
+        queue.push(Waiting(1, tenant, 1.0, 0.0, order, loop.create_future()))
+
+    for order in range(200):
+        push("crowd", order)
+    for order in range(200, 250):
+        push(f"other{order}", order)
+        found = queue.pop_other({"crowd"})
+        assert found is not None and found.tenant == f"other{order}"
+    inside = Counting({"crowd"})
+    assert queue.pop_other(inside) is None
+    assert inside.looks <= 1
+    queue.check_integrity()
+    loop.close()

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import InvalidRequestError
 from cluster.protocol.block_hash import pack_tokens
-from kv_transfer.decode_side.validate import check_transfer_id
+from cluster.protocol.names import check_transfer_id
 from wire import common_pb2
 from worker.validate import SpecLimits, check_spec
 

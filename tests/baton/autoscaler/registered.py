@@ -9,7 +9,7 @@ from cluster.config.worker import Role
 from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
-from worker.metrics import RequestCounts
+from worker.request_counts import RequestCounts
 
 
 class RegisteredWorker:

@@ -12,7 +12,7 @@ from baton.autoscaler.flows import Flows
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus
-from worker.metrics import RequestCounts
+from worker.request_counts import RequestCounts
 
 
 def test_rates_survive_workers_that_come_go_and_start_again() -> None:

@@ -51,5 +51,5 @@ def test_a_new_policy_takes_the_port_over_and_decides_meanwhile(caplog: pytest.L
         new(pools)
     assert 'baton_autoscaling_desired_replicas{pool="prefill"} 3.0' in scrape(port)
     said = [record.getMessage() for record in caplog.records]
-    assert sum("has no /metrics" in line for line in said) == 1
+    assert sum("cannot serve the autoscaler's metrics" in line for line in said) == 1
     assert any("pool=prefill" in line and "reason=no_data" in line for line in said)

@@ -154,7 +154,7 @@ async def test_a_silent_worker_is_suspect_then_lost(pair, monkeypatch):
     await until(lambda: pair.links.suspects, "it is suspect")
     assert one.error is None and pair.links.silent() == 1
     await until(lambda: one.error is not None, "it is lost")
-    assert "nothing heard" in one.error.message
+    assert "no message received" in one.error.message
 
 
 async def test_a_router_that_was_stopped_loses_nobody(pair):

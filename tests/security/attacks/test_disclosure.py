@@ -30,9 +30,9 @@ INTERNAL: list[type[errors.BatonError]] = [
 @pytest.mark.parametrize("kind", INTERNAL)
 def test_a_request_that_gives_up_reports_only_the_kind_of_error(kind: type[errors.BatonError]) -> None:
     for costly in (True, False):
-        patience = RetryPolicy(1, 0.0)
+        policy = RetryPolicy(1, 0.0)
         with pytest.raises(errors.BatonError, match=kind.__name__) as told:
-            patience.pause_seconds(kind(INSIDE), 1.0, progress=False, costly=costly)
+            policy.pause_seconds(kind(INSIDE), 1.0, progress=False, costly=costly)
         assert "decode-7" not in str(told.value)
 
 

@@ -26,8 +26,8 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $config = merge $config (include "baton.tlsFields" . | fromYaml) -}}
 {{- if .Values.tls.enabled }}
 {{- if .Values.tls.publicSecret }}
-{{- $_ := set $config "public_tls_cert" "/etc/baton/door-tls/tls.crt" }}
-{{- $_ := set $config "public_tls_key" "/etc/baton/door-tls/tls.key" }}
+{{- $_ := set $config "public_tls_cert" "/etc/baton/public-tls/tls.crt" }}
+{{- $_ := set $config "public_tls_key" "/etc/baton/public-tls/tls.key" }}
 {{- end }}
 {{- if .Values.tls.clientCaSecret }}{{- $_ := set $config "tls_client_ca" "/etc/baton/client-ca/ca.crt" }}{{- end }}
 {{- end }}

@@ -135,7 +135,7 @@ runtimeClassName: {{ . }}
 - {name: keys, mountPath: /etc/baton/keys, readOnly: true}
 {{- end }}
 {{- if and $values.tls.enabled $values.tls.publicSecret }}
-- {name: door-tls, mountPath: /etc/baton/door-tls, readOnly: true}
+- {name: public-tls, mountPath: /etc/baton/public-tls, readOnly: true}
 {{- end }}
 {{- if and $values.tls.enabled $values.tls.clientCaSecret }}
 - {name: client-ca, mountPath: /etc/baton/client-ca, readOnly: true}
@@ -156,7 +156,7 @@ runtimeClassName: {{ . }}
 - {name: keys, secret: {secretName: {{ include "baton.apiKeysSecret" .root }}, defaultMode: 0440}}
 {{- end }}
 {{- if and $values.tls.enabled $values.tls.publicSecret }}
-- {name: door-tls, secret: {secretName: {{ $values.tls.publicSecret }}, defaultMode: 0440}}
+- {name: public-tls, secret: {secretName: {{ $values.tls.publicSecret }}, defaultMode: 0440}}
 {{- end }}
 {{- if and $values.tls.enabled $values.tls.clientCaSecret }}
 - name: client-ca
