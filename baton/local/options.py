@@ -94,8 +94,8 @@ class UpOptions(Frozen):
     )
     redis_url: str = Field(
         "",
-        description="A Redis to use; default: an embedded one. Give one with a password by the environment: every user of "
-        "this machine can read command lines.",
+        description="A Redis to use; default: an embedded one. Give one with a password by BATON_REDIS_URL: every user "
+        "of this machine can read command lines.",
         json_schema_extra={"environment": "BATON_REDIS_URL"},
     )
     state_file: Path | None = Field(None, description="Write ids, pids and addresses here (JSON).")
@@ -280,7 +280,7 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_secrets(config: WorkerConfig, directory: Path) -> dict[str, Any]:
-    """Return the settings with each secret replaced by the name of a file that holds it, for `cluster.config.sources.load`.
+    """Return the settings with each secret replaced by the name of a file with it, for `cluster.config.sources.load`.
 
     Raises OSError if they cannot be written, ConfigError if redis_url holds another secret than its password.
     """
