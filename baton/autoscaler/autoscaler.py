@@ -65,12 +65,13 @@ class Autoscaler:
 
     def step(self) -> Decision | None:
         """Decide and act once. Returns None if nothing could be read."""
-        leads = self.leadership.hold()
-        self.metrics.leader.set(leads)
         try:
+            leads = self.leadership.hold()
+            self.metrics.leader.set(leads)
             workers = look_at_workers(self._redis_url, self._namespace)
         except (redis.RedisError, OSError) as error:
             log.warning("autoscaling is paused, Redis does not answer: %s", error)
+            self.metrics.leader.set(self.leadership.sure())
             self.metrics.errors.labels("redis").inc()
             return None
         try:

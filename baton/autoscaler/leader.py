@@ -53,13 +53,16 @@ class Leadership:
         self._until = 0.0
 
     def hold(self) -> bool:
-        """Take or renew the lease. Returns False if another autoscaler has it or Redis does not answer."""
+        """Take or renew the lease. Returns False if another autoscaler has it; while Redis does not answer, what is still
+        sure. Raises redis.RedisError if a server answers that another one must be asked (cluster/redis/failover.py): its
+        view is stale."""
         asked = self._clock()
         try:
             ours = bool(self._client.eval(_HOLD, 2, *self._keys, self._holder, int(self._seconds * 1000)))
         except redis.RedisError as error:
             log.warning("the autoscaler's lease is unknown, Redis does not answer: %s", error)
-            disconnect_after_failover(self._client, error)
+            if disconnect_after_failover(self._client, error):
+                raise
             return self.sure()
         self._until = asked + self._seconds if ours else 0.0
         return ours

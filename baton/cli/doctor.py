@@ -9,6 +9,7 @@ import orjson
 import typer
 
 from baton.cli.output import console
+from cluster.errors import ConfigError
 from cluster.redis.rights import Component
 
 EXIT_MISSING = 2
@@ -47,6 +48,8 @@ def doctor(
     from baton.doctor.redis_check import check_redis, check_rights
     from baton.doctor.values import values_for
 
+    if redis_component is not None and not redis_url:
+        raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
     with connect(kubeconfig, context) as api:
         facts = Reader(api, namespace, timeout).read()
     checks, values = judge(facts), values_for(facts)

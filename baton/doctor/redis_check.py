@@ -59,6 +59,13 @@ def check_rights(url: str, component: Component, namespace: str) -> Check:
             client.close()
     except (redis.RedisError, OSError, ValueError) as error:
         return Check(name, "missing", f"{without_password(url)}: {error}", "check its address and user")
+    if missing is None:
+        return Check(
+            name,
+            "warning",
+            "unknown, its user may not use MULTI",
+            "add +multi +discard to the user: ACL SETUSER",
+        )
     if missing:
         return Check(name, "missing", f"lacks {' '.join(missing)}", "add these to the user: ACL SETUSER")
     return Check(name, "ok", f"all that keys {{{namespace}}}:* need")

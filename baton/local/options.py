@@ -94,8 +94,8 @@ class UpOptions(Frozen):
     )
     redis_url: str = Field(
         "",
-        description="A Redis to use; default: an embedded one. Give one with a password by the environment: every user of "
-        "this machine can read command lines.",
+        description="A Redis to use; default: an embedded one. Give one with a password by BATON_REDIS_URL: every user "
+        "of this machine can read command lines.",
         json_schema_extra={"environment": "BATON_REDIS_URL"},
     )
     state_file: Path | None = Field(None, description="Write ids, pids and addresses here (JSON).")

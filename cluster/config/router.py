@@ -83,8 +83,8 @@ class OverloadFields(Frozen):
     max_concurrent_requests_per_tenant: Count = Field(
         0,
         ge=0,
-        description="of one tenant at this router; a key's max_concurrent_requests goes first; 0 = half of "
-        "max_concurrent_requests with API keys, no limit without",
+        description="of one tenant at this router; a key's max_concurrent_requests goes first; 0 = with API keys half "
+        "of max_concurrent_requests, or of max_http_connections if that is less; no limit without",
     )
     max_concurrent_requests_per_connection: Count = Field(
         512, ge=0, description="of one connection; 0 = no limit"

@@ -48,11 +48,13 @@ def check_url(url: str) -> None:
 
 
 def why_silent(url: str) -> str:
-    """Ping once, for a second or two. Returns "" if Redis answers, else its address and the reason."""
+    """Ping once, for a second or two. Returns "" if Redis answers, a refusal included, else its address and the reason."""
     check_url(url)
     client = connect(url)
     try:
         client.ping()
+    except redis.exceptions.NoPermissionError:
+        return ""  # of the right to ping
     except (redis.RedisError, OSError) as error:
         return f"no Redis answers at {without_password(url)} ({error})"
     finally:

@@ -31,10 +31,12 @@ def _is_failover(error: redis.RedisError) -> bool:
     return isinstance(error, _TYPES) or (isinstance(error, redis.ResponseError) and says_failover(str(error)))
 
 
-def disconnect_after_failover(client: redis.Redis, error: redis.RedisError) -> None:
-    """Close the idle connections of `client` if `error` means that another server must be asked."""
-    if _is_failover(error):
+def disconnect_after_failover(client: redis.Redis, error: redis.RedisError) -> bool:
+    """Whether `error` means that another server must be asked; the idle connections of `client` are closed then."""
+    failover = _is_failover(error)
+    if failover:
         client.connection_pool.disconnect(inuse_connections=False)
+    return failover
 
 
 async def disconnect_after_failover_async(client: redis.asyncio.Redis, error: BaseException) -> None:

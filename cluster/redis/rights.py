@@ -71,8 +71,8 @@ class Rights:
         return (self.keys[0], *[""] * count)
 
 
-def lacking(client: redis.Redis, rights: Rights) -> list[str]:
-    """The ACL rules that the user of `client` lacks; none also if it may not use MULTI, as then it cannot be asked.
+def lacking(client: redis.Redis, rights: Rights) -> list[str] | None:
+    """The ACL rules that the user of `client` lacks; None if it may not use MULTI, as then it cannot be asked.
 
     Raises redis.RedisError or OSError if Redis does not answer.
     """
@@ -82,7 +82,7 @@ def lacking(client: redis.Redis, rights: Rights) -> list[str]:
         try:
             connection.read_response()
         except redis.exceptions.NoPermissionError:
-            return []
+            return None
         rules, calls = zip(*rights.calls(), strict=True)
         connection.send_packed_command(connection.pack_commands([*calls, ("DISCARD",)]))
         answers = [_answer(connection) for _ in (*calls, "DISCARD")]
@@ -103,11 +103,12 @@ def _answer(connection: Any) -> Any:
         return error
 
 
-def why_refused(client: redis.Redis, rights: Rights) -> str:
-    """A sentence with the rules to add; "" if the user of `client` lacks none. Raises as `lacking` does."""
+def why_refused(client: redis.Redis, rights: Rights) -> str | None:
+    """A sentence with the rules to add; "" if the user of `client` lacks none, None if it cannot be asked. Raises as
+    `lacking` does."""
     rules = lacking(client, rights)
     if not rules:
-        return ""
+        return None if rules is None else ""
     user = client.connection_pool.connection_kwargs.get("username") or "default"
     return (
         f"Redis user {user} has too few rights for the {rights.component}: it lacks {' '.join(rules)}; "
@@ -116,10 +117,10 @@ def why_refused(client: redis.Redis, rights: Rights) -> str:
 
 
 def too_few_rights(url: str, rights: Rights) -> str:
-    """`why_refused` for a process that starts; "" also if Redis does not answer."""
+    """`why_refused` for a process that starts; "" also if that is unknown."""
     client = connect(url)
     try:
-        return why_refused(client, rights)
+        return why_refused(client, rights) or ""
     except (redis.RedisError, OSError) as error:
         log.debug("the rights at %s are unknown: %s", without_password(url), error)
         return ""
@@ -154,6 +155,8 @@ class RightsWatch:
             return
         finally:
             client.close()
+        if why is None:
+            return
         if why and why != self._why:
             log.error("%s", why)
         elif self._why and not why:

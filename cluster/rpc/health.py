@@ -7,14 +7,15 @@ not read would block every change.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2 as pb
 
-from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
+from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from cluster.rpc import errors
 
 SERVICE = "grpc.health.v1.Health"
@@ -54,14 +55,23 @@ class Health:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def Check(self, raw: bytes, context: Context) -> pb.HealthCheckResponse:
-        status = self._statuses.get(await _service(raw, context))
-        if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        with _ending_with_the_client():
+            await _send_metadata(context)
+            status = self._statuses.get(await _service(raw, context))
+            if status is None:
+                await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, raw: bytes, context: Context) -> None:
         """Stream a service's status; above the limit of watchers the oldest call is ended."""
-        service = await _service(raw, context)
+        with _ending_with_the_client():
+            await _send_metadata(context)
+            error = await self._watch(await _service(raw, context), context)
+            # It waits for a client that does not read. No longer a watcher, the call is aborted only once.
+            await errors.abort(context, error)
+
+    async def _watch(self, service: str, context: Context) -> BatonError:
+        """Send statuses until the call must end. Returns the reason."""
         task = asyncio.current_task()
         assert task is not None, "inside a call"
         self._watchers[task] = None
@@ -70,19 +80,20 @@ class Health:
             del self._watchers[oldest]
             oldest.cancel()
         try:
-            await self._watch(service, context)
+            await self._send_statuses(service, context)
+        except DeadlineError as error:
+            return error
         except asyncio.CancelledError:
             if task in self._watchers:
                 raise
             # grpc.aio would leave the call open without a status.
             task.uncancel()
             limit = str(self._max_watchers)
-            error = OverloadedError(f"more than {limit} calls watch health", field="Watch", limit=limit)
-            await errors.abort(context, error)
+            return OverloadedError(f"more than {limit} calls watch health", field="Watch", limit=limit)
         finally:
             self._watchers.pop(task, None)
 
-    async def _watch(self, service: str, context: Context) -> None:
+    async def _send_statuses(self, service: str, context: Context) -> NoReturn:
         told = None
         while True:
             changed, now = self._changed, self._statuses.get(service, pb.HealthCheckResponse.SERVICE_UNKNOWN)
@@ -92,13 +103,14 @@ class Health:
             await changed.wait()
 
     async def _write(self, status: pb.HealthCheckResponse, context: Context) -> None:
+        """Raises DeadlineError."""
         try:
             async with asyncio.timeout(self._write_seconds):
                 await context.write(status)
         except TimeoutError:
             seconds = f"{self._write_seconds:g} s"
-            error = DeadlineError(f"the watcher read no status for {seconds}", field="Watch", limit=seconds)
-            await errors.abort(context, error)
+            late = f"the watcher read no status for {seconds}"
+            raise DeadlineError(late, field="Watch", limit=seconds) from None
 
     def _update(self, statuses: Mapping[str, int]) -> None:
         if any(self._statuses.get(name) != status for name, status in statuses.items()):
@@ -110,6 +122,19 @@ class Health:
 def _status(serving: bool) -> int:
     status: int = pb.HealthCheckResponse.SERVING if serving else pb.HealthCheckResponse.NOT_SERVING
     return status
+
+
+async def _send_metadata(context: Context) -> None:
+    """Send it before a message: a status behind an unread message would repeat it, which gRPC refuses."""
+    await context.send_initial_metadata(())
+
+
+@contextlib.contextmanager
+def _ending_with_the_client() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.InternalError:  # the client left without reading what was sent
+        raise asyncio.CancelledError from None
 
 
 async def _service(raw: bytes, context: Context) -> str:

@@ -6,7 +6,7 @@ An invalid Welcome ends the stream, because it decides what the pair does. An in
 from __future__ import annotations
 
 from cluster.errors import StaleEpochError, TransportError
-from kv_transfer.layout.compatibility import can_share_heads, check_layouts
+from kv_transfer.layout.compatibility import MAX_RANKS, can_share_heads, check_layouts
 from kv_transfer.layout.digest import MODES
 from kv_transfer.outbox import MAX_TOGETHER
 from wire import common_pb2, handoff_pb2
@@ -35,6 +35,14 @@ def check_welcome(
     if welcome.digest_kind not in ("", *hello.digest_kinds):
         offered = ", ".join(hello.digest_kinds)
         raise _wrong("digest_kind", f"{welcome.digest_kind!r} was not offered ({offered})")
+
+
+def check_number_of_ranks(welcome: handoff_pb2.Welcome, layout: common_pb2.KvLayout) -> None:
+    """Check how many ranks a Welcome lists; `layout`: of the pair's first one. Raises TransportError."""
+    # A layout with 0 ranks is refused by `check_welcome`.
+    most = min(layout.tensor_parallel or 1, MAX_RANKS)
+    if len(welcome.ranks) > most:
+        raise _wrong("ranks", f"{len(welcome.ranks)} ranks, the decode worker has at most {most}")
 
 
 def check_together(reply: handoff_pb2.DecodeToPrefill) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer import messages as m
+from kv_transfer.prefill_side.check_replies import check_number_of_ranks
 from kv_transfer.ranks import SendingRank
-from wire import handoff_pb2
+from wire import common_pb2, handoff_pb2
 
 PROBE_SECONDS = 3.0
 # As many as the idle connections that a NIXL agent keeps: other workers have no connection
@@ -64,6 +65,7 @@ class RankConnections:
 
     def __post_init__(self) -> None:
         self._welcome: handoff_pb2.Welcome | None = None  # the newest
+        self._layout = common_pb2.KvLayout()  # of the first
         self._answer: asyncio.Future[bool] | None = None  # to the probe that waits
         self._closed = False
 
@@ -73,8 +75,12 @@ class RankConnections:
 
     def welcomed(self, welcome: handoff_pb2.Welcome) -> bool:
         """Take in a Welcome; a repeated one names new memory, which is connected at once. Returns whether it is the
-        first."""
-        first, self._welcome = self._welcome is None, welcome
+        first. Raises TransportError if it lists too many ranks."""
+        first = self._welcome is None
+        if first:
+            self._layout = welcome.layout
+        check_number_of_ranks(welcome, self._layout)
+        self._welcome = welcome
         if not first:
             self.connect(welcome)
         return first

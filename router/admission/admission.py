@@ -160,7 +160,9 @@ class Admission:
             )
         if caller.tenant:
             own = caller.max_concurrent_requests or config.max_concurrent_requests_per_tenant
-            self._tenants.acquire(caller.tenant, own or max(1, limit // 2))  # one key never takes every place
+            # One key never takes every place, nor every connection where there are fewer of them.
+            share = max(1, min(limit, config.max_http_connections) // 2)
+            self._tenants.acquire(caller.tenant, own or share)
             held.callback(self._tenants.release, caller.tenant)
         if connection:
             self._connections.acquire(connection, config.max_concurrent_requests_per_connection)

@@ -24,6 +24,9 @@ class Call:
         self.read: list[int] = []
         self.code: grpc.StatusCode | None = None
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
     async def write(self, message: pb.HealthCheckResponse) -> None:
         self.read.append(message.status)
 

@@ -20,7 +20,7 @@ from cluster.membership import scripts
 from cluster.membership.reader import look_at_workers, read_workers
 from cluster.redis.connect import connect
 from cluster.redis.embedded import EmbeddedRedis
-from cluster.redis.rights import Rights, lacking, too_few_rights
+from cluster.redis.rights import Rights, RightsWatch, lacking, too_few_rights
 from deploy import redis_users
 from router.placement.place_script import script_source as place_source
 from router.placement.settlement import settle_source
@@ -105,9 +105,41 @@ def test_nothing_is_said_where_nothing_can_be_asked(server):
     url = limited(server, of_worker("n"), "-multi", "-hset")
     with connect(server.url) as admin, connect(url) as client:
         admin.hset("{n}:members", "a", "b")
-        assert lacking(client, of_worker("n")) == []
+        assert lacking(client, of_worker("n")) is None
         assert admin.hgetall("{n}:members") == {b"a": b"b"}
+    assert too_few_rights(url, of_worker("n")) == ""
     assert too_few_rights("redis://127.0.0.1:1", of_worker("n")) == ""
+
+
+@pytest.mark.parametrize("rules", [(), ("~{n}:members", "+ping", "+info")])
+def test_the_doctor_does_not_approve_a_user_that_cannot_be_asked(rules, server):
+    with connect(server.url) as admin:
+        admin.execute_command("ACL", "SETUSER", "u", "reset", "on", f">{PASSWORD}", *rules)
+    check = check_rights(server.url.replace("unix://", f"unix://u:{PASSWORD}@"), "worker", "n")
+    assert check.grade == "warning" and "unknown" in check.found
+    assert "+multi +discard" in check.advice
+
+
+def test_rights_that_become_unknown_are_not_reported_as_granted(server, caplog):
+    url = limited(server, of_worker("n"), "-hset")
+    watch = RightsWatch(url, of_worker("n"))
+    with caplog.at_level("INFO"):
+        watch.look()
+        limited(server, of_worker("n"), "-hset", "-multi")
+        watch.look()
+    assert "it lacks +hset" in caplog.text and "grants all" not in caplog.text
+
+
+def test_a_user_without_ping_is_told_so(server, capsys):
+    """Its Redis answers: it refuses, which is no silence."""
+    report_redis(limited(server, of_worker("n"), "-ping"), of_worker("n"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "it lacks +ping; add" in said and "no Redis answers" not in said
+
+
+def test_connections_make_no_call_that_users_of_components_may_not(server):
+    with connect(server.url) as client:
+        assert client.connection_pool.make_connection().driver_info is None
 
 
 def test_asking_changes_nothing_even_for_a_user_that_may_do_anything(server):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from cluster.errors import PeerLostError
+from cluster.errors import PeerLostError, TransportError
 from kv_transfer import messages as m
+from kv_transfer.layout.compatibility import MAX_RANKS
 from kv_transfer.prefill_side import link, rank_connections, sender
 from kv_transfer.prefill_side.link import LinkToDecode
 from tests.harness.waiting import until as until_true
-from tests.kv_transfer.pair import Prefill, config, prefill_side
+from tests.kv_transfer.pair import Prefill, config, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
 from wire import handoff_pb2
 
@@ -36,20 +38,24 @@ def endpoints(memory: str) -> list[handoff_pb2.RankEndpoint]:
     return [handoff_pb2.RankEndpoint(rank=0, memory=memory)]
 
 
+def noting(connected: list[m.Connect], handle: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A rank's `handle` that notes each Connect."""
+
+    def noted(message: Any) -> None:
+        if isinstance(message, m.Connect):
+            connected.append(message)
+        handle(message)
+
+    return noted
+
+
 async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(monkeypatch):
     """A ring grows when a peer was lost: just then others come."""
     monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 0.5)
     connected: list[m.Connect] = []
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
     async with scripted_decode(welcome=first) as decode, prefill_side(config("auto")) as prefill:
-        handle = prefill.ranks[0].handle
-
-        def noted(message: Any) -> None:
-            if isinstance(message, m.Connect):
-                connected.append(message)
-            handle(message)
-
-        monkeypatch.setattr(prefill.ranks[0], "handle", noted)
+        monkeypatch.setattr(prefill.ranks[0], "handle", noting(connected, prefill.ranks[0].handle))
         opening = asyncio.create_task(prefill.open(decode.ref, TOKENS))
         await until(lambda: bool(connected), "it is probed")
         (stream,) = decode.streams
@@ -139,6 +145,44 @@ async def test_a_welcome_on_an_abandoned_link_connects_no_peer(monkeypatch):
         monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
         one._on_reply(handoff_pb2.DecodeToPrefill(welcome=welcome()))
         assert not connected, "its ranks would never be let go"
+
+
+def ranks_of(number: int) -> list[handoff_pb2.RankEndpoint]:
+    return [handoff_pb2.RankEndpoint(rank=rank) for rank in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("layout_", "number"), [(layout(1), 2), (layout(MAX_RANKS + 1), MAX_RANKS + 1), (layout(2**32 - 1), 5000)]
+)
+async def test_a_welcome_with_more_ranks_than_its_layout_can_have_ends_the_link(monkeypatch, layout_, number):
+    connected: list[m.Connect] = []
+    many = welcome(layout=layout_, ranks=ranks_of(number))
+    async with scripted_decode(welcome=many) as decode, prefill_side(config("grpc")) as prefill:
+        monkeypatch.setattr(prefill.ranks[0], "handle", noting(connected, prefill.ranks[0].handle))
+        with pytest.raises(TransportError) as caught:
+            await prefill.open(decode.ref, TOKENS)
+        assert caught.value.field == "ranks"
+        await until(lambda: not prefill.sender._links, "it is lost")
+        assert not connected
+
+
+async def test_a_repeated_welcome_with_more_ranks_than_agreed_ends_the_link(monkeypatch):
+    """Also if its layout could have them."""
+    connected: list[m.Connect] = []
+    first = welcome(layout=layout(2), ranks=ranks_of(2))
+    async with scripted_decode(welcome=first) as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        one, (stream,) = only_link(prefill), decode.streams
+        monkeypatch.setattr(prefill.ranks[0], "handle", noting(connected, prefill.ranks[0].handle))
+        stream.say(welcome=welcome(layout=layout(2), ranks=ranks_of(2)))
+        await until(lambda: len(connected) == 1, "it has the new memory")
+        stream.say(welcome=welcome(layout=layout(4), ranks=ranks_of(3)))
+        await until(lambda: one.lost, "it is lost")
+        assert len(connected) == 1
+        with pytest.raises(TransportError) as caught:
+            await prefill.finish(handoff, TOKENS)
+        assert caught.value.field == "ranks"
+        await handoff.abort("lost")
 
 
 async def test_a_link_that_is_lost_just_behind_a_yes_ends_the_hand_off(monkeypatch):

@@ -4,8 +4,12 @@ The Ray replica that started the worker sends this notice, as `baton up` does fo
 only when no process of the worker's session is left. Ranks on other nodes are not in that session, so for a worker
 that spans nodes no notice is sent.
 
-Decode workers that do not answer in time, or whose lease is dead (a stopped one), are notified by
-baton/ray_pools/supervision/exit_report.py.
+Decode workers that do not answer in time, or whose lease is dead (a stopped one), are notified by a process of its own,
+`python -m baton.ray_pools.supervision.exit_report`. Its standard input holds JSON: the configuration of the worker that
+exited, its id, pid and start time, the decode workers that have not answered, as id and address (null: no notice has
+been sent yet), and the directory of the cluster's sockets. The replica ends at once, so that Ray starts the next one;
+this process stays until every decode worker has answered or has left the registry, at most LATE_SECONDS. A stopped
+decode worker rejoins when it wakes, and keeps its landing slots in doubt until then.
 """
 
 from __future__ import annotations

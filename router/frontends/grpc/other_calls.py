@@ -108,8 +108,6 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._connections.acquire(context.peer(), CALLS_PER_CONNECTION)
         held.callback(self._connections.release, context.peer())
         try:
-            # If it were sent with an answer that is never read, the status would repeat it, which gRPC refuses.
-            await context.send_initial_metadata(())
             answer = await call(message, context)
             if not handler.response_streaming:
                 await self._writes.result(context.write(answer))

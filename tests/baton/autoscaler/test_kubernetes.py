@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from prometheus_client import CollectorRegistry
 
 from baton.autoscaler.autoscaler import Autoscaler
@@ -244,6 +245,30 @@ def test_one_acts_and_the_other_takes_over(
     assert rig.replicas("prefill") >= 2
     second.leadership.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "paused"),
+    [
+        (redis.ReadOnlyError("You can't write against a read only replica."), True),
+        (redis.ResponseError("Error running script: -READONLY You can't write against a replica."), True),
+        (redis.TimeoutError("one lost answer"), False),
+    ],
+)
+def test_a_replicas_view_is_not_acted_on(
+    error: redis.RedisError, paused: bool, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failover to a replica the workers can be read, as they were."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    assert rig.step() is not None
+    monkeypatch.setattr(rig.scaler.leadership._client, "eval", refuse)
+    assert (rig.step() is None) is paused
+    assert rig.metric("leader") == 1, "the lease is still sure"
+    monkeypatch.undo()
+    assert rig.step() is not None
 
 
 def test_a_lease_ends_here_before_it_ends_there(redis_url: str, namespace: str) -> None:

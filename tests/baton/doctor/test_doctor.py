@@ -163,6 +163,12 @@ def run(server: ApiServer, tmp_path: Path, *flags: str) -> Result:
     return CliRunner().invoke(app, ["doctor", "--kubeconfig", config, *flags], env={"COLUMNS": "160"})
 
 
+def test_rights_are_not_checked_without_a_redis(tmp_path: Path) -> None:
+    flags = ["doctor", "--kubeconfig", str(tmp_path / "none"), "--redis-component", "worker"]
+    with pytest.raises(ConfigError, match="--redis-component needs --redis-url"):
+        CliRunner().invoke(app, flags, catch_exceptions=False)
+
+
 def test_a_missing_cluster_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as missing, connect(tmp_path / "none", ""):
         raise AssertionError("there is no such file")

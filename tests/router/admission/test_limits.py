@@ -15,6 +15,7 @@ from starlette.requests import Request
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from cluster.security.keys import Caller, RateLimits
+from router.admission import descriptors
 from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
@@ -135,6 +136,35 @@ def test_a_tenant_without_a_limit_has_half_of_the_places(
             with pytest.raises(OverloadedError, match="tenant"), gateway.admission.admit(caller):
                 pass
             held.enter_context(gateway.admission.admit(Caller(tenant="b")))
+
+
+@pytest.mark.parametrize(("connections", "share"), [(6, 3), (5, 2), (1, 1), (100, 4)])
+def test_a_tenant_without_a_limit_leaves_half_of_the_connections(connections: int, share: int) -> None:
+    """With fewer connections than places, half of the places were all connections."""
+    config = RouterConfig(
+        model=Path("/models/m"), max_concurrent_requests=8, max_http_connections=connections
+    )
+    admission = Admission(config, lambda tenant: None)
+    with contextlib.ExitStack() as held:
+        for _ in range(share):
+            held.enter_context(admission.admit(Caller(tenant="a")))
+        with pytest.raises(OverloadedError, match="tenant"), admission.admit(Caller(tenant="a")):
+            pass
+        held.enter_context(admission.admit(Caller(tenant="b")))
+
+
+def test_the_limits_of_requests_follow_the_connections_that_descriptors_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(descriptors, "raised", lambda: 16)
+    config = descriptors.within_descriptors(RouterConfig(model=Path("/models/m"), max_grpc_connections=1))
+    assert config.max_http_connections == 5
+    admission = Admission(config, lambda tenant: None)
+    with contextlib.ExitStack() as held:
+        for _ in range(2):
+            held.enter_context(admission.admit(Caller(tenant="a")))
+        with pytest.raises(OverloadedError, match="tenant"), admission.admit(Caller(tenant="a")):
+            pass
 
 
 def test_without_keys_all_clients_share_all_places(gateway: RequestGateway) -> None:

@@ -32,6 +32,7 @@ from tests.harness.waiting import wait_for
 LIMIT = 8
 WATCHERS = 3
 BODY_SECONDS = 1.5
+WRITE_SECONDS = 2.0
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
 ALONE = [("grpc.use_local_subchannel_pool", 1)]
@@ -44,7 +45,7 @@ def settings() -> dict[str, Any]:
         "grpc_idle_seconds": 2.0,
         "max_health_watchers": WATCHERS,
         "header_seconds": 2.0,
-        "write_seconds": 2.0,
+        "write_seconds": WRITE_SECONDS,
         "body_seconds": BODY_SECONDS,
         "request_seconds": 20.0,
     }
@@ -99,11 +100,15 @@ def unread_call(path: bytes, stream: int) -> bytes:
     return frame(1, 4, stream, head) + frame(0, 1, stream, bytes(5))
 
 
+def unread_calls(path: bytes, calls: range) -> bytes:
+    return b"".join(unread_call(path, 2 * i + 1) for i in calls)
+
+
 def unread(where: tuple[str, int], path: bytes, calls: int) -> socket.socket:
     """A connection with calls of which it takes no answer: its window is 0."""
     sock = socket.create_connection(where, timeout=10)
     window = frame(4, 0, 0, bytes((0, 4, 0, 0, 0, 0)))
-    sock.sendall(GREETING[:24] + window + b"".join(unread_call(path, 2 * i + 1) for i in range(calls)))
+    sock.sendall(GREETING[:24] + window + unread_calls(path, range(calls)))
     return sock
 
 
@@ -125,6 +130,24 @@ def test_a_connection_has_a_number_of_calls_of_health(router: Any) -> None:
             received += sock.recv(65536)
         assert b"this connection has 16 requests in flight" in received
     wait_for(lambda: connected(router) == 0, 15, "it is closed")
+
+
+def test_late_watches_that_newer_ones_follow_still_count_for_their_connection(router: Any) -> None:
+    """Their second end failed and was logged. It gave their places back, while gRPC kept what was not read."""
+    began = router.log.stat().st_size
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(unread(address(router), WATCH, CALLS_PER_CONNECTION))
+        time.sleep(WRITE_SECONDS + 0.3)
+        stack.enter_context(unread(address(router), WATCH, WATCHERS + 1))
+        time.sleep(0.3)
+        first.sendall(unread_calls(WATCH, range(CALLS_PER_CONNECTION, CALLS_PER_CONNECTION + 1)))
+        received = b""
+        while b"grpc-status" not in received:
+            received += first.recv(65536)
+        assert b"this connection has 16 requests in flight" in received
+    wait_for(lambda: connected(router) == 0, 15, "both are closed")
+    log = router.log.read_bytes()[began:]
+    assert b"Unexpected" not in log and b"Traceback" not in log
 
 
 def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
@@ -332,6 +355,9 @@ def test_names_of_services_have_a_length(method: str, router: Any) -> None:
 
 async def test_a_watcher_that_does_not_read_stops_no_change() -> None:
     class Unread:
+        async def send_initial_metadata(self, metadata: Any) -> None:
+            pass
+
         async def write(self, message: Any) -> None:
             await asyncio.Event().wait()
 
@@ -339,10 +365,29 @@ async def test_a_watcher_that_does_not_read_stops_no_change() -> None:
     watching = asyncio.create_task(health.Watch(b"", Unread()))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     health.set({"": False})
-    answer = await health.Check(b"", None)  # type: ignore[arg-type]
+    answer = await health.Check(b"", Unread())  # type: ignore[arg-type]
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.mark.parametrize("newer", [0, 3])
+async def test_a_late_watch_on_a_port_without_the_routers_limits_ends_without_an_error(
+    newer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a worker's. Its status repeated the metadata of the unread message, which gRPC refuses."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Health(2, 0.2).handler(),))
+    where = "127.0.0.1", server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unread(where, WATCH, 2))
+        await asyncio.sleep(0.5)
+        stack.enter_context(unread(where, WATCH, newer))
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(0.2)
+    await server.stop(0)
+    assert not [one.getMessage() for one in caplog.records]
 
 
 def test_connection_limits_fit_the_descriptors() -> None:

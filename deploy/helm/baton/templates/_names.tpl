@@ -98,10 +98,8 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- define "baton.redisAddress" -}}
 {{- include "baton.redisHost" . }}{{ if eq .Values.ray.mode "external" }}.{{ .Release.Namespace }}.svc{{ end }}
 {{- end -}}
-{{- /* The components that use Redis, as its users of the same names; separated by spaces. */ -}}
-{{- define "baton.redisUsers" -}}
-router worker{{ if and .Values.autoscaling.enabled (eq .Values.ray.mode "embedded") }} autoscaler{{ end }}
-{{- end -}}
+{{- /* Users of the chart's Redis, by components; separated by spaces. All always, because a change of its pod restarts Redis. */ -}}
+{{- define "baton.redisUsers" -}}router worker autoscaler{{- end -}}
 {{- /* Where Redis's own pod has a user's password. Takes the user. */ -}}
 {{- define "baton.redisPasswordName" -}}REDIS_{{ upper . }}_PASSWORD{{- end -}}
 {{- define "baton.redisScheme" -}}{{ ternary "rediss" "redis" .Values.tls.enabled }}{{- end -}}
