@@ -4,10 +4,8 @@ typed error of that one request; no worker and no engine ends."""
 from __future__ import annotations
 
 import secrets
-import threading
 from typing import Any
 
-import grpc
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,23 +98,6 @@ def specs(draw: st.DrawFn) -> common_pb2.GenerateSpec:
     return made
 
 
-def stream(channels: dict[str, grpc.Channel], method: str, asked: Any) -> Any:
-    return channels[method.partition("/")[0]].unary_stream(f"/baton.v1.{method}", None, None)(
-        asked.SerializeToString(), timeout=60
-    )
-
-
-def read(events: Any) -> tuple[list[common_pb2.Token], common_pb2.AttemptEnd]:
-    tokens, end = [], common_pb2.AttemptEnd()
-    for raw in events:
-        event = common_pb2.AttemptEvent.FromString(raw)
-        if event.HasField("token"):
-            tokens.append(event.token)
-        elif event.HasField("end"):
-            end = event.end
-    return tokens, end
-
-
 def judge(
     spec: common_pb2.GenerateSpec,
     tokens: list[common_pb2.Token],
@@ -139,7 +120,7 @@ def judge(
 def test_aggregated(spec, pair, channels, tally):
     asked = message(pair, "Decode/Run", secrets.token_bytes(16), [1])
     asked.spec.CopyFrom(spec)
-    tokens, end = read(stream(channels, "Decode/Run", asked))
+    tokens, end = pair.answer(channels, "Decode/Run", asked)
     judge(spec, tokens, end, tally, "extreme values: aggregated")
 
 
@@ -151,37 +132,23 @@ def test_handed_over(spec, pair, channels, tally):
     run.spec.CopyFrom(spec)
     run.spec.model_id = pair.decode._identity.model_id
     run.admission_deadline_ms = 20_000
-    attach = message(pair, "Decode/Attach", transfer_id, [1])
-    attach.admission_deadline_ms = 20_000
-    held = len(spec.prompt_tokens) // 4 + len(spec.output_tokens) // 4
-    attach.from_position = held
-    decoding = stream(channels, "Decode/Attach", attach)
-    got: list[Any] = []
-    reader = threading.Thread(target=lambda: got.extend(_outcome(decoding)))
-    reader.start()
-    first, end = read(stream(channels, "Prefill/Run", run))
+    decoding = pair.read(pair.decode, transfer_id, run.spec)
+    decoding.taken_in = False  # the prefill worker's Reserve opens it
+    run.decode_handle.CopyFrom(decoding.reference)
+    first, end = pair.answer(channels, "Prefill/Run", run)
     finished = {token.choice for token in first if token.finish}
     if end.outcome != DONE or len(finished) == max(1, spec.n):  # nothing is left for D to send
-        decoding.cancel()
-        reader.join(60)
         judge(spec, first, end, tally, "extreme values: handed over")
         return
-    reader.join(60)
-    tokens, end = got
+    end = pair.client.end_of(decoding, 60.0)
+    tokens = [token for tokens in decoding.tokens.values() for token in tokens]
     known = {(token.choice, token.position) for token in tokens}
     tokens += [token for token in first if (token.choice, token.position) not in known]
     judge(spec, tokens, end, tally, "extreme values: handed over")
 
 
-def _outcome(events: Any) -> tuple[list[common_pb2.Token], common_pb2.AttemptEnd]:
-    try:
-        return read(events)
-    except grpc.RpcError:
-        return [], common_pb2.AttemptEnd()
-
-
 def test_both_engines_still_compute(pair, channels):
     for method, transfer_id in (("Decode/Run", b"c" * 16), ("Prefill/Run", b"d" * 16)):
-        _, end = read(stream(channels, method, message(pair, method, transfer_id, [7] * 30)))
+        _, end = pair.answer(channels, method, message(pair, method, transfer_id, [7] * 30))
         assert end.outcome == DONE, end
     pair.check_well()

@@ -19,6 +19,7 @@ from cluster.rpc.errors import error_from_rpc
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
+from tests.fuzz.test_workers import NUMBERS
 from tests.fuzz.workers import Pair
 from wire import common_pb2, decode_pb2, handoff_pb2
 
@@ -53,7 +54,8 @@ def conversation(pair: Pair, transfer_id: bytes) -> list[To]:
     spec = common_pb2.GenerateSpec(
         prompt_tokens=packed, sampling=common_pb2.SamplingParams(max_tokens=2), n=1, salt=bytes(16)
     )
-    reserve = handoff_pb2.Reserve(transfer_id=transfer_id, spec=spec, token_count=len(PROMPT))
+    handle = common_pb2.HandleRef(incarnation=1, number=next(NUMBERS))
+    reserve = handoff_pb2.Reserve(transfer_id=transfer_id, spec=spec, token_count=len(PROMPT), handle=handle)
     header = handoff_pb2.PartHeader(
         transfer_id=transfer_id,
         prefill_epoch=7,

@@ -23,7 +23,7 @@ from cluster.protocol.block_hash import pack_tokens
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changing
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from tests.fuzz.test_workers import message
+from tests.fuzz.test_workers import NUMBERS, message
 from tests.fuzz.workers import Pair
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 from wire.handoff_pb2 import DecodeToPrefill as From
@@ -44,14 +44,13 @@ def prefill(channels: dict[str, grpc.Channel]) -> grpc.Channel:
     return channels["Prefill"]
 
 
-def canary(pair: Pair, decode: grpc.Channel) -> list[int]:
+def canary(pair: Pair, channels: dict[str, grpc.Channel]) -> list[int]:
     """Greedy tokens of a prompt whose first blocks the decode worker holds in its prefix cache."""
     asked = message(pair, "Decode/Run", secrets.token_bytes(16), CANARY)
     asked.spec.sampling.temperature = 0.0
-    raw = decode.unary_stream("/baton.v1.Decode/Run", None, None)(asked.SerializeToString(), timeout=60)
-    events = [common_pb2.AttemptEvent.FromString(event) for event in raw]
-    assert events[-1].end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE, events[-1]
-    return [event.token.token_id for event in events if event.HasField("token")]
+    tokens, end = pair.answer(channels, "Decode/Run", asked)
+    assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE, end
+    return [token.token_id for token in tokens]
 
 
 # --- a prefill worker that lies --------------------------------------------------------------------------
@@ -181,8 +180,8 @@ def _shift(header: handoff_pb2.PartHeader, kind: str, by: int) -> None:
 
 @few(120, 0.15)
 @given(data=st.data(), length=st.integers(1, 60))
-def test_a_dishonest_prefill_worker_ends_its_own_hand_off_only(data, length, pair, decode, tally):
-    before = canary(pair, decode)
+def test_a_dishonest_prefill_worker_ends_its_own_hand_off_only(data, length, pair, channels, decode, tally):
+    before = canary(pair, channels)
     transfer_id = secrets.token_bytes(16)
     with LyingPrefill(pair, decode) as peer:
         _converse(data, pair, peer, transfer_id, length)
@@ -191,7 +190,7 @@ def test_a_dishonest_prefill_worker_ends_its_own_hand_off_only(data, length, pai
     tally.count("a prefill worker that lies", ANSWERED if peer.failure is None else REFUSED)
     cancel = decode_pb2.DecodeCancelRequest(transfer_id=transfer_id).SerializeToString()
     decode.unary_unary("/baton.v1.Decode/Cancel", None, None)(cancel, timeout=60)  # where it did commit
-    assert canary(pair, decode) == before
+    assert canary(pair, channels) == before
 
 
 def _converse(data: st.DataObject, pair: Pair, peer: LyingPrefill, transfer_id: bytes, length: int) -> None:
@@ -203,7 +202,8 @@ def _converse(data: st.DataObject, pair: Pair, peer: LyingPrefill, transfer_id: 
     peer.tell(To(hello=hello), "welcome")
     sampling = common_pb2.SamplingParams(max_tokens=2, seed=1)
     spec = common_pb2.GenerateSpec(prompt_tokens=pack_tokens(prompt), sampling=sampling, n=1, salt=bytes(16))
-    reserve = handoff_pb2.Reserve(transfer_id=transfer_id, spec=spec, token_count=len(prompt))
+    handle = common_pb2.HandleRef(incarnation=1, number=next(NUMBERS))
+    reserve = handoff_pb2.Reserve(transfer_id=transfer_id, spec=spec, token_count=len(prompt), handle=handle)
     if data.draw(st.integers(0, 4)) == 0:
         data.draw(changing(reserve, 1))
     reply = peer.tell(To(reserve=reserve), "reserve_reply")
@@ -291,7 +291,7 @@ class LyingDecode(decode_pb2_grpc.DecodeServicer):
 
 @few(60, 0.05)
 @given(data=st.data())
-def test_a_dishonest_decode_worker_ends_its_own_hand_off_only(data, pair, prefill, tally):
+def test_a_dishonest_decode_worker_ends_its_own_hand_off_only(data, pair, channels, tally):
     lies = data.draw(
         st.sets(st.sampled_from(["welcome", "reserve_reply", "slot_grant", "part_result"]), min_size=1)
     )
@@ -316,10 +316,7 @@ def test_a_dishonest_decode_worker_ends_its_own_hand_off_only(data, pair, prefil
         asked.admission_deadline_ms = 1000
         worker = f"liar-{next(count)}"
         asked.decode.CopyFrom(common_pb2.WorkerRef(worker_id=worker, epoch=9, address=f"127.0.0.1:{port}"))
-        events = prefill.unary_stream("/baton.v1.Prefill/Run", None, None)(
-            asked.SerializeToString(), timeout=60
-        )
-        end = [common_pb2.AttemptEvent.FromString(event) for event in events][-1].end
+        _, end = pair.answer(channels, "Prefill/Run", asked)
         assert end.error.code != InternalError.__name__, end
         done = end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
         tally.count("a decode worker that lies", ANSWERED if done else REFUSED)
@@ -340,9 +337,8 @@ def _twist(answer: Any, number: int) -> None:
     setattr(answer, field.name, EDGES[number // 7 % len(EDGES)])
 
 
-def test_both_workers_still_serve(pair, prefill, decode, tally: Tally):
+def test_both_workers_still_serve(pair, channels, tally: Tally):
     asked = message(pair, "Prefill/Run", secrets.token_bytes(16), [9] * 30)
-    events = prefill.unary_stream("/baton.v1.Prefill/Run", None, None)(asked.SerializeToString(), timeout=30)
-    end = [common_pb2.AttemptEvent.FromString(event) for event in events][-1].end
+    _, end = pair.answer(channels, "Prefill/Run", asked, 30.0)
     assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE, end
     pair.check_well()

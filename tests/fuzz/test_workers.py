@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,35 +28,40 @@ METHODS = {
     "Prefill/Run": prefill_pb2.PrefillRunRequest,
     "Prefill/Cancel": prefill_pb2.PrefillCancelRequest,
     "Decode/Run": decode_pb2.DecodeRunRequest,
-    "Decode/Attach": decode_pb2.AttachRequest,
     "Decode/Abort": decode_pb2.AbortRequest,
     "Decode/Cancel": decode_pb2.DecodeCancelRequest,
     "Decode/PeerExited": decode_pb2.PeerExitedRequest,
 }
-STREAMS = ("Prefill/Run", "Decode/Run", "Decode/Attach")
+RUNS = ("Prefill/Run", "Decode/Run")
 TYPED = {  # what a router deals with; INTERNAL and UNKNOWN are not among it
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+NUMBERS = itertools.count(1)
 transfer_ids = st.binary(min_size=16, max_size=16)
 
 
-def call(channels: dict[str, grpc.Channel], method: str, raw: bytes, tally: Tally, kind: str) -> None:
-    """Reads to the end, for half a second at most: an attempt that waits for its other half waits longer."""
+def call(
+    channels: dict[str, grpc.Channel],
+    method: str,
+    raw: bytes,
+    tally: Tally,
+    kind: str,
+    end_of: Callable[[], common_pb2.AttemptEnd] | None = None,
+) -> None:
+    """`end_of` reads a Run to its end, for a moment only: an attempt that waits for its other half waits longer."""
     channel, path = channels[method.partition("/")[0]], f"/baton.v1.{method}"
     failure: grpc.RpcError | None = None
     outcome = ANSWERED
     try:
-        if method in STREAMS:
-            for answer in channel.unary_stream(path, None, None)(raw, timeout=0.5):
-                event = common_pb2.AttemptEvent.FromString(answer)
-                ours = (InternalError.__name__, EngineRequestError.__name__)
-                assert event.end.error.code not in ours, event
-                if event.end.HasField("error"):
+        channel.unary_unary(path, None, None)(raw, timeout=60)
+        if end_of is not None:
+            with contextlib.suppress(TimeoutError):
+                end = end_of()
+                assert end.error.code not in (InternalError.__name__, EngineRequestError.__name__), end
+                if end.HasField("error"):
                     outcome = REFUSED
-        else:
-            channel.unary_unary(path, None, None)(raw, timeout=60)
     except grpc.RpcError as error:
         failure = error
     if failure is not None and failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -89,6 +98,9 @@ def message(pair: Pair, method: str, transfer_id: bytes, prompt: list[int]) -> A
         made.admission_deadline_ms = 300
     if "decode" in names:
         made.decode.CopyFrom(pair.decode._identity.ref)
+    for name in ("handle", "decode_handle"):  # of a router whose link never comes
+        if name in names:
+            getattr(made, name).CopyFrom(common_pb2.HandleRef(incarnation=1, number=next(NUMBERS)))
     return made
 
 
@@ -106,8 +118,14 @@ def test_requests_that_are_nearly_right(data, method, transfer_id, prompt, pair,
     asked = message(pair, method, transfer_id, prompt)
     if method in ("Prefill/Run", "Decode/Run"):  # most of what matters is in there
         data.draw(changing(asked.spec, 1) | changing(asked.spec.sampling, 2))
+    reading = None
+    if method in RUNS:
+        worker = pair.prefill if method == "Prefill/Run" else pair.decode
+        reading = pair.read(worker, transfer_id, asked.spec)
+        asked.handle.CopyFrom(reading.reference)
     asked = data.draw(changed(asked, 1))
-    call(channels, method, asked.SerializeToString(), tally, "worker ports: changed requests")
+    end_of = None if reading is None else partial(pair.client.end_of, reading, 0.5)
+    call(channels, method, asked.SerializeToString(), tally, "worker ports: changed requests", end_of)
 
 
 @few(60, 0.03)
@@ -142,9 +160,6 @@ def test_raw_frames(payloads, pair, channels, tally):
 def test_they_still_compute(pair, channels, tally):
     """And a hand-off goes through: the last word is DONE, from both."""
     for method, transfer_id in (("Decode/Run", b"a" * 16), ("Prefill/Run", b"b" * 16)):
-        raw = message(pair, method, transfer_id, [7] * 30).SerializeToString()
-        channel = channels[method.partition("/")[0]]
-        *_, last = channel.unary_stream(f"/baton.v1.{method}", None, None)(raw, timeout=30)
-        end = common_pb2.AttemptEvent.FromString(last).end
+        _, end = pair.answer(channels, method, message(pair, method, transfer_id, [7] * 30), 30.0)
         assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE, end
     pair.check_well()

@@ -11,10 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
+
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
+from cluster.membership.topology import Location
 from decode_worker import worker as decode_worker
 from kv_transfer.decode_side.ring import SlotState
 from prefill_worker import worker as prefill_worker
+from tests.harness.link_client import BlockingLinkClient, Reading
 from wire import common_pb2
 from worker.worker import Worker
 
@@ -40,6 +44,7 @@ class Pair:
     def __init__(self, loop: asyncio.AbstractEventLoop, errors: Errors):
         self._loop = loop
         self.errors = errors
+        self.client = BlockingLinkClient()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
@@ -53,6 +58,22 @@ class Pair:
         self.prefill = await prefill_worker.start(
             WorkerConfig(role="prefill", engine=engine, transfer=transfer)
         )
+
+    def read(self, worker: Worker, transfer_id: bytes, spec: common_pb2.GenerateSpec) -> Reading:
+        """A handle at the worker, whose reference belongs in the Run of the attempt."""
+        return self.client.read(worker._identity.registration(Location()), transfer_id, spec)
+
+    def answer(
+        self, channels: dict[str, grpc.Channel], method: str, asked: Any, seconds: float = 60.0
+    ) -> tuple[list[common_pb2.Token], common_pb2.AttemptEnd]:
+        """Dispatch a Run and read it to its end. Raises grpc.RpcError, BatonError if it was lost, or TimeoutError."""
+        worker = self.prefill if method.startswith("Prefill") else self.decode
+        reading = self.read(worker, asked.transfer_id, asked.spec)
+        asked.handle.CopyFrom(reading.reference)
+        channel = channels[method.partition("/")[0]]
+        channel.unary_unary(f"/baton.v1.{method}", None, None)(asked.SerializeToString(), timeout=seconds)
+        end = self.client.end_of(reading, seconds)
+        return [token for tokens in reading.tokens.values() for token in tokens], end
 
     @property
     def layout(self) -> common_pb2.KvLayout:
@@ -101,6 +122,7 @@ def running_pair(model: Path) -> Iterator[Pair]:
         pair.call(pair.start(model))
         yield pair
         pair.check_well()
+        pair.client.close()
         pair.call(pair.prefill.stop())
         pair.call(pair.decode.stop())
     finally:

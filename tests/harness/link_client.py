@@ -37,6 +37,11 @@ class Reading:
         self.tokens = {self.first_choice + i: [] for i in range(self.choices)}
         self.over = asyncio.Event()
 
+    @property
+    def reference(self) -> common_pb2.HandleRef:
+        assert self.handle is not None, "LinkClient.read opens it"
+        return self.handle.reference
+
     def positions(self) -> list[int]:
         return [self.position + len(tokens) for tokens in self.tokens.values()]
 
