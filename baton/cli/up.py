@@ -42,7 +42,7 @@ CHOSEN = {
         "nodes",
         "ray_address",
     ),
-    *("router_id", "worker_id", "host", "advertise_host", "port", "metrics_port"),
+    *("router_id", "worker_id", "host", "advertise_host", "port", "link_port", "metrics_port"),
     *("tls_cert", "tls_key", "tls_ca", "tls_client_ca", "public_tls_cert", "public_tls_key"),
 }
 SETTINGS = Flags(RouterConfig, WorkerConfig, without=CHOSEN, environment=True)

@@ -18,7 +18,7 @@ from tests.end_to_end.test_handover import PROCESS
 from tests.harness.cluster import Cluster
 from tests.security.test_tls import client_tls
 
-NIXL, STORE, GLOO = "NIXL", "the ranks' store", "gloo"
+NIXL, STORE, GLOO, LINK = "NIXL", "the ranks' store", "gloo", "links"
 
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:
@@ -70,7 +70,7 @@ def test_a_cluster_on_loopback_listens_nowhere_else(
     with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
         with Client(cluster.grpc) as client:
             client.generate("a baton is handed over", max_tokens=4, temperature=0)
-        unnamed = {"prefill": [NIXL, STORE, GLOO], "rank": [NIXL, GLOO], "decode": [NIXL]}
+        unnamed = {"prefill": [NIXL, STORE, GLOO, LINK], "rank": [NIXL, GLOO], "decode": [NIXL, LINK]}
         assert_declared(cluster, unnamed)
 
 

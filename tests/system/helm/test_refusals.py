@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a worker's two listeners on one port": (
         {"prefill": {"metricsPort": 50052}},
-        "prefill.port and prefill.metricsPort are both 50052",
+        "prefill.port, prefill.linkPort and prefill.metricsPort must differ",
         "change one",
     ),
     "a password in an address": (

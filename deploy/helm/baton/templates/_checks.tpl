@@ -31,8 +31,9 @@
 {{- if and $values.autoscaling.enabled (not (kindIs "invalid" $pool.replicas)) }}
 {{- fail (printf "autoscaling.enabled and %s.replicas = %d both set the pool's size: remove %s.replicas and set autoscaling.%s.minReplicas, or turn autoscaling off" $role (int $pool.replicas) $role $role) }}
 {{- end }}
-{{- if eq (int $pool.port) (int $pool.metricsPort) }}
-{{- fail (printf "%s.port and %s.metricsPort are both %d: change one" $role $role (int $pool.port)) }}
+{{- $ports := list (int $pool.port) (int $pool.linkPort) (int $pool.metricsPort) }}
+{{- if ne (len (uniq $ports)) 3 }}
+{{- fail (printf "%s.port, %s.linkPort and %s.metricsPort must differ: change one" $role $role $role) }}
 {{- end }}
 {{- $bounds := index $values.autoscaling $role }}
 {{- if and $values.autoscaling.enabled (gt (int $bounds.minReplicas) (int $bounds.maxReplicas)) }}

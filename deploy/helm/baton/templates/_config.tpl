@@ -49,7 +49,7 @@ tls_ca: /etc/baton/tls/ca.crt
     "threads" (int $pool.threads) -}}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
 {{- $config := dict
-    "role" .role "port" (int $pool.port) "metrics_port" (int $pool.metricsPort)
+    "role" .role "port" (int $pool.port) "link_port" (int $pool.linkPort) "metrics_port" (int $pool.metricsPort)
     "namespace" (include "baton.namespaceKey" $root) "drain_seconds" (int $pool.drainSeconds)
     "step_stall_seconds" (int $pool.livenessSeconds) "load_seconds" (int $model.loadSeconds) "engine" $engine
     "transfer" (dict

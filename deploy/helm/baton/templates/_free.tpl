@@ -14,7 +14,7 @@
 {{- include "baton.checkConfig" (dict "where" "router" "config" .Values.router.config "taken" (merge $router $tls $names)) }}
 {{- range $role := list "prefill" "decode" }}
 {{- $worker := dict
-    "role" "the pool's own name" "port" (printf "%s.port" $role) "metrics_port" (printf "%s.metricsPort" $role)
+    "role" "the pool's own name" "port" (printf "%s.port" $role) "link_port" (printf "%s.linkPort" $role) "metrics_port" (printf "%s.metricsPort" $role)
     "drain_seconds" (printf "%s.drainSeconds" $role) "step_stall_seconds" (printf "%s.livenessSeconds" $role) "ray_address" "ray"
     "load_seconds" "model.loadSeconds"
     "engine.model" "model.source" "engine.dtype" (printf "%s.dtype" $role) "engine.device" (printf "%s.gpus" $role)

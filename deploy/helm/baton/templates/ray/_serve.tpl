@@ -7,6 +7,7 @@
 {{- if eq .root.Values.ray.mode "external" }}
 {{- /* Several workers may share a node there. */}}
 {{- $_ := set $config "port" 0 }}
+{{- $_ := set $config "link_port" 0 }}
 {{- $_ := set $config "metrics_port" 0 }}
 {{- end }}
 {{- $described := dict "replicas" (include "baton.replicas" $pool | int) "gpus" (int $pool.gpus) "config" $config -}}
