@@ -11,7 +11,6 @@ from cluster.errors import StaleEpochError
 from cluster.kubernetes.pod import Pod, own_pod
 from cluster.membership.topology import Location
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from cluster.protocol.wire_version import WIRE_VERSION
 from engine.runner import ModelRunner
 from wire import common_pb2
@@ -93,8 +92,6 @@ class WorkerIdentity:
             address=self.address,
             metrics_address=self.metrics_address,
             link_address=self.link_address,
-            link_min_version=MIN_LINK_VERSION,
-            link_max_version=LINK_VERSION,
             layout=self.layout.SerializeToString(),
             place=location.place,
             host=socket.gethostname(),

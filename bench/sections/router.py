@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import psutil
@@ -23,6 +22,8 @@ from bench import placement
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import tokens_config
+from cluster.membership.reader import read_workers
+from cluster.membership.types import WorkerInfo
 from loadgen.load import open_target
 from loadgen.record import RequestRecord
 from loadgen.report import summarise
@@ -32,8 +33,9 @@ from loadgen.target import Target
 from loadgen.words import words
 from loadgen.workload import TextPrompt
 from tests.harness import router_process as router_setup
-from tests.harness.router_process import RouterBench
-from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.harness.link_client import LinkClient
+from tests.harness.router_process import NAMESPACE, RouterBench
+from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 RATE = 50.0
 SECONDS = 30.0
@@ -97,11 +99,11 @@ async def _pairs(bench: RouterBench, protocol: str, seconds: float) -> Added:
     address = bench.http if protocol == "http" else bench.grpc
     config = tokens_config(address, prompt_kind="text", max_tokens=MAX_TOKENS, seconds=seconds)
     target = open_target(config, address, clock)
-    channel = grpc.aio.insecure_channel(bench.workers)
+    workers = Workers.of(bench)
     source = random.Random(0)
     try:
         for _ in range(WARM_UP):
-            await _pair(target, channel, source)
+            await _pair(target, workers, source)
         router = psutil.Process(bench.pid)
         before = _cpu(router)
         count = int(RATE * seconds)
@@ -110,12 +112,12 @@ async def _pairs(bench: RouterBench, protocol: str, seconds: float) -> Added:
         tasks = []
         async with aclosing(due_times):
             async for _ in due_times:
-                tasks.append(asyncio.create_task(_pair(target, channel, source)))
+                tasks.append(asyncio.create_task(_pair(target, workers, source)))
         pairs = await asyncio.gather(*tasks)
         spent = _cpu(router) - before
     finally:
         await target.close()
-        await channel.close(None)
+        await workers.close()
     return Added([through for _, through in pairs], [through - direct for direct, through in pairs], spent)
 
 
@@ -124,13 +126,13 @@ def _cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def _pair(target: Target, channel: grpc.aio.Channel, source: random.Random) -> tuple[float, float]:
+async def _pair(target: Target, workers: Workers, source: random.Random) -> tuple[float, float]:
     """(seconds to first token directly, through the router), in alternating order."""
     if source.random() < 0.5:
-        direct = await _direct(channel)
+        direct = await _direct(workers)
         return direct, await _through(target, source)
     through = await _through(target, source)
-    return await _direct(channel), through
+    return await _direct(workers), through
 
 
 async def _through(target: Target, source: random.Random) -> float:
@@ -140,20 +142,55 @@ async def _through(target: Target, source: random.Random) -> float:
     return record.arrivals[0][0] - record.sent
 
 
-async def _direct(channel: grpc.aio.Channel) -> float:
-    """The router's calls to the workers for a request, without the router."""
+@dataclass
+class Workers:
+    """One stub worker of each role, called without a router."""
+
+    prefill: WorkerInfo
+    decode: WorkerInfo
+    channel: grpc.aio.Channel
+    client: LinkClient
+
+    @classmethod
+    def of(cls, bench: RouterBench) -> Workers:
+        registered = read_workers(bench.redis_url, NAMESPACE)
+        prefill, decode = (
+            next(one for one in registered if one.role == role) for role in ("prefill", "decode")
+        )
+        return cls(prefill, decode, grpc.aio.insecure_channel(bench.workers), LinkClient())
+
+    @property
+    def stub(self) -> prefill_pb2_grpc.PrefillAsyncStub:
+        return prefill_pb2_grpc.PrefillStub(self.channel)
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.channel.close(None)
+
+
+async def _direct(workers: Workers) -> float:
+    """The router's call and links to the workers for a request, without the router."""
     transfer_id = secrets.token_bytes(16)
     sampling = common_pb2.SamplingParams(max_tokens=MAX_TOKENS)
     spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * PROMPT_TOKENS), sampling=sampling, n=1)
-    decode: Any = decode_pb2_grpc.DecodeStub(channel)
-    prefill: Any = prefill_pb2_grpc.PrefillStub(channel)
     began = time.perf_counter()
-    attached = decode.Attach(decode_pb2.AttachRequest(transfer_id=transfer_id), timeout=30)
-    running = prefill.Run(prefill_pb2.PrefillRunRequest(transfer_id=transfer_id, spec=spec), timeout=30)
-    came = [time.perf_counter() - began async for event in running if event.HasField("token")]
-    async for _ in attached:
-        pass
-    return came[0]
+    first = workers.client.read(workers.prefill, transfer_id, spec)
+    rest = workers.client.read(workers.decode, transfer_id, spec)
+    rest.taken_in = False  # the prefill worker's Reserve opens it
+    run = prefill_pb2.PrefillRunRequest(
+        transfer_id=transfer_id,
+        spec=spec,
+        worker_epoch=workers.prefill.epoch,
+        decode=common_pb2.WorkerRef(worker_id=workers.decode.worker_id, epoch=workers.decode.epoch),
+        handle=first.reference,
+        decode_handle=rest.reference,
+    )
+    await workers.stub.Run(run, timeout=30)
+    await first.came.wait()
+    came = time.perf_counter() - began
+    await first.wait(30)
+    await rest.wait(30)
+    return came
 
 
 def _script_figures(context: Context) -> Iterator[Figure]:

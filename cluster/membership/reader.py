@@ -80,6 +80,8 @@ def _registered(registration: bytes) -> Mapping[str, Any]:
     facts: dict[str, Any] = json.loads(registration)
     facts["layout"] = bytes.fromhex(facts["layout"])
     facts["epoch"] = int(facts["epoch"], 16)
+    for name in ("link_min_version", "link_max_version"):
+        facts.setdefault(name, 0)  # a worker from before the link speaks none
     facts["location"] = Location(**_known(facts.get("location", {}), _LOCATION))
     facts["pod"] = Pod(**_known(facts.get("pod", {}), _POD))
     _check(facts)

@@ -9,6 +9,7 @@ from cluster.config.worker import Role
 from cluster.kubernetes.pod import Pod
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
+from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from cluster.protocol.times import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS
 
 Lease = Literal["live", "suspect", "dead"]
@@ -35,8 +36,8 @@ class WorkerInfo:
     location: Location = Location()
     pod: Pod = Pod()
     link_address: str = ""  # host:port at which it accepts the links of routers
-    link_min_version: int = 0  # of the link's messages that it speaks; 0: none
-    link_max_version: int = 0
+    link_min_version: int = MIN_LINK_VERSION  # of the link's messages that it speaks
+    link_max_version: int = LINK_VERSION
     process: str = ""  # the same for all epochs of its process
     state: Literal["ready", "draining"] = "ready"
     lease: Lease = "live"

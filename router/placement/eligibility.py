@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cluster.config.worker import Role
 from cluster.membership.types import Lease, WorkerInfo
+from cluster.protocol.link import common_version
 from router.placement.candidates import Candidates
 from router.placement.kv_groups import KvGroups, kv_group_of
 from router.placement.types import KvGroup, Mode, PlacementRequest, Reason
@@ -86,6 +87,8 @@ class Eligibility:
     def _standing(self, worker: WorkerInfo, kv_group: KvGroup | None = None) -> Reason | None:
         if self._mode == "always" and worker.role == "prefill":
             return Reason.ROLE
+        if not common_version(worker.link_min_version, worker.link_max_version):
+            return Reason.LINK
         if worker.state == "draining":
             return Reason.DRAINING
         if worker.lease != self._best_lease[worker.role]:

@@ -27,6 +27,7 @@ class Reason(StrEnum):
     SUSPECT = "its lease is overdue"
     DEAD = "its lease has run out"
     KV_GROUP = "its model or KV layout differs from the request's"
+    LINK = "it and this router speak no common version of the link"
     # Exclusions of one request
     SILENT = "this router received nothing from it lately"
     REFUSED = "it had no room for this request"

@@ -35,6 +35,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.tokens = {self.first_choice + i: [] for i in range(self.choices)}
+        self.came = asyncio.Event()  # its first token
         self.over = asyncio.Event()
 
     @property
@@ -54,6 +55,7 @@ class Reading:
         assert token.position <= wanted, f"position {token.position} came, {wanted} was next"
         if token.position == wanted:
             tokens.append(token)
+            self.came.set()
             if self.handle is not None:
                 self.handle.credit(token.choice, wanted + 1 + WINDOW_TOKENS)
 

@@ -21,7 +21,6 @@ from cluster.config.worker import Role
 from cluster.errors import BatonError
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from cluster.protocol.wire_version import WIRE_VERSION
 from tests.harness.linked_worker import LinkedWorker
 from wire import common_pb2, decode_pb2, prefill_pb2
@@ -189,8 +188,6 @@ def register(redis_url: str, namespace: str, role: Role, worker: LinkedWorker, a
         address=address,
         metrics_address="",
         link_address=worker.address,
-        link_min_version=MIN_LINK_VERSION,
-        link_max_version=LINK_VERSION,
         layout=layout.SerializeToString(),
         place="",
         host=socket.gethostname(),

@@ -25,14 +25,14 @@ class Attempt:
 
 def make(cancel: Callable[[Any], Any], **how: Any) -> Attempts[Attempt]:
     async def by_router(transfer_id: bytes) -> None:
-        attempt = attempts.get(transfer_id)
+        attempt = made.get(transfer_id)
         if attempt is not None:
-            await attempts.cancel(attempt)
+            await made.cancel(attempt)
 
-    attempts: Attempts[Attempt] = Attempts(
+    made: Attempts[Attempt] = Attempts(
         cancel=cancel, cancel_by_router=by_router, max_attempts=4, **{"detach_seconds": 0.1, **how}
     )
-    return attempts
+    return made
 
 
 def opened(attempts: Attempts[Attempt], transfer_id: bytes = T, number: int = 1) -> Attempt:

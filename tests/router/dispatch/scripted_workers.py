@@ -81,8 +81,6 @@ class ScriptedWorker:
             max_model_len=4096,
             blocks_total=100,
             link_address=self.link.address,
-            link_min_version=1,
-            link_max_version=1,
         )
 
     @property

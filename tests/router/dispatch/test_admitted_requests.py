@@ -16,6 +16,7 @@ from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.choice import RESUMED_AT_ONCE, ChoiceStream
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
+from router.link.links import Links
 from router.placement.types import KvGroup, Placed, PlacementRequest
 from router.quota.quota import Quota
 from router.request.completion import Completion, Delta
@@ -45,7 +46,7 @@ async def services(checkpoint, namespace):
     quota = Quota("redis://127.0.0.1:1", namespace, CollectorRegistry())
     placement: Any = Refusing()
     channels: Any = None
-    yield Services(config, text, members, placement, channels, quota)
+    yield Services(config, text, members, placement, channels, Links("r"), quota)
     await quota.close()
     text.close()
 

@@ -184,7 +184,7 @@ async def test_a_silent_worker_is_lost(world, monkeypatch):
     await until(lambda: attempt.responded == {P, D}, "both have sent something")
     world.prefill.link.hangs = True
     found = ends(await events(attempt, both))
-    assert isinstance(found[P].error, PeerLostError) and "no message received" in found[P].error.message
+    assert isinstance(found[P].error, PeerLostError) and "no message received" in str(found[P].error)
     assert found[D].end is not None
     assert world.prefill.name in world.links.suspects
 

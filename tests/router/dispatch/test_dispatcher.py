@@ -22,6 +22,7 @@ from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.link.links import Links
 from router.placement.calibration import Calibration
 from router.placement.eligibility import Eligibility
 from router.placement.types import KvGroup, Placed, PlacementRequest
@@ -167,6 +168,8 @@ class World:
             "layout": b"",
             "state": "ready",
             "lease": "live",
+            "link_min_version": 1,
+            "link_max_version": 1,
         }
         self.p, self.d = (
             SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, role=role, **facts)
@@ -176,7 +179,7 @@ class World:
         self.eligibility = Eligibility(members.all, "fallback")
         stand_in: Any = self
         config = RouterConfig(model=Path("/none"), max_attempts=50)
-        self.services = Services(config, text, members, stand_in, stand_in, stand_in)
+        self.services = Services(config, text, members, stand_in, stand_in, Links("r"), stand_in)
         self.services.new_transfer_id = lambda: len(self.attempts).to_bytes(16)  # type: ignore[method-assign]
 
     def kv_group(self, before: KvGroup | None) -> KvGroup:

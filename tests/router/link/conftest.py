@@ -36,8 +36,6 @@ def info(worker: LinkedWorker) -> WorkerInfo:
         max_model_len=4096,
         blocks_total=64,
         link_address=worker.address,
-        link_min_version=1,
-        link_max_version=1,
     )
 
 
