@@ -54,8 +54,8 @@ class Prefilling:
                 self._at_reserved(attempt.transfer_id)
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             prefilled = await self._compute(attempt, handoff, priority)
-            self.admission.leave(tokens, spec.tenant)
             inside = False
+            self.admission.leave(tokens, spec.tenant)
             if handoff is not None:
                 await self._hand_over(attempt, handoff, prefilled)
             attempt.machine.to(PrefillState.RELEASED)

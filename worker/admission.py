@@ -84,8 +84,8 @@ class Admission:
             max(1, tokens), tenant, weight, now, next(self._order), turn, queued=now, priority=priority
         )
         self._queue_of(priority).push(waiting)
-        self._admit()
         try:
+            self._admit()
             async with asyncio.timeout(timeout_seconds):
                 await turn
         except TimeoutError:

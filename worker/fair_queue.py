@@ -113,7 +113,8 @@ class FairQueue:
         self._waiting[waiting.tenant] -= 1
         if not self._waiting[waiting.tenant]:
             del self._waiting[waiting.tenant]
-        if self._last_tags[waiting.tenant] <= self._virtual_time:
+        # A tag behind the virtual time says nothing more, unless the tenant's next request leaves the queue by it.
+        if waiting.tenant not in self._waiting and self._last_tags[waiting.tenant] <= self._virtual_time:
             del self._last_tags[waiting.tenant]
         if not self._heap:
             self._virtual_time = 0.0

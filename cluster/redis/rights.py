@@ -121,6 +121,10 @@ def too_few_rights(url: str, rights: Rights) -> str:
     client = connect(url)
     try:
         return why_refused(client, rights) or ""
+    except (
+        redis.exceptions.NoPermissionError
+    ) as error:  # while it connects: of the right to select a database
+        return f"Redis at {without_password(url)} refuses its user: {error}"
     except (redis.RedisError, OSError) as error:
         log.debug("the rights at %s are unknown: %s", without_password(url), error)
         return ""
@@ -151,6 +155,8 @@ class RightsWatch:
         client = connect(self._url)
         try:
             why = why_refused(client, self._rights)
+        except redis.exceptions.NoPermissionError as error:  # while it connects
+            why = f"Redis at {without_password(self._url)} refuses its user: {error}"
         except (redis.RedisError, OSError):
             return
         finally:

@@ -137,6 +137,16 @@ def test_a_user_without_ping_is_told_so(server, capsys):
     assert "it lacks +ping; add" in said and "no Redis answers" not in said
 
 
+def test_a_user_that_may_not_select_its_database_is_told_so(server, capsys, caplog):
+    """It is refused while it connects, before any question."""
+    url = limited(server, of_worker("n"), "-select") + "?db=1"
+    report_redis(url, of_worker("n"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "refuses its user" in said and "select" in said and PASSWORD not in said
+    RightsWatch(url, of_worker("n")).look()
+    assert "refuses its user" in caplog.text and PASSWORD not in caplog.text
+
+
 def test_connections_make_no_call_that_users_of_components_may_not(server):
     with connect(server.url) as client:
         assert client.connection_pool.make_connection().driver_info is None

@@ -269,3 +269,45 @@ def test_tenants_that_have_left_cost_a_look_nothing():
     assert inside.looks <= 1
     queue.check_integrity()
     loop.close()
+
+
+def queued(
+    queue: FairQueue, loop: asyncio.AbstractEventLoop, tenant: str, tokens: int, order: int
+) -> Waiting:
+    waiting = Waiting(tokens, tenant, 1.0, 0.0, order, loop.create_future())
+    queue.push(waiting)
+    return waiting
+
+
+def test_a_tenant_that_waits_keeps_its_tag_when_another_request_of_it_is_cancelled() -> None:
+    """Its tag is then that of the request which was popped: equal sizes meet there."""
+    loop, queue = asyncio.new_event_loop(), FairQueue()
+    x, a, b = (queued(queue, loop, name, 1000, order) for order, name in enumerate(("x", "a", "a")))
+    assert queue.pop() is x
+    assert queue.remove(b)
+    queue.check_integrity()
+    assert queue.pop() is a
+    queue.check_integrity()
+    loop.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_queue_is_whole_after_any_order_of_calls_with_few_sizes(seed: int) -> None:
+    """Few sizes, so that tags are often equal."""
+    rng, loop, queue = random.Random(seed), asyncio.new_event_loop(), FairQueue()
+    waiting: list[Waiting] = []
+    for order in range(150):
+        action = rng.choice(("push", "push", "pop", "other", "remove"))
+        if action == "push":
+            waiting.append(queued(queue, loop, rng.choice("abc"), rng.choice((1, 2, 1000)), order))
+        elif action == "pop" and waiting:
+            waiting.remove(queue.pop())
+        elif action == "other":
+            found = queue.pop_other(set(rng.sample("abc", 2)))
+            if found is not None:
+                waiting.remove(found)
+        elif action == "remove" and waiting:
+            assert queue.remove(waiting.pop(rng.randrange(len(waiting))))
+        queue.check_integrity()
+        assert len(queue) == len(waiting)
+    loop.close()
