@@ -88,6 +88,13 @@ class Pair:
         assert self.prefill.healthy() and self.decode.healthy()
         assert not self.errors.said, self.errors.said[:3]
 
+    async def end_tasks(self) -> None:
+        """What a process exit ends, such as a repeated notice to a peer that is gone; here its loop would go on."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
     async def _left(self) -> dict[str, int]:
         decode: Any = self.decode._role
         prefill: Any = self.prefill._role
@@ -125,6 +132,7 @@ def running_pair(model: Path) -> Iterator[Pair]:
         pair.client.close()
         pair.call(pair.prefill.stop())
         pair.call(pair.decode.stop())
+        pair.call(pair.end_tasks())
     finally:
         logging.getLogger().removeHandler(errors)
         loop.call_soon_threadsafe(loop.stop)
