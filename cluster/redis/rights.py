@@ -118,16 +118,22 @@ def why_refused(client: redis.Redis, rights: Rights) -> str | None:
 
 def too_few_rights(url: str, rights: Rights) -> str:
     """`why_refused` for a process that starts; "" also if that is unknown."""
+    try:
+        return _why_refused_at(url, rights) or ""
+    except (redis.RedisError, OSError) as error:
+        log.debug("the rights at %s are unknown: %s", without_password(url), error)
+        return ""
+
+
+def _why_refused_at(url: str, rights: Rights) -> str | None:
+    """`why_refused` over a connection of its own."""
     client = connect(url)
     try:
-        return why_refused(client, rights) or ""
+        return why_refused(client, rights)
     except (
         redis.exceptions.NoPermissionError
     ) as error:  # while it connects: of the right to select a database
         return f"Redis at {without_password(url)} refuses its user: {error}"
-    except (redis.RedisError, OSError) as error:
-        log.debug("the rights at %s are unknown: %s", without_password(url), error)
-        return ""
     finally:
         client.close()
 
@@ -152,15 +158,10 @@ class RightsWatch:
             self._thread.join(5.0)
 
     def look(self) -> None:
-        client = connect(self._url)
         try:
-            why = why_refused(client, self._rights)
-        except redis.exceptions.NoPermissionError as error:  # while it connects
-            why = f"Redis at {without_password(self._url)} refuses its user: {error}"
+            why = _why_refused_at(self._url, self._rights)
         except (redis.RedisError, OSError):
             return
-        finally:
-            client.close()
         if why is None:
             return
         if why and why != self._why:

@@ -42,7 +42,7 @@ def test_where_it_was_off_it_stays_off() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_what_a_worker_has_loaded_is_never_collected(role, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen once it serves, whoever starts it: a full collection would stop every thread for 0.1 s."""
+    """Frozen once it serves, in every way to start one: a full collection would stop all threads for 0.1 s."""
     worker, frozen = object(), list[object]()
 
     async def start(config: WorkerConfig) -> object:

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import redis
 from prometheus_client import CollectorRegistry
 
 from cluster.security.keys import RateLimits
@@ -75,18 +74,6 @@ async def way(redis_url, tmp_path, monkeypatch):
     monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     async with Way(redis_url, tmp_path / "way.sock") as made:
         yield made
-
-
-@pytest.fixture
-def bucket(redis_url, namespace):
-    client = redis.Redis.from_url(redis_url)
-
-    def read() -> tuple[int, int]:
-        used = client.hmget(f"{{{namespace}}}:quota:t", "requests", "tokens")
-        return round(float(used[0] or 0)), round(float(used[1] or 0) / 1000)
-
-    yield read
-    client.close()
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_wide_bodies_are_not_walked_over(one):
 
 
 def test_too_much_is_refused_before_all_of_it_has_come():
-    """And before the parser sees any of it: what comes here is not JSON."""
+    """And before the parser sees any of it: this body is no valid JSON."""
     for piece in (b"[", b"{", b"[],", b'"":', b"1,"):
         left = pieces_of((1 << 22) // len(piece) * piece, 1 << 16)
         with pytest.raises(InvalidRequestError, match=r"nested|elements"):
