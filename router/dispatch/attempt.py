@@ -1,8 +1,9 @@
 """One attempt at a request: dispatched by a unary call, read over the links of its workers, as one stream of tokens.
 
-prefill worker ──link──┐
-                       ├──► events: tokens in order of position, then how the attempt ended
-decode worker ───link──┘       (the first token comes from whichever is faster)
+prefill worker ──link──┐        ┌──► take: each token, at once, in the link's own callback
+                       ├────────┤
+decode worker ───link──┘        └──► events: how the attempt ended at each worker
+                                     (the first token comes from whichever is faster)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from cluster.protocol.link import WINDOW_TOKENS
 from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
 from router.link.handle import LinkHandle
@@ -37,18 +38,11 @@ if TYPE_CHECKING:
 
 CONTROL_SECONDS = 2.0
 IN_BAND_SECONDS = 0.3  # for a cancel over the link; then by a call
-MAX_EVENTS = 512
 
 
 class Source(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-@dataclass(frozen=True)
-class TokenCame:
-    token: common_pb2.Token
-    source: Source
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,19 @@ class Ended:
     error: errors.BatonError | None = None
 
 
-Event = TokenCame | Ended
+@dataclass(frozen=True)
+class Broken:
+    """A worker sent what it may not: nothing more is read of the attempt."""
+
+    error: errors.BatonError
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Every choice has its end."""
+
+
+Event = Ended | Broken | Complete
 
 
 @dataclass
@@ -74,6 +80,8 @@ class Attempt:
     links: Links
     choices: Sequence[ChoiceStream]
     admission_seconds: float
+    # Called with each token, in the link's callback: a task would have to be woken for every one
+    take: Callable[[common_pb2.Token], None]
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)  # have reported their end
@@ -84,11 +92,12 @@ class Attempt:
     span: OpenSpan | None = None  # where the request is traced
 
     def __post_init__(self) -> None:
-        self.events: BoundedQueue[Event] = BoundedQueue(MAX_EVENTS)
+        self.events: BatchQueue[Event] = BatchQueue()
         self._decode_lost = asyncio.Event()
         self._handles: dict[Source, LinkHandle] = {}
         self._dispatching: asyncio.Task[None] | None = None
-        self._granted = [choice.next_position + WINDOW_TOKENS for choice in self.choices]
+        self._limits = {choice.index: choice.next_position + WINDOW_TOKENS for choice in self.choices}
+        self._over = False  # no more tokens are taken
 
     @property
     def trip_seconds(self) -> float | None:
@@ -177,25 +186,45 @@ class Attempt:
         await self.channels.prefill(worker.address).Run(remote, timeout=LOST_SECONDS)
 
     def grant(self) -> None:
-        """Allow the decode worker the window beyond what the client has been given, a quarter of it at a time at least."""
+        """The client has been given every token so far: allow the decode worker the window beyond, at least a quarter of it
+        at a time."""
         handle = self._handles.get(Source.DECODE)
         if handle is None:
             return
-        for i, choice in enumerate(self.choices):
+        for choice in self.choices:
             limit = choice.next_position + WINDOW_TOKENS
-            if limit - self._granted[i] >= WINDOW_TOKENS // 4:
-                self._granted[i] = limit
+            if limit - self._limits[choice.index] >= WINDOW_TOKENS // 4:
+                self._limits[choice.index] = limit
                 handle.credit(choice.index, limit)
 
     def positions(self) -> list[int]:
         return [choice.next_position for choice in self.choices]
 
     def limits(self) -> list[int]:
-        return self._granted
+        return list(self._limits.values())
 
     def came(self, source: Source, token: common_pb2.Token) -> None:
+        """Take the token. What lies unread for a slow client is bounded by the limits, so they are enforced."""
+        if self._over:
+            return
         self.responded.add(source)
-        self.events.add(TokenCame(token, source))
+        limit = self._limits.get(token.choice, 0)
+        if token.position >= limit:
+            where = f"position {token.position} of choice {token.choice}"
+            self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
+            return
+        self.take(token)
+
+    def broken(self, error: errors.BatonError) -> None:
+        self.stop_reading()
+        self.events.add(Broken(error))
+
+    def complete(self) -> None:
+        self.events.add(Complete())
+
+    def stop_reading(self) -> None:
+        """Take no more tokens: another attempt may be at the same choices."""
+        self._over = True
 
     def reported_end(self, source: Source, end: common_pb2.AttemptEnd) -> None:
         self.responded.add(source)

@@ -16,8 +16,8 @@ from functools import cached_property
 from cluster import errors
 from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
 from cluster.state_machine import StateMachine
-from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.attempt import Attempt, Broken, Ended, Source
+from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.engine_failures import EngineFailures
@@ -35,7 +35,6 @@ from router.request.completion import Completion, Delta, Outcome
 from router.request.resume_tickets import name_of
 from wire import common_pb2
 
-MAX_UNREAD_DELTAS = 512
 PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
 
 
@@ -86,7 +85,8 @@ class RequestDispatcher:
         self._engine_failures = EngineFailures()
         self._kv_group: KvGroup | None = None  # the workers that have it
         self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
-        self._deltas: BoundedQueue[Delta]
+        self._deltas: BatchQueue[Delta]
+        self._attempts: list[Attempt] = []  # that run: several where choices were dispatched again one by one
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
         self.first_token_seconds: float | None = None
@@ -108,10 +108,11 @@ class RequestDispatcher:
         """What its client presents to resume it at another router."""
         return self._services.tickets.issue(self._completion, self._name)
 
-    def start(self, deltas: BoundedQueue[Delta]) -> None:
+    def start(self, deltas: BatchQueue[Delta]) -> None:
         """Ends as one producer of `deltas`, or fails it with the BatonError that ended the request."""
         self._started = time.monotonic()
         self._deltas = deltas
+        deltas.when_drained(self._grant)
         self._work = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
@@ -203,6 +204,7 @@ class RequestDispatcher:
             links=self._services.links,
             choices=choices,
             admission_seconds=self._deadlines.worker_seconds(deadline),
+            take=lambda token: self._take(token, attempt),
             transfer_id=request.transfer_id,
         )
         if self._trace is not None:
@@ -268,26 +270,24 @@ class RequestDispatcher:
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
         self.stats.attempts += 1
+        self._attempts.append(attempt)
         try:
             self._services.faults.placed(attempt.transfer_id)
             attempt.start()
             while True:
-                events = await attempt.events.take()
-                now = time.monotonic()
-                for event in events:
-                    if isinstance(event, TokenCame):
-                        self._token(event, attempt, choices, now)
-                    else:
+                for event in await attempt.events.take():
+                    if isinstance(event, Broken):
+                        raise _Retry(event.error)
+                    if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
                 if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
                     return
-                if self._deltas.full:
-                    await self._deltas.room()
-                attempt.grant()
         except _Retry as retry:
             traces.failed(attempt.span, retry.reason)
             raise
         finally:
+            attempt.stop_reading()
+            self._attempts.remove(attempt)
             self.stats.trip_seconds = attempt.trip_seconds or self.stats.trip_seconds
             if self._trace is not None:
                 self._trace.attempt_over(attempt.span, attempt.started, attempt.trip_seconds)
@@ -300,25 +300,35 @@ class RequestDispatcher:
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
         return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
 
-    def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream], now: float) -> None:
+    def _take(self, token: common_pb2.Token, attempt: Attempt) -> None:
+        """Forward one token. Called by the link: the request's task is woken only where an attempt ends."""
         self._services.faults.token(attempt.transfer_id)
-        choice = choices[event.token.choice - choices[0].index]
+        choice = self._choices[token.choice]
         try:
-            delta = choice.take(event.token)
+            delta = choice.take(token)
         except GapError as gap:
-            raise _Retry(errors.PeerLostError(str(gap))) from None
-        if delta is not None:
-            first: float | None = None
-            if self.first_token_seconds is None:
-                self.first_token_seconds = first = now - self._received
-            since = choice.gap_seconds(now)
-            self._services.recorder.token(first, since)
-            if since is not None:
-                self._services.inter_token_seconds.observe(since, self.trace_id)
-            if not attempt.prefilled_at:
-                attempt.prefilled_at = now
-                self._services.placement.prefilled(attempt.transfer_id)
-            self._deltas.add(delta)
+            attempt.broken(errors.PeerLostError(str(gap)))
+            return
+        if delta is None:
+            return
+        now = time.monotonic()
+        first: float | None = None
+        if self.first_token_seconds is None:
+            self.first_token_seconds = first = now - self._received
+        since = choice.gap_seconds(now)
+        self._services.recorder.token(first, since)
+        if since is not None:
+            self._services.inter_token_seconds.observe(since, self.trace_id)
+        if not attempt.prefilled_at:
+            attempt.prefilled_at = now
+            self._services.placement.prefilled(attempt.transfer_id)
+        self._deltas.add(delta)
+        if delta.finish is not None and all(one.finish is not None for one in attempt.choices):
+            attempt.complete()
+
+    def _grant(self) -> None:
+        for attempt in self._attempts:
+            attempt.grant()
 
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         complete = all(choice.finish is not None for choice in choices)

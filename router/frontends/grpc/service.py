@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 
 from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
-from router.dispatch.bounded_queue import BoundedQueue
-from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
+from router.dispatch.batch_queue import BatchQueue
+from router.dispatch.dispatcher import PIECE_SECONDS, RequestDispatcher
 from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
@@ -151,7 +151,7 @@ async def _only(response: Message) -> AsyncGenerator[Message, None]:
 async def _responses(
     dispatcher: RequestDispatcher, completion: Completion, caller: Caller
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
-    deltas: BoundedQueue[Delta] = BoundedQueue(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
+    deltas: BatchQueue[Delta] = BatchQueue(pace_seconds=PIECE_SECONDS)
     # A request that was charged gets its ticket before the first token: another router will not charge it again if this
     # one dies. Other requests get it with the first token, which saves a message.
     dispatcher.on_charged = lambda: deltas.add(_CHARGED)

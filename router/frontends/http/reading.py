@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import CancelledError
-from router.dispatch.bounded_queue import BoundedQueue
-from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
+from router.dispatch.batch_queue import BatchQueue
+from router.dispatch.dispatcher import PIECE_SECONDS, RequestDispatcher
 from router.request.completion import Delta
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -22,7 +22,7 @@ class AnswerReader:
 
     def __init__(self, dispatchers: Sequence[RequestDispatcher], request: Request):
         self.dispatchers = dispatchers
-        self._deltas: BoundedQueue[Delta] = BoundedQueue(MAX_UNREAD_DELTAS, len(dispatchers), PIECE_SECONDS)
+        self._deltas: BatchQueue[Delta] = BatchQueue(len(dispatchers), PIECE_SECONDS)
         for dispatcher in dispatchers:
             dispatcher.start(self._deltas)
         # Writes to a client that has disconnected are dropped silently: only `receive` reports it.

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, OverloadedError
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import RESUMED_AT_ONCE, ChoiceStream
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
@@ -66,7 +66,7 @@ def completion(ticket: bytes = b"", resume: tuple[int, ...] = ()) -> Completion:
 
 async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...] = ()) -> PlacementRequest:
     dispatcher = RequestDispatcher(completion(ticket, resume), services)
-    deltas: BoundedQueue[Delta] = BoundedQueue(8)
+    deltas: BatchQueue[Delta] = BatchQueue()
     dispatcher.start(deltas)
     with pytest.raises(OverloadedError):
         await deltas.take()

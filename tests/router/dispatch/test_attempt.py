@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from cluster.errors import BatonError, DrainingError, PeerLostError, StaleEpochE
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.link import WINDOW_TOKENS
 from router.dispatch import attempt as attempts
-from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
+from router.dispatch.attempt import Attempt, Broken, Ended, Source
 from router.link import links as all_links
 from tests.harness.waiting import until
 from tests.router.dispatch.scripted_workers import FIRST, HANG, TRANSFER, ScriptedPair, done, token
@@ -25,14 +26,31 @@ P, D = Source.PREFILL, Source.DECODE
 LONG = 60.0
 
 
+class Recorded(Attempt):
+    """Keeps which worker each token came from."""
+
+    def came(self, source: Source, token: common_pb2.Token) -> None:
+        self.tokens.append((source, token.position))
+        super().came(source, token)
+
+    @cached_property
+    def tokens(self) -> list[tuple[Source, int]]:
+        return []
+
+    @cached_property
+    def taken(self) -> list[int]:
+        """Positions."""
+        return []
+
+
 @dataclass
 class World(ScriptedPair):
     made: list[Attempt] = field(default_factory=list)
 
-    def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Attempt:
+    def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Recorded:
         """`held`: output that the request has so far."""
         choice: Any = SimpleNamespace(index=0, next_position=FIRST)
-        made = Attempt(
+        made = Recorded(
             request_id="r",
             spec=common_pb2.GenerateSpec(
                 model_id="m",
@@ -46,6 +64,7 @@ class World(ScriptedPair):
             links=self.links,
             choices=[choice],
             admission_seconds=2.5,
+            take=lambda token: made.taken.append(token.position),
             transfer_id=TRANSFER,
         )
         self.made.append(made)
@@ -87,15 +106,15 @@ async def test_each_worker_gets_its_part(world):
     world.prefill.sends, world.decode.sends = [token(9), done()], [token(9), token(10), done()]
     attempt = world.attempt()
     attempt.start()
-    found = await events(attempt, both)
+    await events(attempt, both)
     (run,) = world.prefill.asked
     assert not world.decode.asked, "the prefill worker's Reserve opens it there"
     assert (run.transfer_id, run.worker_epoch, run.admission_deadline_ms) == (TRANSFER, 3, 2500)
     assert (run.decode.worker_id, run.decode.epoch, run.decode.address) == ("d", 4, world.decode.address)
     assert run.handle.incarnation == run.decode_handle.incarnation
     assert run.handle.number != run.decode_handle.number
-    came = [(e.source, e.token.position) for e in found if isinstance(e, TokenCame)]
-    assert sorted(came, key=str) == [(D, 10), (D, 9), (P, 9)]
+    assert sorted(attempt.tokens, key=str) == [(D, 10), (D, 9), (P, 9)]
+    assert sorted(attempt.taken) == [9, 9, 10]
     assert attempt.finished == attempt.responded == {P, D} and not attempt.failed
     assert attempt.has_ended
 
@@ -194,21 +213,20 @@ async def test_an_unread_attempt_is_bounded_by_its_credit_and_not_lost(world, mo
     world.decode.sends = [*(token(FIRST + i) for i in range(WINDOW_TOKENS + 50)), done()]
     attempt = world.attempt(local=True)
     attempt.start()
-    await until(lambda: len(attempt.events._items) == WINDOW_TOKENS, "the window")
+    await until(lambda: len(attempt.taken) == WINDOW_TOKENS, "the window")
     await asyncio.sleep(1.5)  # longer than a silent worker has
-    assert len(attempt.events._items) == WINDOW_TOKENS and not attempt.failed
+    assert len(attempt.taken) == WINDOW_TOKENS and not attempt.failed
     attempt.choices[0].next_position = FIRST + 100
     attempt.grant()
-    found = await events(attempt, any_end)
-    came = [e.token.position for e in found if isinstance(e, TokenCame)]
-    assert came == list(range(FIRST, FIRST + WINDOW_TOKENS + 50))
+    await events(attempt, any_end)
+    assert attempt.taken == list(range(FIRST, FIRST + WINDOW_TOKENS + 50))
 
 
 async def test_credit_is_granted_in_quarters_of_the_window(world):
     world.decode.sends = [token(FIRST + i) for i in range(200)]
     attempt = world.attempt(local=True)
     attempt.start()
-    await until(lambda: len(attempt.events._items) == 200, "they came")
+    await until(lambda: len(attempt.taken) == 200, "they came")
     world.decode.link.credited.clear()
     for taken, limit in ((63, 0), (64, 64), (100, 64), (128, 128)):
         attempt.choices[0].next_position = FIRST + taken
@@ -216,6 +234,26 @@ async def test_credit_is_granted_in_quarters_of_the_window(world):
         assert attempt.limits() == [FIRST + limit + WINDOW_TOKENS]
     assert world.decode.log is not None
     await until(lambda: world.decode.log.choices[0].first == FIRST + 128, "read tokens are dropped")
+
+
+async def test_a_worker_that_sends_beyond_its_limit_is_read_no_more(world):
+    """What a client has not read is bounded by the limits alone."""
+    attempt = world.attempt(local=True)
+    attempt.came(D, token(FIRST + WINDOW_TOKENS - 1))
+    attempt.came(D, token(FIRST + WINDOW_TOKENS))
+    attempt.came(D, token(FIRST))
+    (broken,) = await attempt.events.take()
+    assert isinstance(broken, Broken) and isinstance(broken.error, PeerLostError)
+    assert f"position {FIRST + WINDOW_TOKENS} of choice 0" in str(broken.error)
+    assert attempt.taken == [FIRST + WINDOW_TOKENS - 1]
+
+
+async def test_a_token_of_another_choice_breaks_the_attempt(world):
+    attempt = world.attempt(local=True)
+    other = token(FIRST)
+    other.choice = 1
+    attempt.came(D, other)
+    assert isinstance((await attempt.events.take())[0], Broken) and not attempt.taken
 
 
 # --- an attempt that ends with its first token ---------------------------------------------------------------------
@@ -230,7 +268,8 @@ async def test_no_decode_worker_is_asked_or_waited_for(world, new, held):
     assert not attempt.has_ended, "the prefill worker has not sent its end"
     world.prefill.send(done())
     await until(lambda: attempt.has_ended, "ended")
-    assert [type(event) for event in await attempt.events.take()] == [TokenCame, Ended]
+    assert [type(event) for event in await attempt.events.take()] == [Ended]
+    assert attempt.taken == [FIRST]
     assert attempt.finished == {P, D} and not attempt.failed
     assert world.decode.log is None
 

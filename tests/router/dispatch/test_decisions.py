@@ -84,6 +84,9 @@ def lost_after(tokens: int) -> Play:
         for _ in range(tokens):
             position = attempt.play("next", position)
         lost(P)(attempt)
+        asyncio.get_running_loop().call_later(0.01, rest, attempt, position)
+
+    def rest(attempt: Scripted, position: int) -> None:
         while position < PROMPT + NEW:
             position = attempt.play("next", position)
         attempt.ends(D, end("DONE"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from cluster.config.router import RouterConfig
 from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError
 from cluster.membership.topology import Location
 from router.dispatch import dispatcher
-from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.attempt import Attempt, Broken, Complete, Ended, Source
+from router.dispatch.batch_queue import BatchQueue
+from router.dispatch.choice import ChoiceStream
 from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.link.links import Links
@@ -74,9 +76,11 @@ class Scripted:
 
     placed: Placed
     transfer_id: bytes
-    from_position: int
+    choices: Sequence[ChoiceStream]
+    take: Callable[[common_pb2.Token], None]
     steps: list[str]
     arbiter: str
+    over: bool = False
     span: None = None
     prefilled_at: float = 0.0
     prefill_report: common_pb2.WorkReport | None = None
@@ -88,7 +92,26 @@ class Scripted:
     responded: set[Source] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.events: BoundedQueue[Any] = BoundedQueue(512)
+        self.events: BatchQueue[Any] = BatchQueue()
+        self.from_position = self.choices[0].next_position
+
+    def came(self, source: Source, token: common_pb2.Token) -> None:
+        if not self.over:
+            self.responded.add(source)
+            self.take(token)
+
+    def broken(self, error: BatonError) -> None:
+        self.stop_reading()
+        self.events.add(Broken(error))
+
+    def complete(self) -> None:
+        self.events.add(Complete())
+
+    def stop_reading(self) -> None:
+        self.over = True
+
+    def grant(self) -> None:
+        """It sends what it likes."""
 
     worker_of = Attempt.worker_of
 
@@ -101,9 +124,16 @@ class Scripted:
         return len(self.finished) == 2
 
     def start(self) -> None:
+        self.playing = asyncio.get_running_loop().create_task(self.follow())
+
+    async def follow(self) -> None:
+        """An end is dealt with before the next step: tokens are taken at once, ends by the request's task."""
         position = self.from_position
         for step in self.steps:
             position = self.play(step, position)
+            await asyncio.sleep(0.001 if step.startswith(("prefill", "decode")) else 0)
+            if self.over:
+                return
         while D not in self.finished | self.failed and position < PROMPT + NEW:
             position = self.play("next", position)
         for source in (P, D):
@@ -119,15 +149,14 @@ class Scripted:
             case "next" | "gap":
                 position += step == "gap"
                 if position < PROMPT + NEW:
-                    self.events.add(TokenCame(token(position), D))
-                    self.responded.add(D)
+                    self.came(D, token(position))
                     position += 1
             case "first":
                 if self.from_position < PROMPT + NEW:
-                    self.events.add(TokenCame(token(self.from_position), P))
+                    self.came(P, token(self.from_position))
             case "again":
                 if position > PROMPT:
-                    self.events.add(TokenCame(token(max(PROMPT, position - 2)), D))
+                    self.came(D, token(max(PROMPT, position - 2)))
             case _ if what == "lost":
                 self.failed.add(source)
                 self.events.add(Ended(source, None, PeerLostError("gone")))
@@ -200,7 +229,9 @@ class World:
 
     def attempt(self, **facts: Any) -> Scripted:
         steps, arbiter = self.scripts.pop(0) if self.scripts else ([], "aborted")
-        made = Scripted(facts["placed"], facts["transfer_id"], facts["from_position"], steps, arbiter)
+        made = Scripted(
+            facts["placed"], facts["transfer_id"], facts["choices"], facts["take"], steps, arbiter
+        )
         self.attempts.append(made)
         return made
 
@@ -216,7 +247,7 @@ async def deliver(world: World) -> list[common_pb2.Token]:
     completion = Completion(
         "r", "m", list(range(3, 3 + PROMPT)), common_pb2.SamplingParams(max_tokens=NEW), deadline_seconds=60.0
     )
-    deltas: BoundedQueue[Any] = BoundedQueue(512)
+    deltas: BatchQueue[Any] = BatchQueue()
     before = len(world.attempts)
     running = dispatcher.RequestDispatcher(completion, world.services)
     running.start(deltas)

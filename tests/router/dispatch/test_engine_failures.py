@@ -22,8 +22,8 @@ from cluster.errors import (
     PeerLostError,
 )
 from router.dispatch import dispatcher
-from router.dispatch.attempt import Source, TokenCame
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.attempt import Source
+from router.dispatch.batch_queue import BatchQueue
 from router.placement.types import Placed, PlacementRequest
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText
@@ -137,14 +137,14 @@ class Together(Failing):
         for choice in (0, 1):
             first = token(made.from_position)
             first.choice = choice
-            made.events.add(TokenCame(first, Source.DECODE))
+            made.came(Source.DECODE, first)
         made.ends(Source.DECODE, end("PREEMPTED"))
 
     def go_on(self, made: Scripted, choice: int) -> None:
         for position in range(made.from_position, PROMPT + NEW):
             one = token(position)
             one.choice = choice
-            made.events.add(TokenCame(one, Source.DECODE))
+            made.came(Source.DECODE, one)
         for source in Source:
             made.ends(source, end("DONE"))
 
@@ -158,7 +158,7 @@ async def finish(world: World) -> list[int]:
         n=2,
         deadline_seconds=60.0,
     )
-    deltas: BoundedQueue[Any] = BoundedQueue(512)
+    deltas: BatchQueue[Any] = BatchQueue()
     running = dispatcher.RequestDispatcher(completion, world.services)
     running.start(deltas)
     tokens = [0, 0]

@@ -12,7 +12,7 @@ from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
 from router.admission.admission import Admission
 from router.admission.low_priority import LowPriority
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.batch_queue import BatchQueue
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta, Outcome
@@ -52,7 +52,7 @@ class StubDispatcher:
         self._first = first_shown
         self.outcome = Outcome(inference_pb2.Usage(), inference_pb2.Timings())
 
-    def start(self, deltas: BoundedQueue[Delta]) -> None:
+    def start(self, deltas: BatchQueue[Delta]) -> None:
         for choice in range(self.choices):
             token = common_pb2.Token(token_id=5, choice=choice)
             deltas.add(Delta(self._first + choice, "x", (token,), "length"))

@@ -1,4 +1,4 @@
-"""The queue of tokens between attempt and reader: in order, in batches, bounded, paced, and ended by the right event."""
+"""The queue of tokens between attempt and reader: in order, in batches, paced, and ended by the right event."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import uvloop
 
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.batch_queue import BatchQueue
 
 
 async def test_queued_items_are_taken_together():
-    box: BoundedQueue[int] = BoundedQueue(8)
+    box: BatchQueue[int] = BatchQueue()
     for number in range(3):
         box.add(number)
     assert await box.take() == [0, 1, 2]
@@ -20,7 +20,7 @@ async def test_queued_items_are_taken_together():
 
 
 async def test_it_ends_after_its_last_producer():
-    box: BoundedQueue[int] = BoundedQueue(8, producers=2)
+    box: BatchQueue[int] = BatchQueue(producers=2)
     box.end()
     box.add(1)
     box.end()
@@ -29,14 +29,14 @@ async def test_it_ends_after_its_last_producer():
 
 
 async def test_an_error_comes_after_queued_items_and_a_discard_at_once():
-    box: BoundedQueue[int] = BoundedQueue(8)
+    box: BatchQueue[int] = BatchQueue()
     box.add(1)
     box.fail(ValueError("first"))
     box.fail(ValueError("second"))
     assert await box.take() == [1]
     with pytest.raises(ValueError, match="first"):
         await box.take()
-    other: BoundedQueue[int] = BoundedQueue(8, pace_seconds=30.0)
+    other: BatchQueue[int] = BatchQueue(pace_seconds=30.0)
     other.add(1)
     assert await other.take() == [1]
     other.add(2)
@@ -45,20 +45,25 @@ async def test_an_error_comes_after_queued_items_and_a_discard_at_once():
         await other.take()
 
 
-async def test_a_producer_waits_while_too_much_is_unread():
-    box: BoundedQueue[int] = BoundedQueue(2)
+async def test_producers_are_told_when_the_reader_waits_and_nothing_lies_unread():
+    box: BatchQueue[int] = BatchQueue()
+    drained: list[int] = []
+    box.when_drained(lambda: drained.append(len(drained)))
     box.add(1)
-    await box.room()
-    box.add(2)
-    waiting = asyncio.ensure_future(box.room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
     await box.take()
-    await asyncio.wait_for(waiting, 5)
+    assert not drained, "it deals with what it has taken"
+    reading = asyncio.ensure_future(box.take())
+    await asyncio.sleep(0)
+    assert drained == [0]
+    box.add(2)
+    assert await reading == [2]
+    box.add(3)
+    await box.take()
+    assert drained == [0], "something lay unread when it came back"
 
 
 async def test_a_burst_is_paced_but_neither_its_first_nor_its_end():
-    box: BoundedQueue[int] = BoundedQueue(64, pace_seconds=0.05)
+    box: BatchQueue[int] = BatchQueue(pace_seconds=0.05)
     box.add(0)
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -82,11 +87,11 @@ def test_waiting_for_the_pace_does_not_keep_the_loop_busy(monkeypatch):
         await sleep(seconds)
 
     async def read() -> None:
-        box: BoundedQueue[int] = BoundedQueue(8, pace_seconds=0.001)
+        box: BatchQueue[int] = BatchQueue(pace_seconds=0.001)
         for number in range(pieces):
             box.add(number)
             assert await box.take() == [number]
 
-    monkeypatch.setattr("router.dispatch.bounded_queue.asyncio.sleep", counted)
+    monkeypatch.setattr("router.dispatch.batch_queue.asyncio.sleep", counted)
     uvloop.run(read())
     assert sleeps <= 2 * pieces

@@ -1,23 +1,26 @@
-"""A bounded queue from producers to one reader, which takes all items at once.
+"""A queue from producers to one reader, which takes all items at once.
 
 Tokens that arrive while the reader is busy cost it one wake-up together, not one each. A reader for which every wake-up
 costs a system call sets a pace: items that follow a batch within it wait for the rest of that time, so a burst leaves in
 a few pieces, while the first token, and any after a pause, is never held.
+
+It holds what its producers were allowed to add: an attempt's tokens are bounded by the limits that it grants when the
+reader has taken everything.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class BoundedQueue(Generic[T]):
-    """One event loop, one reader. A producer adds what it has, then waits in `room` while too much lies unread."""
+class BatchQueue(Generic[T]):
+    """One event loop, one reader."""
 
-    def __init__(self, bound: int, producers: int = 1, pace_seconds: float = 0.0):
-        self._bound = bound
+    def __init__(self, producers: int = 1, pace_seconds: float = 0.0):
         self._producers = producers
         self._pace = pace_seconds
         self._taken = 0.0  # when, by the loop's clock
@@ -25,21 +28,15 @@ class BoundedQueue(Generic[T]):
         self._items: list[T] = []
         self._error: BaseException | None = None
         self._reader: asyncio.Future[None] | None = None
-        self._waiting: list[asyncio.Future[None]] = []
+        self._when_drained: list[Callable[[], None]] = []
 
-    @property
-    def full(self) -> bool:
-        return len(self._items) >= self._bound
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """`call` it whenever the reader has dealt with every item and waits for another."""
+        self._when_drained.append(call)
 
     def add(self, item: T) -> None:
         self._items.append(item)
         self._wake()
-
-    async def room(self) -> None:
-        while self.full and self._error is None:
-            waiter = self._loop.create_future()
-            self._waiting.append(waiter)
-            await waiter
 
     def end(self) -> None:
         """One producer has ended."""
@@ -50,7 +47,6 @@ class BoundedQueue(Generic[T]):
         """The reader gets the unread items, then this error; the first error counts."""
         self._error = self._error or error
         self._wake()
-        self._make_room()
 
     def discard(self, error: BaseException) -> None:
         """Drop the unread items and end with the error."""
@@ -70,9 +66,10 @@ class BoundedQueue(Generic[T]):
             elif self._producers <= 0:
                 return []
             else:
+                for call in self._when_drained:
+                    call()
                 await self._something()
         taken, self._items = self._items, []
-        self._make_room()
         return taken
 
     def _early(self) -> float:
@@ -100,10 +97,3 @@ class BoundedQueue(Generic[T]):
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-    def _make_room(self) -> None:
-        if self._waiting:
-            for waiter in self._waiting:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._waiting.clear()

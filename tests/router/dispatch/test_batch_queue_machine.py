@@ -1,5 +1,5 @@
-"""The bounded queue in any order of producers, ends, errors, a reader that comes, goes and is cut off: nothing is lost,
-doubled or out of order, it holds no more than its bound and one per producer, and no wait is without a reason."""
+"""The batch queue in any order of producers, ends, errors, a reader that comes, goes and is cut off: nothing is lost,
+doubled or out of order, producers hear exactly when it is drained, and no wait is without a reason."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.batch_queue import BatchQueue
 from tests.harness.virtual_time import VirtualLoop
 
-PRODUCERS, BOUND = 3, 4
+PRODUCERS = 3
 WHICH = st.integers(0, PRODUCERS - 1)
 
 
@@ -21,7 +21,7 @@ class Broken(Exception):
     """What `fail` is given."""
 
 
-class MailboxMachine(RuleBasedStateMachine):
+class BatchQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()
@@ -31,8 +31,10 @@ class MailboxMachine(RuleBasedStateMachine):
         story=st.sampled_from(["whole", "whole", "fails", "discarded"]),
     )
     def build(self, pace: float, story: str) -> None:
-        async def make() -> BoundedQueue[tuple[int, int]]:
-            return BoundedQueue(BOUND, PRODUCERS, pace)
+        async def make() -> BatchQueue[tuple[int, int]]:
+            made: BatchQueue[tuple[int, int]] = BatchQueue(PRODUCERS, pace)
+            made.when_drained(self.is_drained)
+            return made
 
         self.pace = pace
         self.story = story  # how it ends: most orders would else end before anything has happened
@@ -41,7 +43,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.taken = [0] * PRODUCERS  # and that have been read
         self.batches: list[float] = []  # when
         self.ended: set[int] = set()
-        self.waiting: dict[int, asyncio.Task[None]] = {}  # for room
+        self.drained = 0
         self.reading: asyncio.Task[list[tuple[int, int]]] | None = None
         self.error: Broken | None = None
         self.discarded = self.over = False
@@ -56,20 +58,18 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def puts(self, which: int) -> None:
-        """Then waits for room, as every producer does."""
-        if which in self.ended or which in self.waiting or self.error is not None:
+        if which in self.ended or self.error is not None:
             return
 
         def put() -> None:
             self.box.add((which, self.said[which]))
             self.said[which] += 1
-            self.waiting[which] = self.loop.create_task(self.box.room())
 
         self.inside(put)
 
     @rule(which=WHICH)
     def ends(self, which: int) -> None:
-        if which in self.ended or which in self.waiting or self.said[which] < which:
+        if which in self.ended or self.said[which] < which:
             return
         self.ended.add(which)
         self.inside(self.box.end)
@@ -114,9 +114,14 @@ class MailboxMachine(RuleBasedStateMachine):
         if self.reading is None and not self.over:
 
             def read() -> None:
+                self.drained = 0
                 self.reading = self.loop.create_task(self.take())
 
             self.inside(read)
+
+    def is_drained(self) -> None:
+        assert self.taken == self.said, "something lies unread"
+        self.drained += 1
 
     async def take(self) -> list[tuple[int, int]]:
         batch = await self.box.take()
@@ -137,11 +142,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.look()
 
     def look(self) -> None:
-        """What the reader got, and which producers may go on."""
-        for which, task in list(self.waiting.items()):
-            if task.done():
-                task.result()
-                del self.waiting[which]
+        """What the reader got."""
         reading = self.reading
         if reading is None or not reading.done():
             return
@@ -176,13 +177,10 @@ class MailboxMachine(RuleBasedStateMachine):
             return
         unread = sum(self.said) - sum(self.taken)
         assert unread == len(self.box._items)
-        if not self.discarded:
-            assert unread <= BOUND - 1 + PRODUCERS, "more than its bound lies there"
-        if self.waiting:
-            assert unread >= BOUND and self.error is None, "a producer waits, and there is room"
         if self.reading is not None and self.pace == 0.0:
             assert unread == 0 and self.error is None, "a reader waits, and something is there"
             assert len(self.ended) < PRODUCERS
+            assert self.drained, "a reader waits for producers, and they have not heard of it"
 
     def teardown(self) -> None:
         if hasattr(self, "box"):
@@ -195,15 +193,15 @@ class MailboxMachine(RuleBasedStateMachine):
             self.reads()
             self.time_passes(1.0)
             for which in range(PRODUCERS):
-                if which not in self.ended and which not in self.waiting:
+                if which not in self.ended:
                     self.ended.add(which)
                     self.inside(self.box.end)
             if self.over or (self.error is not None and self.taken == self.said):
                 break
-        assert self.taken == self.said and not self.waiting
+        assert self.taken == self.said
         if self.reading is not None:
             self.the_reader_is_cut_off()
 
 
-MailboxMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-TestMailbox = MailboxMachine.TestCase
+BatchQueueMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBatchQueue = BatchQueueMachine.TestCase
