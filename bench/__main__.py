@@ -17,6 +17,7 @@ SECTIONS = (
     "handoff",
     "digests",
     "router",
+    "token_path",
     "prefix",
     "interference",
     "concurrent8",
