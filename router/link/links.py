@@ -1,8 +1,8 @@
 """All links of a router process, and which workers it hears.
 
 Every link carries a beat each 0.5 s. A worker from which nothing came for 2 s is suspect and gets no new requests; after
-5 s it is lost, with all its attempts. A lost worker is excluded for a while (router/link/backoff.py): during a partition
-only the first request should wait for it.
+5 s it is lost, with all its attempts. A lost worker is excluded until its link is up again, and for a while
+(router/link/backoff.py): during a partition only the first request should wait for it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,12 @@ class Links:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Names of workers that have been silent too long for new work, or were lost a moment ago."""
-        silent = [name for name, link in self._links.items() if link.silent_seconds > SUSPECT_SECONDS]
+        """Names of workers that have been silent too long for new work, or were lost and have not answered since."""
+        silent = [
+            name
+            for name, link in self._links.items()
+            if link.is_lost or link.silent_seconds > SUSPECT_SECONDS
+        ]
         return self._lost.names().union(silent)
 
     def silent(self) -> int:
