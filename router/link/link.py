@@ -219,6 +219,9 @@ class WorkerLink:
                     return await self._greet()
             except ConnectionRefusedError as error:
                 raise PeerLostError(f"{self.worker.worker_id} refuses connections: {error}") from None
+            except (ValueError, OverflowError) as error:  # of its registration
+                address = self.worker.link_address
+                raise PeerLostError(f"{self.worker.worker_id}: link address {address!r}: {error}") from None
             except (OSError, TimeoutError) as error:
                 if self._loop.time() + RETRY_SECONDS[-1] >= deadline:
                     raise PeerLostError(

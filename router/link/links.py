@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from cluster.errors import PeerLostError
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import STATUS_SECONDS
+from cluster.protocol.link import STATUS_SECONDS, common_version
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from cluster.security.tls import Peers
 from router.link.backoff import Backoff
@@ -46,7 +46,7 @@ class Links:
         send: its link stays while it has attempts."""
         known = {worker.name: worker for worker in workers}
         for name, worker in known.items():
-            if name not in self._links:
+            if name not in self._links and common_version(worker.link_min_version, worker.link_max_version):
                 self._link(worker)
         for name in [name for name, link in self._links.items() if name not in known and link.idle]:
             task = asyncio.get_running_loop().create_task(self._links.pop(name).close())

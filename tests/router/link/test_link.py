@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -302,6 +303,21 @@ async def test_another_life_at_the_address_is_no_welcome(pair):
     pair.worker.epoch = 8
     await until(lambda: one.error is not None, "it is lost")
     assert "another life" in str(one.error)
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:99999", "a" * 70 + ":1"])
+async def test_a_registration_with_a_wrong_address_loses_its_worker(pair, address):
+    one = Reading(bytes(16))
+    pair.links.open(replace(info(pair.worker), worker_id="wrong", link_address=address), one)
+    await until(lambda: one.error is not None, "it is lost")
+    assert isinstance(one.error, PeerLostError) and "wrong" in str(one.error)
+
+
+async def test_no_link_is_opened_to_a_worker_of_another_version(pair):
+    old = replace(info(pair.worker), worker_id="old", link_address="", link_min_version=0, link_max_version=0)
+    pair.links.keep_only([old, info(pair.worker)])
+    await pair.up()
+    assert list(pair.links._links) == [info(pair.worker).name]
 
 
 async def test_a_link_moves_and_loses_nothing(pair):
