@@ -225,7 +225,7 @@ class WorkerLink:
             except (OSError, TimeoutError) as error:
                 if self._loop.time() + RETRY_SECONDS[-1] >= deadline:
                     raise PeerLostError(
-                        f"no link to {self.worker.worker_id} within {seconds} s: {error or 'no answer'}"
+                        f"no link to {self.worker.worker_id} within {seconds} s: {str(error) or 'no answer'}"
                     ) from None
 
     async def _greet(self) -> Connection:

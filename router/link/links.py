@@ -25,6 +25,10 @@ TICK_SECONDS = 0.1
 STOPPED_SECONDS = 1.0  # a tick that comes so late: this process was stopped
 
 
+def no_message(seconds: float) -> PeerLostError:
+    return PeerLostError(f"no message received for {seconds:.0f} s")
+
+
 class Links:
     def __init__(self, router_id: str, peers: Peers | None = None):
         """`peers` opens them; default: plain text."""
@@ -120,7 +124,7 @@ class Links:
             if stopped:
                 link.restart_clocks()
             elif link.silent_seconds > LOST_SECONDS:
-                link.give_up(PeerLostError(f"no message received for {LOST_SECONDS:.0f} s"))
+                link.give_up(no_message(LOST_SECONDS))
             if beats:
                 link.beat()
             if asks:
