@@ -92,7 +92,8 @@ class HandoffEngineAdapter:
         self._attempts.enter(attempt)
         # Before the engine is called: its own tokens come after these.
         for token in first_tokens:
-            attempt.log.add(token.choice, token.position, token.token_id, token)
+            whole = attempt.whole_tokens or token.finish
+            attempt.log.add(token.choice, token.position, token.token_id, token if whole else None)
         try:
             await self._parts.host.call(lambda engine: engine.commit(attempt.engine_id, first))
         except EngineRequestError as error:  # so that the router gets the reason

@@ -29,7 +29,7 @@ from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
 from router.link.handle import LinkHandle
-from router.link.links import Links
+from router.link.links import Links, no_message
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
@@ -145,7 +145,8 @@ class Attempt:
             if not rpc.is_from_peer(error):
                 self.links.not_reached(worker.name)
             self._handles[source].close()
-            self._lost(source, rpc.error_from_rpc(error))
+            silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not rpc.is_from_peer(error)
+            self._lost(source, no_message(LOST_SECONDS) if silent else rpc.error_from_rpc(error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

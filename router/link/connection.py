@@ -37,6 +37,7 @@ class Connection(asyncio.Protocol):
         self._unread: list[bytes] = []  # while a large frame is dispatched in pieces
         self._piece: Iterator[None] | None = None
         self.heard = self._loop.time()
+        self.is_lost = False
 
     @property
     def serial(self) -> int:
@@ -57,6 +58,7 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
         self._unread.clear()
         self._piece = None
         if not self.welcomed.done():

@@ -92,6 +92,7 @@ class WorkerLink:
         self._moving: asyncio.Task[None] | None = None
         self._task = self._loop.create_task(self._run())
         self.unknown = 0  # entries for handles that are not read any more
+        self.is_lost = False  # until the worker welcomes this router again
 
     @property
     def state(self) -> LinkState:
@@ -201,7 +202,7 @@ class WorkerLink:
                 await self._ended.wait()
                 self._ended.clear()
             if self.state is LinkState.LOST:
-                was_up = False
+                was_up, self.is_lost = False, True
                 self._on_lost()
                 await self._pause()
             self._machine.to(LinkState.CONNECTING)
@@ -218,10 +219,13 @@ class WorkerLink:
                     return await self._greet()
             except ConnectionRefusedError as error:
                 raise PeerLostError(f"{self.worker.worker_id} refuses connections: {error}") from None
+            except (ValueError, OverflowError) as error:  # of its registration
+                address = self.worker.link_address
+                raise PeerLostError(f"{self.worker.worker_id}: link address {address!r}: {error}") from None
             except (OSError, TimeoutError) as error:
                 if self._loop.time() + RETRY_SECONDS[-1] >= deadline:
                     raise PeerLostError(
-                        f"no link to {self.worker.worker_id} within {seconds} s: {error or 'no answer'}"
+                        f"no link to {self.worker.worker_id} within {seconds} s: {str(error) or 'no answer'}"
                     ) from None
 
     async def _greet(self) -> Connection:
@@ -259,6 +263,8 @@ class WorkerLink:
             raise PeerLostError(
                 f"{worker.worker_id} speaks no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
             )
+        if connection.is_lost:
+            raise ConnectionResetError("closed after the welcome")
         return connection
 
     def _attach(self, connection: Connection) -> None:
@@ -285,6 +291,7 @@ class WorkerLink:
         self._connection = connection
         self._heard = self._loop.time()
         self._machine.to(LinkState.UP)
+        self.is_lost = False
         self._on_answered()
 
     async def _move(self) -> None:

@@ -1,8 +1,8 @@
 """All links of a router process, and which workers it hears.
 
 Every link carries a beat each 0.5 s. A worker from which nothing came for 2 s is suspect and gets no new requests; after
-5 s it is lost, with all its attempts. A lost worker is excluded for a while (router/link/backoff.py): during a partition
-only the first request should wait for it.
+5 s it is lost, with all its attempts. A lost worker is excluded until its link is up again, and for a while
+(router/link/backoff.py): during a partition only the first request should wait for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from cluster.errors import PeerLostError
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import STATUS_SECONDS
+from cluster.protocol.link import STATUS_SECONDS, common_version
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from cluster.security.tls import Peers
 from router.link.backoff import Backoff
@@ -23,6 +23,10 @@ from router.link.link import LinkState, WorkerLink
 
 TICK_SECONDS = 0.1
 STOPPED_SECONDS = 1.0  # a tick that comes so late: this process was stopped
+
+
+def no_message(seconds: float) -> PeerLostError:
+    return PeerLostError(f"no message received for {seconds:.0f} s")
 
 
 class Links:
@@ -46,7 +50,7 @@ class Links:
         send: its link stays while it has attempts."""
         known = {worker.name: worker for worker in workers}
         for name, worker in known.items():
-            if name not in self._links:
+            if name not in self._links and common_version(worker.link_min_version, worker.link_max_version):
                 self._link(worker)
         for name in [name for name, link in self._links.items() if name not in known and link.idle]:
             task = asyncio.get_running_loop().create_task(self._links.pop(name).close())
@@ -63,8 +67,12 @@ class Links:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Names of workers that have been silent too long for new work, or were lost a moment ago."""
-        silent = [name for name, link in self._links.items() if link.silent_seconds > SUSPECT_SECONDS]
+        """Names of workers that have been silent too long for new work, or were lost and have not answered since."""
+        silent = [
+            name
+            for name, link in self._links.items()
+            if link.is_lost or link.silent_seconds > SUSPECT_SECONDS
+        ]
         return self._lost.names().union(silent)
 
     def silent(self) -> int:
@@ -116,7 +124,7 @@ class Links:
             if stopped:
                 link.restart_clocks()
             elif link.silent_seconds > LOST_SECONDS:
-                link.give_up(PeerLostError(f"no message received for {LOST_SECONDS:.0f} s"))
+                link.give_up(no_message(LOST_SECONDS))
             if beats:
                 link.beat()
             if asks:

@@ -115,6 +115,21 @@ async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
     await close(world)
 
 
+async def test_tokens_of_a_handed_over_request_are_sent_in_columns():
+    """The first one as well: behind a token with more than its id, all of its choice would be sent one by one."""
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
+    world.router.reads = False  # so that the log keeps all
+    finish(stream)
+    await until(lambda: attempt.machine.state is DecodeState.DECODING, "committed")
+    world.step()
+    (choice,) = attempt.log.choices
+    assert attempt.log.count >= 2 and not choice.extras
+    await close(world)
+
+
 def first(**changed: int) -> common_pb2.Token:
     fields: dict[str, Any] = {"position": len(PROMPT), "token_id": continuation(PROMPT, 1)[0]}
     return common_pb2.Token(**{**fields, **changed})

@@ -30,8 +30,8 @@ class LinkedWorker:
         self.routers = Routers(cancel=self._cancel, forget=self.forget, credited=self.credited.append)
         self._listener = LinkListener("127.0.0.1", "127.0.0.1", self.peers)
 
-    async def start(self) -> None:
-        self._listener.bind()
+    async def start(self, port: int = 0) -> None:
+        self._listener.bind(port)
         self._listener.start(self.routers, self, lambda: None if self.hangs else 1)
 
     async def stop(self) -> None:

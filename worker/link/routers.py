@@ -224,8 +224,8 @@ class Routers:
     def fence(self) -> None:
         """The epoch has ended: links end, and open again with the new one."""
         for router in list(self._routers.values()):
-            if router.session is not None:
-                router.session.fenced()
+            if router.owner is not None:  # also one that has not attached yet
+                router.owner.fenced()
 
     async def close(self, seconds: float) -> None:
         await self._background_tasks.wait(seconds)

@@ -52,7 +52,8 @@ class Exchange:
         except (redis.RedisError, TimeoutError, OSError) as error:
             if not self._down:
                 log.warning(
-                    "the live view shows this router alone; Redis does not answer: %s", error or "too slow"
+                    "the live view shows this router alone; Redis does not answer: %s",
+                    str(error) or "too slow",
                 )
             self._down = True
             return None

@@ -183,6 +183,16 @@ async def test_a_worker_whose_call_broke_was_not_reached(world, unreached):
     assert unreached == [world.prefill.name]
 
 
+async def test_a_worker_that_does_not_answer_its_call_is_lost_and_not_late(world, monkeypatch):
+    """A deadline of the client's would be reported as an overload, with another status."""
+    monkeypatch.setattr(attempts, "LOST_SECONDS", 0.5)
+    world.prefill.run = HANG
+    attempt = world.attempt()
+    attempt.start()
+    error = ends(await events(attempt, lambda found: P in ends(found)))[P].error
+    assert isinstance(error, PeerLostError) and "no message received" in str(error)
+
+
 async def test_a_call_whose_answer_is_lost_changes_nothing_once_tokens_came(world):
     world.decode.sends = [token(9)]
     attempt = world.attempt(local=True)
