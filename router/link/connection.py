@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
-from cluster.errors import BatonError, InvalidRequestError
+from cluster.errors import BatonError, InvalidRequestError, PeerLostError
 from cluster.link.framing import FrameReader, to_frame
 from wire import link_pb2
 
@@ -135,4 +135,6 @@ class Connection(asyncio.Protocol):
         self.malformed = True
         self._unread.clear()
         self._piece = None
+        if not self.welcomed.done():
+            self.welcomed.set_exception(PeerLostError(f"no welcome came, but {error}"))
         self.abort()
