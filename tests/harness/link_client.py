@@ -143,6 +143,16 @@ class BlockingLinkClient:
 
         self.run(go())
 
+    def forget(self, reading: Reading) -> None:
+        """Read nothing more of it; its link closes if nothing else is read there."""
+
+        async def go() -> None:
+            if reading.handle is not None:
+                reading.handle.close()
+            self._client.links.keep_only([])
+
+        self.run(go())
+
     def end_of(self, reading: Reading, seconds: float) -> common_pb2.AttemptEnd:
         """Raises BatonError if it was lost, TimeoutError."""
         return self.run(reading.wait(seconds), seconds + 10)

@@ -26,6 +26,7 @@ from worker.link.session import Session, State
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 0.25  # for what was written last to leave
 HANDSHAKE_SECONDS = 10.0
+SEND_BUFFER_BYTES = 256 << 10  # of the kernel: by default it keeps megabytes for a router that does not read
 
 
 class Connection(asyncio.Protocol):
@@ -129,6 +130,7 @@ class Connection(asyncio.Protocol):
 
     async def _open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         await self._loop.connect_accepted_socket(
             lambda: self,
             accepted,
