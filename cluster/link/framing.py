@@ -24,24 +24,28 @@ class FrameReader:
     """Cuts received bytes into messages. Holds at most one incomplete frame."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._wanted = 0  # bytes of the incomplete frame, as far as it says
 
     def feed(self, data: bytes) -> list[bytes]:
         """The complete messages, in order. Raises InvalidRequestError at a frame above the limit."""
         if self._rest:
-            data = self._rest + data
+            self._rest += data
+            if len(self._rest) < self._wanted:  # joined once only, in however small pieces it comes
+                return []
+            data = bytes(self._rest)
         messages: list[bytes] = []
-        at = 0
-        while len(data) - at >= _LENGTH.size:
+        at, end = 0, _LENGTH.size
+        while len(data) >= end:
             (length,) = _LENGTH.unpack_from(data, at)
             if length > MAX_FRAME_BYTES - _LENGTH.size:
                 raise InvalidRequestError(
                     f"a frame of {length} bytes", field="frame", limit=str(MAX_FRAME_BYTES - _LENGTH.size)
                 )
-            end = at + _LENGTH.size + length
+            end += length
             if end > len(data):
                 break
             messages.append(data[at + _LENGTH.size : end])
-            at = end
-        self._rest = data[at:]
+            at, end = end, end + _LENGTH.size
+        self._rest, self._wanted = bytearray(data[at:]), end - at
         return messages

@@ -9,7 +9,8 @@ LINK_VERSION = 1
 # Tokens of a choice that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
 WINDOW_TOKENS = 256
 
-HELLO_SECONDS = 5.0  # for the first frame after the connection
+HELLO_SECONDS = 5.0  # from the connection to its first whole frame
+ATTACH_SECONDS = 10.0  # from the connection to AttachDone
 MAX_AGE_SECONDS = 3600.0  # of a link, ± AGE_SPREAD: certificates are checked again
 AGE_SPREAD = 0.1
 RENEW_SECONDS = 10.0  # of a link, after the certificate files of a side have changed

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
-from cluster.errors import BatonError, InvalidRequestError
+from cluster.errors import BatonError, InvalidRequestError, PeerLostError
 from cluster.link.framing import FrameReader, to_frame
 from wire import link_pb2
 
 log = logging.getLogger(__name__)
-ENTRIES_A_TURN = 256  # of a frame's tokens between two turns of the event loop
+ENTRIES_A_TURN = 256  # of a frame, between two turns of the event loop
+FRAMES_A_TURN = 64  # that are small
 
 
 class Frames(Protocol):
@@ -22,6 +25,9 @@ class Frames(Protocol):
 
     def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
         """Dispatch a frame. An iterator, where it is large: each step is a piece."""
+
+    def writable(self, connection: Connection) -> None:
+        """What was written has left."""
 
     def gone(self, connection: Connection, error: Exception | None) -> None: ...
 
@@ -34,10 +40,13 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
         self._frames = FrameReader()
         self.welcomed: asyncio.Future[link_pb2.LinkWelcome] = self._loop.create_future()
-        self._unread: list[bytes] = []  # while a large frame is dispatched in pieces
+        self._unread: deque[bytes] = deque()  # frames, while those before are dispatched in pieces
         self._piece: Iterator[None] | None = None
+        self._paused = False  # nothing is read from the socket
         self.heard = self._loop.time()
         self.is_lost = False
+        self.blocked_since = math.inf  # what was written does not leave
+        self.malformed = False  # the worker broke the protocol: why the connection is gone
 
     @property
     def serial(self) -> int:
@@ -51,11 +60,18 @@ class Connection(asyncio.Protocol):
         self.heard = self._loop.time()
         try:
             self._unread += self._frames.feed(data)
-            if self._piece is None:
-                self._read()
         except BatonError as error:
-            log.warning("link to worker %s closed: %s", self._hello.worker_id, error)
-            self.abort()
+            self._refuse(error)
+        else:
+            if not self._paused:
+                self._read()
+
+    def pause_writing(self) -> None:
+        self.blocked_since = self._loop.time()
+
+    def resume_writing(self) -> None:
+        self.blocked_since = math.inf
+        self._link.writable(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
@@ -65,6 +81,15 @@ class Connection(asyncio.Protocol):
             self.welcomed.set_exception(error or ConnectionResetError("closed before the welcome"))
             self.welcomed.exception()  # marks it retrieved: the attempt may be over
         self._link.gone(self, error)
+
+    @property
+    def blocked(self) -> bool:
+        return self.blocked_since != math.inf
+
+    def restart_clock(self) -> None:
+        """This process was stopped."""
+        if self.blocked:
+            self.blocked_since = self._loop.time()
 
     def write(self, frame: link_pb2.RouterFrame) -> None:
         self._transport.write(to_frame(frame))
@@ -78,30 +103,40 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _read(self) -> None:
-        """Dispatch what has come, a large frame over several turns of the loop."""
-        while self._unread and self._piece is None:
-            try:
-                frame = link_pb2.WorkerFrame.FromString(self._unread.pop(0))
-            except DecodeError as error:
-                raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
-            if not self.welcomed.done():
-                self.welcomed.set_result(frame.welcome)
-                continue
-            self._piece = self._link.take(self, frame)
-            if self._piece is not None:
-                self._transport.pause_reading()
-                self._loop.call_soon(self._next_piece)
+        """Dispatch what has come, over several turns of the loop if it is much. Nothing more is taken in meanwhile."""
+        try:
+            for _ in range(FRAMES_A_TURN):
+                if self._piece is not None and next(self._piece, self) is not self:
+                    break
+                self._piece = None
+                if not self._unread:
+                    break
+                self._take(self._unread.popleft())
+        except BatonError as error:
+            self._refuse(error)
+            return
+        more = self._piece is not None or bool(self._unread)
+        if more:
+            self._loop.call_soon(self._read)
+        if more != self._paused and not self._transport.is_closing():
+            self._paused = more
+            self._transport.pause_reading() if more else self._transport.resume_reading()
 
-    def _next_piece(self) -> None:
-        if self._piece is None:
-            return  # the connection is gone
-        if next(self._piece, self) is self:
-            self._piece = None
-            self._transport.resume_reading()
-            try:
-                self._read()
-            except BatonError as error:
-                log.warning("link to worker %s closed: %s", self._hello.worker_id, error)
-                self.abort()
+    def _take(self, message: bytes) -> None:
+        try:
+            frame = link_pb2.WorkerFrame.FromString(message)
+        except DecodeError as error:
+            raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
+        if self.welcomed.done():
+            self._piece = self._link.take(self, frame)
         else:
-            self._loop.call_soon(self._next_piece)
+            self.welcomed.set_result(frame.welcome)
+
+    def _refuse(self, error: BatonError) -> None:
+        log.warning("link to worker %s closed: %s", self._hello.worker_id, error)
+        self.malformed = True
+        self._unread.clear()
+        self._piece = None
+        if not self.welcomed.done():
+            self.welcomed.set_exception(PeerLostError(f"no welcome came, but {error}"))
+        self.abort()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
@@ -35,6 +36,8 @@ from wire import common_pb2, link_pb2
 
 log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
+MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within them is lost
+SHORT_SECONDS = 1.0  # a link that lives no longer is opened again more slowly each time
 CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
 
 
@@ -90,6 +93,7 @@ class WorkerLink:
         self._wanted = asyncio.Event()  # a handle was opened while the worker was lost
         self._heard = self._loop.time()
         self._moving: asyncio.Task[None] | None = None
+        self._malformed_at = -math.inf  # when its worker broke the protocol last
         self._task = self._loop.create_task(self._run())
         self.unknown = 0  # entries for handles that are not read any more
         self.is_lost = False  # until the worker welcomes this router again
@@ -104,8 +108,10 @@ class WorkerLink:
 
     @property
     def silent_seconds(self) -> float:
-        """Since its worker was heard last; 0 while no connection is up."""
-        return self._loop.time() - self._heard if self._connection is not None else 0.0
+        """Since its worker was heard last, or since it stopped reading; 0 while no connection is up."""
+        if self._connection is None:
+            return 0.0
+        return self._loop.time() - min(self._heard, self._connection.blocked_since)
 
     # --- handles -----------------------------------------------------------------------------------------
 
@@ -157,11 +163,13 @@ class WorkerLink:
     def restart_clocks(self) -> None:
         """This process was stopped: what the worker sent meanwhile lies unread."""
         self._heard = now = self._loop.time()
+        if self._connection is not None:
+            self._connection.restart_clock()
         for handle in self._handles.values():
             handle.heard = now
 
     def give_up(self, error: BatonError) -> None:
-        """The worker is silent: all its handles are lost at once."""
+        """The worker is silent, or breaks the protocol: all its handles are lost at once."""
         if self._connection is not None:
             self._break(LinkState.LOST)
             self._fail_all(error)
@@ -189,28 +197,30 @@ class WorkerLink:
 
     async def _run(self) -> None:
         was_up = False
+        short = 0  # links in a row
         while True:
             try:
-                connection = await self._open(LINK_LOST_SECONDS if was_up else CONNECT_SECONDS)
+                connection = await self._open(LINK_LOST_SECONDS if was_up else CONNECT_SECONDS, short)
             except BatonError as error:
                 if self._machine.may(LinkState.LOST):
                     self._machine.to(LinkState.LOST)
                 self._fail_all(error)
             else:
                 was_up = True
+                began = self._loop.time()
                 self._attach(connection)
                 await self._ended.wait()
                 self._ended.clear()
+                short = short + 1 if self._loop.time() - began < SHORT_SECONDS else 0
             if self.state is LinkState.LOST:
                 was_up, self.is_lost = False, True
                 self._on_lost()
                 await self._pause()
             self._machine.to(LinkState.CONNECTING)
 
-    async def _open(self, seconds: float) -> Connection:
+    async def _open(self, seconds: float, attempt: int) -> Connection:
         """A welcomed connection. Raises PeerLostError: refused, another life, or no Welcome within `seconds`."""
         deadline = self._loop.time() + seconds
-        attempt = 0
         while True:
             await asyncio.sleep(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)])
             attempt += 1
@@ -257,7 +267,7 @@ class WorkerLink:
             raise
         if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
             connection.abort()
-            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id} in another life")
+            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id[:64]!r} in another life")
         if not MIN_LINK_VERSION <= welcome.version <= LINK_VERSION:
             connection.abort()
             raise PeerLostError(
@@ -336,30 +346,49 @@ class WorkerLink:
     # --- frames (router.link.connection.Frames) ------------------------------------------------------------
 
     def gone(self, connection: Connection, error: Exception | None) -> None:
-        if connection is self._connection:
-            log.info("link to %s broke: %s", self.worker.name, error or "closed by the worker")
+        if connection is not self._connection:
+            return
+        log.info("link to %s broke: %s", self.worker.name, error or "closed by the worker")
+        now = self._loop.time()
+        if connection.malformed and now - self._malformed_at < MALFORMED_SECONDS:
+            self.give_up(PeerLostError(f"{self.worker.worker_id} broke the link's protocol twice"))
+        else:
             self._break(LinkState.BROKEN)
+        if connection.malformed:
+            self._malformed_at = now
+
+    def writable(self, connection: Connection) -> None:
+        if connection is self._connection:
+            self._flush_soon()
 
     def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
         if frame.notice:
             self._notice(connection, frame.notice)
         if frame.HasField("beat") or frame.tokens.handle or frame.extras or frame.ends:
             self._heard = connection.heard
-        for number in frame.cancelled:
-            handle = self._handles.pop(number, None)
-            if handle is not None and handle.cancelled is not None and not handle.cancelled.done():
-                handle.cancelled.set_result(None)
-        for state in frame.states:
-            self._state(state)
-        if len(frame.tokens.handle) + len(frame.extras) + len(frame.ends) <= ENTRIES_A_TURN:
+        entries = len(frame.tokens.handle) + len(frame.extras) + len(frame.ends)
+        if entries + len(frame.cancelled) + len(frame.states) <= ENTRIES_A_TURN:
             for _ in self._entries(frame):
                 pass
             return None
         return self._entries(frame)
 
     def _entries(self, frame: link_pb2.WorkerFrame) -> Iterator[None]:
-        """Tokens, then those with more than an id, then ends: in this order they are complete. A step: ENTRIES_A_TURN."""
+        """Answers; tokens, then those with more than an id, then ends: in this order they are complete. A step:
+        ENTRIES_A_TURN."""
         handles, now, count = self._handles, self._heard, 0
+        for number in frame.cancelled:
+            handle = handles.pop(number, None)
+            if handle is not None and handle.cancelled is not None and not handle.cancelled.done():
+                handle.cancelled.set_result(None)
+            count += 1
+            if not count % ENTRIES_A_TURN:
+                yield
+        for state in frame.states:
+            self._state(state)
+            count += 1
+            if not count % ENTRIES_A_TURN:
+                yield
         columns = frame.tokens
         for number, choice, position, token_id in zip(
             columns.handle, columns.choice, columns.position, columns.token_id, strict=False
@@ -375,6 +404,9 @@ class WorkerLink:
             if not count % ENTRIES_A_TURN:
                 yield
         for end in frame.ends:
+            count += 1
+            if not count % ENTRIES_A_TURN:
+                yield
             handle = handles.pop(end.handle, None)
             self._outgoing.close(end.handle)
             self._flush_soon()
@@ -384,9 +416,6 @@ class WorkerLink:
             if handle.cancelled is not None and not handle.cancelled.done():
                 handle.cancelled.set_result(None)
             self._guarded(handle, partial(handle.reader.ended, end.end))
-            count += 1
-            if not count % ENTRIES_A_TURN:
-                yield
 
     def _token(
         self, handles: dict[int, LinkHandle], number: int, token: common_pb2.Token, now: float
@@ -441,6 +470,6 @@ class WorkerLink:
     def _flush(self) -> None:
         """One frame for what the turn has brought."""
         self._flushing = False
-        if self._connection is not None:
+        if self._connection is not None and not self._connection.blocked:
             for frame in self._outgoing.frames():
                 self._connection.write(frame)

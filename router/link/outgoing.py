@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from cluster.link.framing import MAX_FRAME_BYTES
 from wire import link_pb2
 
+MAX_CLOSES = 65536  # that wait: a worker forgets the rest by its timer
 ENTRIES_A_FRAME = 2048  # of numbers and credits: 24 bytes each at most
 ATTACH_BYTES = MAX_FRAME_BYTES - 4096  # of one frame, before the last entry: 128 choices take 2.6 KB
 
@@ -26,7 +27,8 @@ class Outgoing:
         self._cancel.append(handle)
 
     def close(self, handle: int) -> None:
-        self._close.append(handle)
+        if len(self._close) < MAX_CLOSES:
+            self._close.append(handle)
 
     def status(self, handle: int) -> None:
         self._status.append(handle)

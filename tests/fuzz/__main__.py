@@ -17,6 +17,7 @@ PARTS = (
     "test_grpc",
     "test_workers",
     "test_handoff",
+    "test_link",
     "test_models",
     "test_extremes",
     "test_hostile_peers",

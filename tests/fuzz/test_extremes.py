@@ -133,7 +133,6 @@ def test_handed_over(spec, pair, channels, tally):
     run.spec.model_id = pair.decode._identity.model_id
     run.admission_deadline_ms = 20_000
     decoding = pair.read(pair.decode, transfer_id, run.spec)
-    decoding.taken_in = False  # the prefill worker's Reserve opens it
     run.decode_handle.CopyFrom(decoding.reference)
     first, end = pair.answer(channels, "Prefill/Run", run)
     finished = {token.choice for token in first if token.finish}

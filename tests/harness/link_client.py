@@ -27,7 +27,8 @@ class Reading:
     position: int
     choices: int = 1
     first_choice: int = 0
-    taken_in: bool = True
+    reads: int | None = None  # so many tokens of each choice, then it grants nothing until `read_on`
+    taken_in: bool = False  # the worker has shown that it has the attempt
     tokens: dict[int, list[common_pb2.Token]] = field(default_factory=dict)  # by choice
     end: common_pb2.AttemptEnd | None = None
     error: BatonError | None = None
@@ -47,9 +48,20 @@ class Reading:
         return [self.position + len(tokens) for tokens in self.tokens.values()]
 
     def limits(self) -> list[int]:
-        return [position + WINDOW_TOKENS for position in self.positions()]
+        return [self._limit(tokens) for tokens in self.tokens.values()]
+
+    def _limit(self, tokens: list[common_pb2.Token]) -> int:
+        read = len(tokens) if self.reads is None else min(len(tokens), self.reads)
+        return self.position + read + WINDOW_TOKENS
+
+    def read_on(self) -> None:
+        self.reads = None
+        for choice, tokens in self.tokens.items():
+            if self.handle is not None:
+                self.handle.credit(choice, self._limit(tokens))
 
     def token(self, token: common_pb2.Token) -> None:
+        self.taken_in = True
         tokens = self.tokens[token.choice]
         wanted = self.position + len(tokens)
         assert token.position <= wanted, f"position {token.position} came, {wanted} was next"
@@ -57,7 +69,7 @@ class Reading:
             tokens.append(token)
             self.came.set()
             if self.handle is not None:
-                self.handle.credit(token.choice, wanted + 1 + WINDOW_TOKENS)
+                self.handle.credit(token.choice, self._limit(tokens))
 
     def ended(self, end: common_pb2.AttemptEnd) -> None:
         self.end = end
@@ -81,10 +93,16 @@ class LinkClient:
     def __init__(self) -> None:
         self.links = Links("test-client")
 
-    def read(self, worker: WorkerInfo, transfer_id: bytes, spec: common_pb2.GenerateSpec) -> Reading:
-        """An attempt that is dispatched with `reading.handle.reference`."""
+    def read(
+        self,
+        worker: WorkerInfo,
+        transfer_id: bytes,
+        spec: common_pb2.GenerateSpec,
+        reads: int | None = None,
+    ) -> Reading:
+        """An attempt that is dispatched with `reading.reference`."""
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
-        reading = Reading(transfer_id, position, max(1, spec.n), spec.first_choice)
+        reading = Reading(transfer_id, position, max(1, spec.n), spec.first_choice, reads)
         reading.handle = self.links.open(worker, reading)
         return reading
 
@@ -107,11 +125,33 @@ class BlockingLinkClient:
     def run(self, coroutine: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
 
-    def read(self, worker: WorkerInfo, transfer_id: bytes, spec: common_pb2.GenerateSpec) -> Reading:
+    def read(
+        self,
+        worker: WorkerInfo,
+        transfer_id: bytes,
+        spec: common_pb2.GenerateSpec,
+        reads: int | None = None,
+    ) -> Reading:
         async def go() -> Reading:
-            return self._client.read(worker, transfer_id, spec)
+            return self._client.read(worker, transfer_id, spec, reads)
 
         return self.run(go())
+
+    def read_on(self, reading: Reading) -> None:
+        async def go() -> None:
+            reading.read_on()
+
+        self.run(go())
+
+    def forget(self, reading: Reading) -> None:
+        """Read nothing more of it; its link closes if nothing else is read there."""
+
+        async def go() -> None:
+            if reading.handle is not None:
+                reading.handle.close()
+            self._client.links.keep_only([])
+
+        self.run(go())
 
     def end_of(self, reading: Reading, seconds: float) -> common_pb2.AttemptEnd:
         """Raises BatonError if it was lost, TimeoutError."""

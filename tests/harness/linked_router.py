@@ -50,6 +50,8 @@ class LinkedRouter:
 
     def send(self, frame: link_pb2.RouterFrame) -> None:
         self._session.received(to_frame(frame))
+        while self._session.read():
+            pass
 
     def break_off(self) -> None:
         self._session.closed()

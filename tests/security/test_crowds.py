@@ -16,13 +16,16 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton.client import Client
 from cluster.errors import OverloadedError
+from cluster.membership.reader import read_workers
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from tests.end_to_end.conftest import run_cluster
+from tests.end_to_end.test_drain import registry
 from tests.end_to_end.test_handover import PROCESS
+from tests.harness.link_client import blocking_link_client
 from tests.harness.router import KeyFile
 from tests.harness.waiting import wait_for
-from wire import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
+from wire import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 from worker.model_id import make_model_id
 
 LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -181,11 +184,12 @@ def test_a_client_that_does_not_read_grpc_is_disconnected(crowd):
 
 def test_a_decode_worker_pauses_a_stream_that_is_not_read(crowd, checkpoint):
     cluster, _ = crowd
+    (worker,) = [one for one in read_workers(*registry(cluster)) if one.role == "decode"]
     request = decode_pb2.DecodeRunRequest(
         wire_version=WIRE_VERSION,
         transfer_id=secrets.token_bytes(16),
         request_id="unread",
-        worker_epoch=int(view_of(crowd, "decode")["epoch"], 16),
+        worker_epoch=worker.epoch,
         admission_deadline_ms=10_000,
     )
     request.spec.model_id = make_model_id(checkpoint("llama"))
@@ -197,9 +201,10 @@ def test_a_decode_worker_pauses_a_stream_that_is_not_read(crowd, checkpoint):
     def made() -> int:
         return int(decode_status(crowd)["output_tokens"]) - before
 
-    with grpc.insecure_channel(cluster.state["decode"][0]["address"], options=SMALL_WINDOW) as channel:
-        call = decode_pb2_grpc.DecodeStub(channel).Run(request, timeout=60)
-        next(iter(call))
+    with blocking_link_client() as client, grpc.insecure_channel(worker.address) as channel:
+        reading = client.read(worker, request.transfer_id, request.spec, reads=1)
+        request.handle.CopyFrom(reading.reference)
+        decode_pb2_grpc.DecodeStub(channel).Run(request, timeout=60)
         wait_for(lambda: made() > 256, 60, "it decodes ahead")
         seen: list[int] = []
 
@@ -210,8 +215,10 @@ def test_a_decode_worker_pauses_a_stream_that_is_not_read(crowd, checkpoint):
 
         wait_for(stands, 60, "it pauses")
         assert seen[-1] < 900
-        tokens = [event.token for event in call if event.WhichOneof("event") == "token"]
-    assert len(tokens) == 899, "and goes on once it is read"
+        client.read_on(reading)
+        end = client.end_of(reading, 60)
+    assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE, end
+    assert len(reading.tokens[0][1:]) == 899, "and goes on once it is read"
     all_free(crowd)
 
 

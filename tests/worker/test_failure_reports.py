@@ -1,5 +1,5 @@
-"""A worker whose engine fails reports that on every stream before it exits: requests of the failed step get
-EngineFailedError, all others DrainingError. Real workers, real gRPC."""
+"""A worker whose engine fails reports that for every attempt before it exits: requests of the failed step get
+EngineFailedError, all others DrainingError. Real workers, real gRPC, real links."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import pytest
 
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import EngineFailedError, EngineRequestError, InternalError, from_wire
+from cluster.membership.topology import Location
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker import worker as decode_worker
 from prefill_worker import worker as prefill_worker
 from tests.harness.checkpoints import prompt_ids
+from tests.harness.link_client import LinkClient, Reading
 from tests.harness.waiting import until
 from tests.worker.fake_rank import FakeRank
-from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.ranks.process import RankRaised
 from worker.worker import Worker
 
@@ -41,6 +43,7 @@ class Pair:
             WorkerConfig(role="prefill", engine=engine, transfer=transfer), prefill_worker.make_role
         )
         self.channels: list[grpc.aio.Channel] = []
+        self.client = LinkClient()
 
     async def start(self) -> None:
         await self.decode.start()
@@ -48,6 +51,7 @@ class Pair:
         self.channels = [grpc.aio.insecure_channel(one.address) for one in (self.decode, self.prefill)]
 
     async def stop(self) -> None:
+        await self.client.close()
         for channel in self.channels:
             await channel.close(None)
         await self.prefill.stop()
@@ -62,43 +66,56 @@ class Pair:
             salt=bytes(16),
         )
 
-    def run_local(self, number: int) -> Any:
+    def read(self, worker: Worker, number: int, spec: common_pb2.GenerateSpec) -> Reading:
+        return self.client.read(worker._identity.registration(Location()), bytes([number]) * 16, spec)
+
+    async def run_local(self, number: int) -> common_pb2.AttemptEnd:
+        spec = self.spec(20 + number)
+        reading = self.read(self.decode, number, spec)
         stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channels[0])
-        epoch = self.decode.epoch
-        return stub.Run(
+        await stub.Run(
             decode_pb2.DecodeRunRequest(
                 wire_version=WIRE_VERSION,
-                transfer_id=bytes([number]) * 16,
-                request_id=f"r{number}",
-                worker_epoch=epoch,
-                spec=self.spec(20 + number),
-            )
-        )
-
-    def attach(self, number: int) -> Any:
-        stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channels[0])
-        return stub.Attach(
-            decode_pb2.AttachRequest(
-                wire_version=WIRE_VERSION,
-                transfer_id=bytes([number]) * 16,
+                transfer_id=reading.transfer_id,
                 request_id=f"r{number}",
                 worker_epoch=self.decode.epoch,
+                spec=spec,
+                handle=reading.reference,
             )
         )
+        return await reading.wait(LONG)
 
-    def run(self, number: int) -> Any:
+    async def expected(self, number: int) -> common_pb2.AttemptEnd:
+        """An attempt that waits for its prefill worker."""
+        spec = self.spec(20 + number)
+        reading = self.read(self.decode, number, spec)
+        reserve = handoff_pb2.Reserve(
+            transfer_id=reading.transfer_id,
+            spec=spec,
+            token_count=len(spec.prompt_tokens) // 4,
+            handle=reading.reference,
+        )
+        self.decode._role.attempts.open_new(reserve)
+        return await reading.wait(LONG)
+
+    async def run(self, number: int) -> common_pb2.AttemptEnd:
+        spec = self.spec(40)
+        reading, decoding = (self.read(worker, number, spec) for worker in (self.prefill, self.decode))
         stub: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channels[1])
-        return stub.Run(
+        await stub.Run(
             prefill_pb2.PrefillRunRequest(
                 wire_version=WIRE_VERSION,
-                transfer_id=bytes([number]) * 16,
+                transfer_id=reading.transfer_id,
                 request_id=f"r{number}",
                 worker_epoch=self.prefill.epoch,
-                spec=self.spec(40),
+                spec=spec,
                 decode=self.decode._identity.ref,
                 admission_deadline_ms=30_000,
+                handle=reading.reference,
+                decode_handle=decoding.reference,
             )
         )
+        return await reading.wait(LONG)
 
 
 @pytest.fixture
@@ -110,14 +127,6 @@ async def pair(checkpoint):
         await made.stop()
 
 
-async def end_of(call: Any) -> common_pb2.AttemptEnd:
-    async with asyncio.timeout(LONG):
-        async for event in call:
-            if event.WhichOneof("event") == "end":
-                return event.end
-    raise AssertionError("the stream ended without saying how")
-
-
 def breaks(worker: Any, error: BaseException) -> None:
     def step() -> Any:
         raise error
@@ -126,8 +135,7 @@ def breaks(worker: Any, error: BaseException) -> None:
 
 
 async def test_requests_of_a_failed_decode_step_are_named_and_waiting_ones_go_back(pair):
-    running, waiting = pair.run_local(1), pair.attach(2)
-    ends = [asyncio.ensure_future(end_of(call)) for call in (running, waiting)]
+    ends = [asyncio.ensure_future(end) for end in (pair.run_local(1), pair.expected(2))]
     await until(
         lambda: len(pair.decode._role.attempts) == 2 and len(pair.decode._role.attempts.by_engine_id) == 1,
         "runs",
@@ -145,7 +153,7 @@ async def test_requests_of_a_failed_decode_step_are_named_and_waiting_ones_go_ba
 
 async def test_a_request_that_the_failed_step_did_not_compute_goes_back(pair):
     """It is in the engine as well, but it is no cause: after two such failures it would be given up."""
-    ends = [asyncio.ensure_future(end_of(pair.run_local(number))) for number in (5, 6)]
+    ends = [asyncio.ensure_future(pair.run_local(number)) for number in (5, 6)]
     engine = pair.decode._engine.engine
     await until(lambda: len(engine.step_items) == 2, "both run")
 
@@ -165,7 +173,7 @@ async def test_a_request_that_the_failed_step_did_not_compute_goes_back(pair):
 
 async def test_the_cause_counts_that_is_reported_after_another_rank_s_exit(pair):
     """With three ranks, the exit of one that the exception of another one took along may be seen first."""
-    ending = asyncio.ensure_future(end_of(pair.run_local(7)))
+    ending = asyncio.ensure_future(pair.run_local(7))
     await until(lambda: len(pair.decode._role.attempts.by_engine_id) == 1, "runs")
     causes = pair.decode._ending
     causes._further_ranks = 2
@@ -176,7 +184,7 @@ async def test_the_cause_counts_that_is_reported_after_another_rank_s_exit(pair)
 
 
 async def test_the_cause_counts_that_is_reported_after_the_watch_saw_the_exit(pair):
-    ending = asyncio.ensure_future(end_of(pair.run_local(8)))
+    ending = asyncio.ensure_future(pair.run_local(8))
     loaded, causes = pair.decode._engine, pair.decode._ending
     await until(lambda: len(loaded.engine.step_items) == 1, "runs")
     step = loaded.engine.step
@@ -214,7 +222,7 @@ async def test_a_cancelled_attempt_keeps_no_other_from_its_end(pair):
 
 async def test_requests_of_a_failed_prefill_step_are_named(pair):
     breaks(pair.prefill, IndexError("an index"))
-    ending = asyncio.ensure_future(end_of(pair.run(3)))
+    ending = asyncio.ensure_future(pair.run(3))
     await asyncio.wait_for(pair.prefill.wait_failed(), LONG)
     stopping = asyncio.create_task(pair.prefill.stop())
     said = await ending
@@ -225,7 +233,7 @@ async def test_requests_of_a_failed_prefill_step_are_named(pair):
 @pytest.mark.parametrize("how", ["named", "rank"])
 async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
     """A rank's death also breaks the leader's step."""
-    ending = asyncio.ensure_future(end_of(pair.run_local(4)))
+    ending = asyncio.ensure_future(pair.run_local(4))
     await until(lambda: len(pair.decode._role.attempts.by_engine_id) == 1, "runs")
     loaded, causes = pair.decode._engine, pair.decode._ending
     if how == "named":
@@ -245,13 +253,13 @@ async def test_an_engine_that_refuses_a_request_keeps_running(pair):
 
     engine = pair.decode._engine.engine
     whole, engine.add = engine.add, add
-    said = await end_of(pair.run_local(5))
+    said = await pair.run_local(5)
     assert said.error.code == "EngineRequestError"
     engine.add = whole
-    assert (await end_of(pair.run_local(6))).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    assert (await pair.run_local(6)).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
     other = pair.prefill._engine.engine
     other.add = add
-    said = await end_of(pair.run(7))
+    said = await pair.run(7)
     assert (said.outcome, said.error.code) == (common_pb2.ATTEMPT_OUTCOME_ABORTED, "EngineRequestError")
     assert pair.prefill.healthy() and pair.decode.healthy()
 

@@ -5,41 +5,56 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
+import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cluster.errors import BatonError
-from cluster.protocol.link import AGE_SPREAD, HELLO_SECONDS, MAX_AGE_SECONDS, MOVE_SECONDS
+from cluster.protocol.link import (
+    AGE_SPREAD,
+    ATTACH_SECONDS,
+    HELLO_SECONDS,
+    MAX_AGE_SECONDS,
+    MOVE_SECONDS,
+)
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
 from cluster.security.tls import ROUTER_NAME, names_of
 from worker.link.session import Session, State
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 0.25  # for what was written last to leave
+HANDSHAKE_SECONDS = 10.0
+SEND_BUFFER_BYTES = 256 << 10  # of the kernel: by default it keeps megabytes for a router that does not read
 
 
 class Connection(asyncio.Protocol):
-    """Implements worker.link.session.Wire. A router that sends nothing for LOST_SECONDS is cut: its handles detach."""
+    """Implements worker.link.session.Wire. A router that sends no whole frame for LOST_SECONDS, or does not read its
+    answers for as long, is cut: its handles detach."""
 
     def __init__(
         self,
         make_session: Callable[[Connection], Session],
         gone: Callable[[Connection], None],
-        *,
-        tls: bool,
+        accepted: socket.socket,
+        context: ssl.SSLContext | None,
     ):
         self._loop = asyncio.get_running_loop()
         self._session = make_session(self)
         self._gone = gone
-        self._tls = tls
+        self._tls = context is not None
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
         self._blocked = False  # a frame is unwritten
         self._scheduled = False
-        self._heard = self._due = self._loop.time()
+        self._reading = False  # frames are dispatched in the next turn as well
+        self._paused = False  # nothing is read from the socket
+        self._made = self._heard = self._due = self._loop.time()
         self._leave_at = self._heard + MAX_AGE_SECONDS * random.uniform(1 - AGE_SPREAD, 1 + AGE_SPREAD)
         self._cut_at = self._leave_at + MOVE_SECONDS
         self._timer: asyncio.TimerHandle | None = None
-        self.opening: asyncio.Task[None] | None = None
+        self._opening = self._loop.create_task(self._open(accepted, context))
+        self._opening.add_done_callback(partial(self._opened, accepted))
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------
 
@@ -50,16 +65,16 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._transport.set_write_buffer_limits(high=0)  # one frame at a time: the logs are the buffer
-        self._heard = self._loop.time()
+        self._made = self._heard = self._loop.time()
         self._tick_later()
 
     def data_received(self, data: bytes) -> None:
-        self._heard = self._loop.time()
         try:
-            self._session.received(data)
+            if self._session.received(data):
+                self._heard = self._loop.time()
+                self._read()
         except BatonError as error:
-            log.warning("link of router %r closed: %s", self._session.router_id, error)
-            self._transport.abort()
+            self._refuse(error)
 
     def pause_writing(self) -> None:
         self._blocked = True
@@ -96,18 +111,80 @@ class Connection(asyncio.Protocol):
         self._leave_at = min(self._leave_at, now)
         self._cut_at = min(self._cut_at, now + MOVE_SECONDS)
 
+    @property
+    def settled(self) -> bool:
+        """It is its router's link. Others make room for new connections."""
+        return self._session.state is State.UP
+
     def end(self) -> None:
         if self._transport is not None:
             self._session.end()
-        elif self.opening is not None:
-            self.opening.cancel()
+        else:
+            self._opening.cancel()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._opening.cancel()
+
+    async def _open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        await self._loop.connect_accepted_socket(
+            lambda: self,
+            accepted,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
+        )
+
+    def _opened(self, accepted: socket.socket, opening: asyncio.Task[None]) -> None:
+        error = None if opening.cancelled() else opening.exception()
+        if error is None and not opening.cancelled():
+            return
+        if isinstance(error, OSError):  # TLS errors and time-outs among them
+            log.debug("the handshake of a link failed: %s", error)
+        elif error is not None:
+            log.error("a link was not accepted", exc_info=error)
+        accepted.close()
+        self._gone(self)
 
     # -------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Dispatch what has come, over several turns of the loop if it is much. Nothing more is taken in meanwhile."""
+        if self._reading:
+            return
+        if self._session.read():
+            self._reading = True
+            self._loop.call_soon(self._read_on)
+        if self._session.unread != self._paused and not self._transport.is_closing():
+            self._paused = self._session.unread
+            self._transport.pause_reading() if self._paused else self._transport.resume_reading()
+
+    def _read_on(self) -> None:
+        self._reading = False
+        if self._session.state is State.ENDED:
+            return
+        try:
+            self._heard = self._loop.time()
+            self._read()
+        except BatonError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: BatonError) -> None:
+        # Before the greeting the peer may be anything: a line for each would fill the log.
+        level = logging.DEBUG if self._session.state is State.HELLO else logging.WARNING
+        log.log(level, "link of router %r closed: %s", self._session.router_id, error)
+        self._session.end()
+        self._transport.abort()
 
     def _flush(self) -> None:
         self._scheduled = False
         if not self._blocked:
             self._session.flush()
+            if self._paused and not self._reading:  # answers have left: there is room for more
+                self._read_on()
 
     def _tick_later(self) -> None:
         self._due = self._loop.time() + BEAT_SECONDS
@@ -115,14 +192,25 @@ class Connection(asyncio.Protocol):
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if now - self._due > 1.0:  # this process was stopped: what the router has sent lies unread
+        late = now - self._due
+        if late > 1.0:  # this process was stopped: what the router has sent lies unread
             self._heard = now
-        silent = HELLO_SECONDS if self._session.state is State.HELLO else LOST_SECONDS
-        if now - self._heard > silent or now > self._cut_at:
+            self._made += late
+        if now > self._cut_at or self._overdue(now):
             self._transport.abort()
             return
+        if self._session.state is State.MOVED:
+            self.leave_soon()
         if now > self._leave_at:
             self._leave_at = self._cut_at
             self._session.go_away()
         self._session.beat()
         self._tick_later()
+
+    def _overdue(self, now: float) -> bool:
+        """Bytes alone are no life: a greeting or a list of handles may come without end."""
+        if self._session.state is State.HELLO:
+            return now - self._made > HELLO_SECONDS
+        if self._session.state is State.ATTACHING and now - self._made > ATTACH_SECONDS:
+            return True
+        return now - self._heard > LOST_SECONDS

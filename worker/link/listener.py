@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from worker.link.session import Session, WorkerFacts
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024  # one of each router process; handshakes included
-HANDSHAKE_SECONDS = 10.0
 PAUSE_SECONDS = 0.1  # after an accept that failed: no descriptor is free
 BACKLOG = 256
+ACCEPTS_A_TURN = 16  # while connections wait to be accepted, nothing else would get a turn
+LOG_SECONDS = 10.0  # between two lines about a full port
 
 
 class LinkListener:
@@ -32,10 +34,11 @@ class LinkListener:
         self._advertised_host = advertised_host
         self._context = peers.link_listener()
         self._socket: socket.socket | None = None
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}  # oldest first
         self._accepting: asyncio.Task[None] | None = None
         self._renewing: asyncio.TimerHandle | None = None
         self._most = min(MAX_CONNECTIONS, free_for_connections(raised()))
+        self._logged = -LOG_SECONDS
 
     @property
     def address(self) -> str:
@@ -69,35 +72,36 @@ class LinkListener:
     async def _accept(self, session: Callable[[Connection], Session]) -> None:
         assert self._socket is not None, "bind comes first"
         loop = asyncio.get_running_loop()
-        while True:
+        context = self._context.context if self._context is not None else None
+        for accepts in itertools.count(1):
             try:
                 accepted, _ = await loop.sock_accept(self._socket)
             except OSError as error:  # no descriptor is free, or the peer is gone already
                 log.debug("a link was not accepted: %s", error)
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
-            if len(self._connections) >= self._most:
+            if len(self._connections) < self._most or self._make_room():
+                self._connections[Connection(session, self._forget, accepted, context)] = None
+            else:
                 accepted.close()
-                continue
-            connection = Connection(session, self._connections.discard, tls=self._context is not None)
-            self._connections.add(connection)
-            connection.opening = loop.create_task(self._open(connection, accepted))
+            if not accepts % ACCEPTS_A_TURN:
+                await asyncio.sleep(0)
 
-    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        context = self._context.context if self._context is not None else None
-        try:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.connect_accepted_socket(
-                lambda: connection,
-                accepted,
-                ssl=context,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
-            )
-        except OSError as error:  # TLS errors and time-outs among them
-            log.debug("the handshake of a link failed: %s", error)
-            accepted.close()
-            self._connections.discard(connection)
+    def _make_room(self) -> bool:
+        """Close the oldest connection that is not its router's link: silent ones must not keep routers out."""
+        oldest = next((one for one in self._connections if not one.settled), None)
+        if oldest is not None:
+            self._forget(oldest)
+            oldest.abort()
+            return True
+        now = asyncio.get_running_loop().time()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            log.warning("links of routers are refused: %d are open, and no more may be", self._most)
+        return False
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.pop(connection, None)
 
     def _renew(self) -> None:
         """Certificates that have changed: the links that the old ones opened move to new ones."""

@@ -16,14 +16,14 @@ MAX_ROWS = 2048
 MAX_REPLAY_ROWS = MAX_ROWS // 2  # of handles with several tokens due: fresh ones of the others go first
 BODY_BYTES = MAX_FRAME_BYTES - 256  # beside a notice, a beat and the columns' own tags
 ENTRY_BYTES = 16  # tags and lengths around an entry
-MAX_STATES = 4096  # answers that wait; a router asks for no more handles than it has
+MAX_ANSWERS = 4096  # that wait for their frame: with more, a session reads nothing
 
 
 class Outgoing:
     def __init__(self) -> None:
         self._due: dict[int, Handle] = {}  # with something to send, in turn
         self._states: dict[int, link_pb2.HandleState] = {}
-        self._cancelled: deque[int] = deque()
+        self._cancelled: dict[int, None] = {}
         self._beat: int | None = None
         self._notices: deque[link_pb2.LinkNotice.ValueType] = deque()
 
@@ -37,13 +37,15 @@ class Outgoing:
         self._notices.append(notice)
 
     def state(self, state: link_pb2.HandleState) -> None:
-        """Raises OverflowError if more answers wait than an honest router asks for."""
-        if len(self._states) >= MAX_STATES:
-            raise OverflowError(f"{MAX_STATES} answers wait")
         self._states[state.handle] = state
 
     def cancelled(self, number: int) -> None:
-        self._cancelled.append(number)
+        self._cancelled[number] = None
+
+    @property
+    def full(self) -> bool:
+        """The router asks faster than it reads the answers."""
+        return len(self._states) + len(self._cancelled) >= MAX_ANSWERS
 
     def drop(self, number: int) -> None:
         self._due.pop(number, None)
@@ -72,7 +74,8 @@ class Outgoing:
             frame.states.append(state := self._states.pop(number))
             left -= state.ByteSize() + ENTRY_BYTES
         while self._cancelled and left > 0:
-            frame.cancelled.append(self._cancelled.popleft())
+            frame.cancelled.append(number := next(iter(self._cancelled)))
+            del self._cancelled[number]
             left -= 6
         ended = self._tokens(frame, left)
         return frame, ended

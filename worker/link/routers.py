@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -113,33 +113,32 @@ class Routers:
         if session.serial <= router.serial:
             self._drop_idle(router)
             return False
-        router.serial, router.owner = session.serial, session
-        older, router.session = router.session, None
+        older = router.owner  # attached already, or half-way
+        router.serial, router.owner, router.session = session.serial, session, None
         if older is not None:
             self._detach(router)
             older.moved()
         return True
 
-    def attach(self, session: Session, attaches: Iterable[link_pb2.LinkAttach]) -> None:
-        """Handles that the new link reads, before its list is complete."""
+    def attach(self, session: Session, attach: link_pb2.LinkAttach) -> None:
+        """A handle that the new link reads, before its list is complete."""
         router = self._routers.get(session.incarnation)
         if router is None or router.owner is not session:
             return
-        for attach in attaches:
-            handle = router.handles.get(attach.handle)
-            if (
-                handle is None
-                or handle.transfer_id != attach.transfer_id
-                or not handle.log.resume(attach.next, attach.limit)
-            ):
-                session.answer(link_pb2.HandleState(handle=attach.handle))
-                continue
-            handle.stop_timer()
-            if handle.machine.state is not HandleState.OPEN:
-                handle.machine.to(HandleState.OPEN)
-            session.answer(handle.state())
-            session.due(handle)
-            self._credited(handle.transfer_id)
+        handle = router.handles.get(attach.handle)
+        if (
+            handle is None
+            or handle.transfer_id != attach.transfer_id
+            or not handle.log.resume(attach.next, attach.limit)
+        ):
+            session.answer(link_pb2.HandleState(handle=attach.handle))
+            return
+        handle.stop_timer()
+        if handle.machine.state is not HandleState.OPEN:
+            handle.machine.to(HandleState.OPEN)
+        session.answer(handle.state())
+        session.due(handle)
+        self._credited(handle.transfer_id)
 
     def attached(self, session: Session, next_handle: int) -> None:
         """The list is complete: what it does not name is cancelled."""
@@ -173,13 +172,11 @@ class Routers:
 
     # --- frames of a router --------------------------------------------------------------------------------
 
-    def credit(self, session: Session, entries: Iterable[link_pb2.LinkCredit]) -> None:
-        handles = self._handles(session)
-        for entry in entries:
-            handle = handles.get(entry.handle)
-            if handle is not None and handle.log.credit(entry.choice, entry.limit):
-                session.due(handle)
-                self._credited(handle.transfer_id)
+    def credit(self, session: Session, credit: link_pb2.LinkCredit) -> None:
+        handle = self._handles(session).get(credit.handle)
+        if handle is not None and handle.log.credit(credit.choice, credit.limit):
+            session.due(handle)
+            self._credited(handle.transfer_id)
 
     def cancel(self, session: Session, number: int) -> None:
         """Answered when blocks and staging are free; at once if there is no such attempt."""
@@ -211,13 +208,11 @@ class Routers:
         if handle is not None:
             self._read(handle) if handle.log.ended else self._give_up(handle)
 
-    def status(self, session: Session, numbers: Iterable[int]) -> None:
-        handles = self._handles(session)
-        for number in numbers:
-            handle = handles.get(number)
-            session.answer(handle.state() if handle is not None else link_pb2.HandleState(handle=number))
-            if handle is not None:
-                session.due(handle)
+    def status(self, session: Session, number: int) -> None:
+        handle = self._handles(session).get(number)
+        session.answer(handle.state() if handle is not None else link_pb2.HandleState(handle=number))
+        if handle is not None:
+            session.due(handle)
 
     # --- the worker --------------------------------------------------------------------------------------
 

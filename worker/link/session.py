@@ -6,7 +6,8 @@ HELLO → ATTACHING → UP → MOVED      MOVED: a newer link owns the handles; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -20,6 +21,9 @@ from wire import link_pb2
 from worker.link.handle import Handle
 from worker.link.outgoing import Outgoing
 from worker.link.routers import Routers
+
+ENTRIES_A_TURN = 512  # of frames, between two turns of the event loop: an empty frame counts as one
+MAX_ROUTER_ID = 128  # characters that a log line shows
 
 
 class State(Enum):
@@ -58,7 +62,8 @@ class WorkerFacts(Protocol):
 
 
 class Session:
-    """Call `received` with each chunk of bytes, `flush` when the wire may be written, `closed` when it is gone."""
+    """Call `received` with each chunk of bytes, then `read` until it has dispatched them; `flush` when the wire may be
+    written, `closed` when it is gone."""
 
     def __init__(
         self, routers: Routers, facts: WorkerFacts, wire: Wire, engine_step: Callable[[], int | None]
@@ -68,6 +73,8 @@ class Session:
         self._wire = wire
         self._engine_step = engine_step
         self._frames = FrameReader()
+        self._unread: deque[bytes] = deque()  # complete frames
+        self._dispatching: Iterator[None] | None = None  # the frame before them
         self._outgoing = Outgoing()
         self._machine = StateMachine(State.HELLO, TRANSITIONS, "link")
         self.router_id = ""
@@ -80,38 +87,69 @@ class Session:
 
     # --- from the router -----------------------------------------------------------------------------------
 
-    def received(self, data: bytes) -> None:
-        """Raises BatonError if the router breaks the protocol: its connection should be closed."""
-        for message in self._frames.feed(data):
-            if self.state is State.ENDED:
-                return
-            try:
-                frame = link_pb2.RouterFrame.FromString(message)
-            except DecodeError as error:
-                raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
-            try:
-                self._take(frame)
-            except OverflowError as error:
-                raise InvalidRequestError(str(error), field="status") from None
+    def received(self, data: bytes) -> bool:
+        """Take bytes in; whether a frame is complete with them. Raises BatonError, as `read` does."""
+        messages = self._frames.feed(data)
+        self._unread += messages
+        return bool(messages)
 
-    def _take(self, frame: link_pb2.RouterFrame) -> None:
+    @property
+    def unread(self) -> bool:
+        """Nothing more should be taken in: frames wait to be dispatched."""
+        return bool(self._unread) or self._dispatching is not None
+
+    def read(self) -> bool:
+        """Dispatch what one turn of the loop may take. True: call again in the next turn. False: everything is dispatched,
+        or waits until the router has read its answers.
+
+        Raises BatonError if the router breaks the protocol: its connection should be closed.
+        """
+        for _ in range(ENTRIES_A_TURN):
+            if self._outgoing.full or self.state is State.ENDED:
+                return False
+            if self._dispatching is None:
+                if not self._unread:
+                    return False
+                self._dispatching = self._take(self._parsed(self._unread.popleft()))
+            if next(self._dispatching, self) is self:
+                self._dispatching = None
+        return self.unread
+
+    @staticmethod
+    def _parsed(message: bytes) -> link_pb2.RouterFrame:
+        try:
+            return link_pb2.RouterFrame.FromString(message)
+        except DecodeError as error:
+            raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
+
+    def _take(self, frame: link_pb2.RouterFrame) -> Iterator[None]:
+        """Dispatch a frame. A step is an entry."""
         if self.state is State.HELLO:
             if not frame.HasField("hello"):
                 raise InvalidRequestError("the first frame has no hello", field="hello")
             self._greet(frame.hello)
             return
         if self.state is State.ATTACHING:
-            self._routers.attach(self, frame.attach)
-            if frame.HasField("attach_done"):
+            for attach in frame.attach:
+                self._routers.attach(self, attach)
+                yield
+            if frame.HasField("attach_done") and self._machine.may(State.UP):
                 self._machine.to(State.UP)
                 self._routers.attached(self, frame.attach_done.next_handle)
-        if self.state is not State.MOVED:
-            self._routers.credit(self, frame.credit)
-            self._routers.status(self, frame.status)
+        for credit in frame.credit:
+            if self.state is not State.MOVED:
+                self._routers.credit(self, credit)
+            yield
+        for number in frame.status:
+            if self.state is not State.MOVED:
+                self._routers.status(self, number)
+            yield
         for number in frame.cancel:
             self._routers.cancel(self, number)
+            yield
         for number in frame.close:
             self._routers.close_handle(self, number)
+            yield
 
     def _greet(self, hello: link_pb2.LinkHello) -> None:
         version = common_version(hello.min_version, hello.max_version)
@@ -122,7 +160,8 @@ class Session:
             max_frame=MAX_FRAME_BYTES,
         )
         self._wire.write(to_frame(link_pb2.WorkerFrame(welcome=welcome)))
-        self.router_id, self.incarnation, self.serial = hello.router_id, hello.incarnation, hello.serial
+        self.router_id = hello.router_id[:MAX_ROUTER_ID]
+        self.incarnation, self.serial = hello.incarnation, hello.serial
         addressed = (hello.worker_id, hello.epoch) == (self._facts.worker_id, self._facts.epoch)
         if not version or not addressed or not hello.incarnation or not self._routers.greeted(self):
             self.end()
@@ -196,6 +235,8 @@ class Session:
 
     def closed(self) -> None:
         """The connection is gone."""
+        self._unread.clear()
+        self._dispatching = None
         if self._machine.may(State.ENDED):
             self._machine.to(State.ENDED)
         self._routers.ended(self)

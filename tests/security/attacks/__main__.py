@@ -21,6 +21,7 @@ ATTACKS = (
     "tests/security/attacks",
     "tests/fuzz/test_hostile_peers.py",
     "tests/fuzz/test_handoff.py",
+    "tests/fuzz/test_link.py",
     "tests/fuzz/test_workers.py",
 )
 

@@ -96,6 +96,11 @@ class Link:
         if not self.cut:
             self.up.append(to_frame(frame))
 
+    def receive(self, data: bytes) -> None:
+        self.session.received(data)
+        while self.session.read():
+            pass
+
     def break_off(self) -> None:
         """What was on the way is lost."""
         if not self.cut:
@@ -245,7 +250,7 @@ class LinkMachine(RuleBasedStateMachine):
         for _ in range(count):
             if link.up and not link.cut:
                 try:
-                    self.loop.call_soon(link.session.received, link.up.popleft())
+                    self.loop.call_soon(link.receive, link.up.popleft())
                 except BatonError as error:
                     raise AssertionError(f"the protocol was kept: {error}") from error
                 self.loop.settle()

@@ -1,0 +1,306 @@
+"""A worker's link port: what a peer does there ends its own connection, in bounded memory and time; the honest router's
+link goes on. In plain text any peer may be a router; with mutual TLS, one with a router's certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.addresses import split
+from cluster.link.framing import MAX_FRAME_BYTES, to_frame
+from cluster.security.tls import ClientTls
+from router.link import link
+from router.link.links import Links
+from tests.harness.linked_worker import LinkedWorker
+from tests.harness.waiting import until
+from tests.router.link.conftest import Reading, info
+from tests.security.attacks.link_peer import Attacked, peers
+from wire import link_pb2
+from worker.link import connection, listener
+
+Frame = link_pb2.RouterFrame
+LIMIT = 8
+
+
+@pytest.fixture(params=["plain", "tls"])
+async def attacked(request: pytest.FixtureRequest, certs: Path) -> AsyncIterator[Attacked]:
+    made = Attacked(certs / "ours" if request.param == "tls" else None)
+    await made.start()
+    yield made
+    await made.check_well()
+    async with asyncio.timeout(20):
+        await made.stop()
+
+
+async def drip(peer: object, data: bytes, pause: float) -> None:
+    for byte in data:
+        peer.send_bytes(bytes([byte]))  # type: ignore[attr-defined]
+        await asyncio.sleep(pause)
+
+
+# --- greetings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [b"", b"\x10", (MAX_FRAME_BYTES - 4).to_bytes(4, "little")])
+async def test_silence_in_place_of_a_greeting(
+    said: bytes, attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, half a length, or the length of the largest frame."""
+    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.6)
+    async with attacked.attacker() as peer:
+        peer.send_bytes(said)
+        await peer.closed(5)
+
+
+async def test_a_greeting_that_drips(attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is no greeting: the time counts from the connection."""
+    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.6)
+    async with attacked.attacker() as peer:
+        dripping = asyncio.create_task(drip(peer, to_frame(attacked.hello()), 0.2))
+        await peer.closed(5)
+        dripping.cancel()
+
+
+async def test_a_frame_that_drips_is_no_life(attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LOST_SECONDS", 1.2)  # the honest router beats
+    async with attacked.attacker() as peer:
+        await peer.greet()
+        dripping = asyncio.create_task(drip(peer, b"\xfc\xff\x00\x00" + bytes(100), 0.2))
+        await peer.closed(10)
+        dripping.cancel()
+
+
+async def test_a_list_of_handles_without_end(attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "ATTACH_SECONDS", 1.0)
+    async with attacked.attacker() as peer:
+        await peer.greet(attach_done=False)
+        some = Frame(
+            attach=[link_pb2.LinkAttach(handle=number, transfer_id=bytes(16)) for number in range(100)]
+        )
+
+        async def attach() -> None:
+            while True:
+                peer.send(some)
+                await asyncio.sleep(0.05)
+
+        attaching = asyncio.create_task(attach())
+        await peer.closed(5)
+        attaching.cancel()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 100,
+        (5).to_bytes(4, "little") + b"\xff" * 5,
+        to_frame(Frame(beat=True)),
+        to_frame(Frame()) * 1000,
+        (MAX_FRAME_BYTES - 3).to_bytes(4, "little"),
+    ],
+    ids=["http", "length", "no message", "no hello", "empty", "one byte too long"],
+)
+async def test_noise(noise: bytes, attacked: Attacked, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with attacked.attacker() as peer:
+        peer.send_bytes(noise)
+        await peer.closed(5)
+    async with attacked.attacker() as peer:
+        await peer.greet()
+        if noise not in (to_frame(Frame(beat=True)), to_frame(Frame()) * 1000):
+            peer.send_bytes(noise)
+            await peer.closed(5)
+    lines = [one.getMessage() for one in caplog.records if one.name.startswith("worker.link")]
+    assert len(lines) <= 1, "one before its greeting leaves no line"
+
+
+# --- what a router may do, without measure -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(),
+        Frame(beat=True),
+        Frame(cancel=range(1 << 20, (1 << 20) + 10_000)),
+        Frame(status=range(1 << 20, (1 << 20) + 10_000)),
+        Frame(close=range(10_000)),
+        Frame(credit=[link_pb2.LinkCredit(handle=1, choice=2**32 - 1, limit=2**64 - 1)] * 2000),
+    ],
+    ids=["empty", "beats", "cancels", "questions", "closes", "credit"],
+)
+async def test_frames_faster_than_the_worker_reads(frame: Frame, attacked: Attacked) -> None:
+    """And no answer is read. What waits at the worker is bounded, so the peer has to wait; others are served."""
+    before = psutil.Process().memory_info().rss
+    async with attacked.attacker() as peer:
+        await peer.greet()
+        data = to_frame(frame) * max(1, MAX_FRAME_BYTES // len(to_frame(frame)))
+        flooding = asyncio.create_task(peer.flood(data, 1.0))
+        while not flooding.done():
+            await attacked.check_well()
+            await asyncio.sleep(0.05)
+        for one in attacked.listener._connections:
+            assert len(one._session._unread) <= (1 << 20) // 4, "what one read of the socket brings"
+            assert one._transport.get_write_buffer_size() <= 2 * MAX_FRAME_BYTES
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+async def test_a_router_that_does_not_read_its_answers_is_cut(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its beats do not count while its questions wait for room."""
+    monkeypatch.setattr(connection, "LOST_SECONDS", 1.2)
+    async with attacked.attacker(buffer_bytes=8192) as peer:
+        await peer.greet()
+        asked = to_frame(Frame(cancel=range(1 << 20, (1 << 20) + 10_000)))
+        flooding = asyncio.create_task(peer.flood(asked + to_frame(Frame(beat=True)), 60.0))
+        await until(lambda: attacked.open == 1, "it is cut", 30)
+        flooding.cancel()
+
+
+# --- connections -------------------------------------------------------------------------------------------
+
+
+async def test_silent_connections_make_room(attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them keep no router out: the oldest that is no router's link is closed for the next one."""
+    monkeypatch.setattr(attacked.listener, "_most", LIMIT)
+    host, port = split(attacked.worker.address)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40 * LIMIT):
+            silent = stack.enter_context(socket.socket())
+            silent.setblocking(False)
+            with contextlib.suppress(OSError):
+                await asyncio.wait_for(asyncio.get_running_loop().sock_connect(silent, (host, port)), 5)
+            assert attacked.open <= LIMIT
+        held = [
+            one
+            for one in psutil.Process().net_connections("tcp")
+            if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
+        ]
+        assert len(held) <= LIMIT + listener.ACCEPTS_A_TURN
+        other = Links("another", peers(attacked.certs, "router"))
+        other.open(info(attacked.worker), Reading(bytes([1]) * 16))
+        await until(lambda: other.up() == 1, "another router's link comes up", 10)
+        await other.close()
+
+
+async def test_links_of_routers_are_not_closed_for_others(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attacked.listener, "_most", 1)
+    host, port = split(attacked.worker.address)
+    for _ in range(20):
+        reader, writer = await asyncio.open_connection(host, port)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+    assert len([one for one in caplog.records if "links of routers are refused" in one.getMessage()]) == 1
+
+
+async def test_accepting_a_crowd_leaves_others_their_turns(attacked: Attacked) -> None:
+    """Connections that wait to be accepted are accepted in groups: between two, everything else has a turn."""
+    loop = asyncio.get_running_loop()
+    host, port = split(attacked.worker.address)
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):  # the kernel completes them, nothing is accepted before the next await
+            silent = stack.enter_context(socket.socket())
+            silent.connect((host, port))
+        loop.call_soon(turn)
+        await until(lambda: attacked.open >= 200, "all are accepted", 10)
+        assert turns >= 200 // listener.ACCEPTS_A_TURN
+
+
+async def test_older_links_of_a_router_do_not_stay(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that opens one link after another, and closes none, keeps the newest."""
+    monkeypatch.setattr(connection, "MOVE_SECONDS", 1.0)
+    async with contextlib.AsyncExitStack() as stack:
+        for serial in range(1, 11):
+            peer = await stack.enter_async_context(attacked.attacker())
+            peer.send(attacked.hello(serial=serial), Frame(attach_done=link_pb2.AttachDone()))
+        await until(lambda: attacked.open == 2, "the older ones are cut", 20)
+
+
+# --- who is who --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shown", ["none", "client", "worker", "their router", "plain text"])
+async def test_only_a_routers_certificate_opens_a_link(shown: str, certs: Path) -> None:
+    ours, theirs = certs / "ours", certs / "theirs"
+    attacked = Attacked(ours)
+    await attacked.start()
+    files = {
+        "none": None,
+        "client": (ours / "client.pem", ours / "client.key"),
+        "worker": (ours / "worker.pem", ours / "worker.key"),
+        "their router": (theirs / "router.pem", theirs / "router.key"),
+    }
+    try:
+        if shown == "plain text":
+            host, port = split(attacked.worker.address)
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(to_frame(attacked.hello()))
+            with contextlib.suppress(OSError):
+                assert b"d" not in await asyncio.wait_for(reader.read(), 15)
+            writer.close()
+        else:
+            own = files[shown]
+            context = (ClientTls(ours / "ca.pem", *own) if own else ClientTls(ours / "ca.pem")).context()
+            with contextlib.suppress(OSError):
+                async with attacked.attacker(context) as peer:
+                    peer.send(attacked.hello())
+                    await peer.closed(15)
+                    assert not peer.came, "no welcome"
+        await attacked.check_well()
+    finally:
+        await attacked.stop()
+
+
+@pytest.mark.parametrize("shown", ["router", "client", "their worker", "plain text"])
+async def test_a_router_links_to_a_worker_only(
+    shown: str, certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An impostor at a worker's address gets no greeting, and so no handle."""
+    monkeypatch.setattr(link, "CONNECT_SECONDS", 1.0)
+    where = certs / ("theirs" if shown == "their worker" else "ours")
+    own = peers(None, "") if shown == "plain text" else peers(where, shown.rpartition(" ")[2])
+    impostor = LinkedWorker("d", 7, peers=own)
+    await impostor.start()
+    links = Links("r", peers(certs / "ours", "router"))
+    reading = Reading(bytes(16))
+    try:
+        links.open(info(impostor), reading)
+        await until(lambda: reading.error is not None, "it is lost", 20)
+        assert "no link to d" in str(reading.error)
+        assert not impostor.routers._routers, "no greeting came"
+    finally:
+        await links.close()
+        await impostor.stop()
+
+
+async def test_a_link_takes_tls_1_3_only_and_resumes_no_session(certs: Path) -> None:
+    attacked = Attacked(certs / "ours")
+    await attacked.start()
+    context = peers(certs / "ours", "router").link_context()
+    assert context is not None
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        async with attacked.attacker(context) as peer:
+            await peer.greet()
+    await attacked.check_well()
+    await attacked.stop()
