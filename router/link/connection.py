@@ -14,7 +14,7 @@ from cluster.link.framing import FrameReader, to_frame
 from wire import link_pb2
 
 log = logging.getLogger(__name__)
-ENTRIES_A_TURN = 256  # of a frame's tokens between two turns of the event loop
+ENTRIES_A_TURN = 256  # of frames' tokens and ends between two turns of the event loop
 
 
 class Frames(Protocol):
@@ -27,8 +27,10 @@ class Frames(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, link: Frames, hello: link_pb2.LinkHello):
+    def __init__(self, link: Frames, hello: link_pb2.LinkHello, certificates: int):
+        """`certificates`: the version of the files that open it."""
         self._link = link
+        self.certificates = certificates
         self._hello = hello
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
@@ -76,16 +78,23 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _read(self) -> None:
-        """Dispatch what has come, a large frame over several turns of the loop."""
+        """Dispatch what has come: ENTRIES_A_TURN, and the rest in later turns of the loop."""
+        taken = 0
         while self._unread and self._piece is None:
             try:
-                frame = link_pb2.WorkerFrame.FromString(self._unread.pop(0))
+                frame = link_pb2.WorkerFrame.FromString(self._unread[0])
             except DecodeError as error:
                 raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
-            if not self.welcomed.done():
-                self.welcomed.set_result(frame.welcome)
-                continue
-            self._piece = self._link.take(self, frame)
+            entries = len(frame.tokens.handle) + len(frame.extras) + len(frame.ends)
+            if taken and taken + entries > ENTRIES_A_TURN:
+                self._piece = iter(())
+            else:
+                del self._unread[0]
+                if not self.welcomed.done():
+                    self.welcomed.set_result(frame.welcome)
+                    continue
+                taken += entries
+                self._piece = self._link.take(self, frame)
             if self._piece is not None:
                 self._transport.pause_reading()
                 self._loop.call_soon(self._next_piece)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
@@ -17,6 +18,7 @@ from functools import partial
 
 from cluster.addresses import split
 from cluster.errors import BatonError, InternalError, PeerLostError
+from cluster.faults.points import Act
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import (
     LINK_LOST_SECONDS,
@@ -35,6 +37,12 @@ from wire import common_pb2, link_pb2
 
 log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
+TCP_SECONDS = (
+    0.2  # of one attempt at a link that broke, without TLS: a lost SYN is sent again after a second only
+)
+LAST_TRY_SECONDS = 0.1  # a link that broke is tried once more this long before it is lost
+STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
+MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
 CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
 
 
@@ -60,6 +68,20 @@ TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
     LinkState.BROKEN: _CLOSED | {LinkState.CONNECTING, LinkState.LOST},
     LinkState.LOST: _CLOSED | {LinkState.CONNECTING},
 }
+
+
+def _note_taken_in(handle: LinkHandle) -> None:
+    handle.asked_taken_in = handle.reader.taken_in
+
+
+def _attach_of(handle: LinkHandle) -> link_pb2.LinkAttach:
+    _note_taken_in(handle)
+    return link_pb2.LinkAttach(
+        transfer_id=handle.reader.transfer_id,
+        handle=handle.number,
+        next=handle.reader.positions(),
+        limit=handle.reader.limits(),
+    )
 
 
 class WorkerLink:
@@ -91,7 +113,6 @@ class WorkerLink:
         self._heard = self._loop.time()
         self._moving: asyncio.Task[None] | None = None
         self._task = self._loop.create_task(self._run())
-        self.unknown = 0  # entries for handles that are not read any more
 
     @property
     def state(self) -> LinkState:
@@ -106,6 +127,11 @@ class WorkerLink:
         """Since its worker was heard last; 0 while no connection is up."""
         return self._loop.time() - self._heard if self._connection is not None else 0.0
 
+    @property
+    def certificates(self) -> int | None:
+        """The version of the files that opened the connection; None while there is none."""
+        return self._connection.certificates if self._connection is not None else None
+
     # --- handles -----------------------------------------------------------------------------------------
 
     def open(self, reader: Reader) -> LinkHandle:
@@ -116,6 +142,9 @@ class WorkerLink:
 
     def credit(self, number: int, choice: int, limit: int) -> None:
         if number in self._handles:
+            fault = self._identity.at_credit(self.worker.worker_id)
+            if fault is not None and fault.act is Act.DROP:
+                return
             self._outgoing.credit(number, choice, limit)
             self._flush_soon()
 
@@ -146,12 +175,16 @@ class WorkerLink:
         if self._connection is None:
             return
         now = self._loop.time()
-        for handle in self._handles.values():
+        for handle in list(self._handles.values()):
             if now - handle.heard > silent_seconds:
                 handle.heard = now  # asked again after as long
-                handle.asked_taken_in = handle.reader.taken_in
                 self._outgoing.status(handle.number)
+                self._guarded(handle, partial(_note_taken_in, handle))
         self._flush_soon()
+
+    def forgive(self, seconds: float) -> None:
+        """This process was late by so much: what the worker sent meanwhile may lie unread."""
+        self._heard = min(self._loop.time(), self._heard + seconds)
 
     def restart_clocks(self) -> None:
         """This process was stopped: what the worker sent meanwhile lies unread."""
@@ -187,44 +220,50 @@ class WorkerLink:
     # --- opening -------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        was_up = False
+        was_up, flaps = False, 0
         while True:
             try:
-                connection = await self._open(LINK_LOST_SECONDS if was_up else CONNECT_SECONDS)
+                connection = await self._open(was_up, flaps)
             except BatonError as error:
                 if self._machine.may(LinkState.LOST):
                     self._machine.to(LinkState.LOST)
                 self._fail_all(error)
             else:
-                was_up = True
+                was_up, up_at = True, self._loop.time()
                 self._attach(connection)
                 await self._ended.wait()
                 self._ended.clear()
+                flaps = flaps + 1 if self._loop.time() - up_at < STEADY_SECONDS else 0
             if self.state is LinkState.LOST:
                 was_up = False
                 self._on_lost()
                 await self._pause()
             self._machine.to(LinkState.CONNECTING)
 
-    async def _open(self, seconds: float) -> Connection:
-        """A welcomed connection. Raises PeerLostError: refused, another life, or no Welcome within `seconds`."""
+    async def _open(self, was_up: bool, attempt: int) -> Connection:
+        """A welcomed connection, after the pauses from the `attempt`-th on. Raises PeerLostError: refused, another life,
+        no Welcome in time."""
+        seconds = LINK_LOST_SECONDS if was_up else CONNECT_SECONDS
+        tcp_seconds = TCP_SECONDS if was_up else CONNECT_SECONDS
         deadline = self._loop.time() + seconds
-        attempt = 0
+        pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
         while True:
-            await asyncio.sleep(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)])
+            await asyncio.sleep(pause)
             attempt += 1
             try:
                 async with asyncio.timeout_at(deadline):
-                    return await self._greet()
+                    return await self._greet(tcp_seconds)
             except ConnectionRefusedError as error:
                 raise PeerLostError(f"{self.worker.worker_id} refuses connections: {error}") from None
             except (OSError, TimeoutError) as error:
-                if self._loop.time() + RETRY_SECONDS[-1] >= deadline:
+                left = deadline - self._loop.time() - LAST_TRY_SECONDS
+                if left <= 0:
                     raise PeerLostError(
                         f"no link to {self.worker.worker_id} within {seconds} s: {error or 'no answer'}"
                     ) from None
+                pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left)
 
-    async def _greet(self) -> Connection:
+    async def _greet(self, tcp_seconds: float = CONNECT_SECONDS) -> Connection:
         """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
         worker = self.worker
         hello = link_pb2.LinkHello(
@@ -236,14 +275,12 @@ class WorkerLink:
             worker_id=worker.worker_id,
             epoch=worker.epoch,
         )
-        connection = Connection(self, hello)
-        host, port = split(worker.link_address)
+        connection = Connection(self, hello, self._peers.version)
         context = self._identity.tls_context(self._peers)
         try:
             await self._loop.create_connection(
                 lambda: connection,
-                host,
-                port,
+                sock=await self._reach(tcp_seconds),
                 ssl=context,
                 server_hostname=WORKER_NAME if context is not None else None,
             )
@@ -261,6 +298,22 @@ class WorkerLink:
             )
         return connection
 
+    async def _reach(self, seconds: float) -> socket.socket:
+        """Raises OSError."""
+        host, port = split(self.worker.link_address)
+        (family, kind, protocol, _, address), *_ = await self._loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )
+        reached = socket.socket(family, kind, protocol)
+        reached.setblocking(False)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._loop.sock_connect(reached, address)
+        except BaseException:
+            reached.close()
+            raise
+        return reached
+
     def _attach(self, connection: Connection) -> None:
         """From now on this connection is the link. What the list does not name, the worker cancels."""
         moving = self.state is LinkState.MOVING
@@ -268,41 +321,37 @@ class WorkerLink:
             self._machine.to(LinkState.GREETED)
             self._machine.to(LinkState.ATTACHING)
         self._outgoing.clear()
-        reads = [handle for handle in self._handles.values() if handle.cancelled is None]
-        for handle in reads:
-            handle.asked_taken_in = handle.reader.taken_in
-        attaches = (
-            link_pb2.LinkAttach(
-                transfer_id=handle.reader.transfer_id,
-                handle=handle.number,
-                next=handle.reader.positions(),
-                limit=handle.reader.limits(),
-            )
-            for handle in reads
-        )
+        attaches: list[link_pb2.LinkAttach] = []
+        for handle in list(self._handles.values()):
+            if handle.cancelled is None:
+                self._guarded(handle, lambda handle=handle: attaches.append(_attach_of(handle)))
         for frame in attach_frames(attaches, self._identity.handle_after):
             connection.write(frame)
         self._connection = connection
         self._heard = self._loop.time()
         self._machine.to(LinkState.UP)
         self._on_answered()
+        fault = self._identity.at_attach(self.worker.worker_id)
+        if fault is not None and fault.act is Act.RESET:
+            connection.abort()
 
     async def _move(self) -> None:
+        """To a new connection. The older one serves until then, for MOVE_SECONDS at most."""
         older = self._connection
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                connection = await self._greet()
-        except (OSError, TimeoutError, BatonError) as error:
-            log.warning("link to %s does not move, the older connection stays: %s", self.worker.name, error)
-            if self.state is LinkState.MOVING:
-                self._machine.to(LinkState.UP)
-            return
-        if self.state is not LinkState.MOVING or self._connection is not older:
-            connection.abort()  # it broke meanwhile
-            return
-        self._attach(connection)
-        if older is not None:
-            self._loop.call_later(MOVE_SECONDS, older.abort)
+        assert older is not None, "the link is up"
+        self._loop.call_later(MOVE_SECONDS, older.abort)
+        while self._connection is older:
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    connection = await self._greet()
+            except (OSError, TimeoutError, BatonError) as error:
+                log.warning("link to %s does not move yet: %s", self.worker.name, error)
+                await asyncio.sleep(MOVE_PAUSE_SECONDS)
+                continue
+            if self._connection is older:
+                self._attach(connection)
+            else:
+                connection.abort()  # the older one broke meanwhile
 
     async def _pause(self) -> None:
         """Between attempts at a lost worker: shorter if a request was placed on it, for want of another."""
@@ -342,8 +391,9 @@ class WorkerLink:
             handle = self._handles.pop(number, None)
             if handle is not None and handle.cancelled is not None and not handle.cancelled.done():
                 handle.cancelled.set_result(None)
-        for state in frame.states:
-            self._state(state)
+        if connection is self._connection:  # an older one's answers are of before the handles attached here
+            for state in frame.states:
+                self._state(state)
         if len(frame.tokens.handle) + len(frame.extras) + len(frame.ends) <= ENTRIES_A_TURN:
             for _ in self._entries(frame):
                 pass
@@ -372,7 +422,7 @@ class WorkerLink:
             self._outgoing.close(end.handle)
             self._flush_soon()
             if handle is None:
-                self.unknown += 1
+                self._identity.not_read()
                 continue
             if handle.cancelled is not None and not handle.cancelled.done():
                 handle.cancelled.set_result(None)
@@ -386,13 +436,19 @@ class WorkerLink:
     ) -> None:
         handle = handles.get(number)
         if handle is None:
-            self.unknown += 1
+            self._not_read(number)
             return
         handle.heard = now
         try:
             handle.reader.token(token)
         except Exception as error:
             self._failed(handle, error)
+
+    def _not_read(self, number: int) -> None:
+        """A token of an attempt that was given up without an answer of its worker: Close cancels it there."""
+        self._identity.not_read()
+        self._outgoing.close(number)
+        self._flush_soon()
 
     def _guarded(self, handle: LinkHandle, call: Callable[[], object]) -> None:
         """What one attempt raises ends that attempt: the others of the frame are dispatched."""
@@ -404,7 +460,10 @@ class WorkerLink:
     def _failed(self, handle: LinkHandle, error: Exception) -> None:
         log.error("attempt %s failed", handle.reader.transfer_id.hex(), exc_info=error)
         self._handles.pop(handle.number, None)
-        handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
+        try:
+            handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
+        except Exception:
+            log.exception("attempt %s failed once more", handle.reader.transfer_id.hex())
 
     def _state(self, state: link_pb2.HandleState) -> None:
         handle = self._handles.get(state.handle)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.errors import BatonError
+from cluster.faults.points import Act, FaultPoint
 from cluster.protocol.link import AGE_SPREAD, HELLO_SECONDS, MAX_AGE_SECONDS, MOVE_SECONDS
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
 from cluster.security.tls import ROUTER_NAME, names_of
@@ -25,12 +26,14 @@ class Connection(asyncio.Protocol):
         self,
         make_session: Callable[[Connection], Session],
         gone: Callable[[Connection], None],
+        at_frame: FaultPoint,
         *,
         tls: bool,
     ):
         self._loop = asyncio.get_running_loop()
         self._session = make_session(self)
         self._gone = gone
+        self._at_frame = at_frame
         self._tls = tls
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
         self._blocked = False  # a frame is unwritten
@@ -77,7 +80,13 @@ class Connection(asyncio.Protocol):
     # --- worker.link.session.Wire --------------------------------------------------------------------------
 
     def write(self, frame: bytes) -> None:
-        self._transport.write(frame)
+        fault = self._at_frame(self._session.router_id)
+        if fault is None:
+            self._transport.write(frame)
+            return
+        self._transport.write(frame[: len(frame) // 2] if fault.act is Act.HALF else frame)
+        if fault.act in (Act.HALF, Act.RESET):
+            self._transport.abort()
 
     def schedule(self) -> None:
         if not self._scheduled and not self._blocked:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from cluster.addresses import join
 from cluster.errors import ConfigError
+from cluster.faults.points import NO_FAULTS, Faults, Point
 from cluster.process.descriptors import free_for_connections, raised
 from cluster.protocol.times import BEAT_SECONDS
 from cluster.security.tls import Peers
@@ -27,10 +28,11 @@ BACKLOG = 256
 class LinkListener:
     """`bind`, then `start`. Routers reach it at `address`."""
 
-    def __init__(self, host: str, advertised_host: str, peers: Peers):
+    def __init__(self, host: str, advertised_host: str, peers: Peers, faults: Faults = NO_FAULTS):
         self._host = host
         self._advertised_host = advertised_host
         self._context = peers.link_listener()
+        self._at_frame = faults.point(Point.LINK_FRAME)
         self._socket: socket.socket | None = None
         self._connections: set[Connection] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -79,7 +81,9 @@ class LinkListener:
             if len(self._connections) >= self._most:
                 accepted.close()
                 continue
-            connection = Connection(session, self._connections.discard, tls=self._context is not None)
+            connection = Connection(
+                session, self._connections.discard, self._at_frame, tls=self._context is not None
+            )
             self._connections.add(connection)
             connection.opening = loop.create_task(self._open(connection, accepted))
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.background_tasks import BackgroundTasks
@@ -29,6 +30,7 @@ class Router:
     serial: int = 0
     owner: Session | None = None  # the session with the highest serial, from its hello on
     session: Session | None = None  # the owner, once it has attached
+    attached: set[int] = field(default_factory=set)  # by the owner, until its list is complete
     handles: dict[int, Handle] = field(default_factory=dict)
     cancelled: dict[int, None] = field(default_factory=dict)  # before their attempt came; the newest last
 
@@ -113,8 +115,9 @@ class Routers:
         if session.serial <= router.serial:
             self._drop_idle(router)
             return False
-        router.serial, router.owner = session.serial, session
-        older, router.session = router.session, None
+        older, router.owner, router.session = router.owner, session, None
+        router.serial = session.serial
+        router.attached.clear()
         if older is not None:
             self._detach(router)
             older.moved()
@@ -127,19 +130,23 @@ class Routers:
             return
         for attach in attaches:
             handle = router.handles.get(attach.handle)
-            if (
-                handle is None
-                or handle.transfer_id != attach.transfer_id
-                or not handle.log.resume(attach.next, attach.limit)
-            ):
+            if handle is None or handle.transfer_id != attach.transfer_id:
                 session.answer(link_pb2.HandleState(handle=attach.handle))
-                continue
-            handle.stop_timer()
-            if handle.machine.state is not HandleState.OPEN:
-                handle.machine.to(HandleState.OPEN)
-            session.answer(handle.state())
-            session.due(handle)
-            self._credited(handle.transfer_id)
+            else:
+                router.attached.add(handle.number)
+                self._guarded(handle, partial(self._attach, session, handle, attach))
+
+    def _attach(self, session: Session, handle: Handle, attach: link_pb2.LinkAttach) -> None:
+        if not handle.log.resume(attach.next, attach.limit):
+            session.answer(link_pb2.HandleState(handle=handle.number))
+            self._give_up(handle)
+            return
+        handle.stop_timer()
+        if handle.machine.state is not HandleState.OPEN:
+            handle.machine.to(HandleState.OPEN)
+        session.answer(handle.state())
+        session.due(handle)
+        self._credited(handle.transfer_id)
 
     def attached(self, session: Session, next_handle: int) -> None:
         """The list is complete: what it does not name is cancelled."""
@@ -148,7 +155,7 @@ class Routers:
             return
         router.session = session
         for handle in list(router.handles.values()):
-            if handle.machine.state is HandleState.OPEN:
+            if handle.number in router.attached:  # its end may have been sent already
                 session.due(handle)
             elif handle.number < next_handle:
                 self._give_up(handle)
@@ -156,6 +163,7 @@ class Routers:
                 handle.stop_timer()
                 handle.machine.to(HandleState.OPEN)
                 session.due(handle)
+        router.attached.clear()
 
     def ended(self, session: Session) -> None:
         """The connection is closed. An older link's end changes nothing."""
@@ -169,7 +177,6 @@ class Routers:
     def sent_end(self, handle: Handle) -> None:
         """It is kept until Close, because the frame may be lost with its link."""
         handle.machine.to(HandleState.ENDED)
-        self._wait(handle, self._read)
 
     # --- frames of a router --------------------------------------------------------------------------------
 
@@ -177,9 +184,13 @@ class Routers:
         handles = self._handles(session)
         for entry in entries:
             handle = handles.get(entry.handle)
-            if handle is not None and handle.log.credit(entry.choice, entry.limit):
-                session.due(handle)
-                self._credited(handle.transfer_id)
+            if handle is not None:
+                self._guarded(handle, partial(self._credit, session, handle, entry))
+
+    def _credit(self, session: Session, handle: Handle, entry: link_pb2.LinkCredit) -> None:
+        if handle.log.credit(entry.choice, entry.limit):
+            session.due(handle)
+            self._credited(handle.transfer_id)
 
     def cancel(self, session: Session, number: int) -> None:
         """Answered when blocks and staging are free; at once if there is no such attempt."""
@@ -224,8 +235,8 @@ class Routers:
     def fence(self) -> None:
         """The epoch has ended: links end, and open again with the new one."""
         for router in list(self._routers.values()):
-            if router.session is not None:
-                router.session.fenced()
+            if router.owner is not None:
+                router.owner.fenced()
 
     async def close(self, seconds: float) -> None:
         await self._background_tasks.wait(seconds)
@@ -241,6 +252,16 @@ class Routers:
             if handle.machine.state is HandleState.OPEN:
                 handle.machine.to(HandleState.DETACHED)
                 self._wait(handle, self._give_up)
+            elif handle.machine.state is HandleState.ENDED and handle.timer is None:
+                self._wait(handle, self._read)
+
+    def _guarded(self, handle: Handle, call: Callable[[], None]) -> None:
+        """An exception of one attempt's entry ends that attempt: the link and the others of the frame go on."""
+        try:
+            call()
+        except Exception:
+            log.exception("attempt %s failed at an entry of its router", handle.transfer_id.hex())
+            self._give_up(handle)
 
     def _wait(self, handle: Handle, then: Callable[[Handle], None]) -> None:
         handle.stop_timer()
