@@ -223,7 +223,7 @@ class WorkerLink:
         was_up, flaps = False, 0
         while True:
             try:
-                connection = await self._open(was_up, flaps)
+                connection = await self._open(was_up, max(0, flaps - 1))
             except BatonError as error:
                 if self._machine.may(LinkState.LOST):
                     self._machine.to(LinkState.LOST)
