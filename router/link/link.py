@@ -10,40 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 
-from cluster.addresses import split
 from cluster.errors import BatonError, InternalError, PeerLostError
 from cluster.faults.points import Act
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import (
-    LINK_LOST_SECONDS,
-    LINK_VERSION,
-    MIN_LINK_VERSION,
-    MOVE_SECONDS,
-    RETRY_SECONDS,
-)
-from cluster.security.tls import WORKER_NAME, Peers
+from cluster.protocol.link import MOVE_SECONDS
+from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
 from router.link.connection import ENTRIES_A_TURN, Connection
 from router.link.handle import LinkHandle, Reader
 from router.link.identity import RouterIdentity
+from router.link.opener import CONNECT_SECONDS, Opener
 from router.link.outgoing import Outgoing, attach_frames
 from wire import common_pb2, link_pb2
 
 log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
-TCP_SECONDS = (
-    0.2  # of one attempt at a link that broke, without TLS: a lost SYN is sent again after a second only
-)
-LAST_TRY_SECONDS = 0.1  # a link that broke is tried once more this long before it is lost
 STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
 MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
-CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
 
 
 class LinkState(Enum):
@@ -74,14 +62,15 @@ def _note_taken_in(handle: LinkHandle) -> None:
     handle.asked_taken_in = handle.reader.taken_in
 
 
-def _attach_of(handle: LinkHandle) -> link_pb2.LinkAttach:
+def _add_attach(handle: LinkHandle, attaches: list[link_pb2.LinkAttach]) -> None:
     _note_taken_in(handle)
-    return link_pb2.LinkAttach(
+    attach = link_pb2.LinkAttach(
         transfer_id=handle.reader.transfer_id,
         handle=handle.number,
         next=handle.reader.positions(),
         limit=handle.reader.limits(),
     )
+    attaches.append(attach)
 
 
 class WorkerLink:
@@ -100,7 +89,7 @@ class WorkerLink:
         self.worker = worker
         self.incarnation = identity.incarnation
         self._identity = identity
-        self._peers = peers
+        self._opener = Opener(worker, identity, peers)
         self._on_lost, self._on_answered = lost, answered
         self._loop = asyncio.get_running_loop()
         self._machine = StateMachine(LinkState.CONNECTING, TRANSITIONS, f"link to {worker.name}")
@@ -223,7 +212,7 @@ class WorkerLink:
         was_up, flaps = False, 0
         while True:
             try:
-                connection = await self._open(was_up, max(0, flaps - 1))
+                connection = await self._opener.open(self, was_up, max(0, flaps - 1))
             except BatonError as error:
                 if self._machine.may(LinkState.LOST):
                     self._machine.to(LinkState.LOST)
@@ -240,80 +229,6 @@ class WorkerLink:
                 await self._pause()
             self._machine.to(LinkState.CONNECTING)
 
-    async def _open(self, was_up: bool, attempt: int) -> Connection:
-        """A welcomed connection, after the pauses from the `attempt`-th on. Raises PeerLostError: refused, another life,
-        no Welcome in time."""
-        seconds = LINK_LOST_SECONDS if was_up else CONNECT_SECONDS
-        tcp_seconds = TCP_SECONDS if was_up else CONNECT_SECONDS
-        deadline = self._loop.time() + seconds
-        pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
-        while True:
-            await asyncio.sleep(pause)
-            attempt += 1
-            try:
-                async with asyncio.timeout_at(deadline):
-                    return await self._greet(tcp_seconds)
-            except ConnectionRefusedError as error:
-                raise PeerLostError(f"{self.worker.worker_id} refuses connections: {error}") from None
-            except (OSError, TimeoutError) as error:
-                left = deadline - self._loop.time() - LAST_TRY_SECONDS
-                if left <= 0:
-                    raise PeerLostError(
-                        f"no link to {self.worker.worker_id} within {seconds} s: {error or 'no answer'}"
-                    ) from None
-                pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left)
-
-    async def _greet(self, tcp_seconds: float = CONNECT_SECONDS) -> Connection:
-        """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
-        worker = self.worker
-        hello = link_pb2.LinkHello(
-            min_version=MIN_LINK_VERSION,
-            max_version=LINK_VERSION,
-            router_id=self._identity.router_id,
-            incarnation=self.incarnation,
-            serial=self._identity.next_serial(),
-            worker_id=worker.worker_id,
-            epoch=worker.epoch,
-        )
-        connection = Connection(self, hello, self._peers.version)
-        context = self._identity.tls_context(self._peers)
-        try:
-            await self._loop.create_connection(
-                lambda: connection,
-                sock=await self._reach(tcp_seconds),
-                ssl=context,
-                server_hostname=WORKER_NAME if context is not None else None,
-            )
-            welcome = await connection.welcomed
-        except BaseException:
-            connection.abort()
-            raise
-        if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
-            connection.abort()
-            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id} in another life")
-        if not MIN_LINK_VERSION <= welcome.version <= LINK_VERSION:
-            connection.abort()
-            raise PeerLostError(
-                f"{worker.worker_id} speaks no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
-            )
-        return connection
-
-    async def _reach(self, seconds: float) -> socket.socket:
-        """Raises OSError."""
-        host, port = split(self.worker.link_address)
-        (family, kind, protocol, _, address), *_ = await self._loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )
-        reached = socket.socket(family, kind, protocol)
-        reached.setblocking(False)
-        try:
-            async with asyncio.timeout(seconds):
-                await self._loop.sock_connect(reached, address)
-        except BaseException:
-            reached.close()
-            raise
-        return reached
-
     def _attach(self, connection: Connection) -> None:
         """From now on this connection is the link. What the list does not name, the worker cancels."""
         moving = self.state is LinkState.MOVING
@@ -324,7 +239,7 @@ class WorkerLink:
         attaches: list[link_pb2.LinkAttach] = []
         for handle in list(self._handles.values()):
             if handle.cancelled is None:
-                self._guarded(handle, lambda handle=handle: attaches.append(_attach_of(handle)))
+                self._guarded(handle, partial(_add_attach, handle, attaches))
         for frame in attach_frames(attaches, self._identity.handle_after):
             connection.write(frame)
         self._connection = connection
@@ -343,7 +258,7 @@ class WorkerLink:
         while self._connection is older:
             try:
                 async with asyncio.timeout(CONNECT_SECONDS):
-                    connection = await self._greet()
+                    connection = await self._opener.greet(self)
             except (OSError, TimeoutError, BatonError) as error:
                 log.warning("link to %s does not move yet: %s", self.worker.name, error)
                 await asyncio.sleep(MOVE_PAUSE_SECONDS)

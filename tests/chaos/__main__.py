@@ -170,12 +170,12 @@ def verdict(results: list[Result]) -> list[str]:
     return problems + (too_few(results) if len(results) >= LONG_RUN else [])
 
 
-def wrong_attempts(result: Result) -> str:
-    """What a fault of a link cost that it must not."""
+def wrong_attempts(result: Result, seconds: float = REDISPATCH_SECONDS) -> str:
+    """What a fault of a link cost that it must not; lost attempts are dispatched again within `seconds`."""
     allowed = ROWS[result.fault].new_attempts if result.fault in ROWS else None
     if allowed is None or not result.lost_attempts:
         return ""
-    if allowed is NewAttempts.SOON and result.lost_after <= REDISPATCH_SECONDS:
+    if allowed is NewAttempts.SOON and result.lost_after <= seconds:
         return ""
     return f"{result.fault} (number {result.number}): {result.lost_attempts} attempts lost, {result.lost_after:.2f} s"
 

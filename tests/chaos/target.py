@@ -62,10 +62,11 @@ class Target:
 
     def link_addresses(self) -> dict[str, str]:
         """By worker, as registered."""
-        with contextlib.closing(redis.Redis.from_url(self.redis_url, socket_timeout=2.0)) as client:
+        found = redis.Redis.from_url(self.redis_url, socket_timeout=2.0, decode_responses=True)
+        with contextlib.closing(found) as client:
             (members,) = client.keys("{*}:members")
             registered = client.hgetall(members)
-        return {name.decode(): json.loads(facts)["link_address"] for name, facts in registered.items()}
+        return {str(name): json.loads(facts)["link_address"] for name, facts in registered.items()}
 
     async def views(self) -> list[dict[str, Any]]:
         """Every router's /v1/cluster. Raises httpx.HTTPError."""

@@ -31,7 +31,7 @@ def install(proxy: tuple[str, int]) -> None:
                 raise ConnectionRefusedError(f"{address} was not reached")
             reply += piece
 
-    uvloop.Loop.sock_connect = sock_connect  # type: ignore[method-assign]
+    uvloop.Loop.sock_connect = sock_connect  # type: ignore[method-assign, assignment]
 
 
 if PROXY:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from cluster.addresses import split
 from cluster.errors import PeerLostError
 from cluster.protocol.link import LINK_LOST_SECONDS, RETRY_SECONDS
-from router.link import link as links
 from router.link import links as all_links
+from router.link import opener
 from tests.harness.waiting import until
 from tests.router.link.conftest import end, tokens
 
@@ -69,10 +70,15 @@ async def test_each_try_is_a_fresh_connection_after_its_pause(pair, network, mon
         pauses.append(seconds)
         await sleep(seconds)
 
-    monkeypatch.setattr(links, "asyncio", Paused(slept))
+    monkeypatch.setattr(opener, "asyncio", Paused(slept))
     opened = []
     accept = network.open
-    network.open = lambda opener, target, reply=b"": (opened.append(opener), accept(opener, target, reply))
+
+    def counted(opener: Any, target: str, reply: bytes = b"") -> None:
+        opened.append(opener)
+        accept(opener, target, reply)
+
+    monkeypatch.setattr(network, "open", counted)
     network.cut([], [], "reset")
     await until(lambda: one.error is not None, "it is lost")
     assert pauses[:4] == list(RETRY_SECONDS[:4]) and sum(pauses) < LINK_LOST_SECONDS
@@ -108,11 +114,11 @@ async def test_a_connection_that_does_not_come_about_is_left_for_a_fresh_one(pai
         idle.setblocking(False)
         idle.connect_ex(full.getsockname())
     addresses = [f"127.0.0.1:{full.getsockname()[1]}"]
-    monkeypatch.setattr(links, "split", lambda address, was=links.split: was((addresses or [address]).pop()))
+    monkeypatch.setattr(opener, "split", lambda address: split((addresses or [address]).pop()))
     began = time.monotonic()
     pair.cut()
     await until(lambda: not addresses and pair.links.up() == 1, "it is up again")
-    assert links.TCP_SECONDS <= time.monotonic() - began < LINK_LOST_SECONDS
+    assert opener.TCP_SECONDS <= time.monotonic() - began < LINK_LOST_SECONDS
     tokens(one.log, 0, 1)
     await until(lambda: one.tokens == [[0]], "it goes on")
     for each in (full, *waiting):

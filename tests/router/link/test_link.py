@@ -10,8 +10,8 @@ import pytest
 
 from cluster.errors import InternalError, PeerLostError, StaleTransferError
 from cluster.protocol.link import WINDOW_TOKENS
-from router.link import link as links
 from router.link import links as all_links
+from router.link import opener
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, Pair, Reading, end, info, tokens
@@ -130,7 +130,7 @@ async def test_a_worker_that_is_gone_is_lost_at_once(pair):
 
 
 async def test_a_worker_that_accepts_and_says_nothing_is_lost(pair, monkeypatch):
-    monkeypatch.setattr(links, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(opener, "CONNECT_SECONDS", 0.5)
     silent = socket.create_server(("127.0.0.1", 0))
     worker = LinkedWorker("s", 1)
     worker._listener._socket = silent
@@ -262,7 +262,7 @@ async def test_an_older_link_does_not_take_handles_back(pair):
     serial = identity.next_serial
     identity.next_serial = lambda: 1  # of a link that was delayed
     with contextlib.suppress(OSError, PeerLostError):  # closed before or behind its welcome
-        await link._greet()
+        await link._opener.greet(link)
     await asyncio.sleep(0.2)
     assert len(pair.worker._listener._connections) == 1
     identity.next_serial = serial

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from cluster.protocol.times import LOST_SECONDS
 from router.link import links as all_links
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, end, tokens
-from wire import link_pb2
 from worker.link import connection as worker_connection
 
 
@@ -89,12 +89,14 @@ async def test_a_worker_that_was_stopped_keeps_its_routers(pair):
 async def test_silent_handles_are_asked_for_in_one_list(pair, monkeypatch):
     many = [pair.read() for _ in range(20)]
     await pair.up()
-    asked = []
+    asked: list[list[int]] = []
     status = pair.worker.routers.status
-    pair.worker.routers.status = lambda session, numbers: (
-        asked.append(list(numbers)),
-        status(session, numbers),
-    )
+
+    def noted(session: Any, numbers: Any) -> None:
+        asked.append(list(numbers))
+        status(session, numbers)
+
+    monkeypatch.setattr(pair.worker.routers, "status", noted)
     tokens(many[0].log, 0, 1)
     await until(lambda: many[0].tokens == [[0]], "it came")
     for one in many[1:]:
@@ -122,34 +124,3 @@ async def test_queued_and_paused_handles_are_no_suspects(pair, monkeypatch):
     end(paused.log)
     await until(lambda: paused.end is not None, "it goes on")
     assert paused.tokens == [list(range(266))]
-
-
-async def test_entries_of_unknown_kinds_and_handles_are_skipped_and_counted(pair):
-    """A later version may send more than this one reads (rules 1 and 10)."""
-    one = pair.read()
-    await pair.up()
-    frame = link_pb2.WorkerFrame(notice=77)  # type: ignore[arg-type]
-    frame.states.add(handle=one.handle.number, kind=99)  # type: ignore[arg-type]
-    frame.states.add(handle=4711)
-    frame.cancelled.append(4711)
-    frame.tokens.handle.append(4711)
-    frame.tokens.choice.append(0)
-    frame.tokens.position.append(0)
-    frame.tokens.token_id.append(1)
-    frame.ends.add(handle=4712)
-    data = link_pb2.WorkerFrame.FromString(frame.SerializeToString() + b"\xfa\x06\x03abc")  # field 111
-    assert pair.link.take(pair.link._connection, data) is None
-    assert pair.links.unread() == 2
-    tokens(one.log, 0, 1)
-    await until(lambda: one.tokens == [[0]], "the link goes on")
-    assert one.error is None
-
-
-async def test_an_attempt_that_is_no_longer_read_is_cancelled_at_its_worker(pair):
-    """Given up while the worker did not answer: it would keep blocks for as long as the link is up."""
-    one = pair.read()
-    await pair.up()
-    one.handle.close()
-    tokens(one.log, 0, 1)
-    await until(lambda: pair.worker.cancelled == [one.transfer_id], "it is cancelled")
-    assert pair.links.unread() >= 1

@@ -7,7 +7,8 @@ import pytest
 from cluster.errors import PeerLostError
 from cluster.protocol import link as protocol
 from cluster.protocol.link import common_version
-from router.link import link as router_link
+from router.link import opener
+from router.link.connection import Connection
 from tests.harness.waiting import until
 from tests.router.link.conftest import end, tokens
 from worker.link import session
@@ -40,13 +41,13 @@ async def test_a_router_and_a_worker_one_version_apart_have_a_link(
 ):
     speak(monkeypatch, router, worker)
     welcomes = []
-    greet = router_link.Connection.connection_made
+    greet = Connection.connection_made
 
     def made(connection, transport):
         connection.welcomed.add_done_callback(lambda welcomed: welcomes.append(welcomed.result().version))
         greet(connection, transport)
 
-    monkeypatch.setattr(router_link.Connection, "connection_made", made)
+    monkeypatch.setattr(Connection, "connection_made", made)
     one = pair.read()
     await pair.up()
     tokens(one.log, 0, 3)
@@ -65,8 +66,8 @@ async def test_without_a_common_version_there_is_no_link(pair, monkeypatch, rout
 
 
 def speak(monkeypatch, router: tuple[int, int], worker: tuple[int, int]) -> None:
-    monkeypatch.setattr(router_link, "MIN_LINK_VERSION", router[0])
-    monkeypatch.setattr(router_link, "LINK_VERSION", router[1])
+    monkeypatch.setattr(opener, "MIN_LINK_VERSION", router[0])
+    monkeypatch.setattr(opener, "LINK_VERSION", router[1])
 
     def common(least: int, most: int) -> int:
         version = min(most, worker[1])
