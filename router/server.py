@@ -9,6 +9,7 @@ import sys
 import time
 
 from cluster.config.router import RouterConfig
+from cluster.faults.orders import open_faults
 from cluster.membership.reader import Members
 from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS
@@ -170,15 +171,17 @@ def _services(config: RouterConfig, registry: Registry) -> Services:
     members = Members(config.redis_url, config.namespace)
     inside = make_identity(config.tls_cert, config.tls_key, config.tls_ca)
     peers = Peers(inside if config.tls_ca else None)
+    faults = open_faults(config.fault_orders, config.router_id)
     return Services(
         config,
         ModelText(config.model),
         members,
         Placement(config, members),
         Channels(peers),
-        Links(config.router_id, peers),
+        Links(config.router_id, peers, faults),
         Quota(config.redis_url, config.namespace, registry),
         open_tracing(config, "baton-router", config.router_id),
+        faults,
     )
 
 

@@ -58,7 +58,8 @@ class Worker:
             peers = worker_peers(config)
             self._server = WorkerServer(config.host, config.port, peers, host)
             self._server.bind()
-            self._links = LinkListener(config.host, host, peers)
+            faults = open_faults(config.fault_orders, config.worker_id)
+            self._links = LinkListener(config.host, host, peers, faults)
             self._links.bind(config.link_port)
         except BaseException:
             self._telemetry.close()
@@ -90,7 +91,7 @@ class Worker:
                 ranks=self._engine.ranks,
                 server=self._server,
                 peers=peers,
-                faults=open_faults(config.fault_orders, config.worker_id),
+                faults=faults,
                 tracing=self._telemetry.tracing,
                 background_tasks=self._background_tasks,
                 fail=lambda reason: self._ending.fail(InternalError(reason)),

@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Point(Enum):
-    """Points in the order in which a request passes them."""
+    """Points in the order in which a request passes them; then those of links, whose frames serve many requests."""
 
     ROUTER_PLACED = "router.placed"  # charged; the workers have not been called
     PREFILL_ADMITTED = "prefill.admitted"  # taken off the queue; nothing is reserved
@@ -30,6 +30,9 @@ class Point(Enum):
     DECODE_DONE = "decode.done"  # the last token is sent; the end is not
     ROUTER_TOKEN = "router.token"  # a token has arrived from a worker; not yet sent to the client
     ROUTER_DONE = "router.done"  # every token is sent to the client; the end is not
+    LINK_FRAME = "link.frame"  # at a worker: a frame is about to be written
+    LINK_CREDIT = "link.credit"  # at a router: credit is about to be sent
+    LINK_ATTACH = "link.attach"  # at a router: a link has attached its handles; nothing was answered
 
 
 class Act(Enum):
@@ -39,6 +42,8 @@ class Act(Enum):
     DROP = "drop"
     TWICE = "twice"
     CORRUPT = "corrupt"
+    RESET = "reset"  # the connection, behind what was written
+    HALF = "half"  # half of the frame is written, then the connection is reset
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import grpc
 from cluster import errors
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import LINK_LOST_SECONDS, WINDOW_TOKENS
 from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import OpenSpan
 
 CONTROL_SECONDS = 2.0
+RUN_AGAIN_SECONDS = 0.1  # after a call that broke
 IN_BAND_SECONDS = 0.3  # for a cancel over the link; then by a call
 
 
@@ -138,13 +139,12 @@ class Attempt:
         source = Source.DECODE if self.is_local else Source.PREFILL
         worker = self.worker_of(source)
         try:
-            await self._run(worker)
+            await self._run_until_answered(source, worker)
         except grpc.aio.AioRpcError as error:
             if source in self.responded | self.finished:
                 return  # it was taken in: only the answer was lost
             if not rpc.is_from_peer(error):
                 self.links.not_reached(worker.name)
-            self._handles[source].close()
             silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not rpc.is_from_peer(error)
             self._lost(source, no_message(LOST_SECONDS) if silent else rpc.error_from_rpc(error))
         except asyncio.CancelledError:
@@ -152,8 +152,22 @@ class Attempt:
             if task is not None and task.cancelling():
                 raise
             # This task was not cancelled: the channel was closed under the call.
-            self._handles[source].close()
             self._lost(source, errors.PeerLostError("the connection was closed"))
+
+    async def _run_until_answered(self, source: Source, worker: WorkerInfo) -> None:
+        """Run is repeated while its connection breaks and the worker's link does not: the worker takes a transfer id in
+        once. Raises AioRpcError."""
+        broken_until: float | None = None
+        while True:
+            try:
+                return await self._run(worker)
+            except grpc.aio.AioRpcError as error:
+                now = time.monotonic()
+                broken_until = broken_until or now + LINK_LOST_SECONDS
+                over = now > broken_until or source in self.responded | self.finished | self.failed
+                if over or rpc.is_from_peer(error) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(RUN_AGAIN_SECONDS)
 
     async def _run(self, worker: WorkerInfo) -> None:
         deadline_ms = int(self.admission_seconds * 1000)
@@ -187,8 +201,7 @@ class Attempt:
         await self.channels.prefill(worker.address).Run(remote, timeout=LOST_SECONDS)
 
     def grant(self) -> None:
-        """The client has been given every token so far: allow the decode worker the window beyond, at least a quarter of it
-        at a time."""
+        """The client has every token so far: allow the decode worker the window beyond, at least a quarter at a time."""
         handle = self._handles.get(Source.DECODE)
         if handle is None:
             return
@@ -271,7 +284,7 @@ class Attempt:
             await asyncio.gather(asking, gone, return_exceptions=True)
 
     async def _abort(self) -> bool:
-        stub = self.channels.decode(self.placed.decode.address)
+        stub = self.channels.decode(self.placed.decode.address, control=True)
         request = decode_pb2.AbortRequest(transfer_id=self.transfer_id, worker_epoch=self.placed.decode.epoch)
         try:
             answer = await stub.Abort(request, timeout=CONTROL_SECONDS)
@@ -303,11 +316,11 @@ class Attempt:
                 return
             worker = self.worker_of(source)
             if source is Source.DECODE:
-                decode = self.channels.decode(worker.address)
+                decode = self.channels.decode(worker.address, control=True)
                 request = decode_pb2.DecodeCancelRequest(transfer_id=self.transfer_id)
                 await decode.Cancel(request, timeout=CONTROL_SECONDS)
             else:
-                prefill = self.channels.prefill(worker.address)
+                prefill = self.channels.prefill(worker.address, control=True)
                 await prefill.Cancel(
                     prefill_pb2.PrefillCancelRequest(transfer_id=self.transfer_id), timeout=CONTROL_SECONDS
                 )

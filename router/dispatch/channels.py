@@ -1,4 +1,4 @@
-"""Connections to workers, one per address, reused by all requests."""
+"""Connections to workers, two per address, reused by all requests: one for requests, one for what ends them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _OPTIONS = [
 ]
 
 
+# Cancels and aborts share no connection, and no failed attempt at one, with the requests that may be stuck on theirs.
+_CONTROL = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+
+
 class _Connection:
     """A channel with its stubs: making one costs as much as a call."""
 
@@ -34,23 +38,27 @@ class Channels:
         self._peers = peers or Peers()
         self._version = self._peers.version
         self._retiring: set[asyncio.Task[None]] = set()
-        self._open: dict[str, _Connection] = {}
+        self._open: dict[tuple[str, bool], _Connection] = {}  # by address, and whether it is for control
 
-    def prefill(self, address: str) -> prefill_pb2_grpc.PrefillAsyncStub:
-        return self._connection(address).prefill
+    def prefill(self, address: str, *, control: bool = False) -> prefill_pb2_grpc.PrefillAsyncStub:
+        """`control`: for a call that ends a request."""
+        return self._connection(address, control).prefill
 
-    def decode(self, address: str) -> decode_pb2_grpc.DecodeAsyncStub:
-        return self._connection(address).decode
+    def decode(self, address: str, *, control: bool = False) -> decode_pb2_grpc.DecodeAsyncStub:
+        """`control`: for a call that ends a request."""
+        return self._connection(address, control).decode
 
-    def _connection(self, address: str) -> _Connection:
-        if address not in self._open:
-            self._open[address] = _Connection(self._peers.channel(address, _OPTIONS))
-        return self._open[address]
+    def _connection(self, address: str, control: bool) -> _Connection:
+        key = address, control
+        if key not in self._open:
+            options = _CONTROL if control else _OPTIONS
+            self._open[key] = _Connection(self._peers.channel(address, options))
+        return self._open[key]
 
     def keep_only(self, addresses: set[str]) -> None:
         """Retires connections to workers that are gone. A worker that only the registry has lost may still stream."""
-        for address in [known for known in self._open if known not in addresses]:
-            self._retire(self._open.pop(address))
+        for key in [known for known in self._open if known[0] not in addresses]:
+            self._retire(self._open.pop(key))
         if self._peers.version != self._version:
             self._version = self._peers.version
             self._renew()

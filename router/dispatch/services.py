@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cluster.background_tasks import BackgroundTasks
 from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
-from cluster.faults.orders import open_faults
-from cluster.faults.points import FaultPoint, Faults, Point
+from cluster.faults.points import NO_FAULTS, FaultPoint, Faults, Point
 from cluster.membership.reader import Members
 from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
@@ -58,6 +57,7 @@ class Services:
         links: Links,
         quota: Quota,
         tracing: Tracing | None = None,
+        faults: Faults = NO_FAULTS,
     ):
         self.config = config
         self.text = text
@@ -70,7 +70,7 @@ class Services:
         self._salts: dict[tuple[str, str], bytes] = {}
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
-        self.faults = RequestFaults.of(open_faults(config.fault_orders, config.router_id))
+        self.faults = RequestFaults.of(faults)
         self.tracing = tracing
         self.inter_token_seconds = metrics.ITL.create()
         self._cleanups = BackgroundTasks()

@@ -16,7 +16,7 @@ from cluster.link.framing import FrameReader, to_frame
 from wire import link_pb2
 
 log = logging.getLogger(__name__)
-ENTRIES_A_TURN = 256  # of a frame, between two turns of the event loop
+ENTRIES_A_TURN = 256  # of frames' entries, between two turns of the event loop
 FRAMES_A_TURN = 64  # that are small
 
 
@@ -33,15 +33,18 @@ class Frames(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, link: Frames, hello: link_pb2.LinkHello):
+    def __init__(self, link: Frames, hello: link_pb2.LinkHello, certificates: int):
+        """`certificates`: the version of the files that open it."""
         self._link = link
+        self.certificates = certificates
         self._hello = hello
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
         self._frames = FrameReader()
         self.welcomed: asyncio.Future[link_pb2.LinkWelcome] = self._loop.create_future()
         self._unread: deque[bytes] = deque()  # frames, while those before are dispatched in pieces
-        self._piece: Iterator[None] | None = None
+        self._next: link_pb2.WorkerFrame | None = None  # parsed; its turn comes
+        self._piece: Iterator[None] | None = None  # of a large frame: the rest
         self._paused = False  # nothing is read from the socket
         self.heard = self._loop.time()
         self.is_lost = False
@@ -75,8 +78,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
-        self._unread.clear()
-        self._piece = None
+        self._drop_unread()
         if not self.welcomed.done():
             self.welcomed.set_exception(error or ConnectionResetError("closed before the welcome"))
             self.welcomed.exception()  # marks it retrieved: the attempt may be over
@@ -103,40 +105,63 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _read(self) -> None:
-        """Dispatch what has come, over several turns of the loop if it is much. Nothing more is taken in meanwhile."""
+        """Dispatch what has come: ENTRIES_A_TURN, and the rest in later turns of the loop. Nothing more is taken in
+        meanwhile."""
         try:
-            for _ in range(FRAMES_A_TURN):
-                if self._piece is not None and next(self._piece, self) is not self:
-                    break
+            if self._piece is None:
+                self._take_frames()
+            elif next(self._piece, self) is self:
                 self._piece = None
-                if not self._unread:
-                    break
-                self._take(self._unread.popleft())
         except BatonError as error:
             self._refuse(error)
             return
-        more = self._piece is not None or bool(self._unread)
+        more = self._piece is not None or self._next is not None or bool(self._unread)
         if more:
             self._loop.call_soon(self._read)
         if more != self._paused and not self._transport.is_closing():
             self._paused = more
             self._transport.pause_reading() if more else self._transport.resume_reading()
 
-    def _take(self, message: bytes) -> None:
-        try:
-            frame = link_pb2.WorkerFrame.FromString(message)
-        except DecodeError as error:
-            raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
-        if self.welcomed.done():
+    def _take_frames(self) -> None:
+        taken = 0
+        for _ in range(FRAMES_A_TURN):
+            if self._next is None:
+                if not self._unread:
+                    return
+                self._next = _parsed(self._unread.popleft())
+            entries = entries_of(self._next)
+            if taken and taken + entries > ENTRIES_A_TURN:
+                return
+            frame, self._next = self._next, None
+            if not self.welcomed.done():
+                self.welcomed.set_result(frame.welcome)
+                continue
+            taken += entries
             self._piece = self._link.take(self, frame)
-        else:
-            self.welcomed.set_result(frame.welcome)
+            if self._piece is not None:
+                return
 
     def _refuse(self, error: BatonError) -> None:
         log.warning("link to worker %s closed: %s", self._hello.worker_id, error)
         self.malformed = True
-        self._unread.clear()
-        self._piece = None
+        self._drop_unread()
         if not self.welcomed.done():
             self.welcomed.set_exception(PeerLostError(f"no welcome came, but {error}"))
         self.abort()
+
+    def _drop_unread(self) -> None:
+        self._unread.clear()
+        self._next = self._piece = None
+
+
+def entries_of(frame: link_pb2.WorkerFrame) -> int:
+    """What a frame costs its reader."""
+    about_tokens = len(frame.tokens.handle) + len(frame.extras) + len(frame.ends)
+    return about_tokens + len(frame.cancelled) + len(frame.states)
+
+
+def _parsed(message: bytes) -> link_pb2.WorkerFrame:
+    try:
+        return link_pb2.WorkerFrame.FromString(message)
+    except DecodeError as error:
+        raise InvalidRequestError(f"not a frame: {error}", field="frame") from None

@@ -6,18 +6,26 @@ import itertools
 import secrets
 import ssl
 
+from cluster.faults.points import NO_FAULTS, Faults, Point
 from cluster.security.tls import Peers
 
 
 class RouterIdentity:
     """One per process start: handles and serials of links belong to its incarnation."""
 
-    def __init__(self, router_id: str):
+    def __init__(self, router_id: str, faults: Faults = NO_FAULTS):
         self.router_id = router_id
+        self.at_credit = faults.point(Point.LINK_CREDIT)
+        self.at_attach = faults.point(Point.LINK_ATTACH)
         self.incarnation = secrets.randbits(64) or 1
         self._serials = itertools.count(1)
         self.handle_after = 1  # the number of the next handle
+        self.unread = 0
         self._tls: tuple[int, ssl.SSLContext | None] = (-1, None)
+
+    def not_read(self) -> None:
+        """Count an entry of an attempt that is not read any more."""
+        self.unread += 1
 
     def next_serial(self) -> int:
         return next(self._serials)

@@ -16,29 +16,24 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 
-from cluster.addresses import split
 from cluster.errors import BatonError, InternalError, PeerLostError
+from cluster.faults.points import Act
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import (
-    LINK_LOST_SECONDS,
-    LINK_VERSION,
-    MIN_LINK_VERSION,
-    MOVE_SECONDS,
-    RETRY_SECONDS,
-)
-from cluster.security.tls import WORKER_NAME, Peers
+from cluster.protocol.link import MOVE_SECONDS
+from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
-from router.link.connection import ENTRIES_A_TURN, Connection
+from router.link.connection import ENTRIES_A_TURN, Connection, entries_of
 from router.link.handle import LinkHandle, Reader
 from router.link.identity import RouterIdentity
+from router.link.opener import CONNECT_SECONDS, Opener
 from router.link.outgoing import Outgoing, attach_frames
 from wire import common_pb2, link_pb2
 
 log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
 MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within them is lost
-SHORT_SECONDS = 1.0  # a link that lives no longer is opened again more slowly each time
-CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
+STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
+MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
 
 
 class LinkState(Enum):
@@ -65,6 +60,21 @@ TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
 }
 
 
+def _note_taken_in(handle: LinkHandle) -> None:
+    handle.asked_taken_in = handle.reader.taken_in
+
+
+def _add_attach(handle: LinkHandle, attaches: list[link_pb2.LinkAttach]) -> None:
+    _note_taken_in(handle)
+    attach = link_pb2.LinkAttach(
+        transfer_id=handle.reader.transfer_id,
+        handle=handle.number,
+        next=handle.reader.positions(),
+        limit=handle.reader.limits(),
+    )
+    attaches.append(attach)
+
+
 class WorkerLink:
     """The link to one life of a worker. `open` an attempt's handle at any time: it attaches once the link is up."""
 
@@ -81,7 +91,7 @@ class WorkerLink:
         self.worker = worker
         self.incarnation = identity.incarnation
         self._identity = identity
-        self._peers = peers
+        self._opener = Opener(worker, identity, peers)
         self._on_lost, self._on_answered = lost, answered
         self._loop = asyncio.get_running_loop()
         self._machine = StateMachine(LinkState.CONNECTING, TRANSITIONS, f"link to {worker.name}")
@@ -95,7 +105,6 @@ class WorkerLink:
         self._moving: asyncio.Task[None] | None = None
         self._malformed_at = -math.inf  # when its worker broke the protocol last
         self._task = self._loop.create_task(self._run())
-        self.unknown = 0  # entries for handles that are not read any more
         self.is_lost = False  # until the worker welcomes this router again
 
     @property
@@ -113,6 +122,11 @@ class WorkerLink:
             return 0.0
         return self._loop.time() - min(self._heard, self._connection.blocked_since)
 
+    @property
+    def certificates(self) -> int | None:
+        """The version of the files that opened the connection; None while there is none."""
+        return self._connection.certificates if self._connection is not None else None
+
     # --- handles -----------------------------------------------------------------------------------------
 
     def open(self, reader: Reader) -> LinkHandle:
@@ -123,6 +137,9 @@ class WorkerLink:
 
     def credit(self, number: int, choice: int, limit: int) -> None:
         if number in self._handles:
+            fault = self._identity.at_credit(self.worker.worker_id)
+            if fault is not None and fault.act is Act.DROP:
+                return
             self._outgoing.credit(number, choice, limit)
             self._flush_soon()
 
@@ -153,12 +170,16 @@ class WorkerLink:
         if self._connection is None:
             return
         now = self._loop.time()
-        for handle in self._handles.values():
+        for handle in list(self._handles.values()):
             if now - handle.heard > silent_seconds:
                 handle.heard = now  # asked again after as long
-                handle.asked_taken_in = handle.reader.taken_in
                 self._outgoing.status(handle.number)
+                self._guarded(handle, partial(_note_taken_in, handle))
         self._flush_soon()
+
+    def forgive(self, seconds: float) -> None:
+        """This process was late by so much: what the worker sent meanwhile may lie unread."""
+        self._heard = min(self._loop.time(), self._heard + seconds)
 
     def restart_clocks(self) -> None:
         """This process was stopped: what the worker sent meanwhile lies unread."""
@@ -196,86 +217,25 @@ class WorkerLink:
     # --- opening -------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        was_up = False
-        short = 0  # links in a row
+        was_up, flaps = False, 0
         while True:
             try:
-                connection = await self._open(LINK_LOST_SECONDS if was_up else CONNECT_SECONDS, short)
+                connection = await self._opener.open(self, was_up, max(0, flaps - 1))
             except BatonError as error:
                 if self._machine.may(LinkState.LOST):
                     self._machine.to(LinkState.LOST)
                 self._fail_all(error)
             else:
-                was_up = True
-                began = self._loop.time()
+                was_up, up_at = True, self._loop.time()
                 self._attach(connection)
                 await self._ended.wait()
                 self._ended.clear()
-                short = short + 1 if self._loop.time() - began < SHORT_SECONDS else 0
+                flaps = flaps + 1 if self._loop.time() - up_at < STEADY_SECONDS else 0
             if self.state is LinkState.LOST:
                 was_up, self.is_lost = False, True
                 self._on_lost()
                 await self._pause()
             self._machine.to(LinkState.CONNECTING)
-
-    async def _open(self, seconds: float, attempt: int) -> Connection:
-        """A welcomed connection. Raises PeerLostError: refused, another life, or no Welcome within `seconds`."""
-        deadline = self._loop.time() + seconds
-        while True:
-            await asyncio.sleep(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)])
-            attempt += 1
-            try:
-                async with asyncio.timeout_at(deadline):
-                    return await self._greet()
-            except ConnectionRefusedError as error:
-                raise PeerLostError(f"{self.worker.worker_id} refuses connections: {error}") from None
-            except (ValueError, OverflowError) as error:  # of its registration
-                address = self.worker.link_address
-                raise PeerLostError(f"{self.worker.worker_id}: link address {address!r}: {error}") from None
-            except (OSError, TimeoutError) as error:
-                if self._loop.time() + RETRY_SECONDS[-1] >= deadline:
-                    raise PeerLostError(
-                        f"no link to {self.worker.worker_id} within {seconds} s: {str(error) or 'no answer'}"
-                    ) from None
-
-    async def _greet(self) -> Connection:
-        """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
-        worker = self.worker
-        hello = link_pb2.LinkHello(
-            min_version=MIN_LINK_VERSION,
-            max_version=LINK_VERSION,
-            router_id=self._identity.router_id,
-            incarnation=self.incarnation,
-            serial=self._identity.next_serial(),
-            worker_id=worker.worker_id,
-            epoch=worker.epoch,
-        )
-        connection = Connection(self, hello)
-        host, port = split(worker.link_address)
-        context = self._identity.tls_context(self._peers)
-        try:
-            await self._loop.create_connection(
-                lambda: connection,
-                host,
-                port,
-                ssl=context,
-                server_hostname=WORKER_NAME if context is not None else None,
-            )
-            welcome = await connection.welcomed
-        except BaseException:
-            connection.abort()
-            raise
-        if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
-            connection.abort()
-            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id[:64]!r} in another life")
-        if not MIN_LINK_VERSION <= welcome.version <= LINK_VERSION:
-            connection.abort()
-            raise PeerLostError(
-                f"{worker.worker_id} speaks no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
-            )
-        if connection.is_lost:
-            raise ConnectionResetError("closed after the welcome")
-        return connection
 
     def _attach(self, connection: Connection) -> None:
         """From now on this connection is the link. What the list does not name, the worker cancels."""
@@ -284,18 +244,10 @@ class WorkerLink:
             self._machine.to(LinkState.GREETED)
             self._machine.to(LinkState.ATTACHING)
         self._outgoing.clear()
-        reads = [handle for handle in self._handles.values() if handle.cancelled is None]
-        for handle in reads:
-            handle.asked_taken_in = handle.reader.taken_in
-        attaches = (
-            link_pb2.LinkAttach(
-                transfer_id=handle.reader.transfer_id,
-                handle=handle.number,
-                next=handle.reader.positions(),
-                limit=handle.reader.limits(),
-            )
-            for handle in reads
-        )
+        attaches: list[link_pb2.LinkAttach] = []
+        for handle in list(self._handles.values()):
+            if handle.cancelled is None:
+                self._guarded(handle, partial(_add_attach, handle, attaches))
         for frame in attach_frames(attaches, self._identity.handle_after):
             connection.write(frame)
         self._connection = connection
@@ -303,23 +255,27 @@ class WorkerLink:
         self._machine.to(LinkState.UP)
         self.is_lost = False
         self._on_answered()
+        fault = self._identity.at_attach(self.worker.worker_id)
+        if fault is not None and fault.act is Act.RESET:
+            connection.abort()
 
     async def _move(self) -> None:
+        """To a new connection. The older one serves until then, for MOVE_SECONDS at most."""
         older = self._connection
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                connection = await self._greet()
-        except (OSError, TimeoutError, BatonError) as error:
-            log.warning("link to %s does not move, the older connection stays: %s", self.worker.name, error)
-            if self.state is LinkState.MOVING:
-                self._machine.to(LinkState.UP)
-            return
-        if self.state is not LinkState.MOVING or self._connection is not older:
-            connection.abort()  # it broke meanwhile
-            return
-        self._attach(connection)
-        if older is not None:
-            self._loop.call_later(MOVE_SECONDS, older.abort)
+        assert older is not None, "the link is up"
+        self._loop.call_later(MOVE_SECONDS, older.abort)
+        while self._connection is older:
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    connection = await self._opener.greet(self)
+            except (OSError, TimeoutError, BatonError) as error:
+                log.warning("link to %s does not move yet: %s", self.worker.name, error)
+                await asyncio.sleep(MOVE_PAUSE_SECONDS)
+                continue
+            if self._connection is older:
+                self._attach(connection)
+            else:
+                connection.abort()  # the older one broke meanwhile
 
     async def _pause(self) -> None:
         """Between attempts at a lost worker: shorter if a request was placed on it, for want of another."""
@@ -366,14 +322,13 @@ class WorkerLink:
             self._notice(connection, frame.notice)
         if frame.HasField("beat") or frame.tokens.handle or frame.extras or frame.ends:
             self._heard = connection.heard
-        entries = len(frame.tokens.handle) + len(frame.extras) + len(frame.ends)
-        if entries + len(frame.cancelled) + len(frame.states) <= ENTRIES_A_TURN:
-            for _ in self._entries(frame):
+        if entries_of(frame) <= ENTRIES_A_TURN:
+            for _ in self._entries(connection, frame):
                 pass
             return None
-        return self._entries(frame)
+        return self._entries(connection, frame)
 
-    def _entries(self, frame: link_pb2.WorkerFrame) -> Iterator[None]:
+    def _entries(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None]:
         """Answers; tokens, then those with more than an id, then ends: in this order they are complete. A step:
         ENTRIES_A_TURN."""
         handles, now, count = self._handles, self._heard, 0
@@ -385,7 +340,10 @@ class WorkerLink:
             if not count % ENTRIES_A_TURN:
                 yield
         for state in frame.states:
-            self._state(state)
+            if (
+                connection is self._connection
+            ):  # an older one's answers are of before the handles attached here
+                self._state(state)
             count += 1
             if not count % ENTRIES_A_TURN:
                 yield
@@ -411,7 +369,7 @@ class WorkerLink:
             self._outgoing.close(end.handle)
             self._flush_soon()
             if handle is None:
-                self.unknown += 1
+                self._identity.not_read()
                 continue
             if handle.cancelled is not None and not handle.cancelled.done():
                 handle.cancelled.set_result(None)
@@ -422,13 +380,19 @@ class WorkerLink:
     ) -> None:
         handle = handles.get(number)
         if handle is None:
-            self.unknown += 1
+            self._not_read(number)
             return
         handle.heard = now
         try:
             handle.reader.token(token)
         except Exception as error:
             self._failed(handle, error)
+
+    def _not_read(self, number: int) -> None:
+        """A token of an attempt that was given up without an answer of its worker: Close cancels it there."""
+        self._identity.not_read()
+        self._outgoing.close(number)
+        self._flush_soon()
 
     def _guarded(self, handle: LinkHandle, call: Callable[[], object]) -> None:
         """What one attempt raises ends that attempt: the others of the frame are dispatched."""
@@ -440,7 +404,10 @@ class WorkerLink:
     def _failed(self, handle: LinkHandle, error: Exception) -> None:
         log.error("attempt %s failed", handle.reader.transfer_id.hex(), exc_info=error)
         self._handles.pop(handle.number, None)
-        handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
+        try:
+            handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
+        except Exception:
+            log.exception("attempt %s failed once more", handle.reader.transfer_id.hex())
 
     def _state(self, state: link_pb2.HandleState) -> None:
         handle = self._handles.get(state.handle)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 
 from cluster.errors import PeerLostError
+from cluster.faults.points import NO_FAULTS, Faults
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import STATUS_SECONDS, common_version
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
@@ -30,11 +31,10 @@ def no_message(seconds: float) -> PeerLostError:
 
 
 class Links:
-    def __init__(self, router_id: str, peers: Peers | None = None):
+    def __init__(self, router_id: str, peers: Peers | None = None, faults: Faults = NO_FAULTS):
         """`peers` opens them; default: plain text."""
-        self._identity = RouterIdentity(router_id)
+        self._identity = RouterIdentity(router_id, faults)
         self._peers = peers or Peers()
-        self._certificates = self._peers.version
         self._links: dict[str, WorkerLink] = {}  # by worker_id@epoch
         self._lost: Backoff[str] = Backoff(time.monotonic)
         self._timer: asyncio.TimerHandle | None = None
@@ -56,9 +56,9 @@ class Links:
             task = asyncio.get_running_loop().create_task(self._links.pop(name).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        if self._peers.version != self._certificates:
-            self._certificates = self._peers.version
-            for link in self._links.values():
+        version = self._peers.version
+        for link in self._links.values():
+            if link.certificates != version:
                 link.move()
 
     def not_reached(self, name: str) -> None:
@@ -82,6 +82,10 @@ class Links:
     def up(self) -> int:
         """Links that are up. Any thread."""
         return sum(link.state is LinkState.UP for link in list(self._links.values()))
+
+    def unread(self) -> int:
+        """Tokens and ends of attempts that are not read any more. Any thread."""
+        return self._identity.unread
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -114,7 +118,8 @@ class Links:
 
     def _tick(self) -> None:
         now = asyncio.get_running_loop().time()
-        stopped = now - self._due > STOPPED_SECONDS
+        late = now - self._due
+        stopped = late > STOPPED_SECONDS
         beats, asks = now >= self._beat_at, now >= self._status_at
         if beats:
             self._beat_at = now + BEAT_SECONDS
@@ -123,6 +128,8 @@ class Links:
         for link in list(self._links.values()):
             if stopped:
                 link.restart_clocks()
+            elif late > TICK_SECONDS:
+                link.forgive(late)
             elif link.silent_seconds > LOST_SECONDS:
                 link.give_up(no_message(LOST_SECONDS))
             if beats:

@@ -16,7 +16,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._credit: dict[tuple[int, int], int] = {}  # by handle and choice: the highest counts
         self._cancel: list[int] = []
-        self._close: list[int] = []
+        self._close: dict[int, None] = {}
         self._status: list[int] = []
         self._beat = False
 
@@ -28,7 +28,7 @@ class Outgoing:
 
     def close(self, handle: int) -> None:
         if len(self._close) < MAX_CLOSES:
-            self._close.append(handle)
+            self._close[handle] = None
 
     def status(self, handle: int) -> None:
         self._status.append(handle)
@@ -46,15 +46,16 @@ class Outgoing:
             frame = link_pb2.RouterFrame(beat=self._beat)
             self._beat = False
             left = ENTRIES_A_FRAME
-            for field, waiting in (
-                (frame.cancel, self._cancel),
-                (frame.close, self._close),
-                (frame.status, self._status),
-            ):
+            for field, waiting in ((frame.cancel, self._cancel), (frame.status, self._status)):
                 field.extend(waiting[:left])
                 taken = len(field)
                 del waiting[:taken]
                 left -= taken
+            closed = list(self._close)[:left]
+            frame.close.extend(closed)
+            for handle in closed:
+                del self._close[handle]
+            left -= len(closed)
             for handle, choice in list(self._credit)[:left]:
                 limit = self._credit.pop((handle, choice))
                 frame.credit.add(handle=handle, choice=choice, limit=limit)

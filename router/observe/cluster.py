@@ -42,6 +42,7 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
         declared.WORKERS.read(lambda: _workers(services)),
         declared.WORKERS_DRAINING.read(lambda: _draining(services)),
         declared.WORKERS_SUSPECT.read(services.links.silent),
+        declared.LINK_UNREAD.read(services.links.unread),
         declared.MEMBERSHIP_AGE.read(lambda: time.monotonic() - members.refreshed),
         declared.REQUESTS_LIMIT.read(lambda: limit),
         declared.PLACEMENTS.read(lambda: placement.decided),

@@ -25,9 +25,9 @@ from tests.chaos.evidence import judged_again
 from tests.chaos.faults import FaultInjector
 from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
-from tests.chaos.rows import MATRIX, draw_fault, usual
+from tests.chaos.rows import LINK_POINTS, MATRIX, ROWS, NewAttempts, draw_fault, expanded, usual
 from tests.chaos.workload import Workload
-from tests.harness.bounds import PLACEMENT_BACK_SECONDS
+from tests.harness.bounds import PLACEMENT_BACK_SECONDS, REDISPATCH_SECONDS
 from tests.harness.checkpoints import make_checkpoint
 
 OUT = Path("out/chaos")
@@ -40,7 +40,7 @@ console = Console(width=170, highlight=False)
 def main(
     faults: Annotated[int, typer.Option(help="Faults in all, with those of earlier runs of this seed.")] = 50,
     seed: Annotated[str, typer.Option(help="Names the schedule.")] = "1",
-    kinds: Annotated[str, typer.Option(help="Only these rows, comma separated.")] = "",
+    kinds: Annotated[str, typer.Option(help="Only these rows, comma separated; links: those of links.")] = "",
     baton_clients: Annotated[int, typer.Option()] = 5,
     openai_clients: Annotated[int, typer.Option()] = 2,
     tensor_parallel: Annotated[
@@ -48,7 +48,7 @@ def main(
     ] = 1,
     out: Annotated[Path, typer.Option(help="Directory of results and logs.")] = OUT,
 ) -> None:
-    names = [name.strip() for name in kinds.split(",") if name.strip()] or usual(tensor_parallel)
+    names = expanded([name.strip() for name in kinds.split(",") if name.strip()]) or usual(tensor_parallel)
     results_file = out / "results.jsonl"
     done = read(results_file, seed)
     if done:
@@ -134,6 +134,7 @@ def line(result: Result, faults: int) -> str:
         f"{result.number + 1}/{faults} {result.fault}{_where(result)}{held}: {result.in_flight} in flight, "
         f"{result.hit} hit, "
         + (f"re-dispatched after {result.redispatch:.2f} s, " if result.redispatch else "")
+        + (f"{result.lost_attempts} lost, {result.lost_after:.2f} s, " if result.lost_attempts else "")
         + f"recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, reclaimed after "
         f"{result.quiet:.1f} s, "
         + (f"placement back {result.placement_back:.2f} s after Redis, " if result.placement_back else "")
@@ -165,14 +166,28 @@ def verdict(results: list[Result]) -> list[str]:
         back = percentile([one.placement_back for one in mine], 0.99)
         if back > PLACEMENT_BACK_SECONDS:
             problems.append(f"{name}: placement back p99 {back:.2f} s after Redis")
+    problems += [problem for one in results if (problem := wrong_attempts(one))]
     return problems + (too_few(results) if len(results) >= LONG_RUN else [])
+
+
+def wrong_attempts(result: Result, seconds: float = REDISPATCH_SECONDS) -> str:
+    """What a fault of a link cost that it must not; lost attempts are dispatched again within `seconds`."""
+    allowed = ROWS[result.fault].new_attempts if result.fault in ROWS else None
+    if allowed is None or not result.lost_attempts:
+        return ""
+    if allowed is NewAttempts.SOON and result.lost_after <= seconds:
+        return ""
+    return f"{result.fault} (number {result.number}): {result.lost_attempts} attempts lost, {result.lost_after:.2f} s"
 
 
 def too_few(results: list[Result]) -> list[str]:
     """What a long run should have met more often."""
     rows = row_hits(results)
     points = {point: counts.total() for point, counts in point_hits(results).items()}
-    expected = {**{name: rows[name] for name in MATRIX}, **{one.value: points[one.value] for one in Point}}
+    expected = {
+        **{name: rows[name] for name in MATRIX},
+        **{one.value: points[one.value] for one in Point if one not in LINK_POINTS},
+    }
     return [f"{name}: hit {count} times only" for name, count in expected.items() if count < LEAST_HITS]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.chaos.evidence import keep
 from tests.chaos.faults import FaultInjector, InjectedFault
 from tests.chaos.invariants import leaks
-from tests.chaos.redispatch import redispatch_seconds
+from tests.chaos.redispatch import lost_attempts, redispatch_seconds
 from tests.chaos.results import Result
 from tests.chaos.rows import Fault
 from tests.chaos.streams import Stream
@@ -122,6 +122,7 @@ class Campaign:
         for stream in streams:
             missing, surplus = _miscounted(stream)
             lost, doubled = lost + missing, doubled + surplus
+        lost_then = self._lost_attempts(injected.began, until, baton)
         verdicts = [stream.verdict for stream in streams if stream.verdict is not None]
         return Result(
             seed=self._seed,
@@ -147,7 +148,15 @@ class Campaign:
             placement_back=seconds[2],
             leaks=leaks,
             redispatch=self._redispatch(injected.began, baton),
+            lost_attempts=sum(map(len, lost_then.values())),
+            lost_after=max((times[0] for times in lost_then.values()), default=0.0),
         )
+
+    def _lost_attempts(self, began: float, until: float, streams: Iterable[Stream]) -> dict[str, list[float]]:
+        """Of requests that ran at the fault."""
+        running = {stream.request_id for stream in streams if stream.started < began < stream.ended}
+        wall = time.time() - asyncio.get_running_loop().time()
+        return lost_attempts(self._target.logs, began + wall, until + wall, running)
 
     def _redispatch(self, began: float, streams: Iterable[Stream]) -> float:
         running = {stream.request_id for stream in streams if stream.started < began}

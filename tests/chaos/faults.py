@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,13 @@ class FaultInjector:
         """Returns after the blow; of a stop or a cut, after its end. None: no request was where it should have hit,
         and nothing was done."""
         await asyncio.sleep(fault.delay_seconds)
-        acts = {"cancel": self._cancel, "crowd": self._crowd, "cut": self._cut, "nothing": self._nothing}
+        acts = {
+            "attach": self._attach,
+            "cancel": self._cancel,
+            "crowd": self._crowd,
+            "cut": self._cut_links if fault.row.role == "link" else self._cut,
+            "nothing": self._nothing,
+        }
         act = acts.get(fault.row.act) or (self._signal if fault.point == ANY_MOMENT else self._order)
         deadline = asyncio.get_running_loop().time() + IN_FLIGHT_SECONDS
         while not self._workload.live:
@@ -146,12 +152,47 @@ class FaultInjector:
         source, worker = pair
         began, in_flight = loop.time(), len(self._workload.live)
         hit = sum(worker["id"] in stream.workers for stream in self._workload.live)
-        cut = self._network.cut([source], [worker["address"]], fault.way)
+        links = self._target.link_addresses()
+        cut = self._network.cut([source], [worker["address"], links[worker["id"]]], fault.way)
         try:
             await asyncio.sleep(fault.hold_seconds)
         finally:
             self._network.heal()
         return InjectedFault(began, (), (), in_flight, hit, fault.hold_seconds) if cut else None
+
+    async def _cut_links(self, fault: Fault, deadline: float) -> InjectedFault | None:
+        """All links of one decode worker that serves requests in flight; its calls are not cut."""
+        loop = asyncio.get_running_loop()
+        while not (busy := self._decoding()):
+            if loop.time() > deadline:
+                return None
+            await asyncio.sleep(0.005)
+        worker = fault.rng.choice(sorted(busy))
+        address = self._target.link_addresses()[worker]
+        began, in_flight = loop.time(), len(self._workload.live)
+        hit = sum(worker in stream.workers for stream in self._workload.live)
+        cut = self._network.cut([], [address], fault.way)
+        try:
+            await asyncio.sleep(fault.hold_seconds)
+        finally:
+            self._network.heal()
+        return InjectedFault(began, (), (), in_flight, hit, fault.hold_seconds) if cut else None
+
+    def _decoding(self) -> set[str]:
+        """Decode workers with streams that have had a token."""
+        decode = {one["id"] for one in self._target.state()["decode"]}
+        return decode & {w for stream in self._workload.live if stream.tokens for w in stream.workers}
+
+    async def _attach(self, fault: Fault, deadline: float) -> InjectedFault | None:
+        """A link is reset, and once more when it has attached its handles."""
+        name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
+        give_orders(self._orders, [orders.Order(name, fault.point, "reset")])
+        try:
+            injected = await self._cut_links(replace(fault, way="reset", hold_seconds=0.01), deadline)
+            done = await self._carried_out(name, deadline) if injected is not None else None
+        finally:
+            give_orders(self._orders, [])
+        return injected if done is not None else None
 
     def _pair(self, fault: Fault) -> tuple[int, dict[str, Any]] | None:
         """A process, and a worker that it talks to for a request in flight."""

@@ -37,6 +37,8 @@ class Result:
     redispatch: float = (
         0.0  # of requests that ran at the fault: until silent attempts were given up; 0 if none was silent
     )
+    lost_attempts: int = 0  # of these requests, given up by routers in the window of the fault
+    lost_after: float = 0.0  # until the last request's first one was
 
 
 def append(path: Path, result: Result) -> None:

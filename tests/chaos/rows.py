@@ -6,9 +6,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from cluster.faults.points import Point
 from tests.harness.bounds import KILL_SECONDS, STOP_SECONDS
+
+
+class NewAttempts(Enum):
+    """What a fault of a link may cost the requests that run."""
+
+    NONE = "none"
+    SOON = "within REDISPATCH_SECONDS"
+    OF_DEAD = "of attempts that their worker has ended"
+
 
 ANY_MOMENT = ""  # a signal, whatever the victim is doing
 
@@ -46,6 +56,7 @@ OFTEN = {
     Point.LANDING_SCATTERED.value: 12,
     Point.SENDER_GRANTED.value: 12,
     Point.SENDER_WRITTEN.value: 12,
+    Point.LINK_FRAME.value: 200,
 }
 SOMETIMES = 3
 # The bytes themselves are a message over gRPC only, and here NIXL moves them.
@@ -67,8 +78,8 @@ class Row:
     `bound_seconds`: the longest silence a Baton client may see; None: none is promised.
     """
 
-    role: str  # router, prefill, decode, redis, client, pair
-    act: str  # kill, stop, cancel, cut, crowd, nothing, or an Act of the fault points
+    role: str  # router, prefill, decode, redis, client, pair, link
+    act: str  # kill, stop, cancel, cut, attach, crowd, nothing, or an Act of the fault points
     matrix: str = ""
     points: tuple[str, ...] = (ANY_MOMENT,)
     choose: tuple[str, ...] = ()
@@ -76,11 +87,50 @@ class Row:
     bound_seconds: float | None = KILL_SECONDS
     cards: int = 1  # per point and round; 0: drawn only if requested by name
     rank: bool = False  # the victim is a further rank of a tensor-parallel worker, not its leader
+    hold_seconds: float = 0.0  # of a stop or a cut; 0: drawn
+    way: str = ""  # of a cut; "": drawn
+    new_attempts: NewAttempts | None = None  # None: not judged
 
 
 def _messages(*kinds: str) -> tuple[str, ...]:
     return tuple(f"message.{kind}" for kind in kinds)
 
+
+def _cut(way: str, seconds: float, bound: float, new: NewAttempts) -> Row:
+    """All links of one decode worker, which serves requests in flight."""
+    return Row("link", "cut", bound_seconds=bound, cards=0, hold_seconds=seconds, way=way, new_attempts=new)
+
+
+def _at_link(role: str, act: str, point: Point) -> Row:
+    return Row(role, act, points=_names(point), cards=0, new_attempts=NewAttempts.NONE)
+
+
+# `--kinds links`: a deck of their own, so that the usual one keeps its 30 rounds in 1,000 faults.
+_LINKS: dict[str, Row] = {
+    "link reset 0.2 s": _cut("reset", 0.2, KILL_SECONDS, NewAttempts.NONE),
+    "link reset 0.5 s": _cut("reset", 0.5, KILL_SECONDS, NewAttempts.NONE),
+    "link reset 1 s": _cut("reset", 1.0, KILL_SECONDS, NewAttempts.SOON),
+    "link reset 3 s": _cut("reset", 3.0, KILL_SECONDS, NewAttempts.SOON),
+    **{
+        f"link silent {shown} {seconds:.0f} s": _cut(way, seconds, seconds + KILL_SECONDS, NewAttempts.NONE)
+        for way, shown in (("both", "both ways"), ("from", "from the worker"), ("to", "to the worker"))
+        for seconds in (1.0, 3.0)
+    },
+    "link reset behind a frame": _at_link("decode", "reset", Point.LINK_FRAME),
+    "link reset in a frame": _at_link("decode", "half", Point.LINK_FRAME),
+    "kill decode at a frame": Row("decode", "kill", points=_names(Point.LINK_FRAME), cards=0),
+    "credit lost": _at_link("router", "drop", Point.LINK_CREDIT),
+    "attach lost": _at_link("link", "attach", Point.LINK_ATTACH),
+    "stop router 10 s": Row(
+        "router",
+        "stop",
+        bound_seconds=STOP_SECONDS,
+        cards=0,
+        hold_seconds=10.0,
+        new_attempts=NewAttempts.OF_DEAD,
+    ),
+}
+LINK_POINTS = (Point.LINK_FRAME, Point.LINK_CREDIT, Point.LINK_ATTACH)
 
 ROWS: dict[str, Row] = {
     "kill prefill": Row("prefill", "kill", P_BEFORE, _names(*P_POINTS)),
@@ -131,6 +181,7 @@ ROWS: dict[str, Row] = {
     "cut prefill–decode": Row("prefill>decode", "cut", NETWORK, bound_seconds=STOP_SECONDS),
     "cut router–prefill": Row("router>prefill", "cut", NETWORK, bound_seconds=STOP_SECONDS),
     "cut router–decode": Row("router>decode", "cut", NETWORK, bound_seconds=STOP_SECONDS),
+    **_LINKS,
     # What the machine alone does to a stream: the other rows' recoveries hold this much of it. Not in the deck.
     "nothing": Row("client", "nothing", bound_seconds=None, cards=0),
 }
@@ -154,6 +205,11 @@ def usual(tensor_parallel: int) -> list[str]:
     return [name for name, row in ROWS.items() if row.cards and (tensor_parallel > 1 or not row.rank)]
 
 
+def expanded(names: Sequence[str]) -> list[str]:
+    """`links` stands for all rows of links."""
+    return [row for name in names for row in (_LINKS if name == "links" else (name,))]
+
+
 def deck(names: Sequence[str]) -> list[tuple[str, str]]:
     """(row, point) cards of one round."""
     return [
@@ -173,5 +229,8 @@ def draw_fault(seed: str, number: int, names: Sequence[str]) -> Fault:
     hold = rng.choice((rng.uniform(0.2, 1.5), rng.uniform(2.2, 4.0), rng.uniform(6.0, 9.0)))
     if row.act == "delay":
         hold = rng.choice((rng.uniform(0.01, 0.2), rng.uniform(0.2, 2.0)))
-    way = rng.choice(("both", "to", "from")) if row.act == "cut" else ""
+    way = row.way or (rng.choice(("both", "to", "from")) if row.act == "cut" else "")
+    hold = row.hold_seconds or hold
+    if row.act == "attach":
+        at = 1
     return Fault(number, name, row, point, at, rng.uniform(0.0, 0.4), hold, way, rng)

@@ -60,6 +60,14 @@ class Target:
     def workers(self, state: dict[str, Any], role: str) -> set[str]:
         return {one["id"] for one in state[role]}
 
+    def link_addresses(self) -> dict[str, str]:
+        """By worker, as registered."""
+        found = redis.Redis.from_url(self.redis_url, socket_timeout=2.0, decode_responses=True)
+        with contextlib.closing(found) as client:
+            (members,) = client.keys("{*}:members")
+            registered = client.hgetall(members)
+        return {str(name): json.loads(facts)["link_address"] for name, facts in registered.items()}
+
     async def views(self) -> list[dict[str, Any]]:
         """Every router's /v1/cluster. Raises httpx.HTTPError."""
         async with httpx.AsyncClient(timeout=3.0) as client:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 KILL_SECONDS = 1.5  # a killed process: the longest silence that a Baton client sees
 STOP_SECONDS = 6.5  # a stopped process, or a partition
+REDISPATCH_SECONDS = 1.2  # from the reset of a link that stays cut until its attempts are dispatched again
 PLACEMENT_BACK_SECONDS = 2.0  # after Redis answers again
 RECLAIM_SECONDS = 2.0  # from a cancel until nothing is held
 ROUTER_GONE_SECONDS = 3.0  # from a router's death until nothing is held for its requests

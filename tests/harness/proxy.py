@@ -1,11 +1,12 @@
-"""A TCP proxy that can cut connections without closing them: what is sent stays in buffers, as behind a partition.
+"""A TCP proxy that can cut connections without closing them (what is sent stays in buffers, as behind a partition), or
+reset them.
 
 Two uses. With a fixed target it stands before one server. Without one it is an HTTP CONNECT proxy: gRPC takes its
-address from `grpc_proxy` in the environment, so every connection of a cluster's processes passes through here, and
-the process that opened it is read off the kernel's tables. A process of its own; commands are JSON lines on its standard
-input:
+address from `grpc_proxy` in the environment, links come here by `cluster_site/sitecustomize.py`, so every
+connection of a cluster's processes passes through here, and the process that opened it is read off the kernel's tables. A
+process of its own; commands are JSON lines on its standard input:
 
-    {"op": "cut", "sources": [pids], "targets": ["127.0.0.1:4711"], "way": "both" | "to" | "from"}   [] = any
+    {"op": "cut", "sources": [pids], "targets": ["127.0.0.1:4711"], "way": "both" | "to" | "from" | "reset"}   [] = any
     {"op": "heal"}
 
 It answers each with a line: how many connections are cut now. Connections that open during a cut are cut, too.
@@ -18,6 +19,8 @@ import contextlib
 import json
 import os
 import re
+import socket
+import struct
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,13 +32,15 @@ _CONNECT = re.compile(rb"CONNECT ([^ ]+) HTTP/1\.1\r\n")
 _ESTABLISHED_REPLY = b"HTTP/1.1 200 Connection established\r\n\r\n"
 CONNECT_SECONDS = 5.0
 MAX_HEAD_BYTES = 8192
+RESET = "reset"
+_NO_LINGER = struct.pack("ii", 1, 0)  # closing sends a reset
 
 
 @dataclass(frozen=True)
 class Cut:
     sources: frozenset[int]
     targets: frozenset[str]
-    way: str  # from the side that opened the connection: "to" the target, "from" it, or "both"
+    way: str  # from the side that opened the connection: "to" the target, "from" it, "both"; or RESET
 
 
 @dataclass(eq=False)
@@ -52,6 +57,14 @@ class Connection:
         """`way` is cut: "" none."""
         self.client.cut(way in ("to", "both"))
         self.server.cut(way in ("from", "both"))
+
+    def reset(self) -> None:
+        for half in (self.client, self.server):
+            if half.transport is not None:
+                half.transport.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER
+                )
+                half.transport.abort()
 
     def close(self) -> None:
         for half in (self.client, self.server):
@@ -152,17 +165,21 @@ class Proxy:
         connection.client, connection.server = opener, Half(self)
         opener.connection = connection.server.connection = connection
         self._connections.add(connection)
-        connection.apply(self._way(connection))
+        way = self._way(connection)
+        if way == RESET:
+            self._reset(connection)
+            return
+        connection.apply(way)
         task = asyncio.get_running_loop().create_task(self._connect(connection, reply))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, connection: Connection, reply: bytes) -> None:
         """While a cut would keep the packets back, nothing is connected and nothing answered."""
-        while self._way(connection):
+        while self._way(connection) and connection in self._connections:
             await asyncio.sleep(0.02)
-            if connection not in self._connections:
-                return
+        if connection not in self._connections:
+            return
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -207,11 +224,18 @@ class Proxy:
 
     def _apply(self) -> int:
         count = 0
-        for connection in self._connections:
+        for connection in list(self._connections):
             way = self._way(connection)
-            connection.apply(way)
+            if way == RESET:
+                self._reset(connection)
+            else:
+                connection.apply(way)
             count += bool(way)
         return count
+
+    def _reset(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        connection.reset()
 
     def _way(self, connection: Connection) -> str:
         for cut in self._cuts:

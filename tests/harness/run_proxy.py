@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(__file__).resolve().parent / "cluster_site"
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,19 @@ class RunningProxy:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of processes whose gRPC connections are to pass through it, whatever proxies this machine uses itself."""
-        return {"grpc_proxy": f"http://{self.address}", "no_grpc_proxy": ""}
+        """Of processes whose connections are to pass through it: gRPC's, and links (`cluster_site`). Whatever
+        proxies this machine uses itself."""
+        path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
+        return {
+            "grpc_proxy": f"http://{self.address}",
+            "no_grpc_proxy": "",
+            "BATON_TEST_PROXY": self.address,
+            "PYTHONPATH": path,
+        }
 
     def cut(self, sources: Iterable[int] = (), targets: Iterable[str] = (), way: str = "both") -> int:
-        """Connections of these processes to these servers; returns how many there are now. Those that open later
-        are cut, too."""
+        """Connections of these processes to these servers; returns how many there are now. Those that open later are cut,
+        too. `way`: "both", "to" or "from" keep bytes back; "reset" ends connections, and each that is opened."""
         order = {"op": "cut", "sources": list(sources), "targets": list(targets), "way": way}
         return int(self._tell(order)["cut"])
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from cluster.errors import BatonError
+from cluster.faults.points import Act, FaultPoint
 from cluster.protocol.link import (
     AGE_SPREAD,
     ATTACH_SECONDS,
@@ -39,10 +40,12 @@ class Connection(asyncio.Protocol):
         gone: Callable[[Connection], None],
         accepted: socket.socket,
         context: ssl.SSLContext | None,
+        at_frame: FaultPoint,
     ):
         self._loop = asyncio.get_running_loop()
         self._session = make_session(self)
         self._gone = gone
+        self._at_frame = at_frame
         self._tls = context is not None
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
         self._blocked = False  # a frame is unwritten
@@ -92,7 +95,13 @@ class Connection(asyncio.Protocol):
     # --- worker.link.session.Wire --------------------------------------------------------------------------
 
     def write(self, frame: bytes) -> None:
-        self._transport.write(frame)
+        fault = self._at_frame(self._session.router_id)
+        if fault is None:
+            self._transport.write(frame)
+            return
+        self._transport.write(frame[: len(frame) // 2] if fault.act is Act.HALF else frame)
+        if fault.act in (Act.HALF, Act.RESET):
+            self._transport.abort()
 
     def schedule(self) -> None:
         if not self._scheduled and not self._blocked:

@@ -1,7 +1,7 @@
 """One attempt as a router reads it over its link.
 
 OPEN ⇄ DETACHED (1.5 s → cancelled)      with and without a link of its router
-OPEN → ENDED → FORGOTTEN                 the end was sent; on Close, or after the detach time
+OPEN → ENDED → FORGOTTEN                 the end was sent; on Close, or the detach time after its router's link broke
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Handle:
         self.transfer_id = transfer_id
         self.log = AttemptLog.of(spec, lambda: changed(self))
         self.machine = StateMachine(HandleState.DETACHED, TRANSITIONS, f"handle {self.number}")
-        self.timer: asyncio.TimerHandle | None = None  # while it is detached or ended
+        self.timer: asyncio.TimerHandle | None = None  # while its router has no link
         self.cancelling = False
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from cluster.addresses import join
 from cluster.errors import ConfigError
+from cluster.faults.points import NO_FAULTS, Faults, Point
 from cluster.process.descriptors import free_for_connections, raised
 from cluster.protocol.times import BEAT_SECONDS
 from cluster.security.tls import Peers
@@ -29,10 +30,11 @@ LOG_SECONDS = 10.0  # between two lines about a full port
 class LinkListener:
     """`bind`, then `start`. Routers reach it at `address`."""
 
-    def __init__(self, host: str, advertised_host: str, peers: Peers):
+    def __init__(self, host: str, advertised_host: str, peers: Peers, faults: Faults = NO_FAULTS):
         self._host = host
         self._advertised_host = advertised_host
         self._context = peers.link_listener()
+        self._at_frame = faults.point(Point.LINK_FRAME)
         self._socket: socket.socket | None = None
         self._connections: dict[Connection, None] = {}  # oldest first
         self._accepting: asyncio.Task[None] | None = None
@@ -81,7 +83,8 @@ class LinkListener:
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
             if len(self._connections) < self._most or self._make_room():
-                self._connections[Connection(session, self._forget, accepted, context)] = None
+                made = Connection(session, self._forget, accepted, context, self._at_frame)
+                self._connections[made] = None
             else:
                 accepted.close()
             if not accepts % ACCEPTS_A_TURN:

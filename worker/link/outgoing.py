@@ -17,6 +17,7 @@ MAX_REPLAY_ROWS = MAX_ROWS // 2  # of handles with several tokens due: fresh one
 BODY_BYTES = MAX_FRAME_BYTES - 256  # beside a notice, a beat and the columns' own tags
 ENTRY_BYTES = 16  # tags and lengths around an entry
 MAX_ANSWERS = 4096  # that wait for their frame: with more, a session reads nothing
+REPLAY_BYTES = BODY_BYTES // 2  # of a frame
 
 
 class Outgoing:
@@ -69,11 +70,14 @@ class Outgoing:
             frame.beat.engine_step = self._beat
             self._beat = None
         left = BODY_BYTES
-        while self._states and left > 0:  # before tokens: a router that attaches waits for them
-            number = next(iter(self._states))
-            frame.states.append(state := self._states.pop(number))
-            left -= state.ByteSize() + ENTRY_BYTES
-        while self._cancelled and left > 0:
+        while self._states:  # before tokens: a router that attaches waits for them
+            number, state = next(iter(self._states.items()))
+            if (size := state.ByteSize() + ENTRY_BYTES) > left:
+                break
+            frame.states.append(state)
+            del self._states[number]
+            left -= size
+        while self._cancelled and left > ENTRY_BYTES:
             frame.cancelled.append(number := next(iter(self._cancelled)))
             del self._cancelled[number]
             left -= 6
@@ -94,9 +98,11 @@ class Outgoing:
                 ended.append(handle)
             elif handle.waits:
                 behind[number] = handle
+        fresh = max(0, rows.left - REPLAY_BYTES)
+        rows.left -= fresh
         for number, handle in behind.items():
             if not rows.full(MAX_REPLAY_ROWS):
-                rows.take(handle, max(1, MAX_REPLAY_ROWS // len(behind)))
+                rows.take(handle, max(1, MAX_REPLAY_ROWS // (len(behind) * len(handle.log.choices))))
                 if self._end(frame, rows, handle):
                     ended.append(handle)
                     continue

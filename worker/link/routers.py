@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.background_tasks import BackgroundTasks
@@ -29,6 +30,7 @@ class Router:
     serial: int = 0
     owner: Session | None = None  # the session with the highest serial, from its hello on
     session: Session | None = None  # the owner, once it has attached
+    attached: set[int] = field(default_factory=set)  # by the owner, until its list is complete
     handles: dict[int, Handle] = field(default_factory=dict)
     cancelled: dict[int, None] = field(default_factory=dict)  # before their attempt came; the newest last
 
@@ -113,8 +115,9 @@ class Routers:
         if session.serial <= router.serial:
             self._drop_idle(router)
             return False
-        older = router.owner  # attached already, or half-way
-        router.serial, router.owner, router.session = session.serial, session, None
+        older, router.owner, router.session = router.owner, session, None
+        router.serial = session.serial
+        router.attached.clear()
         if older is not None:
             self._detach(router)
             older.moved()
@@ -126,12 +129,16 @@ class Routers:
         if router is None or router.owner is not session:
             return
         handle = router.handles.get(attach.handle)
-        if (
-            handle is None
-            or handle.transfer_id != attach.transfer_id
-            or not handle.log.resume(attach.next, attach.limit)
-        ):
+        if handle is None or handle.transfer_id != attach.transfer_id:
             session.answer(link_pb2.HandleState(handle=attach.handle))
+        else:
+            router.attached.add(handle.number)
+            self._guarded(handle, partial(self._attach, session, handle, attach))
+
+    def _attach(self, session: Session, handle: Handle, attach: link_pb2.LinkAttach) -> None:
+        if not handle.log.resume(attach.next, attach.limit):
+            session.answer(link_pb2.HandleState(handle=handle.number))
+            self._give_up(handle)
             return
         handle.stop_timer()
         if handle.machine.state is not HandleState.OPEN:
@@ -147,7 +154,7 @@ class Routers:
             return
         router.session = session
         for handle in list(router.handles.values()):
-            if handle.machine.state is HandleState.OPEN:
+            if handle.number in router.attached:  # its end may have been sent already
                 session.due(handle)
             elif handle.number < next_handle:
                 self._give_up(handle)
@@ -155,6 +162,7 @@ class Routers:
                 handle.stop_timer()
                 handle.machine.to(HandleState.OPEN)
                 session.due(handle)
+        router.attached.clear()
 
     def ended(self, session: Session) -> None:
         """The connection is closed. An older link's end changes nothing."""
@@ -168,13 +176,16 @@ class Routers:
     def sent_end(self, handle: Handle) -> None:
         """It is kept until Close, because the frame may be lost with its link."""
         handle.machine.to(HandleState.ENDED)
-        self._wait(handle, self._read)
 
     # --- frames of a router --------------------------------------------------------------------------------
 
     def credit(self, session: Session, credit: link_pb2.LinkCredit) -> None:
         handle = self._handles(session).get(credit.handle)
-        if handle is not None and handle.log.credit(credit.choice, credit.limit):
+        if handle is not None:
+            self._guarded(handle, partial(self._credit, session, handle, credit))
+
+    def _credit(self, session: Session, handle: Handle, credit: link_pb2.LinkCredit) -> None:
+        if handle.log.credit(credit.choice, credit.limit):
             session.due(handle)
             self._credited(handle.transfer_id)
 
@@ -236,6 +247,16 @@ class Routers:
             if handle.machine.state is HandleState.OPEN:
                 handle.machine.to(HandleState.DETACHED)
                 self._wait(handle, self._give_up)
+            elif handle.machine.state is HandleState.ENDED and handle.timer is None:
+                self._wait(handle, self._read)
+
+    def _guarded(self, handle: Handle, call: Callable[[], None]) -> None:
+        """An exception of one attempt's entry ends that attempt: the link and the others of the frame go on."""
+        try:
+            call()
+        except Exception:
+            log.exception("attempt %s failed at an entry of its router", handle.transfer_id.hex())
+            self._give_up(handle)
 
     def _wait(self, handle: Handle, then: Callable[[Handle], None]) -> None:
         handle.stop_timer()

@@ -73,6 +73,9 @@ WORKERS_DRAINING = gauge("baton_workers_draining", "workers", "Workers that take
 WORKERS_SUSPECT = gauge(
     "baton_workers_suspect", "workers", "Workers that have been silent on streams of this router"
 )
+LINK_UNREAD = counter(
+    "baton_link_unread_total", "entries", "Tokens and ends that came for attempts no longer read"
+)
 MEMBERSHIP_AGE = gauge("baton_membership_age_seconds", "seconds", "Since the membership was read")
 PLACEMENTS = counter("baton_placements_total", "attempts", "By prefilling role and decider", "prefill", "by")
 PLACEMENTS_REFUSED = counter(

@@ -193,6 +193,36 @@ async def test_a_worker_that_does_not_answer_its_call_is_lost_and_not_late(world
     assert isinstance(error, PeerLostError) and "no message received" in str(error)
 
 
+async def test_a_run_whose_connection_broke_is_repeated_while_the_link_holds(world, unreached):
+    """The worker may have it or not: it takes a transfer id in once (rule 3 of the link)."""
+    runs, run = [], world.channels.prefill(world.prefill.address).Run
+
+    async def breaks_twice(request: Any, timeout: float) -> Any:
+        runs.append(request.transfer_id)
+        answer = await run(request, timeout=timeout) if len(runs) == 2 else None
+        if len(runs) < 3:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+        return answer
+
+    world.prefill.sends = [token(9), done()]
+    world.channels.prefill(world.prefill.address).Run = breaks_twice
+    attempt = world.attempt()
+    attempt.start()
+    found = ends(await events(attempt, any_end))
+    assert found[P].end is not None and not attempt.failed and not unreached
+    assert runs[:2] == [TRANSFER] * 2 and len(world.prefill.asked) == 1
+
+
+async def test_a_run_is_not_repeated_once_the_link_is_lost(world, unreached):
+    attempt = world.attempt()
+    await world.prefill.server.stop(0)
+    await world.prefill.link.stop()
+    attempt.start()
+    found = ends(await events(attempt, any_end))
+    assert isinstance(found[P].error, PeerLostError) and attempt.failed == {P}
+    assert not world.prefill.asked
+
+
 async def test_a_call_whose_answer_is_lost_changes_nothing_once_tokens_came(world):
     world.decode.sends = [token(9)]
     attempt = world.attempt(local=True)
@@ -334,3 +364,38 @@ async def test_a_lost_prefill_worker_does_not_end_the_question(world):
     attempt = world.attempt()
     attempt.lost(P, PeerLostError("gone"))
     assert await attempt.abort_unless_committed() is True
+
+
+async def test_the_arbiter_is_asked_by_a_call_of_its_own(world):
+    """Also while no link is up (rule 9 of the link)."""
+    attempt = world.attempt()
+    attempt.start()
+    await until(lambda: world.links.up() == 2, "both links are up")
+
+    async def cut(link: Any) -> Any:
+        raise ConnectionResetError
+
+    for link in world.links._links.values():
+        link._opener.greet = lambda link, seconds: cut(link)
+        link._connection.abort()
+    await until(lambda: world.links.up() == 0, "no link is up")
+    assert not await asyncio.wait_for(attempt.abort_unless_committed(), LONG)
+    assert [key for key in world.channels._open if key[1]] == [(world.decode.address, True)]
+
+
+async def test_a_cancel_without_an_answer_is_a_call_after_a_third_of_a_second(world, monkeypatch):
+    world.decode.sends = [token(9)]
+    attempt = world.attempt(local=True)
+    attempt.start()
+    await until(lambda: attempt.responded == {D}, "it runs")
+    free = asyncio.Event()
+
+    async def waits(transfer_id: bytes) -> None:
+        await free.wait()
+
+    monkeypatch.setattr(world.decode.link.routers, "_cancel", waits)
+    began = asyncio.get_running_loop().time()
+    await asyncio.wait_for(attempt.close(), LONG)
+    assert world.decode.called_to_cancel == [TRANSFER]
+    assert attempts.IN_BAND_SECONDS == 0.3 <= asyncio.get_running_loop().time() - began
+    free.set()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import WINDOW_TOKENS
 from router.link.links import Links
 from tests.harness.linked_worker import LinkedWorker
+from tests.harness.proxy import Proxy
 from tests.harness.waiting import until
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
@@ -90,12 +92,17 @@ class Pair:
     worker: LinkedWorker = field(default_factory=lambda: LinkedWorker("d", 7))
     links: Links = field(default_factory=lambda: Links("r"))
     count: int = 0
+    via: str = ""  # an address in front of the worker's
+
+    @property
+    def info(self) -> WorkerInfo:
+        return replace(info(self.worker), link_address=self.via or self.worker.address)
 
     def read(self, choices: int = 1, *, opened: bool = True, **how: Any) -> Reading:
         """An attempt: its handle at the router, and what Run opens at the worker."""
         self.count += 1
         reading = Reading(self.count.to_bytes(16, "big"), choices, **how)
-        reading.handle = self.links.open(info(self.worker), reading)
+        reading.handle = self.links.open(self.info, reading)
         if opened:
             self.open(reading)
         return reading
@@ -135,3 +142,22 @@ async def pair() -> AsyncIterator[Pair]:
     async with asyncio.timeout(10):
         await made.links.close()
         await made.worker.stop()
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(pair: Pair) -> AsyncIterator[Proxy]:
+    """The network between the two."""
+    proxy = Proxy(pair.worker.address)
+    server = await asyncio.get_running_loop().create_server(proxy.accept, "127.0.0.1", 0)
+    pair.via = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield proxy
+    finally:
+        server.close()
+
+
+@pytest.fixture
+async def network(pair: Pair) -> AsyncIterator[Proxy]:
+    async with proxy_of(pair) as proxy:
+        yield proxy
+        await pair.links.close()

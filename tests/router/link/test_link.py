@@ -12,9 +12,9 @@ import pytest
 from cluster.errors import InternalError, PeerLostError, StaleTransferError
 from cluster.link.framing import to_frame
 from cluster.protocol.link import WINDOW_TOKENS
-from router.link import backoff
-from router.link import link as links
+from router.link import backoff, opener
 from router.link import links as all_links
+from router.link.connection import Connection
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, Pair, Reading, end, info, tokens
@@ -133,7 +133,7 @@ async def test_a_worker_that_is_gone_is_lost_at_once(pair):
 
 
 async def test_a_worker_that_accepts_and_says_nothing_is_lost(pair, monkeypatch):
-    monkeypatch.setattr(links, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(opener, "CONNECT_SECONDS", 0.5)
     silent = socket.create_server(("127.0.0.1", 0))
     worker = LinkedWorker("s", 1)
     worker._listener._socket = silent
@@ -148,9 +148,9 @@ async def test_a_worker_that_accepts_and_says_nothing_is_lost(pair, monkeypatch)
 
 async def test_a_lost_worker_stays_excluded_while_its_link_is_tried_again(pair, monkeypatch):
     """Other requests would wait for it as long as the first one did."""
-    monkeypatch.setattr(links, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(opener, "CONNECT_SECONDS", 1.0)
     monkeypatch.setattr(backoff, "FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(links, "LOST_PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr("router.link.link.LOST_PAUSE_SECONDS", 0.3)
     silent = socket.create_server(("127.0.0.1", 0))
     _, port = silent.getsockname()
     worker = LinkedWorker("s", 1)
@@ -172,9 +172,9 @@ async def test_a_lost_worker_stays_excluded_while_its_link_is_tried_again(pair, 
 
 
 async def test_a_connection_that_ends_behind_its_welcome_is_tried_again(pair, monkeypatch):
-    made: list[links.Connection] = []
+    made: list[Connection] = []
 
-    class Ending(links.Connection):
+    class Ending(Connection):
         ended = False
 
         def data_received(self, data: bytes) -> None:
@@ -189,7 +189,7 @@ async def test_a_connection_that_ends_behind_its_welcome_is_tried_again(pair, mo
                 super().connection_lost(error)
             self.ended = True
 
-    monkeypatch.setattr(links, "Connection", Ending)
+    monkeypatch.setattr(opener, "Connection", Ending)
     one = pair.read()
     tokens(one.log, 0, 1)
     await until(lambda: one.tokens == [[0]], "over another one", 3.0)
@@ -344,7 +344,7 @@ async def test_an_older_link_does_not_take_handles_back(pair):
     serial = identity.next_serial
     identity.next_serial = lambda: 1  # of a link that was delayed
     with contextlib.suppress(OSError, PeerLostError):  # closed before or behind its welcome
-        await link._greet()
+        await link._opener.greet(link)
     await asyncio.sleep(0.2)
     assert len(pair.worker._listener._connections) == 1
     identity.next_serial = serial
@@ -376,9 +376,9 @@ async def test_frames_of_many_entries_are_dispatched_in_pieces(pair):
     turns = []
     take = pair.link._entries
 
-    def counted(frame):
+    def counted(connection, frame):
         pieces = 0
-        for piece in take(frame):
+        for piece in take(connection, frame):
             pieces += 1
             yield piece
         turns.append(pieces)

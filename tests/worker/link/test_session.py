@@ -1,209 +1,253 @@
-"""What one link costs its worker: entries of a turn, answers that wait, and who owns the handles."""
+"""The worker's side of links, frame by frame: who owns handles, what is answered, what is kept."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from cluster.link.framing import FrameReader, to_frame
-from tests.harness.linked_router import Facts
-from wire import common_pb2, link_pb2
-from worker.link import outgoing, routers, session
-from worker.link.handle import Handle
-from worker.link.routers import Routers
-from worker.link.session import Session, State
-
-TURN = session.ENTRIES_A_TURN
-Frame = link_pb2.RouterFrame
-
-
-class Wire:
-    """Frames that the worker has written."""
-
-    def __init__(self) -> None:
-        self.frames: list[link_pb2.WorkerFrame] = []
-        self._reader = FrameReader()
-
-    def write(self, frame: bytes) -> None:
-        self.frames += map(link_pb2.WorkerFrame.FromString, self._reader.feed(frame))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def schedule(self) -> None:
-        """The test flushes."""
+from cluster.errors import StaleTransferError
+from cluster.protocol.link import WINDOW_TOKENS
+from tests.harness.waiting import until
+from tests.worker.link.hand_links import (
+    INCARNATION,
+    HandLink,
+    HandWorker,
+    done,
+    kinds,
+    notices,
+    rows,
+    transfer,
+)
+from wire import link_pb2
 
 
-def hello(serial: int = 1, router_id: str = "r") -> Frame:
-    facts = Facts()
-    return Frame(
-        hello=link_pb2.LinkHello(
-            min_version=1,
-            max_version=1,
-            router_id=router_id,
-            incarnation=7,
-            serial=serial,
-            worker_id=facts.worker_id,
-            epoch=facts.epoch,
-        )
-    )
+@pytest.fixture
+async def worker() -> HandWorker:
+    return HandWorker()
 
 
-class World:
-    def __init__(self) -> None:
-        self.cancelled: list[bytes] = []
-        self.routers = Routers(
-            cancel=self._cancel, forget=lambda transfer_id: None, credited=lambda transfer_id: None
-        )
-
-    async def _cancel(self, transfer_id: bytes) -> None:
-        self.cancelled.append(transfer_id)
-
-    def session(self) -> Session:
-        return Session(self.routers, Facts(), Wire(), lambda: 1)
-
-    def open(self, number: int) -> Handle:
-        spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4))
-        handle = Handle((7, number), number.to_bytes(16, "big"), spec, self.routers.changed)
-        self.routers.open(handle)
-        return handle
-
-
-def say(link: Session, *frames: Frame) -> bool:
-    """One turn. Whether more is left."""
-    link.received(b"".join(map(to_frame, frames)))
-    return link.read()
-
-
-def up(world: World) -> Session:
-    link = world.session()
-    assert not say(link, hello(), Frame(attach_done=link_pb2.AttachDone(next_handle=1)))
-    assert link.state is State.UP
+def up(worker: HandWorker, *numbers: int, serial: int = 1) -> HandLink:
+    link = HandLink(worker, serial)
+    link.attach(list(numbers))
+    link.read()
     return link
 
 
-def turns(link: Session) -> int:
-    """To dispatch the rest."""
-    count = 1
-    while link.read():
-        count += 1
-    return count
+def tokens(log, begin: int, count: int, choice: int = 0) -> None:
+    for position in range(begin, begin + count):
+        log.add(choice, position, 7)
 
 
-@pytest.mark.parametrize(
-    "flood",
-    [
-        [Frame()] * (4 * TURN),
-        [Frame(beat=True)] * (4 * TURN),
-        [Frame(credit=[link_pb2.LinkCredit(limit=2**64 - 1)] * (4 * TURN))],
-        [Frame(close=range(4 * TURN))],
-        [Frame(status=[1] * (4 * TURN))],
-        [Frame(cancel=[1] * (4 * TURN))],
-    ],
-    ids=["empty", "beats", "credit", "closes", "questions", "cancels"],
-)
-async def test_a_flood_takes_a_number_of_entries_a_turn(flood):
-    link = up(World())
-    assert say(link, *flood), "more is left"
-    assert link.unread, "nothing more is taken in meanwhile"
-    assert 3 <= turns(link) <= 5
-    assert not link.unread and link.state is State.UP
+# --- rule 2 ----------------------------------------------------------------------------------------------
 
 
-async def test_a_list_of_handles_takes_a_number_of_entries_a_turn():
-    link = World().session()
-    many = Frame(attach=[link_pb2.LinkAttach(handle=1)] * (4 * TURN))
-    assert say(link, hello(), many)
-    assert 3 <= turns(link) <= 5
-    assert link.state is State.ATTACHING
+async def test_an_older_link_is_told_that_it_moved_and_sends_no_more(worker):
+    log = worker.open(1)
+    older = up(worker, 1)
+    tokens(log, 0, 3)
+    newer = HandLink(worker, 2)
+    found = older.read()
+    assert notices(found) == ["MOVED"] and not rows(found)
+    newer.attach([1])
+    tokens(log, 3, 3)
+    assert not older.read() and rows(newer.read()) == [(1, 0, position) for position in range(6)]
 
 
-@pytest.mark.parametrize("asked", ["cancel", "status"])
-async def test_answers_that_are_not_read_stop_the_reading(asked, monkeypatch):
-    """A router that asks for what does not exist, and reads nothing, is not listened to any more."""
-    monkeypatch.setattr(routers, "MAX_CANCELLED", 100)
-    world = World()
-    link = up(world)
-    for first in range(0, 50_000, 10_000):
-        link.received(to_frame(Frame(**{asked: range(first, first + 10_000)})))
-    for _ in range(200):
-        link.read()
-    waiting = link._outgoing
-    assert len(waiting._states) + len(waiting._cancelled) == outgoing.MAX_ANSWERS
-    assert not link.read() and link.unread
-    assert len(world.routers._routers[7].cancelled) <= 100
-    wire = link._wire
-    while link.unread or not waiting.empty:
-        link.flush()
-        link.read()
-    frames = wire.frames  # type: ignore[attr-defined]
-    answers = [state.handle for frame in frames for state in frame.states]
-    answers += [number for frame in frames for number in frame.cancelled]
-    assert sorted(answers) == list(range(50_000)), "once it reads, it gets all of them"
+async def test_a_link_that_has_not_attached_yet_is_told_as_well(worker):
+    worker.open(1)
+    older, newer = HandLink(worker, 1), HandLink(worker, 2)
+    assert notices(older.read()) == ["MOVED"]
+    older.attach([1])
+    newer.attach([1])
+    assert kinds(newer.read()) == {1: "OPEN"} and not older.read()
+    older.session.beat()
+    assert not older.read(), "it has no beats either"
 
 
-async def test_an_older_link_that_attached_by_half_is_moved_too():
-    """It may not come up beside the newer one, and what it had attached counts for nothing."""
-    world = World()
-    handle = world.open(1)
-    older, newer = world.session(), world.session()
-    say(
-        older,
-        hello(1),
-        Frame(attach=[link_pb2.LinkAttach(handle=1, transfer_id=handle.transfer_id, next=[1], limit=[1])]),
-    )
-    say(newer, hello(2))
-    assert older.state is State.MOVED
-    say(older, Frame(attach_done=link_pb2.AttachDone(next_handle=2)))
-    assert older.state is State.MOVED
-    say(newer, Frame(attach_done=link_pb2.AttachDone(next_handle=2)))
-    assert newer.state is State.UP
-    await world.routers.close(1)
-    assert world.cancelled == [handle.transfer_id], "the newer list does not name it"
+async def test_an_older_link_cancels_and_closes_and_nothing_else(worker):
+    one, two, three = (worker.open(number) for number in (1, 2, 3))
+    older = up(worker, 1, 2, 3)
+    two.end(done())
+    assert len(older.read()[0].ends) == 1
+    newer = up(worker, 1, 2, 3, serial=2)
+    older.read()
+    older.send(credit=[link_pb2.LinkCredit(handle=1, choice=0, limit=400)], status=[1])
+    assert one.choices[0].limit == WINDOW_TOKENS and not older.read()
+    older.send(cancel=[3], close=[2])
+    await until(lambda: 3 in [n for frame in older.read() for n in frame.cancelled], "it is answered")
+    assert worker.cancelled == [transfer(3)] and set(worker.handles) == {transfer(1)}
+    tokens(one, 0, 1)
+    assert (1, 0, 0) in rows(newer.read()) and three is not one
 
 
-async def test_credit_and_positions_of_any_value_harm_their_own_attempt_only():
-    world = World()
-    one, other = world.open(1), world.open(2)
-    link = world.session()
-    attach = link_pb2.LinkAttach
-    say(
-        link,
-        hello(),
-        Frame(
-            attach=[
-                attach(handle=1, transfer_id=one.transfer_id, next=[2**64 - 1], limit=[2**64 - 1]),
-                attach(handle=2, transfer_id=other.transfer_id, next=[1], limit=[257]),
-                attach(handle=2, transfer_id=other.transfer_id, next=[1] * 5000, limit=[1] * 5000),
-                attach(handle=2**32 - 1, transfer_id=bytes(40_000), next=[0], limit=[0]),
-            ],
-            attach_done=link_pb2.AttachDone(next_handle=2**32 - 1),
-        ),
-    )
-    credit = link_pb2.LinkCredit
-    say(
-        link,
-        Frame(
-            credit=[
-                credit(handle=1, limit=2**64 - 1),
-                credit(handle=1, choice=2**32 - 1, limit=2**64 - 1),
-                credit(handle=2, choice=2**32 - 1, limit=2**64 - 1),
-                credit(handle=2**32 - 1, limit=1),
-            ]
-        ),
-    )
-    for position in range(1, 11):
-        for handle in (one, other):
-            handle.log.add(0, position, position)
-    link.flush()
-    wire = link._wire
-    columns = [frame.tokens for frame in wire.frames]  # type: ignore[attr-defined]
-    tokens = [pair for column in columns for pair in zip(column.handle, column.token_id, strict=True)]
-    assert [token for number, token in tokens if number == 2] == list(range(1, 11))
-    (choice,) = one.log.choices
-    assert choice.limit <= choice.end + 256
+async def test_a_lower_serial_is_refused(worker):
+    up(worker, serial=2)
+    late = HandLink(worker, 1)
+    assert late.closed and late.read()[0].HasField("welcome")
 
 
-async def test_a_log_line_shows_the_beginning_of_a_router_id():
-    link = World().session()
-    say(link, hello(router_id="x" * 60_000))
-    assert link.router_id == "x" * session.MAX_ROUTER_ID
+# --- rule 3 ----------------------------------------------------------------------------------------------
+
+
+async def test_each_attach_is_answered(worker):
+    worker.open(1), worker.open(2).end(done())
+    link = HandLink(worker, 1)
+    link.attach([1, 2, 3])
+    found = link.read()
+    assert kinds(found) == {1: "OPEN", 2: "ENDED", 3: "UNKNOWN"}
+    assert [state.next for frame in found for state in frame.states if state.handle == 1] == [[0]]
+
+
+async def test_a_handle_of_another_transfer_is_unknown(worker):
+    worker.open(1)
+    link = HandLink(worker, 1)
+    other = link_pb2.LinkAttach(transfer_id=transfer(2), handle=1, next=[0], limit=[256])
+    link.send(attach=[other], attach_done=link_pb2.AttachDone(next_handle=9))
+    assert kinds(link.read()) == {1: "UNKNOWN"}
+    await until(lambda: worker.cancelled == [transfer(1)], "the list does not name it")
+
+
+async def test_a_list_over_several_frames_is_complete_with_its_last(worker):
+    for number in (1, 2, 3):
+        worker.open(number)
+    link = HandLink(worker, 1)
+    link.send(attach=[link_pb2.LinkAttach(transfer_id=transfer(1), handle=1, next=[0], limit=[256])])
+    await asyncio.sleep(0.05)
+    assert not worker.cancelled
+    link.attach([3], next_handle=3)
+    await until(lambda: worker.cancelled == [transfer(2)], "the other one is named nowhere")
+    assert set(worker.handles) == {transfer(1), transfer(3)}
+
+
+async def test_an_end_that_left_before_the_list_was_complete_is_kept(worker):
+    log = worker.open(1)
+    link = HandLink(worker, 1)
+    link.send(attach=[link_pb2.LinkAttach(transfer_id=transfer(1), handle=1, next=[0], limit=[256])])
+    log.end(done())
+    assert len(link.read()[-1].ends) == 1
+    link.send(attach_done=link_pb2.AttachDone(next_handle=9))
+    link.session.closed()
+    again = HandLink(worker, 2)
+    again.attach([1])
+    found = again.read()
+    assert kinds(found) == {1: "ENDED"} and len(found[-1].ends) == 1
+
+
+# --- rule 4 ----------------------------------------------------------------------------------------------
+
+
+async def test_fencing_ends_links_in_every_state(worker):
+    attached = up(worker)
+    greeted = HandLink(worker, 1, incarnation=6)
+    worker.routers.fence()
+    for link in (attached, greeted):
+        assert notices(link.read()) == ["FENCED"] and link.closed
+
+
+async def test_handles_of_another_incarnation_are_not_taken_over(worker):
+    worker.open(1)
+    up(worker, 1)
+    restarted = HandLink(worker, 1, incarnation=6)
+    stolen = link_pb2.LinkAttach(transfer_id=transfer(1), handle=1, next=[0], limit=[256])
+    restarted.send(attach=[stolen], attach_done=link_pb2.AttachDone(next_handle=9))
+    assert kinds(restarted.read()) == {1: "UNKNOWN"}
+    await asyncio.sleep(0.3)
+    assert not worker.cancelled, "its own router reads it"
+
+
+# --- rule 7 ----------------------------------------------------------------------------------------------
+
+
+async def test_an_ended_handle_stays_until_close(worker):
+    log = worker.open(1)
+    tokens(log, 0, 5)
+    log.end(done())
+    link = up(worker, 1)
+    await asyncio.sleep(0.5)  # longer than the detach time
+    assert set(worker.handles) == {transfer(1)}
+    link.session.closed()
+    again = HandLink(worker, 2)
+    again.attach([1], at=2)
+    found = again.read()
+    assert kinds(found) == {1: "ENDED"} and len(found[-1].ends) == 1
+    assert rows(found) == [(1, 0, position) for position in (2, 3, 4)]
+    again.send(close=[1])
+    assert not worker.handles
+
+
+async def test_without_a_link_an_ended_handle_goes_after_the_detach_time(worker):
+    worker.open(1).end(done())
+    link = up(worker, 1)
+    link.session.closed()
+    assert worker.handles
+    await until(lambda: not worker.handles, "it is forgotten")
+    assert not worker.cancelled
+
+
+@pytest.mark.parametrize("choices", [1, 4])
+async def test_at_most_a_window_is_kept_and_sent_per_choice_extras_included(worker, choices):
+    from wire import common_pb2
+
+    log = worker.open(1, choices)
+    link = HandLink(worker, 1)
+    link.attach([1], choices=choices)
+    for position in range(WINDOW_TOKENS):
+        for choice in range(choices):
+            assert not log.full or position == WINDOW_TOKENS - 1
+            token = common_pb2.Token(choice=choice, position=position, token_id=7, logprob=-1.0)
+            log.add(choice, position, 7, token)
+    assert log.full, "the request pauses"
+    assert len(rows(link.read())) == choices * WINDOW_TOKENS
+    credits = [
+        link_pb2.LinkCredit(handle=1, choice=choice, limit=100 + WINDOW_TOKENS) for choice in range(choices)
+    ]
+    link.send(credit=credits)
+    for one in log.choices:
+        assert len(one.tokens) == len(one.extras) == WINDOW_TOKENS - 100
+        assert min(one.extras) == one.first == 100
+    assert not log.full and worker.credited
+
+
+# --- rules 9 and 10 ----------------------------------------------------------------------------------------
+
+
+async def test_a_cancel_is_answered_once_blocks_and_staging_are_free(worker):
+    worker.open(1)
+    link = up(worker, 1)
+    worker.free.clear()
+    link.send(cancel=[1])
+    await asyncio.sleep(0.05)
+    assert worker.cancelled == [transfer(1)] and not link.read()
+    worker.free.set()
+    await until(lambda: [list(frame.cancelled) for frame in link.read()] == [[1]], "it is answered")
+
+
+async def test_a_cancel_that_overtakes_its_attempt_refuses_it(worker):
+    link = up(worker)
+    link.send(cancel=[5])
+    assert [list(frame.cancelled) for frame in link.read()] == [[5]]
+    with pytest.raises(StaleTransferError, match="cancelled before"):
+        worker.open(5)
+    worker.open(5, incarnation=INCARNATION + 1)
+
+
+@pytest.mark.parametrize("entry", ["attach", "credit"])
+async def test_an_entry_that_fails_ends_its_attempt_alone(worker, monkeypatch, entry):
+    bad, good = worker.open(1), worker.open(2)
+    link = HandLink(worker, 1) if entry == "attach" else up(worker, 1, 2)
+
+    def fails(*arguments: object) -> bool:
+        raise RuntimeError("broken log")
+
+    monkeypatch.setattr(bad, "resume", fails)
+    monkeypatch.setattr(bad, "credit", fails)
+    if entry == "attach":
+        link.attach([1, 2])
+    else:
+        limits = [link_pb2.LinkCredit(handle=number, choice=0, limit=300) for number in (1, 2)]
+        link.send(credit=limits)
+    tokens(good, 0, 2)
+    assert [row for row in rows(link.read()) if row[0] == 2] == [(2, 0, 0), (2, 0, 1)]
+    await until(lambda: worker.cancelled == [transfer(1)], "the attempt has ended")
+    assert not link.closed and set(worker.handles) == {transfer(2)}

@@ -1,0 +1,106 @@
+"""Opens the connections of one link: the tries at a link that broke, and the greeting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from cluster.addresses import split
+from cluster.errors import PeerLostError
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import LINK_LOST_SECONDS, LINK_VERSION, MIN_LINK_VERSION, RETRY_SECONDS
+from cluster.security.tls import WORKER_NAME, Peers
+from router.link.connection import Connection, Frames
+from router.link.identity import RouterIdentity
+from wire import link_pb2
+
+CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
+TCP_SECONDS = 0.2  # of one attempt at a link that broke, without TLS: the kernel repeats a lost SYN after 1 s
+LAST_TRY_SECONDS = 0.1  # a link that broke is tried once more this long before it is lost
+
+
+class Opener:
+    def __init__(self, worker: WorkerInfo, identity: RouterIdentity, peers: Peers):
+        self._worker = worker
+        self._identity = identity
+        self._peers = peers
+        self._loop = asyncio.get_running_loop()
+
+    async def open(self, link: Frames, was_up: bool, attempt: int) -> Connection:
+        """A welcomed connection, after the pauses from the `attempt`-th on. Raises PeerLostError: refused, another life,
+        no Welcome in time."""
+        seconds = LINK_LOST_SECONDS if was_up else CONNECT_SECONDS
+        tcp_seconds = TCP_SECONDS if was_up else CONNECT_SECONDS
+        deadline = self._loop.time() + seconds
+        pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
+        while True:
+            await asyncio.sleep(pause)
+            attempt += 1
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self.greet(link, tcp_seconds)
+            except ConnectionRefusedError as error:
+                raise PeerLostError(f"{self._worker.worker_id} refuses connections: {error}") from None
+            except (ValueError, OverflowError) as error:  # of its registration
+                address = self._worker.link_address
+                raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
+            except (OSError, TimeoutError) as error:
+                left = deadline - self._loop.time() - LAST_TRY_SECONDS
+                if left <= 0:
+                    raise PeerLostError(
+                        f"no link to {self._worker.worker_id} within {seconds} s: {str(error) or 'no answer'}"
+                    ) from None
+                pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left)
+
+    async def greet(self, link: Frames, tcp_seconds: float = CONNECT_SECONDS) -> Connection:
+        """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
+        worker = self._worker
+        hello = link_pb2.LinkHello(
+            min_version=MIN_LINK_VERSION,
+            max_version=LINK_VERSION,
+            router_id=self._identity.router_id,
+            incarnation=self._identity.incarnation,
+            serial=self._identity.next_serial(),
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+        )
+        connection = Connection(link, hello, self._peers.version)
+        context = self._identity.tls_context(self._peers)
+        try:
+            await self._loop.create_connection(
+                lambda: connection,
+                sock=await self._reach(tcp_seconds),
+                ssl=context,
+                server_hostname=WORKER_NAME if context is not None else None,
+            )
+            welcome = await connection.welcomed
+        except BaseException:
+            connection.abort()
+            raise
+        if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
+            connection.abort()
+            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id[:64]!r} in another life")
+        if not MIN_LINK_VERSION <= welcome.version <= LINK_VERSION:
+            connection.abort()
+            raise PeerLostError(
+                f"{worker.worker_id} speaks no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
+            )
+        if connection.is_lost:
+            raise ConnectionResetError("closed after the welcome")
+        return connection
+
+    async def _reach(self, seconds: float) -> socket.socket:
+        """Raises OSError."""
+        host, port = split(self._worker.link_address)
+        (family, kind, protocol, _, address), *_ = await self._loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )
+        reached = socket.socket(family, kind, protocol)
+        reached.setblocking(False)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._loop.sock_connect(reached, address)
+        except BaseException:
+            reached.close()
+            raise
+        return reached

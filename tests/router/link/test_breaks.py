@@ -1,0 +1,160 @@
+"""What a router does when a link breaks, and what it does not take for a break (rule 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cluster.addresses import split
+from cluster.errors import PeerLostError
+from cluster.protocol.link import LINK_LOST_SECONDS, RETRY_SECONDS
+from router.link import links as all_links
+from router.link import opener
+from tests.harness.waiting import until
+from tests.router.link.conftest import end, tokens
+
+REDISPATCH_SECONDS = 1.2
+
+
+class Paused:
+    """The module asyncio with another `sleep`."""
+
+    def __init__(self, sleep: Callable[[float], Awaitable[None]]):
+        self.sleep = sleep
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.5])
+async def test_a_reset_of_half_a_second_costs_no_new_attempt(pair, network, seconds):
+    one = pair.read()
+    await pair.up()
+    tokens(one.log, 0, 50)
+    network.cut([], [], "reset")
+    tokens(one.log, 50, 50)
+    await asyncio.sleep(seconds)
+    network.heal()
+    tokens(one.log, 100, 50)
+    end(one.log)
+    await until(lambda: one.end is not None or one.error is not None, "it ended")
+    assert one.error is None and one.tokens == [list(range(150))]
+    assert not pair.worker.cancelled and not pair.links.suspects
+
+
+async def test_a_reset_that_lasts_loses_the_worker_in_time(pair, network):
+    one = pair.read()
+    await pair.up()
+    network.cut([], [], "reset")
+    began = time.monotonic()
+    await until(lambda: one.error is not None, "it is lost")
+    assert 0.5 < time.monotonic() - began < REDISPATCH_SECONDS
+    assert isinstance(one.error, PeerLostError) and "no link to d" in str(one.error)
+    assert pair.links.suspects == {pair.info.name}, "nothing new is placed there"
+    network.heal()
+    await pair.up()
+    assert not pair.links.suspects
+
+
+async def test_each_try_is_a_fresh_connection_after_its_pause(pair, network, monkeypatch):
+    one = pair.read()
+    await pair.up()
+    pauses, sleep = [], asyncio.sleep
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(opener, "asyncio", Paused(slept))
+    opened = []
+    accept = network.open
+
+    def counted(opener: Any, target: str, reply: bytes = b"") -> None:
+        opened.append(opener)
+        accept(opener, target, reply)
+
+    monkeypatch.setattr(network, "open", counted)
+    network.cut([], [], "reset")
+    await until(lambda: one.error is not None, "it is lost")
+    assert pauses[:4] == list(RETRY_SECONDS[:4]) and sum(pauses) < LINK_LOST_SECONDS
+    assert 4 <= len(opened) <= 6
+
+
+@pytest.mark.parametrize("way", ["both", "from", "to"])
+async def test_silence_is_a_pause_and_loses_nothing(pair, network, monkeypatch, way):
+    monkeypatch.setattr(all_links, "SUSPECT_SECONDS", 0.7)
+    one = pair.read()
+    await pair.up()
+    network.cut([], [], way)
+    tokens(one.log, 0, 100)
+    await asyncio.sleep(1.2)
+    assert pair.links.silent() == (way != "to"), "suspect, not lost"
+    network.heal()
+    tokens(one.log, 100, 100)
+    end(one.log)
+    await until(lambda: one.end is not None or one.error is not None, "it ended")
+    assert one.error is None and one.tokens == [list(range(200))]
+    assert not pair.worker.cancelled
+
+
+async def test_a_connection_that_does_not_come_about_is_left_for_a_fresh_one(pair, monkeypatch):
+    """A full backlog drops the SYN; the kernel sends another one after a second only."""
+    one = pair.read()
+    await pair.up()
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    waiting = [socket.socket() for _ in range(4)]
+    for idle in waiting:
+        idle.setblocking(False)
+        idle.connect_ex(full.getsockname())
+    addresses = [f"127.0.0.1:{full.getsockname()[1]}"]
+    monkeypatch.setattr(opener, "split", lambda address: split((addresses or [address]).pop()))
+    began = time.monotonic()
+    pair.cut()
+    await until(lambda: not addresses and pair.links.up() == 1, "it is up again")
+    assert opener.TCP_SECONDS <= time.monotonic() - began < LINK_LOST_SECONDS
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it goes on")
+    for each in (full, *waiting):
+        each.close()
+
+
+async def test_a_link_that_breaks_at_once_is_tried_with_longer_pauses(pair, network):
+    """It must not turn the loop as fast as it can."""
+    one = pair.read()
+    await pair.up()
+    broken = []
+
+    def attached(whose: object) -> None:
+        broken.append(whose)
+        pair.link._loop.call_soon(lambda: pair.link._connection and pair.link._connection.abort())
+
+    pair.link._identity.at_attach = attached
+    pair.cut()
+    await asyncio.sleep(1.0)
+    assert 4 <= len(broken) <= 8 and one.error is None
+    pair.link._identity.at_attach = lambda whose: None
+    await pair.up()
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it goes on")
+
+
+async def test_another_router_takes_nothing_over(pair):
+    """A router that has restarted: its handles of before run out by their timer (rule 4)."""
+    one = pair.read()
+    await pair.up()
+    router = all_links.Links("r")
+    two = type(one)(one.transfer_id)
+    handle = router.open(pair.info, two)
+    await until(lambda: two.error is not None, "it has no such attempt")
+    assert handle.number == one.handle.number and "no such attempt" in str(two.error)
+    await router.close()
+    tokens(one.log, 0, 2)
+    await until(lambda: one.tokens == [[0, 1]], "the first one's goes on")
+    assert not pair.worker.cancelled

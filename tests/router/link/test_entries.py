@@ -1,0 +1,116 @@
+"""Entries of frames at the router: how many at once, whose they are, and what one bad one ends (rules 1, 10 and 11)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.link.connection import ENTRIES_A_TURN
+from router.link.identity import RouterIdentity
+from tests.harness.waiting import until
+from tests.router.link.conftest import PROMPT, tokens
+from wire import link_pb2
+
+
+async def test_a_turn_of_the_loop_handles_a_bounded_number_of_entries(pair):
+    """Many frames at once, small and large: between two turns other connections have theirs (rule 11)."""
+    many = [pair.read() for _ in range(100)]
+    await pair.up()
+    connection, loop = pair.link._connection, asyncio.get_running_loop()
+    waiting: list[bytes] = []
+    data_received, connection.data_received = connection.data_received, waiting.append
+    for step in range(8):
+        for one in many[: 100 if step % 2 else 37]:
+            tokens(one.log, one.log.choices[0].end - PROMPT, 3 if step == 5 else 1)
+        await asyncio.sleep(0.02)
+    turns: list[int] = []
+    taken = 0
+
+    def next_turn() -> None:
+        nonlocal taken
+        now = sum(len(one.tokens[0]) for one in many)
+        turns.append(now - taken)
+        taken = now
+        if now < made:
+            loop.call_soon(next_turn)
+
+    made = sum(one.log.choices[0].end - PROMPT for one in many)
+    connection.data_received = data_received
+    loop.call_soon(next_turn)
+    connection.data_received(b"".join(waiting))
+    await until(lambda: taken == made, "all came")
+    assert made > 700 and max(turns) <= ENTRIES_A_TURN and len(turns) < 20
+
+
+async def test_a_reader_that_fails_when_it_attaches_ends_alone(pair):
+    bad, good = pair.read(), pair.read()
+    await pair.up()
+
+    def fails() -> list[int]:
+        raise RuntimeError("broken reader")
+
+    bad.positions = fails
+    pair.cut()
+    await until(lambda: bad.error is not None, "it is lost")
+    await until(
+        lambda: pair.worker.cancelled == [bad.transfer_id], "and cancelled: the list does not name it"
+    )
+    tokens(good.log, 0, 2)
+    await until(lambda: good.tokens == [[0, 1]], "the other goes on")
+    assert good.error is None
+
+
+async def test_an_older_connections_answers_are_not_the_newer_ones(pair):
+    one = pair.read(opened=False, taken_in=False)
+    await pair.up()
+    older = pair.link._connection
+    pair.link.move()
+    await until(lambda: pair.link._connection is not older, "it moved")
+    one.taken_in = True
+    pair.open(one)
+    pair.link.ask(-1.0)
+    late = link_pb2.WorkerFrame()
+    late.states.add(handle=one.handle.number, kind=link_pb2.HandleState.UNKNOWN)
+    pair.link.take(older, late)
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it goes on")
+    assert one.error is None
+
+
+def test_numbers_of_handles_and_links_grow_for_a_whole_life():
+    one, two = RouterIdentity("r"), RouterIdentity("r")
+    assert one.incarnation != two.incarnation, "of one process start each"
+    numbers = [one.next_handle() for _ in range(100)]
+    assert numbers == sorted(set(numbers)) and one.handle_after == numbers[-1] + 1
+    serials = [one.next_serial() for _ in range(3)]
+    assert serials == sorted(set(serials))
+
+
+async def test_entries_of_unknown_kinds_and_handles_are_skipped_and_counted(pair):
+    """A later version may send more than this one reads (rules 1 and 10)."""
+    one = pair.read()
+    await pair.up()
+    frame = link_pb2.WorkerFrame(notice=77)  # type: ignore[arg-type]
+    frame.states.add(handle=one.handle.number, kind=99)  # type: ignore[arg-type]
+    frame.states.add(handle=4711)
+    frame.cancelled.append(4711)
+    frame.tokens.handle.append(4711)
+    frame.tokens.choice.append(0)
+    frame.tokens.position.append(0)
+    frame.tokens.token_id.append(1)
+    frame.ends.add(handle=4712)
+    data = link_pb2.WorkerFrame.FromString(frame.SerializeToString() + b"\xfa\x06\x03abc")  # field 111
+    assert pair.link.take(pair.link._connection, data) is None
+    assert pair.links.unread() == 2
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "the link goes on")
+    assert one.error is None
+
+
+async def test_an_attempt_that_is_no_longer_read_is_cancelled_at_its_worker(pair):
+    """Given up while the worker did not answer: it would keep blocks for as long as the link is up."""
+    one = pair.read()
+    await pair.up()
+    one.handle.close()
+    tokens(one.log, 0, 1)
+    await until(lambda: pair.worker.cancelled == [one.transfer_id], "it is cancelled")
+    assert pair.links.unread() >= 1

@@ -1,0 +1,127 @@
+"""What counts as life, on both sides of a link (rule 8)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.protocol.times import LOST_SECONDS
+from router.link import links as all_links
+from router.link.connection import Connection
+from tests.harness.waiting import until
+from tests.router.link.conftest import PROMPT, end, tokens
+from wire import link_pb2
+from worker.link import connection as worker_connection
+
+
+async def test_answers_are_no_life(pair):
+    one = pair.read()
+    pair.worker.hangs = True
+    await pair.up()
+    heard = pair.link._heard
+    for _ in range(3):
+        pair.link.ask(-1.0)
+        await asyncio.sleep(0.05)
+    assert pair.link._connection.heard > heard, "the answers came"
+    assert pair.link._heard == heard
+    tokens(one.log, 0, 1)
+    await until(lambda: pair.link._heard > heard, "a token is life")
+
+
+async def test_a_beat_is_life(pair):
+    pair.read()
+    await pair.up()
+    heard = pair.link._heard
+    await until(lambda: pair.link._heard > heard, "a beat came")
+
+
+async def test_the_timer_subtracts_its_own_lateness(pair):
+    one = pair.read()
+    pair.worker.hangs = True
+    await pair.up()
+    pair.links._timer.cancel()
+    now = asyncio.get_running_loop().time()
+    pair.link._heard = now - LOST_SECONDS - 0.3
+    pair.links._due = now - 0.6  # as if this tick came 0.6 s late
+    pair.links._tick()
+    assert one.error is None and 4.0 < pair.link.silent_seconds < LOST_SECONDS
+    pair.links._timer.cancel()
+    pair.link._heard -= 1.0
+    pair.links._due = asyncio.get_running_loop().time()
+    pair.links._tick()
+    assert one.error is not None, "by its own silence it is lost"
+
+
+async def test_the_router_beats(pair, monkeypatch):
+    monkeypatch.setattr(worker_connection, "LOST_SECONDS", 0.8)
+    one = pair.read()
+    await pair.up()
+    serial = pair.link._connection.serial
+    await asyncio.sleep(2.0)
+    assert pair.link._connection.serial == serial, "its beats keep the link"
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "it goes on")
+
+
+async def test_a_silent_router_is_detached_and_its_attempts_end(pair, monkeypatch):
+    monkeypatch.setattr(worker_connection, "LOST_SECONDS", 0.6)
+    one = pair.read()
+    await pair.up()
+    pair.links._timer.cancel()  # as a router that hangs
+    pair.link._connection.connection_lost = lambda error: None
+    began = asyncio.get_running_loop().time()
+    await until(lambda: pair.worker.routers.detached() == 1, "its handles are detached")
+    assert asyncio.get_running_loop().time() - began >= 0.5
+    await until(lambda: pair.worker.cancelled == [one.transfer_id], "the attempt is cancelled")
+
+
+async def test_a_worker_that_was_stopped_keeps_its_routers(pair):
+    one = pair.read()
+    await pair.up()
+    (connection,) = pair.worker._listener._connections
+    connection._timer.cancel()
+    connection._due -= 10
+    connection._heard -= 10
+    connection._tick()
+    tokens(one.log, 0, 1)
+    await until(lambda: one.tokens == [[0]], "what the router sent lay unread")
+    assert not pair.worker.cancelled
+
+
+async def test_silent_handles_are_asked_for_in_one_list(pair, monkeypatch):
+    many = [pair.read() for _ in range(20)]
+    await pair.up()
+    asked: list[list[int]] = []
+    write = Connection.write
+
+    def noted(connection: Connection, frame: link_pb2.RouterFrame) -> None:
+        asked.append(list(frame.status))
+        write(connection, frame)
+
+    monkeypatch.setattr(Connection, "write", noted)
+    tokens(many[0].log, 0, 1)
+    await until(lambda: many[0].tokens == [[0]], "it came")
+    for one in many[1:]:
+        one.handle.heard -= LOST_SECONDS + 1
+    pair.link.ask(LOST_SECONDS)
+    await until(lambda: any(asked), "they are asked for")
+    assert [one for one in asked if one] == [[one.handle.number for one in many[1:]]]
+    pair.link.ask(LOST_SECONDS)
+    await asyncio.sleep(0.1)
+    assert len([one for one in asked if one]) == 1, "again after as long a silence only"
+    assert not any(one.error for one in many)
+
+
+async def test_queued_and_paused_handles_are_no_suspects(pair, monkeypatch):
+    monkeypatch.setattr(all_links, "STATUS_SECONDS", 0.2)
+    queued, paused = pair.read(), pair.read()
+    await pair.up()
+    tokens(paused.log, 0, 256)
+    await until(lambda: len(paused.tokens[0]) == 256, "its window is full")
+    await asyncio.sleep(1.5)
+    assert queued.error is None and paused.error is None and not pair.links.suspects
+    paused.limit = PROMPT + 512
+    paused.handle.credit(0, paused.limit)
+    tokens(paused.log, 256, 10)
+    end(paused.log)
+    await until(lambda: paused.end is not None, "it goes on")
+    assert paused.tokens == [list(range(266))]

@@ -1,0 +1,138 @@
+"""What a worker's frames hold: their size, their order, and the share of what is sent again (rule 11)."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.link.framing import MAX_FRAME_BYTES
+from cluster.protocol.link import WINDOW_TOKENS
+from tests.worker.link.hand_links import HandLink, HandWorker, done, rows
+from wire import common_pb2, link_pb2
+from worker.attempt_log import AttemptLog
+
+
+@pytest.fixture
+async def worker() -> HandWorker:
+    return HandWorker()
+
+
+def whole(choice: int, position: int, alternatives: int = 20) -> common_pb2.Token:
+    """A token with as many log probabilities as a request may ask for."""
+    token = common_pb2.Token(choice=choice, position=position, token_id=2**31, logprob=-1.5)
+    for _ in range(alternatives):
+        token.top_logprobs.add(token_id=2**31, logprob=-1.5)
+    return token
+
+
+def fill(log: AttemptLog, count: int, *, extras: bool = False) -> None:
+    for position in range(count):
+        for one in log.choices:
+            log.add(one.choice, position, 2**31, whole(one.choice, position) if extras else None)
+
+
+async def test_frames_stay_within_their_size_whatever_they_hold(worker):
+    """Many handles of many choices, with and without log probabilities, with answers and cancels between."""
+    numbers = list(range(1, 1500))
+    link = HandLink(worker, 1)
+    for number in numbers[:40]:
+        fill(worker.open(number, 128 if number < 8 else 2), 30, extras=number % 2 == 0)
+    for begin in range(0, len(numbers), 100):
+        link.send(
+            attach=[
+                link_pb2.LinkAttach(
+                    transfer_id=number.to_bytes(8, "big").rjust(16, b"\x00"),
+                    handle=number,
+                    next=[0],
+                    limit=[9],
+                )
+                for number in numbers[begin : begin + 100]
+                if number > 40
+            ]
+        )
+    for number in numbers[:40]:
+        choices = 128 if number < 8 else 2
+        link.attach([number], choices=choices) if number == 40 else link.send(
+            attach=[_attach(number, choices)]
+        )
+    link.send(cancel=list(range(5000, 9000)), status=numbers)
+    frames = link.read()
+    assert max(link.sizes) <= MAX_FRAME_BYTES
+    assert len(rows(frames)) == 30 * (7 * 128 + 33 * 2)
+    assert sum(len(frame.cancelled) for frame in frames) == 4000
+
+
+def _attach(number: int, choices: int) -> link_pb2.LinkAttach:
+    return link_pb2.LinkAttach(
+        transfer_id=(5).to_bytes(8, "big") + number.to_bytes(8, "big"),
+        handle=number,
+        next=[0] * choices,
+        limit=[WINDOW_TOKENS] * choices,
+    )
+
+
+async def test_columns_come_before_ends_and_ends_of_what_is_complete_only(worker):
+    logs = [worker.open(number) for number in (1, 2)]
+    link = HandLink(worker, 1)
+    link.attach([1, 2])
+    link.read()
+    fill(logs[0], 1)
+    logs[0].end(done())
+    fill(logs[1], 200)
+    logs[1].end(done())
+    link.session.beat()
+    frame = link.read_one()
+    assert frame.HasField("beat")
+    ended = {end.handle for end in frame.ends}
+    sent = rows([frame])
+    for number, log in ((1, logs[0]), (2, logs[1])):
+        assert (number in ended) == ((number, 0, log.choices[0].end - 1) in sent)
+
+
+@pytest.mark.parametrize("extras", [False, True])
+async def test_what_is_sent_again_takes_half_of_a_frame_and_fresh_tokens_the_rest(worker, extras):
+    behind = [worker.open(number) for number in range(1, 41)]
+    for log in behind:
+        fill(log, 250, extras=extras)
+    fresh = [worker.open(number) for number in range(41, 61)]
+    link = HandLink(worker, 1)
+    link.attach(list(range(1, 61)))
+    frames = []
+    for step in range(5):
+        for log in fresh:
+            log.add(0, step, 7)
+        frames.append(link.read_one())
+    for step, frame in enumerate(frames):
+        came = rows([frame])
+        assert {handle for handle, _, position in came if position == step} >= set(range(41, 61)), (
+            "every step leaves"
+        )
+        replayed = [row for row in came if row[0] <= 40]
+        # One token of each handle comes with the fresh ones; more of those that are behind fill half a frame.
+        assert link.sizes[-5 + step] <= MAX_FRAME_BYTES
+        if extras:
+            more = len(replayed) - 40
+            assert more * whole(0, 0).ByteSize() <= MAX_FRAME_BYTES // 2
+    served = {handle for frame in frames[:2] for handle, _, _ in rows([frame])}
+    assert served == set(range(1, 61)), "in turn: no handle waits for another one's tokens"
+
+
+async def test_one_handle_of_many_choices_leaves_room_for_the_others(worker):
+    wide, narrow = worker.open(1, 128), worker.open(2)
+    fill(wide, 250)
+    fill(narrow, 250)
+    link = HandLink(worker, 1)
+    link.send(attach=[_attach(1, 128)])
+    link.attach([2])
+    came = rows([link.read_one()])
+    assert sum(handle == 2 for handle, _, _ in came) == 250
+
+
+async def test_steps_merge_while_a_frame_is_unwritten(worker):
+    log = worker.open(1)
+    link = HandLink(worker, 1)
+    link.attach([1])
+    link.read()
+    for position in range(50):
+        log.add(0, position, 7)
+    frames = link.read()
+    assert len(frames) == 1 and len(rows(frames)) == 50
