@@ -62,7 +62,9 @@ class QuotaScripts:
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if not self._backoff.is_failing:
-                log.warning("quotas are not checked while Redis does not answer: %s", str(error) or "too slow")
+                log.warning(
+                    "quotas are not checked while Redis does not answer: %s", str(error) or "too slow"
+                )
             self._backoff.failed()
             return None
         self.seconds.observe(time.monotonic() - began)
