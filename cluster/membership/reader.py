@@ -199,7 +199,9 @@ class Members:
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if self.redis_ok:
-                log.warning("Redis is out of reach; the last membership stays in use: %s", error)
+                log.warning(
+                    "Redis is out of reach; the last membership stays in use: %s", str(error) or "too slow"
+                )
             self.redis_ok = False
             await disconnect_after_failover_async(self._client, error)
             return

@@ -150,7 +150,11 @@ def test_worker_containers_start_drain_and_are_probed(rendered: Rendered) -> Non
         assert worker["lifecycle"]["preStop"]["exec"]["command"][:3] == ["baton", "drain", "--self"]
         ports = {port["name"]: port["containerPort"] for port in worker["ports"]}
         config = _worker_config(rendered, pod)
-        assert ports == {"grpc": config["port"], "metrics": config["metrics_port"]}
+        assert ports == {
+            "grpc": config["port"],
+            "link": config["link_port"],
+            "metrics": config["metrics_port"],
+        }
         assert config["drain_seconds"] < pod.spec["terminationGracePeriodSeconds"]
         startup = worker["startupProbe"]
         assert startup["httpGet"] == {"path": "/ready", "port": "metrics"}
