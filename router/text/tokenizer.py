@@ -13,7 +13,9 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
 from router.text.bound import most_bytes
+from router.text.byte_table import TableDetokenizer, make_byte_table
 from router.text.contents import Contents, Rendered
+from router.text.detokenize import Detokenizer
 from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
 from router.text.templates import searched_texts, template_environment
@@ -57,6 +59,7 @@ class ModelText:
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
         self.pieces = TokenPieces(self.tokenizer)
+        self._byte_table = make_byte_table(self.tokenizer)
         self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can cover; None = no bound
         self.config = _read(directory / "config.json")
         self.generation = _read(directory / "generation_config.json")
@@ -181,6 +184,12 @@ class ModelText:
         (encoding,) = self.tokenizer.encode_batch_fast([given], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
+
+    def detokenizer(self, before: list[int]) -> Detokenizer:
+        """For one choice, whose answer follows the tokens `before`."""
+        if self._byte_table is not None:
+            return TableDetokenizer(self._byte_table, before)
+        return Detokenizer(self.tokenizer, before, self.pieces.special)
 
     def close(self) -> None:
         for threads in (self._pool, self._long, self._rendering):
