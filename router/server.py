@@ -172,7 +172,7 @@ def _services(config: RouterConfig, registry: Registry) -> Services:
     peers = Peers(inside if config.tls_ca else None)
     return Services(
         config,
-        ModelText(config.model),
+        ModelText(config.model, config.tokenized_cache_bytes),
         members,
         Placement(config, members),
         Channels(peers),
