@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from loadgen.words import words
-from router.text.byte_table import TableDetokenizer, make_byte_table
+from router.text.byte_table import make_byte_table
 from router.text.detokenize import Detokenizer
 from router.text.stop import StopMatcher, StopStrings
 from router.text.tokenized_pieces import make_piece_tokenizer
@@ -61,10 +61,10 @@ def _detokenising(tokenizer: Tokenizer, text: str) -> Iterator[tuple[str, float]
     kinds: dict[str, Callable[[], Callable[[int], str | None]]] = {
         "window": lambda: Detokenizer(tokenizer, [], table.special).add,
         "DecodeStream": stream,
-        "table": lambda: TableDetokenizer(table).add,
+        "table": lambda: table.detokenizer().add,
     }
     for kind, make in kinds.items():
-        yield kind, _median(lambda make=make: _feed(make(), ids)) / len(ids)  # type: ignore[misc]
+        yield kind, _median(lambda make=make: _feed(make(), ids)) / len(ids)
 
 
 def _tokenising(tokenizer: Tokenizer, source: random.Random) -> Iterator[tuple[str, float]]:

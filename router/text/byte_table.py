@@ -9,6 +9,7 @@ Decoders of two kinds have a table; for any other `Detokenizer` calls the tokeni
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 import time
@@ -115,12 +116,16 @@ class ByteTable:
         self.special = frozenset(special)
         # The tokenizer leaves out these texts, even as ordinary entries of its vocabulary.
         self._left_out = {one.content for one in special.values()}
-        self._pieces: dict[int, Piece] = {}
+        self.pieces: dict[int, Piece] = {}
         self.texts: dict[int, str] = {}  # of whole characters; "" for other tokens
+
+    def detokenizer(self, before: list[int] | None = None) -> TableDetokenizer:
+        joins_bytes = isinstance(self._decoder, ByteLevelDecoder)
+        return (ByteLevelDetokenizer if joins_bytes else TableDetokenizer)(self, before)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these tokens, as the tokenizer decodes it."""
-        known = self._pieces
+        known = self.pieces
         try:
             return self._decoder.join([known[token_id] for token_id in ids])
         except KeyError:
@@ -149,7 +154,7 @@ class ByteTable:
         return self._decoder.join([piece for piece in pieces if piece is not None])
 
     def _piece(self, token_id: int) -> Piece | None:
-        pieces = self._pieces
+        pieces = self.pieces
         if token_id not in pieces:
             if (piece := self._read(token_id)) is None:
                 return None  # there is no limit to ids without a token
@@ -200,6 +205,47 @@ class TableDetokenizer(Detokenizer):
 
     def _decode(self, begin: int, end: int) -> str:
         return self._table.decode(self._ids[begin:end])
+
+
+class ByteLevelDetokenizer(TableDetokenizer):
+    """Holds the bytes of a character that several tokens make, and opens the window only for bytes that are none."""
+
+    def __init__(self, table: ByteTable, before: list[int] | None = None):
+        super().__init__(table, before)
+        self._known = table.pieces
+        self._open = True  # the window; else all text before `_held` is returned
+        self._held: bytes = b""  # of a character that is not complete
+        self._held_ids: list[int] = []
+
+    def _add_in_window(self, token_id: int) -> str:
+        if not self._open and (piece := self._known.get(token_id)):
+            held = self._held + piece  # type: ignore[operator]
+            try:
+                text, used = codecs.utf_8_decode(held, "strict", False)
+            except UnicodeDecodeError:
+                used = -1
+            if not used:
+                self._held = held
+                self._held_ids.append(token_id)
+                self._settled = False
+                return ""
+            if used == len(held) and text[-1] != REPLACEMENT:
+                self._settled = True
+                self._forget_held()
+                return text
+        text = super()._add_in_window(token_id)
+        self._open = self._open and not self._settled
+        return text
+
+    def _restore_window(self) -> None:
+        if not self._open:
+            self._ids, self._prefix, self._read, self._shown = [*self._held_ids], 0, 0, ""
+            self._open = True
+            self._forget_held()
+
+    def _forget_held(self) -> None:
+        self._held = b""
+        self._held_ids.clear()
 
 
 def make_byte_table(tokenizer: Tokenizer) -> ByteTable | None:

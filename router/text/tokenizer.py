@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
 from router.text.bound import most_bytes
-from router.text.byte_table import TableDetokenizer, make_byte_table
+from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
 from router.text.detokenize import Detokenizer
 from router.text.fair_threads import FairThreads
@@ -218,7 +218,7 @@ class ModelText:
     def detokenizer(self, before: list[int]) -> Detokenizer:
         """For one choice, whose answer follows the tokens `before`."""
         if self._byte_table is not None:
-            return TableDetokenizer(self._byte_table, before)
+            return self._byte_table.detokenizer(before)
         return Detokenizer(self.tokenizer, before, self.pieces.special)
 
     def close(self) -> None:
