@@ -113,6 +113,11 @@ def mistral() -> Tokenizer:
     return with_special(made)
 
 
+def with_normalized(made: Tokenizer) -> Tokenizer:
+    made.add_tokens([AddedToken(text, normalized=True) for text in ("<think>", "#", "..")])
+    return made
+
+
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "demo": demo,
     "gpt2": byte_level,
@@ -122,6 +127,9 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "qwen": qwen,
     "digits": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True)),
     "llama2": llama2_trained,
+    "llama2, normalized tokens": lambda: with_normalized(llama2_trained()),
+    "gemma, normalized tokens": lambda: with_normalized(gemma()),
+    "qwen, normalized tokens": lambda: with_normalized(qwen()),
     "llama2, small": llama2,
     "metaspace, small": metaspace,
     "gemma": gemma,
