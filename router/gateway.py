@@ -46,12 +46,19 @@ class RequestGateway:
         self.live = Live(services, metrics, self._report)
 
     async def encode(
-        self, given: str | Rendered, *, special: bool = True, truncated: bool = False, tenant: str = ""
+        self,
+        given: str | Rendered,
+        *,
+        special: bool = True,
+        truncated: bool = False,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> list[int]:
         """Tokenise a prompt. Raises ContextLengthError or InvalidRequestError before tokenising a text that is too long;
         one that will be `truncated` may exceed the context."""
         self.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
-        return await self._in_time(self.text.encode(given, special=special, tenant=tenant))
+        scope = self._prefix_scope(tenant, cache_salt)
+        return await self._in_time(self.text.encode(given, special=special, tenant=tenant, scope=scope))
 
     async def render(
         self,
@@ -136,8 +143,7 @@ class RequestGateway:
 
     def _owned(self, completion: Completion, caller: Caller) -> Completion:
         """The request with its tenant, on which depends with which requests it shares prefixes."""
-        shared = self.config.share_prefixes_across_tenants
-        scope = prefix_scope("" if shared else caller.tenant, completion.cache_salt)
+        scope = self._prefix_scope(caller.tenant, completion.cache_salt)
         if not caller.tenant:
             return replace(completion, prefix_scope=scope) if scope else completion
         return replace(
@@ -147,6 +153,9 @@ class RequestGateway:
             rate_limits=self._rate_limits(caller),
             prefix_scope=scope,
         )
+
+    def _prefix_scope(self, tenant: str, cache_salt: str) -> str:
+        return prefix_scope("" if self.config.share_prefixes_across_tenants else tenant, cache_salt)
 
     def _report(self, counts: Counts) -> RouterReport:
         state: RouterState = "draining" if self.leaving else "ready" if self.ready() else "not ready"

@@ -174,7 +174,7 @@ def _services(config: RouterConfig, registry: Registry) -> Services:
     faults = open_faults(config.fault_orders, config.router_id)
     return Services(
         config,
-        ModelText(config.model),
+        ModelText(config.model, config.tokenized_cache_bytes),
         members,
         Placement(config, members),
         Channels(peers),

@@ -20,6 +20,11 @@ class ModelFields(Frozen):
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name that clients use; default: the directory's name")
     max_model_len: Count = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    tokenized_cache_bytes: Bytes = Field(
+        64 << 20,
+        ge=0,
+        description="memory for tokens of pieces of earlier prompts, each within its tenant and cache_salt; 0 = none",
+    )
     page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from router.request.completion import Completion, Delta, FinishReason
-from router.text.detokenize import Detokenizer
 from router.text.stop import StopMatcher
 from router.text.tokenizer import ModelText
 from wire import common_pb2
@@ -33,7 +32,7 @@ class ChoiceStream:
         self._last_came: float | None = None
         self.finish: FinishReason | None = None
         self._prompt_tokens = len(completion.prompt_tokens)
-        self._detokenizer = Detokenizer(text.tokenizer, completion.prompt_tokens, text.pieces.special)
+        self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
 
     async def read_resumed(self) -> None:

@@ -13,6 +13,7 @@ from cluster.telemetry.histogram import Histogram
 from cluster.telemetry.metrics import process
 from cluster.telemetry.metrics import router as declared
 from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric
+from router.text.tokenized_pieces import PieceCache
 
 if TYPE_CHECKING:
     from router.dispatch.services import Services
@@ -38,6 +39,7 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
 def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
     members, placement, quota = services.members, services.placement, services.quota
     calibration, limit = placement.calibration, services.config.max_concurrent_requests
+    cache = services.text.piece_cache or PieceCache(0)
     return [
         declared.WORKERS.read(lambda: _workers(services)),
         declared.WORKERS_DRAINING.read(lambda: _draining(services)),
@@ -45,6 +47,9 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
         declared.LINK_UNREAD.read(services.links.unread),
         declared.MEMBERSHIP_AGE.read(lambda: time.monotonic() - members.refreshed),
         declared.REQUESTS_LIMIT.read(lambda: limit),
+        declared.TOKENIZED_CACHE_HITS.read(lambda: cache.hit_characters),
+        declared.TOKENIZED_CACHE_MISSES.read(lambda: cache.missed_characters),
+        declared.TOKENIZED_CACHE_BYTES.read(lambda: cache.bytes),
         declared.PLACEMENTS.read(lambda: placement.decided),
         declared.PLACEMENTS_REFUSED.read(lambda: placement.refused),
         declared.PLACEMENT_CHARGED.read(placement.charges.total),

@@ -60,7 +60,7 @@ class Contents:
         }
         special = found.values()
         texts = {one.content for one in special if len(one.content) > 1}
-        self._special = re.compile(_prefix_tree(texts)) if texts else None
+        self._special = re.compile(prefix_tree(texts)) if texts else None
         self._lstrip = {one.content for one in special if one.lstrip}
         self._rstrip = {one.content for one in special if one.rstrip}
         # A mark cannot break a single character, nor a text that only the normalizer turns into a special token's.
@@ -140,14 +140,14 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def _prefix_tree(texts: Collection[str]) -> str:
+def prefix_tree(texts: Collection[str]) -> str:
     """A pattern of these texts, the longest first. Texts with the same beginning share it: `re` holds the interpreter
     lock, and an alternation of hundreds of texts would try each at every place."""
     branches = []
     for _, group in itertools.groupby(sorted(filter(None, texts)), key=lambda text: text[0]):
         same = list(group)
         begin = os.path.commonprefix(same)  # noqa: RUF071 (texts, not paths)
-        branches.append(re.escape(begin) + _prefix_tree([text[len(begin) :] for text in same]))
+        branches.append(re.escape(begin) + prefix_tree([text[len(begin) :] for text in same]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")

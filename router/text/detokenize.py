@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from tokenizers import Tokenizer
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 MAX_IN_HAND = 64  # tokens; if so many do not complete a character, their bytes are not valid UTF-8
 _SPLIT_BYTES = 3  # of an incomplete character; a token has at least one byte
 
@@ -34,15 +34,16 @@ class Detokenizer:
         self._ids: list[int] = list((before or [])[-6:])
         self._prefix = 0
         self._read = len(self._ids)
+        self._shown: str | None = None  # the text from `_prefix` to `_read`, once it is decoded
 
     def add(self, token_id: int) -> str:
         """Add a token; returns the text that no later token can change, "" while a character is incomplete."""
         if token_id in self._special:
             return ""
         self._ids.append(token_id)
-        shown = self._decode(self._prefix, self._read)
+        shown = self._decode_shown()
         text = self._decode(self._prefix, len(self._ids))
-        if len(text) > len(shown) and not text.endswith(_REPLACEMENT):
+        if len(text) > len(shown) and not text.endswith(REPLACEMENT):
             self._move(len(self._ids))
             return text[len(shown) :]
         if len(self._ids) - self._read > MAX_IN_HAND:
@@ -60,7 +61,7 @@ class Detokenizer:
         return ""
 
     def _move(self, read: int) -> None:
-        self._prefix, self._read = self._read, read
+        self._prefix, self._read, self._shown = self._read, read, None
         if self._prefix > 64:
             del self._ids[: self._prefix]
             self._read -= self._prefix
@@ -68,10 +69,16 @@ class Detokenizer:
 
     def flush(self) -> str:
         """At the end: the rest of the text, with replacement characters for incomplete ones."""
-        shown = self._decode(self._prefix, self._read)
+        shown = self._decode_shown()
         text = self._decode(self._prefix, len(self._ids))
         self._prefix = self._read = len(self._ids)
+        self._shown = None
         return text[len(shown) :]
+
+    def _decode_shown(self) -> str:
+        if self._shown is None:
+            self._shown = self._decode(self._prefix, self._read)
+        return self._shown
 
     def _decode(self, begin: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[begin:end], skip_special_tokens=True))

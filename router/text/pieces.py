@@ -12,7 +12,7 @@ from router.text.bound import steps_of
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """Bytes by the characters that stand for them in byte-level tokenizers (GPT-2's `bytes_to_unicode`): printable
     Latin-1 as itself, the others as the characters from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -26,7 +26,7 @@ class TokenPieces:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         steps = {step["type"] for step in steps_of(tokenizer.decoder, "decoders")}
-        self._alphabet = _alphabet() if "ByteLevel" in steps else {}
+        self._alphabet = byte_level_alphabet() if "ByteLevel" in steps else {}
         self._falls_back = "ByteFallback" in steps
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)

@@ -76,10 +76,12 @@ class StopMatcher:
             return ""
         if not self._held and self._stops.first.isdisjoint(text):
             return text
-        at, step = self._at, self._stops.step
+        at, stops, root = self._at, self._stops, self._stops.root
         seen = self._held + text
         for end, character in enumerate(text, len(self._held) + 1):
-            at = at.next.get(character) or step(at, character)
+            if at is root and character not in stops.first:
+                continue
+            at = at.next.get(character) or stops.step(at, character)
             if at.match:
                 self.stopped = True
                 self._held = ""

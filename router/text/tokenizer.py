@@ -13,15 +13,20 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
 from router.text.bound import most_bytes
+from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
+from router.text.detokenize import Detokenizer
 from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
 from router.text.templates import searched_texts, template_environment
+from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
 # Text up to this length is encoded on the event loop, in about 0.2 ms; a thread would cost a request 0.2 to 0.3 ms.
 INLINE_CHARACTERS = 1024
 # Encoded in about 50 ms. Longer texts share a separate thread: two whose encoding takes seconds would block both others.
 LONG_CHARACTERS = 1 << 17
+# Up to this length the cached pieces of a text are looked up on the event loop, in about 0.1 ms.
+INLINE_LOOK_UP_CHARACTERS = 16_384
 # Conversations up to this size are rendered on the event loop, longer ones on a thread.
 INLINE_CHAT_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
@@ -48,7 +53,8 @@ def _token_text(value: Any) -> str:
 class ModelText:
     """A model's tokenizer, chat template and text settings. Raises ModelError if the directory lacks a tokenizer."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, cache_bytes: int = 0):
+        """`cache_bytes`: for tokens of pieces of prompts that came before."""
         path = directory / "tokenizer.json"
         if not path.exists():
             raise ModelError(f"{directory} has no tokenizer.json", field="tokenizer.json")
@@ -57,6 +63,8 @@ class ModelText:
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
         self.pieces = TokenPieces(self.tokenizer)
+        self._byte_table = make_byte_table(self.tokenizer)
+        self._prompt_pieces = make_piece_tokenizer(self.tokenizer, cache_bytes)
         self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can cover; None = no bound
         self.config = _read(directory / "config.json")
         self.generation = _read(directory / "generation_config.json")
@@ -164,13 +172,33 @@ class ModelText:
             return rendered()
         return await self._rendering.run(tenant, rendered)
 
-    async def encode(self, given: str | Rendered, *, special: bool = True, tenant: str = "") -> list[int]:
-        """Token ids. Long texts are encoded on a thread that tenants use in turns; the tokenizer releases the GIL."""
+    async def encode(
+        self, given: str | Rendered, *, special: bool = True, tenant: str = "", scope: str = ""
+    ) -> list[int]:
+        """Token ids. Long texts are encoded on a thread that tenants use in turns; the tokenizer releases the GIL.
+
+        Pieces that came before in the same `scope` (prefix_scope) are not tokenised again.
+        """
         text = given if isinstance(given, str) else given.text
+        if self._prompt_pieces is not None and (isinstance(given, str) or not given.mark):
+            return await self._encode_pieces(self._prompt_pieces, text, special, tenant, scope)
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(given, special)
-        pool = self._pool if len(text) <= LONG_CHARACTERS else self._long
-        return await pool.run(tenant, self._encode, given, special)
+        return await self._pool_for(len(text)).run(tenant, self._encode, given, special)
+
+    async def _encode_pieces(
+        self, pieces: PieceTokenizer, text: str, special: bool, tenant: str, scope: str
+    ) -> list[int]:
+        short = len(text) <= INLINE_LOOK_UP_CHARACTERS
+        look_up = pieces.look_up
+        found = look_up(scope, text) if short else await self._pool.run(tenant, look_up, scope, text)
+        if short and found.missing_characters <= INLINE_CHARACTERS:
+            return pieces.complete(found, special)
+        pool = self._pool_for(found.missing_characters)
+        return await pool.run(tenant, pieces.complete, found, special)
+
+    def _pool_for(self, characters: int) -> FairThreads:
+        return self._pool if characters <= LONG_CHARACTERS else self._long
 
     def _encode(self, given: str | Rendered, special: bool) -> list[int]:
         if isinstance(given, Rendered):
@@ -181,6 +209,17 @@ class ModelText:
         (encoding,) = self.tokenizer.encode_batch_fast([given], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
+
+    @property
+    def piece_cache(self) -> PieceCache | None:
+        """None: nothing is cached with this tokenizer."""
+        return None if self._prompt_pieces is None else self._prompt_pieces.cache
+
+    def detokenizer(self, before: list[int]) -> Detokenizer:
+        """For one choice, whose answer follows the tokens `before`."""
+        if self._byte_table is not None:
+            return self._byte_table.detokenizer(before)
+        return Detokenizer(self.tokenizer, before, self.pieces.special)
 
     def close(self) -> None:
         for threads in (self._pool, self._long, self._rendering):

@@ -16,7 +16,7 @@ CONTEXT = 64
 
 class Gateway(SimpleNamespace):
     encode, render, preparing = RequestGateway.encode, RequestGateway.render, RequestGateway.preparing
-    _in_time = RequestGateway._in_time
+    _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
     _rate_limits = RequestGateway._rate_limits
 
 
@@ -29,10 +29,14 @@ class Text:
 
     def __init__(self) -> None:
         self.encoded: list[str] = []
+        self.scopes: list[str] = []
         self.rendered = 0
 
-    async def encode(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
+    async def encode(
+        self, text: str, *, special: bool = True, tenant: str = "", scope: str = ""
+    ) -> list[int]:
         self.encoded.append(text)
+        self.scopes.append(scope)
         return [1]
 
     async def chat(

@@ -44,6 +44,19 @@ PREFIX_CACHE_QUERIES = counter(
 PREFIX_CACHE_HITS = counter(
     "baton_router_prefix_cache_hits_total", "tokens", "Prompt tokens of these that no worker computed"
 )
+TOKENIZED_CACHE_HITS = counter(
+    "baton_tokenized_cache_hits_total", "characters", "Characters of prompts whose tokens were cached"
+)
+TOKENIZED_CACHE_MISSES = counter(
+    "baton_tokenized_cache_misses_total",
+    "characters",
+    "Characters of prompts that were tokenised though there is a cache",
+)
+TOKENIZED_CACHE_BYTES = gauge(
+    "baton_tokenized_cache_bytes",
+    "bytes",
+    "Texts and tokens of pieces of prompts; tokenized_cache_bytes is the limit",
+)
 KV_SHIPPED_BYTES = counter("baton_kv_shipped_bytes_total", "bytes", "KV handed over")
 KV_NOT_SHIPPED_TOKENS = counter(
     "baton_kv_not_shipped_tokens_total", "tokens", "Prompt tokens the decode worker already held"

@@ -103,7 +103,11 @@ class Generate:
                 tenant=caller.tenant,
             )
             prompt = await self._gateway.encode(
-                rendered, special=False, truncated=options.truncates, tenant=caller.tenant
+                rendered,
+                special=False,
+                truncated=options.truncates,
+                tenant=caller.tenant,
+                cache_salt=envelope.cache_salt,
             )
             return self._parsed(caller, options, [prompt], envelope, arrival)
 
@@ -115,7 +119,12 @@ class Generate:
         # Before tokenising: a request that gets no place costs nothing of the quota.
         admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller):
-            encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller.tenant)
+            encode = partial(
+                self._gateway.encode,
+                truncated=options.truncates,
+                tenant=caller.tenant,
+                cache_salt=envelope.cache_salt,
+            )
             prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
             return self._parsed(caller, options, prompts, envelope, arrival)
 
