@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.security.tls import Identity, ListenerContext
 from router.admission.descriptors import max_silent
-from router.frontends.http.app import build_app
+from router.frontends.http.app import Generation, build_routes
+from router.frontends.http.cors import Cors
+from router.frontends.http.errors import failure_response
+from router.frontends.http.exchange import Endpoint, Exchange
 from router.frontends.http.gate import Gate
 from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import limited
@@ -24,7 +25,6 @@ GRACE_SECONDS = 5.0
 # Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 256 << 10
-SHOWN_HEADERS = ("x-request-id", "retry-after", "x-should-retry")  # to pages of other origins
 
 
 class HttpEndpoint:
@@ -36,10 +36,17 @@ class HttpEndpoint:
         self._host = config.host
         self._context = ListenerContext(identity, ask_clients=ask_clients) if identity is not None else None
         self._socket = _listen(config)
+        routes = build_routes(gateway)
+        gate = Gate(routes.app, gateway)
+        cors = Cors(gate, config.cors_origins) if config.cors_origins else None
         self._server = HttpServer(
             uvicorn.Config(
-                with_cors(Gate(build_app(gateway), gateway), config.cors_origins),
-                http=limited(config),
+                cors or gate,
+                http=limited(
+                    config,
+                    {key: _direct(one, gate, cors) for key, one in routes.generations.items()},
+                    lambda: gateway.leaving,
+                ),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -80,21 +87,20 @@ class HttpEndpoint:
         return self._context.context
 
 
-def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Wrap `app` in CORS, so that pages of these origins may call this router; without any, return it unchanged.
+def _direct(generation: Generation, gate: Gate, cors: Cors | None) -> Endpoint:
+    """The endpoint behind the layers of the ASGI application."""
 
-    It must be the outermost layer, because a browser's preflight request carries no API key. Credentials (cookies) are
-    not allowed: keys come in a header.
-    """
-    if not origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=list(SHOWN_HEADERS),
-    )
+    async def answer(exchange: Exchange) -> None:
+        if cors is not None:
+            exchange.add_headers(await cors.headers_for(exchange.headers))
+        try:
+            response = await gate.refusal(exchange.scope) or await generation(exchange)
+        except Exception as error:
+            response = failure_response(error, exchange.url.path)
+        if response is not None:
+            exchange.send(response)
+
+    return answer
 
 
 def _listen(config: RouterConfig) -> socket.socket:

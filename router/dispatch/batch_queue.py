@@ -66,8 +66,7 @@ class BatchQueue(Generic[T]):
             elif self._producers <= 0:
                 return []
             else:
-                for call in self._when_drained:
-                    call()
+                self._drained()
                 await self._something()
         taken, self._items = self._items, []
         return taken
@@ -93,6 +92,10 @@ class BatchQueue(Generic[T]):
             await self._reader
         finally:
             self._reader = None
+
+    def _drained(self) -> None:
+        for call in self._when_drained:
+            call()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+import logging
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from cluster.errors import (
     ContextLengthError,
     DrainingError,
     ForbiddenError,
+    InternalError,
     InvalidRequestError,
     OverloadedError,
     RequestTooLargeError,
@@ -23,6 +25,7 @@ from cluster.errors import (
     cut,
 )
 
+log = logging.getLogger(__name__)
 RETRY_SECONDS = 1
 _CODES: dict[type[BatonError], str] = {
     UnknownModelError: "model_not_found",
@@ -66,6 +69,14 @@ def error_response(error: BatonError) -> Response:
         media_type="application/json",
         headers=headers,
     )
+
+
+def failure_response(error: Exception, path: str) -> Response:
+    """The answer to any error. An unexpected one is logged; its answer gives no details."""
+    if not isinstance(error, BatonError):
+        log.error("%s failed", path, exc_info=error)
+        error = InternalError("internal error")
+    return error_response(error)
 
 
 def closing_answer(status: int, error: BatonError) -> bytes:

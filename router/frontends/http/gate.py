@@ -1,4 +1,4 @@
-"""Authenticates every HTTP request before it reaches the application. The application checks what its key may access.
+"""Authenticates every HTTP request before an endpoint answers it. The endpoint checks what its key may access.
 
 A request is refused by its head alone, before its body is read.
 """
@@ -6,7 +6,8 @@ A request is refused by its head alone, before its body is read.
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import BatonError, UnauthenticatedError
 from cluster.security.keys import ANYONE, Caller
@@ -32,17 +33,23 @@ class Gate:
         self._open = OPEN | PATHS if gateway.config.ui else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            if self._gateway.leaving:
-                send = _goodbye(send)
-            try:
-                caller = scope[_CALLER] = self._caller(scope)
-            except BatonError as error:
-                await self._refuse(error, scope, receive, send)
-                return
-            if scope["path"] not in GENERATE:
-                await self._gateway.low_priority.step(caller.tenant)
-        await self._app(scope, receive, send)
+        refusal = await self.refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    async def refusal(self, scope: Scope) -> Response | None:
+        """What to answer in place of the endpoint. None: the request may go on, and its scope has its caller."""
+        try:
+            caller = scope[_CALLER] = self._caller(scope)
+        except BatonError as error:
+            await self._gateway.low_priority.step()
+            refusal = error_response(error)
+            # The body may still arrive, and is not read.
+            refusal.headers["connection"] = "close"
+            self._gateway.metrics.requests.labels("refused").inc()
+            return refusal
+        if scope["path"] not in GENERATE:
+            await self._gateway.low_priority.step(caller.tenant)
+        return None
 
     def _caller(self, scope: Scope) -> Caller:
         """Raises UnauthenticatedError."""
@@ -50,31 +57,11 @@ class Gate:
             return self._check(scope)
         return ANYONE
 
-    async def _refuse(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.low_priority.step()
-        response = error_response(error)
-        # The body may still arrive, and is not read.
-        response.headers["connection"] = "close"
-        self._gateway.metrics.requests.labels("refused").inc()
-        await response(scope, receive, send)
-
     def _check(self, scope: Scope) -> Caller:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) > 1:
             raise UnauthenticatedError("there is more than one Authorization header", field="authorization")
         return self._gateway.keys.check(given[0].decode("latin-1") if given else "")
-
-
-def _goodbye(send: Send) -> Send:
-    """Close the connection after this answer: the client reconnects, and a load balancer picks another router."""
-
-    async def last(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            others = [pair for pair in message.get("headers", ()) if pair[0] != b"connection"]
-            message = {**message, "headers": [*others, (b"connection", b"close")]}
-        await send(message)
-
-    return last
 
 
 def caller_of(request: Request) -> Caller:

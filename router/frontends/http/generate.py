@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,17 +14,18 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError
+from cluster.errors import BatonError, DrainingError, InvalidRequestError
 from cluster.security.keys import Caller
 from router.admission.admission import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
+from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of, connection_of
 from router.frontends.http.messages import chat_size, read_messages
 from router.frontends.http.protocol import KEEPS
-from router.frontends.http.reading import AnswerReader, EventStream
+from router.frontends.http.reading import AnswerQueue
 from router.frontends.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -39,6 +40,12 @@ from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import check_allowed
 from router.request.validator import MAX_REQUEST_ID, Envelope
 
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
 
 @dataclass(frozen=True)
 class ParsedRequest:
@@ -50,6 +57,11 @@ class ParsedRequest:
     token_ids: bool
     arrival: Arrival
 
+    @property
+    def first_choices(self) -> list[int]:
+        """By completion, in the numbers of the whole answer."""
+        return [sum(one.n for one in self.completions[:i]) for i in range(len(self.completions))]
+
 
 Admit = Callable[[int], None]  # takes places for a number of further prompts; raises OverloadedError
 Reader = Callable[[Request, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
@@ -59,13 +71,13 @@ class Generate:
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Exchange) -> Response | None:
         return await self._serve(request, self._read_chat, ChatShape)
 
-    async def completion(self, request: Request) -> Response:
+    async def completion(self, request: Exchange) -> Response | None:
         return await self._serve(request, self._read_completion, CompletionShape)
 
-    async def _serve(self, request: Request, read: Reader, kind: type[Shape]) -> Response:
+    async def _serve(self, request: Exchange, read: Reader, kind: type[Shape]) -> Response | None:
         caller, connection = caller_of(request), connection_of(request)
 
         def admit(prompts: int) -> None:
@@ -81,7 +93,12 @@ class Generate:
                 raise
             parsed = await self._read(request, read, body_bytes, admit)
             body_bytes.release()
-            return await self._answer(request, parsed, kind, held)
+            dispatchers = [
+                held.enter_context(self._gateway.request(one, caller, first, parsed.arrival))
+                for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
+            ]
+            shape = self._shape(kind, parsed, caller)
+            return await (_stream if parsed.stream else _whole)(request, parsed, shape, dispatchers)
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
@@ -148,86 +165,56 @@ class Generate:
             arrival,
         )
 
-    async def _answer(
-        self,
-        request: Request,
-        parsed: ParsedRequest,
-        kind: type[Shape],
-        held: contextlib.ExitStack,
-    ) -> Response:
-        """`held`: the request's places, released at the end of the answer."""
-        caller, completions = caller_of(request), parsed.completions
-        shape = kind(
-            completions[0],
-            self._gateway.text,
-            int(time.time()),
-            kind.id_prefix + secrets.token_hex(12),
-            parsed.token_ids,
-            caller.admin,
-        )
-        dispatchers = [
-            held.enter_context(
-                self._gateway.request(one, caller, sum(c.n for c in completions[:i]), parsed.arrival)
-            )
-            for i, one in enumerate(completions)
-        ]
-        headers = {"x-request-id": request.headers.get("x-request-id") or completions[0].request_id}
-        if not parsed.stream:
-            return await self._whole(request, shape, dispatchers, headers)
-        reading = AnswerReader(dispatchers, request)
-        # Until the first delta, a failure is an HTTP error; after it, an event of the stream.
-        try:
-            first = await reading.take()
-        except BaseException:
-            reading.stop()
-            raise
-        kept = held.pop_all()
-        kept.callback(reading.stop)
-        prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
-        events = Events(
-            shape, sum(dispatcher.choices for dispatcher in dispatchers), parsed.usage, prompt_tokens
-        )
-        return EventStream(_stream(events, reading, first), headers, kept.close)
-
-    async def _whole(
-        self,
-        request: Request,
-        shape: Shape,
-        dispatchers: Sequence[RequestDispatcher],
-        headers: dict[str, str],
-    ) -> Response:
-        answers = [
-            Answer(shape, index) for index in range(sum(dispatcher.choices for dispatcher in dispatchers))
-        ]
-        reading = AnswerReader(dispatchers, request)
-        try:
-            while deltas := await reading.take():
-                for delta in deltas:
-                    answers[delta.choice].add(delta)
-        finally:
-            reading.stop()
-        outcomes = [dispatcher.outcome for dispatcher in dispatchers]
-        choices = [shape.choice(answer) for answer in answers]
-        return Response(
-            orjson.dumps(shape.whole(choices, outcomes)),
-            media_type="application/json",
-            headers={**headers, **_timing_headers(outcomes[-1], admin=shape.admin)},
-        )
+    def _shape(self, kind: type[Shape], parsed: ParsedRequest, caller: Caller) -> Shape:
+        answer_id = kind.id_prefix + secrets.token_hex(12)
+        first, text = parsed.completions[0], self._gateway.text
+        return kind(first, text, int(time.time()), answer_id, parsed.token_ids, caller.admin)
 
 
-async def _stream(events: Events, reading: AnswerReader, first: list[Delta]) -> AsyncIterator[bytes]:
-    deltas = first
+async def _whole(
+    request: Exchange, parsed: ParsedRequest, shape: Shape, dispatchers: Sequence[RequestDispatcher]
+) -> Response:
+    answers = [Answer(shape, index) for index in range(sum(one.choices for one in dispatchers))]
+
+    def add(deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            answers[delta.choice].add(delta)
+
+    await AnswerQueue(request, add, len(dispatchers), streamed=False).pass_all(dispatchers)
+    outcomes = [dispatcher.outcome for dispatcher in dispatchers]
+    choices = [shape.choice(answer) for answer in answers]
+    shown = {"x-request-id": _shown_id(request, parsed), **_timing_headers(outcomes[-1], admin=shape.admin)}
+    return Response(
+        orjson.dumps(shape.whole(choices, outcomes)), media_type="application/json", headers=shown
+    )
+
+
+async def _stream(
+    request: Exchange, parsed: ParsedRequest, shape: Shape, dispatchers: Sequence[RequestDispatcher]
+) -> None:
+    """Until the first delta, a failure is an HTTP error; after it, an event of the stream."""
+    prompt_tokens = sum(len(one.prompt_tokens) for one in parsed.completions)
+    events = Events(shape, sum(one.choices for one in dispatchers), parsed.usage, prompt_tokens)
+
+    def write(deltas: Sequence[Delta]) -> None:
+        if not request.begun:
+            shown_id = (b"x-request-id", _shown_id(request, parsed).encode("latin-1"))
+            request.begin((shown_id, *_STREAM_HEADERS))
+        if frames := events.of(deltas):
+            request.write(frames)
+
     try:
-        while deltas:
-            if frames := events.of(deltas):
-                yield frames
-            deltas = await reading.take()
-    except CancelledError:
-        return
+        await AnswerQueue(request, write, len(dispatchers), streamed=True).pass_all(dispatchers)
     except BatonError as error:
-        yield event(error_body(error))
-        return
-    yield events.end([dispatcher.outcome for dispatcher in reading.dispatchers])
+        if not request.begun:
+            raise
+        request.end(event(error_body(error)))
+    else:
+        request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
+
+
+def _shown_id(request: Request, parsed: ParsedRequest) -> str:
+    return request.headers.get("x-request-id") or parsed.completions[0].request_id
 
 
 def _envelope(request: Request, options: HttpRequest, prompts: int) -> Envelope:

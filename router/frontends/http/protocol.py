@@ -13,6 +13,9 @@ If there are too many connections, the one that has been without a place (router
 would take all connections with answers that are not read, with a key or without.
 
 While requests wait behind the one that runs, the socket is not read (router/frontends/http/pipelined.py).
+
+Once a head is complete, its method and path choose how the request is answered: by an endpoint of `direct`, which writes
+to the connection (router/frontends/http/exchange.py), or by the ASGI application.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import httptools
@@ -30,6 +34,7 @@ from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.frontends.http.acknowledged import acknowledged_bytes
 from router.frontends.http.errors import closing_answer
+from router.frontends.http.exchange import Endpoint, Exchange
 from router.frontends.http.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.upgrade import read_on
 
@@ -47,9 +52,11 @@ KEEPS = "baton.keeps_connection"  # in a request's scope: a context for the time
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `limits` and `waiting` are class attributes, set by `limited`: uvicorn makes the instances."""
+    """One connection. The class attributes are set by `limited`: uvicorn makes the instances."""
 
     limits: ConnectionLimits
+    direct: Mapping[tuple[str, str], Endpoint]  # by method and path
+    leaving: Callable[[], bool]  # answers then close their connections, and balancers choose another router
     waiting: dict[
         LimitedProtocol, None
     ]  # connections whose request holds no place; their last request began or ended in this order
@@ -72,6 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pipelined_bytes = 0  # received behind a running request since the last time that none waited
         # The request that runs or ran last; uvicorn's `cycle` is the one received last.
         self._running: RequestResponseCycle | None = None
+        self._exchange: Exchange | None = None  # of the request that runs, if `direct` answers it
 
     # --- called by asyncio --------------------------------------------------------------------------------------
 
@@ -173,6 +181,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._expect_reading()
         super().resume_writing()
+        if self._exchange is not None:
+            self._exchange.resumed()
 
     # --- called by httptools -------------------------------------------------------------------------------------
 
@@ -224,6 +234,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_request()
 
     def on_response_complete(self) -> None:
+        self._exchange = None
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect_reading()
@@ -236,8 +247,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._running = cycle
         self._make_room()
         cycle.scope[KEEPS] = self._keep  # type: ignore[literal-required]
-        if cycle.scope["http_version"] == "1.0":
-            app = _unframed(cycle, app)
+        if self.leaving():
+            cycle.keep_alive = False
+        endpoint = self.direct.get((cycle.scope["method"], cycle.scope["path"]))
+        if endpoint is not None:
+            exchange = self._exchange = Exchange(cycle)
+            app = lambda scope, receive, send: endpoint(exchange)  # noqa: E731
         super()._start_asgi_task(cycle, app)
 
     def _make_room(self) -> None:
@@ -260,6 +275,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+            if self._exchange is not None:
+                self._exchange.disconnected()
 
     def _await_request(self) -> None:
         """Start the idle timer if no part of a request has arrived; a request that arrives has its own deadline."""
@@ -355,27 +372,14 @@ def _is_read_only(cycle: RequestResponseCycle) -> bool:
     return cycle.scope["method"] == "GET" and not cycle.more_body and not cycle.response_complete
 
 
-def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:
-    """An application whose answers have no chunks, which HTTP/1.0 lacks: the end of the connection ends the body.
-
-    uvicorn chunks a body of unknown length unless `chunked_encoding` is set beforehand. It then expects a body of the
-    announced length, so the length of each piece is announced.
-    """
-    cycle.chunked_encoding = False
-
-    async def answered(scope: Any, receive: Any, send: Any) -> None:
-        async def unframed(message: Any) -> None:
-            cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, unframed)
-
-    return answered
-
-
-def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+def limited(
+    limits: ConnectionLimits,
+    direct: Mapping[tuple[str, str], Endpoint] = MappingProxyType({}),
+    leaving: Callable[[], bool] = lambda: False,
+) -> type[asyncio.Protocol]:
     """A protocol class with these limits."""
-    return type("Limited", (LimitedProtocol,), {"limits": limits, "waiting": {}})
+    shared = {"limits": limits, "waiting": {}, "direct": direct, "leaving": staticmethod(leaving)}
+    return type("Limited", (LimitedProtocol,), shared)
 
 
 def _too_many(limit: int) -> OverloadedError:

@@ -1,73 +1,89 @@
-"""Reads the deltas of a request's dispatchers, and writes them to its connection."""
+"""Passes the deltas of a request's dispatchers on to the writer of its answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from collections.abc import Callable, Sequence
 
 from cluster.errors import CancelledError
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.dispatcher import PIECE_SECONDS, RequestDispatcher
+from router.frontends.http.exchange import Exchange
 from router.request.completion import Delta
 
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
+class AnswerQueue(BatchQueue[Delta]):
+    """Passes the deltas that arrive in one turn of the event loop, or within the pace, on in one call. No task is woken
+    but for the last ones.
 
-class AnswerReader:
-    """Starts the dispatchers of one answer and reads their deltas, in the order in which they arrive."""
+    It is not drained while a stream's client does not read, so that its dispatchers grant their workers no credit.
+    """
 
-    def __init__(self, dispatchers: Sequence[RequestDispatcher], request: Request):
-        self.dispatchers = dispatchers
-        self._deltas: BatchQueue[Delta] = BatchQueue(len(dispatchers), PIECE_SECONDS)
-        for dispatcher in dispatchers:
-            dispatcher.start(self._deltas)
-        # Writes to a client that has disconnected are dropped silently: only `receive` reports it.
-        self._watch = asyncio.get_running_loop().create_task(self._until_disconnected(request))
+    def __init__(
+        self, exchange: Exchange, write: Callable[[list[Delta]], None], dispatchers: int, *, streamed: bool
+    ):
+        super().__init__(dispatchers, PIECE_SECONDS)
+        self._exchange = exchange
+        self._write = write
+        self._streamed = streamed
+        self._next: asyncio.Handle | None = None  # of _pass_on
+        self._over = self._loop.create_future()
 
-    async def take(self) -> list[Delta]:
-        """The deltas that arrived since the last call; none at the end.
+    @property
+    def _held_up(self) -> bool:
+        return self._streamed and self._exchange.paused and self._error is None
 
-        Raises the first BatonError of a dispatcher, or CancelledError (cluster.errors) if the client disconnects.
+    async def pass_all(self, dispatchers: Sequence[RequestDispatcher]) -> None:
+        """Start the dispatchers, and return once all their deltas are written.
+
+        Raises the first BatonError of one, or CancelledError (cluster.errors) if the client disconnects. Those that have
+        not finished are then cancelled.
         """
-        return await self._deltas.take()
-
-    def stop(self) -> None:
-        """Cancel the dispatchers that have not finished."""
-        self._watch.cancel()
-        for dispatcher in self.dispatchers:
-            dispatcher.stop()
-
-    async def _until_disconnected(self, request: Request) -> None:
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                self._deltas.discard(CancelledError("the client disconnected"))
-                return
-
-
-class EventStream(Response):
-    """Server-sent events, sent as they are made."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str], release: Callable[[], None]):
-        """`release` is called after the last write, also if the stream fails."""
-        super().__init__(headers={**headers, **_STREAM_HEADERS})
-        del self.headers["content-length"]
-        self._events = events
-        self._release = release
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            async for piece in self._events:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            for one in dispatchers:
+                one.start(self)
+            self._exchange.watch(self)
+            await self._over
+            while deltas := await self.take():
+                self._write(deltas)
         finally:
-            self._release()
+            self._exchange.unwatch()
+            if self._next is not None:
+                self._next.cancel()
+            for one in dispatchers:
+                one.stop()
+
+    def disconnected(self) -> None:
+        self.discard(CancelledError("the client disconnected"))
+
+    def resumed(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._next is not None:
+            if self._error is None and self._producers > 0:
+                return
+            self._next.cancel()  # the end does not wait for the pace
+        early = self._early()
+        loop, passing = self._loop, self._pass_on
+        self._next = loop.call_later(early, passing) if early > 0.0 else loop.call_soon(passing)
+
+    def _pass_on(self) -> None:
+        self._next = None
+        if self._held_up:
+            return
+        if self._error is not None or self._producers <= 0:
+            if not self._over.done():
+                self._over.set_result(None)
+        elif self._items:
+            self._taken = self._loop.time()
+            items, self._items = self._items, []
+            try:
+                self._write(items)
+            except Exception as error:
+                self.discard(error)
+                return
+            if not self._held_up:
+                self._drained()
+        else:
+            self._drained()

@@ -241,8 +241,9 @@ async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": raw, "more_body": False}
 
+    request: Any = Request({"type": "http", "headers": []}, receive)
     with pytest.raises(DispatchedError) as caught:
-        await Generate(dispatching).completion(Request({"type": "http", "headers": []}, receive))
+        await Generate(dispatching).completion(request)
     assert caught.value.args == (0, prompts)
     assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from router.admission.admission import Admission
 from router.admission.low_priority import LowPriority
 from router.dispatch.batch_queue import BatchQueue
 from router.gateway import RequestGateway
+from router.http_endpoint import HttpEndpoint
 from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta, Outcome
 from router.request.validator import Validator
@@ -66,12 +68,15 @@ class StubGateway(RequestGateway):
     """`accepted` lists the completions that would have been dispatched."""
 
     def __init__(self, text: ModelText, settings: dict[str, Any]):
-        self.config = RouterConfig(model=DEMO, served_model_name="tiny", secret="x" * 16, **settings)
+        self.config = RouterConfig(
+            model=DEMO, served_model_name="tiny", secret="x" * 16, http_port=0, **settings
+        )
         self.text = text
         self.validator = Validator(self.config, text)
         self.low_priority = LowPriority()
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0
+        self.leaving = False
         self.admission = Admission(self.config, lambda tenant: None)
         self.accepted: list[Completion] = []
 
@@ -85,6 +90,18 @@ class StubGateway(RequestGateway):
     ) -> Iterator[StubDispatcher]:
         self.accepted.append(completion)
         yield StubDispatcher(completion, first_shown)
+
+
+@contextlib.asynccontextmanager
+async def served(gateway: StubGateway) -> AsyncIterator[str]:
+    """The URL of the router's HTTP endpoint in front of it."""
+    endpoint = HttpEndpoint(gateway.config, gateway, None, ask_clients=False)
+    serving = asyncio.create_task(endpoint.serve())
+    try:
+        yield endpoint.url
+    finally:
+        endpoint.stop()
+        await serving
 
 
 def told(completion: Completion) -> dict[str, Any]:

@@ -22,12 +22,11 @@ import pytest
 from cluster.errors import BatonError
 from cluster.security.keys import ANYONE
 from router.frontends.grpc.service import InferenceService
-from router.frontends.http.app import build_app
 from router.frontends.http.openapi.document import build_document
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.bodies import CHAT, COMPLETION, GENERATION, SETTINGS, Case, cases
 from tests.router.frontends.golden.messages import messages
-from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, told
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served, told
 
 GOLDEN = Path(__file__).parent
 SHOWN = 40  # characters of a message
@@ -97,8 +96,7 @@ def _name(case: Case) -> str:
 
 async def _http(gateway: StubGateway, asked: list[Case]) -> Table:
     table: Table = {}
-    transport = httpx.ASGITransport(app=build_app(gateway))
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with served(gateway) as url, httpx.AsyncClient(base_url=url) as client:
         for case in asked:
             gateway.accepted.clear()
             answer = await client.post(case.path, content=case.body, headers=dict(case.headers))

@@ -162,6 +162,7 @@ async def test_the_refusal_of_a_draining_router_comes_after_the_body():
 
     gateway.admission = SimpleNamespace(admit=admit)
     gateway.low_priority = LowPriority()
+    request: Any = Request({"type": "http", "headers": []}, receive)
     with pytest.raises(DrainingError):
-        await generate.Generate(gateway).completion(Request({"type": "http", "headers": []}, receive))
+        await generate.Generate(gateway).completion(request)
     assert not left

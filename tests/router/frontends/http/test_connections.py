@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http import protocol
+from router.frontends.http.exchange import Exchange
 from router.frontends.http.pipelined import LOOK_SECONDS
 from router.frontends.http.protocol import KEEPS, limited
-from router.frontends.http.reading import EventStream
 from tests.harness.waiting import until
+from tests.router.frontends.http.cycles import CYCLES, EveryRequest
 
 LIMIT, HEADERS, HEAD_BYTES = 2, 5, 400
 LIMITS = ConnectionLimits(
@@ -40,7 +41,7 @@ async def _pieces() -> AsyncIterator[bytes]:
 
 
 class Server:
-    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
+    def __init__(self, limits: ConnectionLimits = LIMITS, *, direct: bool = False) -> None:
         self.go_on = asyncio.Event()
         self.running = 0
         self.read_ahead = 0  # reads while requests waited behind a running one
@@ -49,7 +50,7 @@ class Server:
         self._made: list[Connection] = []
         server = self
 
-        class Seen(limited(limits)):  # type: ignore[misc]
+        class Seen(limited(limits, EveryRequest(self._direct) if direct else {})):  # type: ignore[misc]
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
                 super().connection_made(transport)
                 server._seen += 1
@@ -63,7 +64,25 @@ class Server:
         self._server = uvicorn.Server(config)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Request(scope, receive, send).body()
+        await self._run(Request(scope, receive, send))
+        if scope["path"] == "/pieces":
+            await StreamingResponse(_pieces())(scope, receive, send)
+        else:
+            await PlainTextResponse("answered")(scope, receive, send)
+
+    async def _direct(self, exchange: Exchange) -> None:
+        await self._run(exchange)
+        if exchange.scope["path"] == "/pieces":
+            exchange.begin(())
+            one, two = [piece async for piece in _pieces()]
+            exchange.write(one)
+            exchange.end(two)
+        else:
+            exchange.send(PlainTextResponse("answered"))
+
+    async def _run(self, request: Request) -> None:
+        await request.body()
+        scope = request.scope
         self.running += 1
         with scope[KEEPS]() if scope["path"] in ("/slow", "/gave-back") else contextlib.nullcontext():
             if scope["path"] in ("/slow", "/without-a-place"):
@@ -71,11 +90,6 @@ class Server:
         if scope["path"] == "/gave-back":
             await self.go_on.wait()
         self.running -= 1
-        if scope["path"] == "/pieces":
-            pieces = EventStream(_pieces(), {}, lambda: None)
-            await pieces(scope, receive, send)
-        else:
-            await PlainTextResponse("answered")(scope, receive, send)
 
     @property
     def connections(self) -> int:
@@ -136,19 +150,26 @@ class Connection:
         return await self.status()
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async for one in Server().run():
+@pytest.fixture(params=CYCLES)
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
+    async for one in Server(direct=request.param == "direct").run():
         yield one
 
 
-async def test_an_http_1_0_stream_has_no_chunks_and_ends_with_the_connection(server: Server) -> None:
-    for method, body in ((b"GET", b"onetwo"), (b"HEAD", b"")):
-        connection = await server.connect()
-        connection.send(method + b" /pieces HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
-        head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
-        assert came == body
-        assert b"transfer-encoding" not in head and b"connection: close" in head
+@pytest.mark.parametrize(
+    ("server", "method", "body"),
+    [("direct", b"GET", b"onetwo"), ("asgi", b"HEAD", b"")],
+    indirect=["server"],
+)
+async def test_an_http_1_0_stream_has_no_chunks_and_ends_with_the_connection(
+    method: bytes, body: bytes, server: Server
+) -> None:
+    """The application streams nothing."""
+    connection = await server.connect()
+    connection.send(method + b" /pieces HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
+    assert came == body
+    assert b"transfer-encoding" not in head and b"connection: close" in head
 
 
 async def test_an_http_1_0_answer_of_known_length_has_content_length(server: Server) -> None:
@@ -295,9 +316,11 @@ async def test_each_head_of_a_connection_has_the_whole_size(server: Server) -> N
         assert await one.ask(raw[100:]) == 200
 
 
-async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs() -> None:
+@pytest.mark.parametrize("direct", [False, True])
+async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs(direct: bool) -> None:
     """Its body is not read before: the answer that runs must not end for it."""
-    async for server in Server(LIMITS.model_copy(update={"body_seconds": 0.4})).run():
+    limits = LIMITS.model_copy(update={"body_seconds": 0.4})
+    async for server in Server(limits, direct=direct).run():
         connection = await server.connect()
         connection.send(SLOW)
         await until(lambda one=server: one.running == 1, "it runs", 5)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
 
 from router.frontends.http import app as module
 from router.text.tokenizer import ModelText
-from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
 
 BODY = {"prompt": "a", "max_tokens": 1}
 
@@ -18,10 +17,9 @@ BODY = {"prompt": "a", "max_tokens": 1}
 @pytest.fixture
 async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
     text = ModelText(DEMO)
-    app: Any = module.build_app(StubGateway(text, {}))
-    monkeypatch.setattr(module, "build_document", None)
-    monkeypatch.setattr(module, "_json", None)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as made:
+    async with served(StubGateway(text, {})) as url, httpx.AsyncClient(base_url=url) as made:
+        monkeypatch.setattr(module, "build_document", None)
+        monkeypatch.setattr(module, "_json", None)
         yield made
     text.close()
 

@@ -14,8 +14,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
+from router.frontends.http.exchange import Exchange
 from router.frontends.http.protocol import limited
 from tests.harness.waiting import until
+from tests.router.frontends.http.cycles import CYCLES, EveryRequest
 
 LIMITS = ConnectionLimits(
     max_header_bytes=4096,
@@ -31,15 +33,24 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nx-own: 1\r\
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the headers that it has seen, once the body is complete."""
-    request = Request(scope, receive, send)
+    await (await answer(Request(scope, receive, send)))(scope, receive, send)
+
+
+async def direct(exchange: Exchange) -> None:
+    """The same without the application."""
+    exchange.send(await answer(exchange))
+
+
+async def answer(request: Request) -> PlainTextResponse:
     body = await request.body()
     said = ",".join(f"{name}={value}" for name, value in request.headers.items())
-    await PlainTextResponse(f"{len(body)};{said}")(scope, receive, send)
+    return PlainTextResponse(f"{len(body)};{said}")
 
 
-@pytest.fixture
-async def address() -> AsyncIterator[tuple[str, int]]:
-    config = uvicorn.Config(app, http=limited(LIMITS), log_config=None, lifespan="off")
+@pytest.fixture(params=CYCLES)
+async def address(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, int]]:
+    http = limited(LIMITS, EveryRequest(direct) if request.param == "direct" else {})
+    config = uvicorn.Config(app, http=http, log_config=None, lifespan="off")
     server = uvicorn.Server(config)
     sock = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve(sockets=[sock]))

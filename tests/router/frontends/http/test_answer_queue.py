@@ -1,0 +1,177 @@
+"""The deltas of an answer on their way to the connection: together, paced, and only while the client reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from cluster.errors import CancelledError, InternalError
+from router.dispatch.dispatcher import PIECE_SECONDS
+from router.frontends.http.reading import AnswerQueue
+from router.request.completion import Delta
+from tests.harness.waiting import until
+
+
+class StubExchange:
+    def __init__(self) -> None:
+        self.paused = False
+        self.watcher: Any = None
+
+    def watch(self, watcher: Any) -> None:
+        self.watcher = watcher
+
+    def unwatch(self) -> None:
+        self.watcher = None
+
+
+class StubDispatcher:
+    queue: AnswerQueue
+    stopped = False
+
+    def start(self, queue: AnswerQueue) -> None:
+        self.queue = queue
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Answer:
+    """An answer of one dispatcher, and what was written of it."""
+
+    def __init__(self, *, streamed: bool = True) -> None:
+        self.exchange, self.dispatcher = StubExchange(), StubDispatcher()
+        self.written: list[list[str]] = []
+        exchange: Any = self.exchange
+        self.queue = AnswerQueue(exchange, self._write, 1, streamed=streamed)
+        self._passing = asyncio.ensure_future(self.queue.pass_all([self.dispatcher]))  # type: ignore[list-item]
+
+    def _write(self, deltas: list[Delta]) -> None:
+        self.written.append([delta.text for delta in deltas])
+
+    def add(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.queue.add(Delta(0, text, ()))
+
+    async def over(self) -> None:
+        await asyncio.wait_for(self._passing, 5)
+
+
+@pytest.fixture
+async def answer() -> Answer:
+    made = Answer()
+    await asyncio.sleep(0)
+    return made
+
+
+async def test_what_arrives_in_one_turn_is_written_at_once(answer: Answer) -> None:
+    answer.add("abc")
+    assert not answer.written
+    await asyncio.sleep(0)
+    assert answer.written == [["a", "b", "c"]]
+
+
+async def test_a_burst_is_paced_and_its_end_is_not(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer.queue._pace = 30.0
+    answer.add("a")
+    await asyncio.sleep(0)
+    answer.add("b")
+    await asyncio.sleep(3 * PIECE_SECONDS)
+    answer.add("c")
+    assert answer.written == [["a"]]
+    answer.queue.end()
+    await answer.over()
+    assert answer.written == [["a"], ["b", "c"]] and answer.dispatcher.stopped
+
+
+async def test_after_the_pace_the_next_piece_follows(answer: Answer) -> None:
+    for text in "ab":
+        answer.add(text)
+        await asyncio.sleep(0)
+    await until(lambda: len(answer.written) == 2, "the second one is written", 5)
+
+
+async def test_nothing_is_written_or_granted_while_the_client_does_not_read(answer: Answer) -> None:
+    """The dispatcher grants its worker credit when the queue is drained."""
+    drained: list[int] = []
+    answer.queue.when_drained(lambda: drained.append(len(answer.written)))
+    answer.exchange.paused = True
+    answer.add("a")
+    await asyncio.sleep(3 * PIECE_SECONDS)
+    assert not answer.written and not drained
+    answer.exchange.paused = False
+    answer.exchange.watcher.resumed()
+    await until(lambda: answer.written == [["a"]] and drained == [1], "written, then granted", 5)
+
+
+async def test_what_fills_the_clients_buffer_is_granted_once_it_has_left(answer: Answer) -> None:
+    drained: list[int] = []
+    answer.queue.when_drained(lambda: drained.append(len(answer.written)))
+    write = answer.queue._write
+
+    def fill(deltas: list[Delta]) -> None:
+        write(deltas)
+        answer.exchange.paused = True
+
+    answer.queue._write = fill
+    answer.add("a")
+    await asyncio.sleep(3 * PIECE_SECONDS)
+    assert answer.written == [["a"]] and not drained
+    answer.exchange.paused = False
+    answer.exchange.watcher.resumed()
+    await until(lambda: drained == [1], "it has left", 5)
+
+
+async def test_the_end_of_a_stream_waits_for_its_client(answer: Answer) -> None:
+    answer.exchange.paused = True
+    answer.add("a")
+    answer.queue.end()
+    await asyncio.sleep(3 * PIECE_SECONDS)
+    assert not answer.written and not answer.dispatcher.stopped
+    answer.exchange.paused = False
+    answer.exchange.watcher.resumed()
+    await answer.over()
+    assert answer.written == [["a"]]
+
+
+async def test_an_answer_that_is_not_streamed_takes_everything_at_once() -> None:
+    """Its client reads nothing before its end, or still reads the answer before it."""
+    answer = Answer(streamed=False)
+    await asyncio.sleep(0)
+    answer.exchange.paused = True
+    answer.add("a")
+    await asyncio.sleep(0)
+    answer.queue.end()
+    await answer.over()
+    assert answer.written == [["a"]]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_client_that_disconnects_ends_it(paused: bool, answer: Answer) -> None:
+    answer.exchange.paused = paused
+    answer.add("a")
+    answer.exchange.watcher.disconnected()
+    with pytest.raises(CancelledError):
+        await answer.over()
+    assert not answer.written and answer.dispatcher.stopped and answer.exchange.watcher is None
+
+
+async def test_a_failure_comes_after_the_deltas_before_it(answer: Answer) -> None:
+    answer.add("a")
+    answer.queue.fail(InternalError("lost"))
+    with pytest.raises(InternalError):
+        await answer.over()
+    assert answer.written == [["a"]] and answer.dispatcher.stopped
+
+
+async def test_a_writer_that_fails_ends_it(answer: Answer) -> None:
+    def write(deltas: list[Delta]) -> None:
+        raise ValueError("not a header")
+
+    answer.queue._write = write
+    answer.add("a")
+    with pytest.raises(ValueError, match="header"):
+        await answer.over()
+    assert answer.dispatcher.stopped
