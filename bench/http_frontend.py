@@ -24,9 +24,10 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP_SECONDS = 0.025  # of the stub worker: one token for each stream
-CONNECTIONS = 64
-TOKENS = 200  # of a stream
-ROUNDS = 40  # of requests with one token, on each connection
+STREAMS = 64  # at a time
+TOKENS = 200  # of each
+CLIENTS = 4  # of requests with one token
+REQUESTS = 300  # of each, one after the other
 
 
 def serve(model: Path) -> None:
@@ -142,31 +143,29 @@ class Server:
         self._process.wait()
 
 
-async def _client(address: tuple[str, int], tokens: int, requests: int, pause: float) -> None:
+async def _client(address: tuple[str, int], tokens: int, requests: int) -> None:
     body = json.dumps({"prompt": "one two three", "max_tokens": tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     reader, writer = await asyncio.open_connection(*address)
     for _ in range(requests):
         writer.write(head + body)
         await reader.readuntil(b"0\r\n\r\n")
-        await asyncio.sleep(pause)
     writer.close()
 
 
-async def _spent(server: Server, tokens: int, requests: int, pause: float) -> float:
-    """Its processor seconds for so many requests on each connection."""
+async def _spent(server: Server, clients: int, requests: int, tokens: int) -> float:
+    """Its processor seconds per request."""
     before = await asyncio.to_thread(server.processor_seconds)
     async with asyncio.TaskGroup() as group:
-        for number in range(CONNECTIONS):
-            await asyncio.sleep(STEP_SECONDS / CONNECTIONS * (number % 2))
-            group.create_task(_client(server.address, tokens, requests, pause))
-    return await asyncio.to_thread(server.processor_seconds) - before
+        for _ in range(clients):
+            group.create_task(_client(server.address, tokens, requests))
+    return (await asyncio.to_thread(server.processor_seconds) - before) / (clients * requests)
 
 
 async def _figures(server: Server) -> tuple[float, float]:
     """Microseconds per request of one token, and per further piece."""
-    short = await _spent(server, 1, ROUNDS, 0.1) / (CONNECTIONS * ROUNDS)
-    long = await _spent(server, TOKENS, 1, 0.0) / CONNECTIONS
+    short = await _spent(server, CLIENTS, REQUESTS, 1)
+    long = await _spent(server, STREAMS, 1, TOKENS)
     return short * 1e6, (long - short) / (TOKENS - 1) * 1e6
 
 
@@ -176,7 +175,7 @@ async def _measure(trees: dict[str, Path], model: Path, pairs: int) -> dict[str,
         servers = {name: Server(tree, model) for name, tree in trees.items()}
         for server in servers.values():
             stack.callback(server.close)
-            await _spent(server, 2, 5, 0.0)
+            await _spent(server, CLIENTS, REQUESTS, 2)
         for number in range(pairs):
             for name in list(servers)[:: 1 if number % 2 else -1]:
                 found[name].append(await _figures(servers[name]))

@@ -30,6 +30,8 @@ class Events:
         self._wanted = wanted
         self._so_far = UsageSoFar(prompt_tokens)
         self._begun: set[int] = set()
+        # What stands around the text of each choice's further deltas, where that is all they have
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self._last: Delta | None = None  # the delta that ends the last choice, held back for `end`
         self._before = shape.before_choice()
         self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
@@ -68,6 +70,10 @@ class Events:
         return replace(delta, finish=None)
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:
+        around = self._around.get(delta.choice) if delta.finish is None else None
+        if around is not None:
+            frames += (around[0], orjson.dumps(delta.text), around[1])
+            return
         frames += (self._before, orjson.dumps(self._choice(delta)))
         if self._wanted.continuous_usage_stats:
             frames += (b'],"usage":', self._so_far.with_delta(delta), b"}\n\n")
@@ -76,7 +82,11 @@ class Events:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         first = delta.choice not in self._begun
-        self._begun.add(delta.choice)
+        if first:
+            self._begun.add(delta.choice)
+            around = self._shape.around_text(delta.choice)
+            if around is not None and not self._wanted.continuous_usage_stats:
+                self._around[delta.choice] = self._before + around[0], around[1] + self._after
         return self._shape.delta(delta.choice, delta, first)
 
 

@@ -129,6 +129,14 @@ class Shape:
         """The constant JSON before the choice of every streamed chunk, encoded once per answer."""
         return b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
 
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """The constant JSON around the text of a choice's further deltas. None: they have more than text."""
+        if self.token_ids or self.completion.sampling.logprobs:
+            return None
+        shown = self._shown(index, self.message_delta("", False), [], None, None)
+        before, _, after = orjson.dumps(shown).partition(b'""')
+        return before, after
+
     def choice(self, answer: Answer) -> dict[str, Any]:
         message = self.message(answer.text)
         return self._shown(answer.index, message, answer.token_ids, answer.logprobs(), answer.finish)

@@ -25,6 +25,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
 POSTS = 36
 CONNECTIONS = 25
 GROWN_MIB = 10  # it was 48
+STREAM_KIB = 512
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,21 @@ def test_requests_behind_an_unread_answer_hold_few_bytes(router: Router, key: st
         grown = (process.memory_info().rss - before) >> 20
         assert ask(router, key) == 200
     assert grown < GROWN_MIB, f"{grown} MiB"
+
+
+def test_streams_that_are_not_read_hold_few_bytes(router: Router, key: str) -> None:
+    """The router grants a stream's worker no further token while its client does not read."""
+    wait_for(lambda: ask(router, key) == 200, 30, "the key is known")
+    most = httpx.get(f"{router.http}/v1/models", headers={"authorization": f"Bearer {key}"}).json()
+    tokens = most["data"][0]["max_model_len"] - 8
+    body = b'{"prompt":[5],"stream":true,"max_tokens":%d,"logprobs":5}' % tokens
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d\r\n\r\n"
+    )
+    process = psutil.Process(router.pid)
+    before = process.memory_info().rss
+    with unread(router, CONNECTIONS, head % (key.encode(), len(body)) + body):
+        time.sleep(1.0)
+        grown = (process.memory_info().rss - before) >> 10
+        assert ask(router, key) == 200
+    assert grown / CONNECTIONS <= STREAM_KIB, f"{grown / CONNECTIONS:.0f} KiB"

@@ -1,0 +1,230 @@
+"""Answers that are written straight to their connection: when the client leaves, reads on, or asks again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse, Response
+
+from cluster.config.router import ConnectionLimits
+from router.frontends.http.exchange import Exchange
+from router.frontends.http.protocol import limited
+from tests.harness.waiting import until
+from tests.router.frontends.http.cycles import EveryRequest
+
+LIMITS = ConnectionLimits(max_http_connections=10)
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+PIECE = b"x" * 65536
+Endpoint = Callable[[Exchange], Awaitable[None]]
+
+
+class Noted:
+    """Notes what an exchange tells its watcher."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.has_disconnected = False
+        self.resumed_times = 0
+
+    def disconnected(self) -> None:
+        self.has_disconnected = True
+
+    def resumed(self) -> None:
+        self.resumed_times += 1
+
+
+class Served:
+    """A server whose requests are held until `go_on`, with what was noted of each."""
+
+    def __init__(self) -> None:
+        self.noted: list[Noted] = []
+        self.begun = 0
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.leaving = False
+        self.answer: Callable[[Exchange], None] = lambda exchange: exchange.send(PlainTextResponse("ok"))
+        self.finish = asyncio.Event()
+        self.finish.set()
+
+    async def endpoint(self, exchange: Exchange) -> None:
+        await exchange.body()
+        self.begun += 1
+        await self.go_on.wait()
+        noted = Noted(exchange)
+        exchange.watch(noted)
+        self.noted.append(noted)
+        self.answer(exchange)
+        await self.finish.wait()
+        exchange.unwatch()
+
+    @contextlib.asynccontextmanager
+    async def connection(
+        self, raw: bytes = GET
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Of a client that has sent this."""
+        async with self.serving() as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(raw)
+            try:
+                yield reader, writer
+            finally:
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[tuple[str, int]]:
+        http = limited(LIMITS, EveryRequest(self.endpoint), lambda: self.leaving)
+        config = uvicorn.Config(_never, http=http, interface="asgi3", log_config=None, lifespan="off")
+        server = uvicorn.Server(config)
+        sock = socket.create_server(("127.0.0.1", 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        await until(lambda: server.started, "it serves")
+        self.connections = server.server_state.connections
+        try:
+            yield sock.getsockname()
+        finally:
+            self.go_on.set()
+            self.finish.set()
+            server.should_exit = True
+            await serving
+
+
+async def _never(scope: object, receive: object, send: object) -> None:
+    raise AssertionError("every request is answered directly")
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+def wait(exchange: Exchange) -> None:
+    """Answer nothing yet."""
+
+
+@pytest.mark.parametrize("size", [0, 10, 200_000])
+async def test_a_client_that_leaves_is_noticed(size: int, served: Served) -> None:
+    """Also after a long body, at whose end the socket is not read."""
+    served.answer = wait
+    served.finish.clear()
+    raw = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + bytes(size)
+    async with served.connection(raw) as (_, writer):
+        await until(lambda: served.noted, "it is watched", 5)
+        assert not served.noted[0].has_disconnected
+        writer.close()
+        await until(lambda: served.noted[0].has_disconnected, "it is told", 5)
+        served.noted[0].exchange.send(PlainTextResponse("too late"))
+        assert not served.noted[0].exchange.begun
+
+
+async def test_a_client_that_left_before_its_answer_is_noticed(served: Served) -> None:
+    served.go_on.clear()
+    served.answer = wait
+    async with served.connection(GET.replace(b"GET", b"POST")) as (_, writer):
+        await until(lambda: served.begun, "its request runs", 5)
+        writer.close()
+        await until(lambda: not served.connections, "it is gone", 5)
+        served.go_on.set()
+        await until(lambda: served.noted, "it is watched", 5)
+        assert served.noted[0].has_disconnected
+
+
+async def test_an_answer_pauses_until_its_client_has_read(served: Served) -> None:
+    def fill(exchange: Exchange) -> None:
+        exchange.begin(())
+        while not exchange.paused:
+            exchange.write(PIECE)
+
+    served.answer = fill
+    served.finish.clear()
+    loop = asyncio.get_running_loop()
+    async with served.serving() as address:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, address)
+            await loop.sock_sendall(client, GET)
+            await until(lambda: served.noted, "it is watched", 5)
+            (noted,) = served.noted
+            await asyncio.sleep(0.05)
+            assert noted.exchange.paused and not noted.resumed_times
+            async with asyncio.timeout(10):
+                while not noted.resumed_times:
+                    await loop.sock_recv(client, 65536)
+                assert not noted.exchange.paused
+                noted.exchange.end(b"the end")
+                left = b""
+                while not left.endswith(b"the end\r\n0\r\n\r\n"):
+                    left = left[-100:] + await loop.sock_recv(client, 65536)
+
+
+async def test_what_happens_later_is_not_told_to_a_request_that_was_answered(served: Served) -> None:
+    served.finish.clear()
+    async with served.connection() as (reader, writer):
+        await asyncio.wait_for(reader.readuntil(b"ok"), 5)
+        writer.close()
+        await until(lambda: not served.connections, "it is gone", 5)
+        assert not served.noted[0].has_disconnected
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+async def test_a_server_that_leaves_closes_the_connection_after_the_answer(
+    leaving: bool, served: Served
+) -> None:
+    served.leaving = leaving
+    async with served.connection() as (reader, _):
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert (b"connection: close" in head) is leaving
+        assert await reader.readexactly(2) == b"ok"
+        if leaving:
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_a_response_may_close_the_connection(served: Served) -> None:
+    served.answer = lambda exchange: exchange.send(Response(b"bye", headers={"connection": "close"}))
+    async with served.connection() as (reader, _):
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.count(b"connection: close\r\n") == 1 and answer.endswith(b"\r\n\r\nbye")
+
+
+async def test_added_headers_go_with_any_answer(served: Served) -> None:
+    def answer(exchange: Exchange) -> None:
+        exchange.add_headers([(b"vary", b"Origin")])
+        exchange.send(PlainTextResponse("ok"))
+
+    served.answer = answer
+    async with served.connection() as (reader, _):
+        assert b"vary: Origin\r\n" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+
+
+async def test_a_value_cannot_add_a_header(served: Served) -> None:
+    served.answer = lambda exchange: exchange.begin([(b"x-worker", b"a\r\nset-cookie: b")])
+    async with served.connection() as (reader, _):
+        assert b"set-cookie" not in await asyncio.wait_for(reader.read(), 5)
+
+
+async def test_no_second_answer_follows_a_stream_that_failed(served: Served) -> None:
+    def answer(exchange: Exchange) -> None:
+        exchange.begin(())
+        exchange.write(b"some")
+        exchange.send(PlainTextResponse("internal error", 500))
+
+    served.answer = answer
+    async with served.connection() as (reader, _):
+        answer_ = await asyncio.wait_for(reader.read(), 5)
+        assert answer_.endswith(b"4\r\nsome\r\n"), "it is cut, not ended"
+
+
+async def test_the_body_is_asked_for_where_the_client_waits(served: Served) -> None:
+    raw = b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+    async with served.connection(raw) as (reader, writer):
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        assert (await asyncio.wait_for(reader.readuntil(b"ok"), 5)).startswith(b"HTTP/1.1 200")
