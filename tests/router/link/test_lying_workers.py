@@ -27,7 +27,11 @@ Lies = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 class LyingWorker:
     """Welcomes each link, then `lies`."""
 
-    def __init__(self, links: Links, lies: Lies, welcome: link_pb2.LinkWelcome | None = None):
+    def __init__(
+        self, links: Links, lies: Lies, welcome: link_pb2.LinkWelcome | None = None, behind: bytes = b""
+    ):
+        """`behind`: in one write with the welcome."""
+        self._behind = behind
         self._links = links
         self._lies = lies
         self._welcome = welcome or link_pb2.LinkWelcome(worker_id="l", epoch=9, version=1)
@@ -45,7 +49,7 @@ class LyingWorker:
         self._writers.append(writer)
         self.welcomed += 1
         with contextlib.suppress(OSError):
-            writer.write(to_frame(Frame(welcome=self._welcome)))
+            writer.write(to_frame(Frame(welcome=self._welcome)) + self._behind)
             await self._lies(reader, writer)
             writer.close()
 
@@ -109,7 +113,7 @@ async def test_a_worker_that_breaks_the_protocol_twice_is_lost(junk, lying, pair
 
 
 async def test_a_worker_that_breaks_the_protocol_with_its_welcome_is_lost_at_once(lying, pair):
-    worker = await lying(says(b"\xff" * 100))
+    worker = await lying(says(b""), behind=b"\xff" * 100)
     await until(lambda: worker.reading.error is not None, "its attempt is lost", 10)
     assert worker.welcomed == 1 and "l@0000000000000009" in pair.links.suspects
 
