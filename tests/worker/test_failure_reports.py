@@ -30,6 +30,33 @@ from worker.worker import Worker
 LONG = 60.0
 
 
+def read(client: LinkClient, worker: Worker, number: int, spec: common_pb2.GenerateSpec) -> Reading:
+    return client.read(worker._identity.registration(Location()), bytes([number]) * 16, spec)
+
+
+async def run_local(
+    client: LinkClient,
+    worker: Worker,
+    channel: grpc.aio.Channel,
+    number: int,
+    spec: common_pb2.GenerateSpec,
+) -> common_pb2.AttemptEnd:
+    """The end of an attempt that a decode worker prefills itself."""
+    reading = read(client, worker, number, spec)
+    stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(channel)
+    await stub.Run(
+        decode_pb2.DecodeRunRequest(
+            wire_version=WIRE_VERSION,
+            transfer_id=reading.transfer_id,
+            request_id=f"r{number}",
+            worker_epoch=worker.epoch,
+            spec=spec,
+            handle=reading.reference,
+        )
+    )
+    return await reading.wait(LONG)
+
+
 class Pair:
     def __init__(self, model: Path):
         engine = EngineConfig(model=model, dtype="float32", kv_memory_bytes=8 << 20, max_batch_tokens=128)
@@ -67,23 +94,10 @@ class Pair:
         )
 
     def read(self, worker: Worker, number: int, spec: common_pb2.GenerateSpec) -> Reading:
-        return self.client.read(worker._identity.registration(Location()), bytes([number]) * 16, spec)
+        return read(self.client, worker, number, spec)
 
     async def run_local(self, number: int) -> common_pb2.AttemptEnd:
-        spec = self.spec(20 + number)
-        reading = self.read(self.decode, number, spec)
-        stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channels[0])
-        await stub.Run(
-            decode_pb2.DecodeRunRequest(
-                wire_version=WIRE_VERSION,
-                transfer_id=reading.transfer_id,
-                request_id=f"r{number}",
-                worker_epoch=self.decode.epoch,
-                spec=spec,
-                handle=reading.reference,
-            )
-        )
-        return await reading.wait(LONG)
+        return await run_local(self.client, self.decode, self.channels[0], number, self.spec(20 + number))
 
     async def expected(self, number: int) -> common_pb2.AttemptEnd:
         """An attempt that waits for its prefill worker."""
@@ -95,7 +109,8 @@ class Pair:
             token_count=len(spec.prompt_tokens) // 4,
             handle=reading.reference,
         )
-        self.decode._role.attempts.open_new(reserve)
+        role: Any = self.decode._role
+        role.attempts.open_new(reserve)
         return await reading.wait(LONG)
 
     async def run(self, number: int) -> common_pb2.AttemptEnd:

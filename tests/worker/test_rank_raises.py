@@ -15,16 +15,16 @@ import pytest
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
 from cluster.protocol.block_hash import pack_tokens
-from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker.worker import make_role
 from engine.parallel.group import Arrivals, _Together
 from kv_transfer.messages import PeerRank
 from tests.harness.checkpoints import prompt_ids
+from tests.harness.link_client import LinkClient
 from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import Reports
-from tests.worker.test_failure_reports import LONG, end_of
+from tests.worker.test_failure_reports import LONG, run_local
 from tests.worker.test_rank_process import Echo
-from wire import common_pb2, decode_pb2, decode_pb2_grpc
+from wire import common_pb2
 from worker.ranks import local
 from worker.ranks import rank_main as rank_mains
 from worker.ranks.process import spawn_rank
@@ -55,8 +55,8 @@ async def test_a_request_that_raises_in_every_rank_is_reported_as_the_cause(work
         return execute(dataclasses.replace(plan, items=items))
 
     runner.execute = poisoned
+    client = LinkClient()
     async with grpc.aio.insecure_channel(worker.address) as channel:
-        stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(channel)
         spec = common_pb2.GenerateSpec(
             model_id=worker._identity.model_id,
             prompt_tokens=pack_tokens(prompt_ids(20)),
@@ -64,21 +64,10 @@ async def test_a_request_that_raises_in_every_rank_is_reported_as_the_cause(work
             n=1,
             salt=bytes(16),
         )
-        ending = asyncio.ensure_future(
-            end_of(
-                stub.Run(
-                    decode_pb2.DecodeRunRequest(
-                        wire_version=WIRE_VERSION,
-                        transfer_id=bytes([9]) * 16,
-                        request_id="r",
-                        worker_epoch=worker.epoch,
-                        spec=spec,
-                    )
-                )
-            )
-        )
+        ending = asyncio.ensure_future(run_local(client, worker, channel, 9, spec))
         await asyncio.wait_for(worker.wait_failed(), LONG)
         assert (await ending).error.code == "EngineFailedError"
+    await client.close()
 
 
 class Runner:

@@ -27,7 +27,11 @@ Lies = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 class LyingWorker:
     """Welcomes each link, then `lies`."""
 
-    def __init__(self, links: Links, lies: Lies, welcome: link_pb2.LinkWelcome | None = None):
+    def __init__(
+        self, links: Links, lies: Lies, welcome: link_pb2.LinkWelcome | None = None, behind: bytes = b""
+    ):
+        """`behind`: in one write with the welcome."""
+        self._behind = behind
         self._links = links
         self._lies = lies
         self._welcome = welcome or link_pb2.LinkWelcome(worker_id="l", epoch=9, version=1)
@@ -45,7 +49,7 @@ class LyingWorker:
         self._writers.append(writer)
         self.welcomed += 1
         with contextlib.suppress(OSError):
-            writer.write(to_frame(Frame(welcome=self._welcome)))
+            writer.write(to_frame(Frame(welcome=self._welcome)) + self._behind)
             await self._lies(reader, writer)
             writer.close()
 
@@ -109,7 +113,7 @@ async def test_a_worker_that_breaks_the_protocol_twice_is_lost(junk, lying, pair
 
 
 async def test_a_worker_that_breaks_the_protocol_with_its_welcome_is_lost_at_once(lying, pair):
-    worker = await lying(says(b"\xff" * 100))
+    worker = await lying(says(b""), behind=b"\xff" * 100)
     await until(lambda: worker.reading.error is not None, "its attempt is lost", 10)
     assert worker.welcomed == 1 and "l@0000000000000009" in pair.links.suspects
 
@@ -208,8 +212,8 @@ async def test_many_small_frames_take_several_turns(pair):
         ),
         Frame(extras=[link_pb2.HandleToken(handle=2**32 - 1, token=common_pb2.Token(position=2**64 - 1))]),
         Frame(ends=[link_pb2.HandleEnd(handle=0)] * 1000),
-        Frame(states=[link_pb2.HandleState(handle=2**32 - 1, kind=7, next=[2**64 - 1] * 500)]),
-        Frame(cancelled=[2**32 - 1] * 1000, notice=99),
+        Frame(states=[link_pb2.HandleState(handle=2**32 - 1, next=[2**64 - 1] * 500)]),
+        Frame.FromString(to_frame(Frame(cancelled=[2**32 - 1] * 1000))[4:] + b"\x10\x63"),
         Frame(welcome=link_pb2.LinkWelcome(worker_id="x" * 60_000)),
         Frame(notice=link_pb2.LINK_NOTICE_MOVED),
     ],

@@ -84,4 +84,4 @@ def test_with_tls_no_port_takes_kv_from_an_unauthenticated_peer(
         with Client(cluster.grpc, tls=client_tls(live)) as client:
             answer = client.generate("a baton is handed over", max_tokens=4, temperature=0)
         assert answer.timings is not None and answer.timings.transport == "grpc"
-        assert_declared(cluster, {})
+        assert_declared(cluster, {"prefill": [LINK], "decode": [LINK]})
