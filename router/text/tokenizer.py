@@ -25,8 +25,8 @@ from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_
 INLINE_CHARACTERS = 1024
 # Encoded in about 50 ms. Longer texts share a separate thread: two whose encoding takes seconds would block both others.
 LONG_CHARACTERS = 1 << 17
-# Up to this length the cached pieces of a text are looked up on the event loop, in about 0.1 ms.
-INLINE_LOOK_UP_CHARACTERS = 16_384
+# Up to this length the cached pieces of a text are looked up on the event loop: 0.05 ms, 0.4 ms for texts without cuts.
+INLINE_LOOK_UP_CHARACTERS = 8_192
 # Conversations up to this size are rendered on the event loop, longer ones on a thread.
 INLINE_CHAT_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters

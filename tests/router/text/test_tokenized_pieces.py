@@ -237,7 +237,7 @@ async def test_texts_of_special_tokens_in_contents_stay_text(text: ModelText, pl
 
 async def test_what_is_missing_decides_between_loop_and_thread(text: ModelText, encoded: Encoded) -> None:
     """A long prompt of which all but its end came before is tokenised at once."""
-    prompt = words(random.Random(7), 8_000)
+    prompt = words(random.Random(7), 6_000)
     here = threading.current_thread().name
     await text.encode(prompt)
     assert len(encoded.threads) == 1
