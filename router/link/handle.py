@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.errors import BatonError
-from wire import common_pb2
+from wire import common_pb2, link_pb2
 
 
 class Reader(Protocol):
@@ -53,6 +53,21 @@ class LinkHandle:
     @property
     def reference(self) -> common_pb2.HandleRef:
         return common_pb2.HandleRef(incarnation=self._link.incarnation, number=self.number)
+
+    def ask(self) -> None:
+        """The worker is asked for it now."""
+        self.asked_taken_in = self.reader.taken_in
+
+    def attach(self, attaches: list[link_pb2.LinkAttach]) -> None:
+        """Add its entry to a new connection's list."""
+        self.ask()
+        attach = link_pb2.LinkAttach(
+            transfer_id=self.reader.transfer_id,
+            handle=self.number,
+            next=self.reader.positions(),
+            limit=self.reader.limits(),
+        )
+        attaches.append(attach)
 
     def credit(self, choice: int, limit: int) -> None:
         self._link.credit(self.number, choice, limit)

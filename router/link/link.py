@@ -60,21 +60,6 @@ TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
 }
 
 
-def _note_taken_in(handle: LinkHandle) -> None:
-    handle.asked_taken_in = handle.reader.taken_in
-
-
-def _add_attach(handle: LinkHandle, attaches: list[link_pb2.LinkAttach]) -> None:
-    _note_taken_in(handle)
-    attach = link_pb2.LinkAttach(
-        transfer_id=handle.reader.transfer_id,
-        handle=handle.number,
-        next=handle.reader.positions(),
-        limit=handle.reader.limits(),
-    )
-    attaches.append(attach)
-
-
 class WorkerLink:
     """The link to one life of a worker. `open` an attempt's handle at any time: it attaches once the link is up."""
 
@@ -174,7 +159,7 @@ class WorkerLink:
             if now - handle.heard > silent_seconds:
                 handle.heard = now  # asked again after as long
                 self._outgoing.status(handle.number)
-                self._guarded(handle, partial(_note_taken_in, handle))
+                self._guarded(handle, handle.ask)
         self._flush_soon()
 
     def forgive(self, seconds: float) -> None:
@@ -247,7 +232,7 @@ class WorkerLink:
         attaches: list[link_pb2.LinkAttach] = []
         for handle in list(self._handles.values()):
             if handle.cancelled is None:
-                self._guarded(handle, partial(_add_attach, handle, attaches))
+                self._guarded(handle, partial(handle.attach, attaches))
         for frame in attach_frames(attaches, self._identity.handle_after):
             connection.write(frame)
         self._connection = connection

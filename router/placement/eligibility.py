@@ -29,7 +29,7 @@ class Eligibility:
     def __init__(self, workers: Sequence[WorkerInfo], mode: Mode):
         self.workers = workers
         self._mode = mode
-        ready = [worker for worker in workers if worker.state == "ready"]
+        ready = [worker for worker in workers if worker.state == "ready" and _has_link(worker)]
         self._best_lease: dict[Role, Lease] = {
             worker.role: worker.lease
             for lease in reversed(_LEASES)
@@ -87,7 +87,7 @@ class Eligibility:
     def _standing(self, worker: WorkerInfo, kv_group: KvGroup | None = None) -> Reason | None:
         if self._mode == "always" and worker.role == "prefill":
             return Reason.ROLE
-        if not common_version(worker.link_min_version, worker.link_max_version):
+        if not _has_link(worker):
             return Reason.LINK
         if worker.state == "draining":
             return Reason.DRAINING
@@ -96,3 +96,7 @@ class Eligibility:
         if kv_group is not None and kv_group_of(worker) != kv_group:
             return Reason.KV_GROUP
         return None
+
+
+def _has_link(worker: WorkerInfo) -> bool:
+    return bool(common_version(worker.link_min_version, worker.link_max_version))

@@ -201,7 +201,8 @@ async def test_a_run_whose_connection_broke_is_repeated_while_the_link_holds(wor
         runs.append(request.transfer_id)
         answer = await run(request, timeout=timeout) if len(runs) == 2 else None
         if len(runs) < 3:
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, "broke", "")
         return answer
 
     world.prefill.sends = [token(9), done()]

@@ -18,13 +18,14 @@ from cluster.config.router import RouterConfig
 from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from router.placement.eligibility import Eligibility
 from router.placement.kv_groups import kv_group_of
 from router.placement.placement import Placement
 from router.placement.types import Mode, Placed, PlacementRequest, Reason
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 100)
-STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.KV_GROUP}
+STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.KV_GROUP, Reason.LINK}
 EXCLUSIONS = sorted(set(Reason) - STANDING)
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 MODES = st.sampled_from(["never", "fallback", "auto", "always"])
@@ -42,6 +43,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerInfo]:
             page_size=draw(st.sampled_from([16, 16, 16, 32])),
             state=draw(st.sampled_from(["ready", "ready", "ready", "draining"])),
             lease=draw(st.sampled_from(["live", "live", "suspect", "dead"])),
+            link_max_version=draw(st.sampled_from([LINK_VERSION] * 5 + [0])),  # 0: from before the link
         )
         for slot, (role, number) in enumerate(
             [(role, number) for role in ROLES for number in range(draw(st.integers(0, 4)))], 1
@@ -59,7 +61,11 @@ def exclusions(draw: st.DrawFn) -> dict[str, Reason]:
 
 def standing(worker: WorkerInfo, workers: list[WorkerInfo], mode: Mode, page_size: int) -> bool:
     """Whether it may get any request of this KV group."""
-    ready = [one for one in workers if one.role == worker.role and one.state == "ready"]
+    ready = [
+        one
+        for one in workers
+        if one.role == worker.role and one.state == "ready" and one.link_max_version >= MIN_LINK_VERSION
+    ]
     leases = [one.lease for one in ready]
     best = "live" if "live" in leases else "suspect" if "suspect" in leases else "dead"
     wanted = worker.role == "decode" or mode != "always"
