@@ -17,7 +17,7 @@ from bench.pairs.ratios import Sample
 from loadgen.report import Report
 from tests.harness import cluster
 
-PROBE = Path(__file__).with_name("engine_probe.py").absolute()
+PROBE = Path("bench/pairs/engine_probe.py")  # each tree's own: modules have other names in older trees
 PROBE_SECONDS = 120.0
 FLAGS = ("--pool", "process", "--local-prefill", "fallback", "--kv-memory", "512MiB", "--dtype", "bfloat16")
 
@@ -46,7 +46,7 @@ def measure(tree: Path, model: Path, out: Path, effort: Effort) -> Sample:
 
 def _engine(tree: Path, model: Path, effort: Effort) -> Sample:
     sizes = (effort.prompt_tokens, effort.prefills, effort.steps)
-    command = [sys.executable, str(PROBE), str(model), *map(str, sizes)]
+    command = [sys.executable, str(tree / PROBE), str(model), *map(str, sizes)]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, check=False, cwd=tree, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS

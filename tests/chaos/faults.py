@@ -19,6 +19,7 @@ from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.rank_processes import leader_of, rank_pids
 from tests.harness.run_proxy import RunningProxy
 
+OF_CANCELLED = frozenset({"message.abort", "message.aborted"})
 IN_FLIGHT_SECONDS = 20.0
 CROWD = 14
 WITHDRAWN_SECONDS = 0.5  # from taking an order to saying that it was carried out
@@ -75,7 +76,7 @@ class FaultInjector:
         (self._orders / "injected.jsonl").unlink(missing_ok=True)
         give_orders(self._orders, [order])
         try:
-            done = await self._carried_out(name, deadline)
+            done = await self._carried_out(name, deadline, fault)
         finally:
             give_orders(self._orders, [])
         if done is None:  # it may have been carried out while it was withdrawn
@@ -95,10 +96,16 @@ class FaultInjector:
             done.monotonic, (done.pid,), _endpoints(before, [done.pid]), in_flight, hit or 1, held
         )
 
-    async def _carried_out(self, name: str, deadline: float) -> orders.InjectedFault | None:
+    async def _carried_out(self, name: str, deadline: float, fault: Fault) -> orders.InjectedFault | None:
+        """A point that only cancelled requests pass is not reached without help: few end during their hand-off."""
         while asyncio.get_running_loop().time() < deadline:
             if (done := self._injected(name)) is not None:
                 return done
+            if fault.point in OF_CANCELLED:
+                await asyncio.sleep(fault.rng.uniform(0.02, 0.1))
+                early = [one for one in self._workload.live if not one.tokens and not one.cancel_asked]
+                if early:
+                    self._workload.cancel(fault.rng.choice(early))
             await asyncio.sleep(0.005)
         return None
 
