@@ -196,7 +196,7 @@ class FaultInjector:
         give_orders(self._orders, [orders.Order(name, fault.point, "reset")])
         try:
             injected = await self._cut_links(replace(fault, way="reset", hold_seconds=0.01), deadline)
-            done = await self._carried_out(name, deadline) if injected is not None else None
+            done = await self._carried_out(name, deadline, fault) if injected is not None else None
         finally:
             give_orders(self._orders, [])
         return injected if done is not None else None
