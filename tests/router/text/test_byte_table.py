@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from router.text import byte_table
 from router.text.byte_table import ByteLevelDecoder, ByteTable, TableDetokenizer, make_byte_table
 from router.text.detokenize import Detokenizer
+from tests.router.text.test_bound import byte_level
 from tests.router.text.test_pieces import demo, llama2, metaspace
 from tests.router.text.windowed_detokenizer import WindowedDetokenizer
 
@@ -33,9 +34,22 @@ def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+def across_characters() -> Tokenizer:
+    """Byte level, with tokens of whole characters and parts of others: U+4E16 is the bytes of \u00e4\u00b8\u0138."""
+    merges = [
+        ("a", "\u00e4"),
+        ("\u00b8", "\u0138"),
+        ("\u00b8\u0138", "\u00e4"),
+        ("\u00b8\u0138", "a"),
+        ("\u00ff", "a"),
+    ]
+    return with_added_tokens(byte_level(*merges))
+
+
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": demo,
     "byte level, added tokens": lambda: with_added_tokens(demo()),
+    "byte level, across characters": across_characters,
     "byte fallback, strips": llama2,
     "byte fallback": gemma,
     "byte fallback, added tokens": lambda: with_added_tokens(llama2()),
