@@ -103,6 +103,9 @@ _TEMPLATES = [
     b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x12\x04\x00\x00\x00\x00\x00",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n",
+    b'POST /v1/completions HTTP/1.0\r\nContent-Length: 45\r\n\r\n{"prompt":"abc","max_tokens":2,"stream":true}',
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n"
+    b'Content-Length: 45\r\n\r\n{"prompt":"abc","max_tokens":2,"stream":true}',
     b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
     b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
 ]

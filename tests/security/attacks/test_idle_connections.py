@@ -27,6 +27,9 @@ from tests.harness.waiting import until, wait_for
 LIMIT = 30
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF_HELLO = b"\x16\x03\x01"  # how a TLS handshake begins
+BODY = b'{"prompt":"abc","max_tokens":1}'
+GENERATION = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+BOTH_CYCLES = pytest.mark.parametrize("raw", [GET, GENERATION], ids=["asgi", "direct"])
 EARLY = b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"
 
 
@@ -73,10 +76,11 @@ def ends(sock: socket.socket, seconds: float, sent: bytes = b"") -> None:
         assert time.monotonic() - began < seconds, "it is still open"
 
 
+@BOTH_CYCLES
 @pytest.mark.parametrize("again", [False, True])
-def test_line_ends_after_an_answer_keep_no_connection(again: bool, router: Any) -> None:
+def test_line_ends_after_an_answer_keep_no_connection(again: bool, raw: bytes, router: Any) -> None:
     with socket.create_connection(router.address, timeout=30) as sock:
-        sock.sendall(GET)
+        sock.sendall(raw)
         answered(sock)
         sock.sendall(b"\r\n")
         ends(sock, 5, b"\r\n" if again else b"")
@@ -97,16 +101,18 @@ def test_a_body_that_never_ends_after_its_answer_keeps_no_connection(router: Any
         ends(sock, 6)
 
 
-def test_a_request_after_line_ends_is_served(router: Any) -> None:
+@BOTH_CYCLES
+def test_a_request_after_line_ends_is_served(raw: bytes, router: Any) -> None:
     with socket.create_connection(router.address, timeout=30) as sock:
         for _ in range(3):
-            sock.sendall(GET)
+            sock.sendall(raw)
             answered(sock)
             sock.sendall(b"\r\n")
             time.sleep(0.5)
 
 
-def test_answers_that_are_not_read_keep_no_connection(router: Any) -> None:
+@BOTH_CYCLES
+def test_answers_that_are_not_read_keep_no_connection(raw: bytes, router: Any) -> None:
     """They fill the sockets' buffers and end below the size at which writing pauses."""
     before = connected(router)
     with socket.socket() as sock:
@@ -115,7 +121,7 @@ def test_answers_that_are_not_read_keep_no_connection(router: Any) -> None:
         sock.connect(router.address)
         with contextlib.suppress(TimeoutError, ConnectionError):
             for _ in range(4000):
-                sock.sendall(GET)
+                sock.sendall(raw)
         wait_for(lambda: connected(router) <= before, 15, "the connection is cut")
 
 

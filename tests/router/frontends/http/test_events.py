@@ -48,9 +48,9 @@ def test_each_delta_is_its_shapes_chunk(kind: type[Shape], more: dict[str, bool]
     sent = (
         events.of(deltas) + events.end([Outcome(inference_pb2.Usage(), inference_pb2.Timings())])
     ).decode()
-    *found, done = sent[6:-2].split("\n\ndata: ")
+    *events_sent, done = sent[6:-2].split("\n\ndata: ")
     assert done == "[DONE]"
-    chunks = [json.loads(one) for one in found]
+    chunks = [json.loads(one) for one in events_sent]
     seen: set[int] = set()
     for delta, chunk in zip(deltas[:-1], chunks, strict=False):
         choice = same.delta(delta.choice, delta, delta.choice not in seen)

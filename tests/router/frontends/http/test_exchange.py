@@ -47,12 +47,14 @@ class Served:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.leaving = False
+        self.read_body = True
         self.answer: Callable[[Exchange], None] = lambda exchange: exchange.send(PlainTextResponse("ok"))
         self.finish = asyncio.Event()
         self.finish.set()
 
     async def endpoint(self, exchange: Exchange) -> None:
-        await exchange.body()
+        if self.read_body:
+            await exchange.body()
         self.begun += 1
         await self.go_on.wait()
         noted = Noted(exchange)
@@ -228,3 +230,13 @@ async def test_the_body_is_asked_for_where_the_client_waits(served: Served) -> N
         assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"{}")
         assert (await asyncio.wait_for(reader.readuntil(b"ok"), 5)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_that_arrives_after_its_answer_is_no_request(served: Served) -> None:
+    served.read_body = False
+    raw = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    async with served.connection(raw) as (reader, writer):
+        assert (await asyncio.wait_for(reader.readuntil(b"ok"), 5)).startswith(b"HTTP/1.1 200")
+        writer.write(b"too late!" + GET)
+        assert (await asyncio.wait_for(reader.readuntil(b"ok"), 5)).startswith(b"HTTP/1.1 200")
+        assert served.begun == 2
