@@ -122,7 +122,8 @@ class Campaign:
         for stream in streams:
             missing, surplus = _miscounted(stream)
             lost, doubled = lost + missing, doubled + surplus
-        lost_then = self._lost_attempts(injected.began, until, baton)
+        lost_until = injected.began + injected.held_seconds + WINDOW_SECONDS
+        lost_then = self._lost_attempts(injected.began, lost_until, baton)
         verdicts = [stream.verdict for stream in streams if stream.verdict is not None]
         return Result(
             seed=self._seed,

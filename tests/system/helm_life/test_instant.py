@@ -82,6 +82,24 @@ def test_changed_configuration_rolls_the_pods_it_concerns_and_no_others(
     assert changed == {"one-baton-decode-0", "one-baton-decode-1"}
 
 
+def test_a_release_from_before_the_link_is_not_upgraded_in_place(
+    server: ApiServer, make_helm: MakeHelm, tmp_path: Path
+) -> None:
+    helm = make_helm(server)
+    helm.install(*VALUES)
+    config = server.object("ConfigMap", "one-baton-decode", NAMESPACE)["data"]["worker.yaml"]
+    lines = [line for line in config.splitlines() if not line.startswith("link_port:")]
+    assert len(lines) == len(config.splitlines()) - 1
+    with clients.connect(server.kubeconfig(tmp_path / "older")) as api:
+        older = {"data": {"worker.yaml": "\n".join(lines)}}
+        clients.core(api).patch_namespaced_config_map("one-baton-decode", NAMESPACE, older)
+    with pytest.raises(HelmFailed, match="from before the link"):
+        helm.upgrade(*VALUES)
+    helm.uninstall()
+    helm.install(*VALUES)
+    helm.upgrade(*VALUES)
+
+
 def test_an_upgrade_keeps_the_autoscalers_replicas(
     server: ApiServer, make_helm: MakeHelm, tmp_path: Path
 ) -> None:

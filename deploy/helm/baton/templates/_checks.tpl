@@ -4,6 +4,7 @@
 {{- range $role := list "prefill" "decode" }}
 {{- include "baton.checkPool" (dict "root" $ "role" $role "pool" (index $.Values $role)) }}
 {{- end }}
+{{- include "baton.checkUpgrade" . }}
 {{- include "baton.checkLayouts" . }}
 {{- include "baton.checkConfigs" . }}
 {{- include "baton.checkRedis" . }}
@@ -12,6 +13,17 @@
 {{- include "baton.checkTls" . }}
 {{- include "baton.checkRouter" . }}
 {{- include "baton.checkNetwork" . }}
+{{- end -}}
+
+{{- /* cluster/protocol/link.py: workers from before the link have no version in common with routers of today. */ -}}
+{{- define "baton.checkUpgrade" -}}
+{{- range $role := list "prefill" "decode" }}
+{{- $name := printf "%s-%s" (include "baton.base" $) $role }}
+{{- $worker := index ((lookup "v1" "ConfigMap" $.Release.Namespace $name).data | default dict) "worker.yaml" }}
+{{- if and $.Release.IsUpgrade $worker (not (contains "link_port" $worker)) }}
+{{- fail (printf "%s is of a release from before the link between routers and workers: routers and workers of the two can't serve each other; uninstall it and install, or install a second release and move clients" $name) }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "baton.checkPool" -}}
