@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_CANCELLED = 4096  # of one router: calls are on the way for a moment only
+MAX_NAMED = 65_536  # handles of a list
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class Router:
     serial: int = 0
     owner: Session | None = None  # the session with the highest serial, from its hello on
     session: Session | None = None  # the owner, once it has attached
-    attached: set[int] = field(default_factory=set)  # by the owner, until its list is complete
+    named: set[int] = field(default_factory=set)  # by the owner's list, until it is complete
     handles: dict[int, Handle] = field(default_factory=dict)
     cancelled: dict[int, None] = field(default_factory=dict)  # before their attempt came; the newest last
 
@@ -117,7 +118,7 @@ class Routers:
             return False
         older, router.owner, router.session = router.owner, session, None
         router.serial = session.serial
-        router.attached.clear()
+        router.named.clear()
         if older is not None:
             self._detach(router)
             older.moved()
@@ -129,11 +130,15 @@ class Routers:
         if router is None or router.owner is not session:
             return
         handle = router.handles.get(attach.handle)
-        if handle is None or handle.transfer_id != attach.transfer_id:
+        if handle is not None and handle.transfer_id != attach.transfer_id:
             session.answer(link_pb2.HandleState(handle=attach.handle))
-        else:
-            router.attached.add(handle.number)
+            return
+        if len(router.named) < MAX_NAMED:
+            router.named.add(attach.handle)
+        if handle is not None:
             self._guarded(handle, partial(self._attach, session, handle, attach))
+        else:  # its Run may come before the list is complete
+            session.answer(link_pb2.HandleState(handle=attach.handle))
 
     def _attach(self, session: Session, handle: Handle, attach: link_pb2.LinkAttach) -> None:
         if not handle.log.resume(attach.next, attach.limit):
@@ -154,15 +159,16 @@ class Routers:
             return
         router.session = session
         for handle in list(router.handles.values()):
-            if handle.number in router.attached:  # its end may have been sent already
-                session.due(handle)
-            elif handle.number < next_handle:
+            if handle.number < next_handle and handle.number not in router.named:
                 self._give_up(handle)
-            else:  # dispatched since the list was made
+                continue
+            if (
+                handle.machine.state is HandleState.DETACHED
+            ):  # dispatched since it was named, or since the list was made
                 handle.stop_timer()
                 handle.machine.to(HandleState.OPEN)
-                session.due(handle)
-        router.attached.clear()
+            session.due(handle)
+        router.named.clear()
 
     def ended(self, session: Session) -> None:
         """The connection is closed. An older link's end changes nothing."""

@@ -156,6 +156,22 @@ async def test_handles_of_another_incarnation_are_not_taken_over(worker):
     assert not worker.cancelled, "its own router reads it"
 
 
+async def test_an_attempt_that_comes_while_the_list_comes_goes_on(worker):
+    """A list may take several frames; calls have no order with them."""
+    link = HandLink(worker, 1)
+    named = link_pb2.LinkAttach(transfer_id=transfer(1), handle=1, next=[0], limit=[WINDOW_TOKENS])
+    link.send(attach=[named])
+    assert kinds(link.read()) == {1: "UNKNOWN"}
+    log = worker.open(1)
+    worker.open(2)
+    link.send(attach_done=link_pb2.AttachDone(next_handle=3))
+    tokens(log, 0, 2)
+    assert rows(link.read()) == [(1, 0, 0), (1, 0, 1)]
+    await until(lambda: worker.cancelled == [transfer(2)], "the list does not name it")
+    await asyncio.sleep(0.3)
+    assert worker.cancelled == [transfer(2)], "its timer is off"
+
+
 # --- rule 7 ----------------------------------------------------------------------------------------------
 
 
