@@ -12,13 +12,13 @@ from wire import common_pb2, link_pb2
 from worker.attempt_log import ChoiceLog
 from worker.link.handle import Handle
 
+PIECE_BYTES = 64  # of a piece of a large token, without its top_logprobs
+ALTERNATIVE_BYTES = 16  # of one of its top_logprobs, at most
 ROW_BYTES = 26  # of a row of the columns, at most
 MAX_ROWS = 2048
 MAX_REPLAY_ROWS = MAX_ROWS // 2  # of handles with several tokens due: fresh ones of the others go first
 BODY_BYTES = MAX_FRAME_BYTES - 256  # beside a notice, a beat and the columns' own tags
 ENTRY_BYTES = 16  # tags and lengths around an entry
-PIECE_BYTES = 64  # of a piece of a large token, without its top_logprobs
-ALTERNATIVE_BYTES = 16  # of one of its top_logprobs, at most
 MAX_STATES = 65_536  # answers that wait; a router asks for no more handles than it has
 REPLAY_BYTES = BODY_BYTES // 2  # of a frame
 
