@@ -359,11 +359,19 @@ Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
 
 @_typing.final
 class HandleToken(_message.Message):
+    """A token that is larger than half of a frame comes in pieces, each with some of its top_logprobs, between other entries."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
+    first: _builtins.int
+    """how many of its top_logprobs earlier pieces have brought"""
+    more: _builtins.bool
+    """another piece follows"""
     @_builtins.property
     def token(self) -> _common_pb2.Token: ...
     def __init__(
@@ -371,10 +379,12 @@ class HandleToken(_message.Message):
         *,
         handle: _builtins.int = ...,
         token: _common_pb2.Token | None = ...,
+        first: _builtins.int = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handle", b"handle", "more", b"more", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

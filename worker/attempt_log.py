@@ -15,7 +15,7 @@ from wire import common_pb2
 class ChoiceLog:
     """Tokens of one choice: `tokens[i]` has position `first + i`."""
 
-    __slots__ = ("choice", "extras", "first", "limit", "sent", "tokens")
+    __slots__ = ("choice", "extras", "first", "limit", "part", "sent", "tokens")
 
     def __init__(self, choice: int, position: int):
         self.choice = choice
@@ -23,6 +23,7 @@ class ChoiceLog:
         self.tokens: list[int] = []
         self.extras: dict[int, common_pb2.Token] = {}  # tokens that are more than an id, by position
         self.sent = position  # the next one to send
+        self.part = 0  # top_logprobs of the token at `sent` that have been sent: a large one goes in pieces
         self.limit = position + WINDOW_TOKENS  # positions below it may be sent
 
     @property
@@ -43,7 +44,8 @@ class ChoiceLog:
                     self.extras.pop(position, None)
             del self.tokens[:read]
             self.first += read
-            self.sent = max(self.sent, self.first)  # the prefill worker may have sent the first token before
+            if self.sent < self.first:  # the prefill worker may have sent the first token before
+                self.sent, self.part = self.first, 0
         return True
 
 
@@ -120,6 +122,9 @@ class AttemptLog:
         if any(position < one.first for one, position in zip(self._choices, positions, strict=True)):
             return False
         for one, position, limit in zip(self._choices, positions, limits, strict=True):
-            one.sent = min(position, one.end)  # what the prefill worker sent may not have come here yet
+            one.sent, one.part = (
+                min(position, one.end),
+                0,
+            )  # what the prefill worker sent may not have come here yet
             one.acknowledge(limit)
         return True

@@ -39,7 +39,7 @@ class Reader(Protocol):
 class LinkHandle:
     """`number` stands for the attempt in every frame. After `ended` or `lost` it is closed."""
 
-    __slots__ = ("_link", "asked_taken_in", "cancelled", "heard", "number", "reader")
+    __slots__ = ("_link", "_pieces", "asked_taken_in", "cancelled", "heard", "number", "reader")
 
     def __init__(self, link: HandleLink, number: int, reader: Reader, now: float):
         self._link = link
@@ -49,6 +49,8 @@ class LinkHandle:
         # Whether the attempt was taken in when the worker was asked for it: calls and links have no common order.
         self.asked_taken_in = False
         self.cancelled: asyncio.Future[None] | None = None  # the worker's answer, while it is waited for
+
+        self._pieces: dict[int, common_pb2.Token] = {}  # by choice: a large token of which more pieces follow
 
     @property
     def reference(self) -> common_pb2.HandleRef:
@@ -61,6 +63,7 @@ class LinkHandle:
     def attach(self, attaches: list[link_pb2.LinkAttach]) -> None:
         """Add its entry to a new connection's list."""
         self.ask()
+        self._pieces.clear()
         attach = link_pb2.LinkAttach(
             transfer_id=self.reader.transfer_id,
             handle=self.number,
@@ -68,6 +71,24 @@ class LinkHandle:
             limit=self.reader.limits(),
         )
         attaches.append(attach)
+
+    def joined(self, piece: link_pb2.HandleToken) -> common_pb2.Token | None:
+        """The token, with its last piece. A piece that continues no other, as of an older connection, is dropped."""
+        token = self._pieces.pop(piece.token.choice, None)
+        if piece.first:
+            if token is None or (token.position, len(token.top_logprobs)) != (
+                piece.token.position,
+                piece.first,
+            ):
+                return None
+            token.top_logprobs.extend(piece.token.top_logprobs)
+        else:
+            token = common_pb2.Token()
+            token.CopyFrom(piece.token)
+        if not piece.more:
+            return token
+        self._pieces[token.choice] = token
+        return None
 
     def credit(self, choice: int, limit: int) -> None:
         self._link.credit(self.number, choice, limit)

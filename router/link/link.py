@@ -342,7 +342,14 @@ class WorkerLink:
             if not count % ENTRIES_A_TURN:
                 yield
         for extra in frame.extras:
-            self._token(handles, extra.handle, extra.token, now)
+            reader = handles.get(extra.handle)
+            token = extra.token
+            if reader is not None and (extra.first or extra.more):
+                whole = reader.joined(extra)
+                if whole is None:
+                    continue
+                token = whole
+            self._token(handles, extra.handle, token, now)
             count += 1
             if not count % ENTRIES_A_TURN:
                 yield

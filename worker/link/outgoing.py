@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections import deque
 
 from cluster.link.framing import MAX_FRAME_BYTES
-from wire import link_pb2
+from wire import common_pb2, link_pb2
+from worker.attempt_log import ChoiceLog
 from worker.link.handle import Handle
 
+PIECE_BYTES = 64  # of a piece of a large token, without its top_logprobs
+ALTERNATIVE_BYTES = 16  # of one of its top_logprobs, at most
 ROW_BYTES = 26  # of a row of the columns, at most
 MAX_ROWS = 2048
 MAX_REPLAY_ROWS = MAX_ROWS // 2  # of handles with several tokens due: fresh ones of the others go first
@@ -121,6 +124,16 @@ class Outgoing:
         return True
 
 
+def _without_alternatives(token: common_pb2.Token) -> common_pb2.Token:
+    return common_pb2.Token(
+        choice=token.choice,
+        position=token.position,
+        token_id=token.token_id,
+        logprob=token.logprob,
+        finish=token.finish,
+    )
+
+
 class _Rows:
     """Tokens of a frame. Lists first: a repeated field takes them faster at once than one by one."""
 
@@ -150,12 +163,29 @@ class _Rows:
                     self._positions.append(choice.sent)
                     self._tokens.append(choice.tokens[choice.sent - choice.first])
                     self.left -= ROW_BYTES
-                elif self.fits(size := extra.ByteSize()):
-                    self._frame.extras.append(link_pb2.HandleToken(handle=handle.number, token=extra))
-                    self.left -= size + ENTRY_BYTES
-                else:
+                elif not self._extra(handle.number, choice, extra):
                     return
                 choice.sent += 1
+
+    def _extra(self, number: int, choice: ChoiceLog, token: common_pb2.Token) -> bool:
+        """Whether all of the token is sent now."""
+        size = token.ByteSize()
+        if size <= REPLAY_BYTES:
+            if not self.fits(size):
+                return False
+            self._frame.extras.append(link_pb2.HandleToken(handle=number, token=token))
+            self.left -= size + ENTRY_BYTES
+            return True
+        count = (min(self.left, REPLAY_BYTES) - PIECE_BYTES) // ALTERNATIVE_BYTES
+        if count <= 0:
+            return False
+        first, alternatives = choice.part, token.top_logprobs
+        entry = self._frame.extras.add(handle=number, first=first, more=first + count < len(alternatives))
+        entry.token.CopyFrom(_without_alternatives(token))
+        entry.token.top_logprobs.extend(alternatives[first : first + count])
+        self.left -= entry.ByteSize() + ENTRY_BYTES
+        choice.part = first + count if entry.more else 0
+        return not entry.more
 
     def finish(self) -> None:
         if self._handles:

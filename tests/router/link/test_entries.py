@@ -8,7 +8,7 @@ from router.link.connection import ENTRIES_A_TURN
 from router.link.identity import RouterIdentity
 from tests.harness.waiting import until
 from tests.router.link.conftest import PROMPT, tokens
-from wire import link_pb2
+from wire import common_pb2, link_pb2
 
 
 async def test_a_turn_of_the_loop_handles_a_bounded_number_of_entries(pair):
@@ -114,3 +114,48 @@ async def test_an_attempt_that_is_no_longer_read_is_cancelled_at_its_worker(pair
     tokens(one.log, 0, 1)
     await until(lambda: pair.worker.cancelled == [one.transfer_id], "it is cancelled")
     assert pair.links.unread() >= 1
+
+
+async def test_a_token_in_pieces_is_joined_and_begins_again_behind_a_break(pair):
+    one = pair.read()
+    await pair.up()
+    token = common_pb2.Token(position=PROMPT, token_id=5, logprob=-1.0)
+    for number in range(30_000):
+        token.top_logprobs.add(token_id=number, logprob=-float(number))
+    came: list[common_pb2.Token] = []
+    take = one.token
+
+    def noted(token: common_pb2.Token) -> None:
+        came.append(token)
+        take(token)
+
+    one.token = noted
+    frames, received = 0, pair.link.take
+
+    def cut(connection, frame):
+        nonlocal frames
+        frames += bool(frame.extras)
+        if frames == 3 and frame.extras[0].more:
+            pair.cut()
+        return received(connection, frame)
+
+    pair.link.take = cut
+    one.log.add(0, PROMPT, 5, token)
+    tokens(one.log, 1, 3)
+    await until(lambda: one.tokens == [[5, 1, 2, 3]], "all came")
+    assert came[0] == token and frames > 8
+
+
+async def test_a_piece_that_continues_no_other_is_dropped(pair):
+    one = pair.read()
+    await pair.up()
+    handle = pair.link._handles[one.handle.number]
+    piece = link_pb2.HandleToken(handle=handle.number, token=common_pb2.Token(position=PROMPT), first=7)
+    piece.token.top_logprobs.add(token_id=1)
+    assert handle.joined(piece) is None
+    begins = link_pb2.HandleToken(handle=handle.number, token=piece.token, more=True)
+    assert handle.joined(begins) is None
+    assert handle.joined(piece) is None, "six are missing"
+    assert handle.joined(begins) is None
+    piece.first = 1
+    assert len(handle.joined(piece).top_logprobs) == 2

@@ -136,3 +136,27 @@ async def test_steps_merge_while_a_frame_is_unwritten(worker):
         log.add(0, position, 7)
     frames = link.read()
     assert len(frames) == 1 and len(rows(frames)) == 50
+
+
+async def test_a_token_larger_than_a_frame_goes_in_pieces_between_others(worker):
+    large, small = worker.open(1), worker.open(2)
+    link = HandLink(worker, 1)
+    link.attach([1, 2])
+    link.read()
+    token = whole(0, 0, alternatives=20_000)
+    large.add(0, 0, 7, token)
+    large.add(0, 1, 7)
+    large.end(done())
+    frames = []
+    for step in range(20):
+        small.add(0, step, 7)
+        frames.append(link.read_one())
+    assert max(link.sizes) <= MAX_FRAME_BYTES
+    assert [row for row in rows(frames) if row[0] == 2] == [(2, 0, step) for step in range(20)]
+    pieces = [extra for frame in frames for extra in frame.extras if extra.token.position == 0]
+    assert len(pieces) > 5 and [piece.more for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    joined = [one for piece in pieces for one in piece.token.top_logprobs]
+    assert joined == list(token.top_logprobs)
+    for piece in pieces:
+        assert (piece.token.token_id, piece.token.logprob) == (token.token_id, token.logprob)
+    assert [end.handle for frame in frames for end in frame.ends] == [1], "behind its tokens"
