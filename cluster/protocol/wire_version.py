@@ -5,7 +5,8 @@ from __future__ import annotations
 from cluster.errors import WireVersionError
 
 # 2: Drained is acknowledged; digests are agreed in Hello; an attempt that ends with its first token has no decode worker.
-WIRE_VERSION = 2
+# 3: one link per router process and worker carries tokens, cancels and credits; Run is a unary call.
+WIRE_VERSION = 3
 
 
 def check_wire_version(version: int, worker_id: str) -> None:
