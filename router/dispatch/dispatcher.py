@@ -165,6 +165,9 @@ class RequestDispatcher:
                 machine.to(DispatchState.RUNNING)
                 await self._attempt(attempt, choices)
             except _Retry as retry:
+                if all(choice.finish is not None for choice in choices):  # its last tokens came meanwhile
+                    machine.to(DispatchState.DONE)
+                    return
                 self.stats.retry(retry.reason, self._completion.request_id)
                 progress = sum(choice.new_tokens for choice in choices) > before
                 lost = attempt.failed & attempt.responded

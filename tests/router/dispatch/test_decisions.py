@@ -117,6 +117,20 @@ async def test_a_decode_worker_that_does_not_answer_is_excluded(text, monkeypatc
     assert world.excluded[1] == {"d"}
 
 
+async def test_an_answer_that_is_whole_is_not_tried_again(text, monkeypatch):
+    """The rest of its tokens comes while the decode worker, which does not answer, is asked for the attempt."""
+    world = Played(text, lost(P))
+
+    async def whole_meanwhile(attempt: Scripted) -> bool:
+        for position in range(PROMPT, PROMPT + NEW):
+            attempt.play("next", position)
+        raise PeerLostError("no answer")
+
+    monkeypatch.setattr(Scripted, "abort_unless_committed", whole_meanwhile)
+    await run(world, monkeypatch)
+    assert len(world.attempts) == 1 and world.attempts[0].closed
+
+
 async def test_a_lost_decode_worker_is_excluded_without_asking_the_arbiter(text, monkeypatch):
     world = Played(text, lost(D))
     await run(world, monkeypatch)
