@@ -93,7 +93,7 @@ def find_cuts(tokenizer: Tokenizer) -> Cuts | None:
     plain, left_out = _plain_cuts(tokenizer), 0
     if plain == _BEHIND_SPACE:
         # Behind an added token the tokenizer puts one more space; before one it puts none.
-        left_out, ends = 1, "".join(token.content[-1] for token in added)
+        left_out, ends = 1, "".join(token.content[-1:] for token in added)
         plain = f"(?<![{re.escape(ends)}]){plain}" if ends else plain
         if any(re.match(r"[\s\u2581A-Za-z0-9]", token.content) for token in added):
             plain = ""

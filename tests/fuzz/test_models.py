@@ -68,7 +68,7 @@ def read_all(directory: Path, tally: Tally) -> None:
 
 
 def _text(directory: Path) -> None:
-    text = ModelText(directory)
+    text = ModelText(directory, RouterConfig(model=directory).tokenized_cache_bytes)
     with contextlib.closing(text), contextlib.suppress(InvalidRequestError):
         assert text.vocab_size > 0 and text.max_position_embeddings > 0
         Validator(RouterConfig(model=directory), text).completion([1], GenerationOptions(), Envelope())
