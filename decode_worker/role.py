@@ -97,7 +97,8 @@ class DecodeRole:
             priority = await self.attempts.admission.enter(
                 tokens, request.priority, deadline_seconds, request.tenant, request.weight
             )
-            request = replace(request, priority=priority)
+            # A long wait has raised its class for its turn, in the engine too, not for all that it computes.
+            request = replace(request, waits_as=priority)
             attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
             attempt.choices, attempt.tenant = request.n, request.tenant
             self.attempts.enter(attempt)

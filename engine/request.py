@@ -69,6 +69,7 @@ class EngineRequest:
     n: int = 1
     salt: bytes = bytes(16)
     priority: int = 0  # above 0 is high, 0 normal, below 0 batch
+    waits_as: int | None = None  # priority until its first step, where an earlier wait has raised its class
     tenant: str = ""
     weight: float = 1.0  # of the tenant, relative to other tenants
     prefill_only: bool = False

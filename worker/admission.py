@@ -3,7 +3,8 @@
 Requests enter by class (high, normal, batch), then in turns that share the worker between tenants by weight, while the
 tokens inside fill less than two steps: the one in progress and the next. More would reserve KV on decode workers long
 before it is needed, and fix the order of requests too early. A request that has waited long moves to the next higher
-class, where its tenant's weight applies again: no class starves another.
+class, where its tenant's weight applies again, if its tenant has had no turn in its class meanwhile: no class starves
+another, and a tenant's backlog of a lower class does not outrank the requests of others.
 
 At a decode worker the prompts inside may belong to a tenant whose other requests fill the batch: they wait for a seat as
 long as those run, where the engine has extra seats for other tenants. So while the batch is full, a tenant with nothing
@@ -22,7 +23,7 @@ from cluster.errors import DeadlineError
 from engine.scheduler.scheduler import AGING_SECONDS
 from worker.fair_queue import FairQueue, Waiting
 
-AGED_TOGETHER = 16  # per admission: removing a request from a queue costs time linear in its length
+AGED_TOGETHER = 16  # per admission, and class: hundreds at once would hold up the event loop
 CLASSES = ("high", "normal", "batch")
 
 
@@ -46,7 +47,7 @@ class Admission:
         self._inside_tokens = 0
         self._inside: Counter[str] = Counter()  # tokens by tenant
         self._order = itertools.count()
-        self._high, self._normal, self._batch = FairQueue(), FairQueue(), FairQueue()
+        self._high, self._normal, self._batch = FairQueue(clock), FairQueue(clock), FairQueue(clock)
         self._queues = (self._high, self._normal, self._batch)
 
     @property
@@ -66,8 +67,8 @@ class Admission:
         return dict(zip(CLASSES, map(len, self._queues), strict=True))
 
     def oldest_seconds(self) -> float:
-        """How long the oldest request has waited."""
-        arrived = [queue.earliest for queue in self._queues if len(queue)]
+        """How long the oldest request has waited. Any thread."""
+        arrived = [earliest for queue in self._queues if (earliest := queue.earliest()) is not None]
         return self._clock() - min(arrived) if arrived else 0.0
 
     async def enter(
@@ -146,13 +147,16 @@ class Admission:
         return next((found for queue in self._queues if (found := queue.pop_other(self._inside))), None)
 
     def _age(self) -> None:
-        """Move requests that have waited long to the next higher class."""
+        """Move requests that have waited long to the next higher class.
+
+        A tenant that takes turns in a class is not starved there: its requests wait behind its own ones.
+        """
         now = self._clock()
         for queue, higher in ((self._normal, self._high), (self._batch, self._normal)):
             for _ in range(AGED_TOGETHER):
-                if not len(queue) or queue.oldest.queued > now - self._aging_seconds:
+                waiting = queue.aged(now - self._aging_seconds)
+                if waiting is None:
                     break
-                waiting = queue.oldest
                 queue.remove(waiting)
                 waiting.queued, waiting.priority = now, 0 if queue is self._batch else 1
                 higher.push(waiting)

@@ -1,25 +1,37 @@
 """A queue of requests, shared between tenants by weight.
 
-    tag = max(virtual time, the tenant's last tag) + tokens / weight        the smallest tag goes first
-    virtual time = the tag of the last request that was admitted
+    tag of a tenant's first request = the tenant's start + tokens / weight        the smallest tag goes first
+    start = the tag of the tenant's last turn; at least the virtual time when the tenant begins to wait
+    virtual time = the largest tag of a request that was admitted in its order
 
 Self-clocked fair queueing (Golestani, INFOCOM 1994): for two tenants that both have waiting requests, tokens admitted
 divided by weight differ by at most each one's largest request divided by its weight. A tenant that is alone gets
-everything and is not delayed for it later: tags begin at the virtual time.
+everything and is not delayed for it later, and an idle tenant saves up nothing: starts begin at the virtual time.
+
+A tenant's requests wait in the order of their arrival, and only the first has a tag. So a request that leaves without
+a turn has cost its tenant nothing, whichever of them it was.
+
+Cost: adding, removing and admitting a request take time logarithmic in the number of waiting tenants, amortised.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import Counter
-from collections.abc import Container
-from dataclasses import dataclass
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+
+REMEMBERED_TENANTS = (
+    1024  # idle ones that are ahead of the virtual time; the one remembered longest is forgotten
+)
+HEAP_SLACK = 64  # entries of requests that have left, beyond as many as tenants wait
 
 
 @dataclass(eq=False)
 class Waiting:
-    """One request in a queue. `order` counts arrivals: of requests with equal tags the older goes first."""
+    """One request in a queue. `order` counts arrivals: of tenants with equal tags the older request goes first."""
 
     tokens: int
     tenant: str
@@ -27,27 +39,44 @@ class Waiting:
     arrived: float
     order: int
     turn: asyncio.Future[None]
-    tag: float = 0.0
     queued: float = 0.0  # time of its entry into its present queue
     priority: int = 0  # of its present queue
 
-    def __lt__(self, other: Waiting) -> bool:
-        return (self.tag, self.order) < (other.tag, other.order)
+
+Entry = tuple[float, int, Waiting]  # tag, order, the first request of a tenant
+
+
+@dataclass(eq=False)
+class _Tenant:
+    """A tenant that waits."""
+
+    start: float
+    since: float  # time of its last turn, or of the request with which it began to wait
+    requests: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)  # not empty
+
+    @property
+    def first(self) -> Waiting:
+        return next(iter(self.requests.values()))
+
+    @property
+    def entry(self) -> Entry:
+        return (self.start + self.first.tokens / self.first.weight, self.first.order, self.first)
 
 
 class FairQueue:
     """The waiting requests of one class."""
 
-    def __init__(self) -> None:
-        self._heap: list[Waiting] = []
-        self._by_arrival: dict[int, Waiting] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # by `since`
+        self._heap: list[Entry] = []  # the first of each tenant, and some that have left
+        self._ahead: OrderedDict[str, float] = OrderedDict()  # starts of idle tenants
         self._virtual_time = 0.0
         self._tokens = 0
-        self._last_tags: dict[str, float] = {}  # of tenants ahead of the virtual time: what they have used
-        self._waiting: Counter[str] = Counter()  # requests by tenant
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return self._count
 
     @property
     def tokens(self) -> int:
@@ -56,73 +85,105 @@ class FairQueue:
 
     @property
     def first(self) -> Waiting:
-        return self._heap[0]
+        return self._first_entry()[2]
 
-    @property
-    def earliest(self) -> float:
-        """Earliest arrival, here or in a lower class. Linear in the queue's length."""
-        return min(one.arrived for one in self._heap)
+    def earliest(self) -> float | None:
+        """Earliest arrival, here or in a lower class; None if no request waits. Linear in the queue's length.
 
-    @property
-    def oldest(self) -> Waiting:
-        """The request that has been in this queue longest."""
-        return next(iter(self._by_arrival.values()))
+        Any thread: what is iterated over is copied at once, so that requests may enter and leave meanwhile.
+        """
+        requests = (one for tenant in list(self._tenants.values()) for one in list(tenant.requests.values()))
+        return min((one.arrived for one in requests), default=None)
+
+    def aged(self, before: float) -> Waiting | None:
+        """A request that has been in this queue since `before`, of a tenant without a turn here since then."""
+        for tenant in self._tenants.values():
+            if tenant.since > before:
+                return None
+            if tenant.first.queued <= before:
+                return tenant.first
+        return None
 
     def push(self, waiting: Waiting) -> None:
-        start = max(self._virtual_time, self._last_tags.get(waiting.tenant, 0.0))
-        waiting.tag = self._last_tags[waiting.tenant] = start + waiting.tokens / waiting.weight
-        heapq.heappush(self._heap, waiting)
-        self._by_arrival[waiting.order] = waiting
-        self._waiting[waiting.tenant] += 1
+        tenant = self._tenants.get(waiting.tenant)
+        if tenant is None:
+            start = max(self._virtual_time, self._ahead.pop(waiting.tenant, 0.0))
+            tenant = self._tenants[waiting.tenant] = _Tenant(start, self._clock())
+        tenant.requests[waiting.order] = waiting
         self._tokens += waiting.tokens
+        self._count += 1
+        if len(tenant.requests) == 1:
+            heapq.heappush(self._heap, tenant.entry)
 
     def pop(self) -> Waiting:
-        waiting = heapq.heappop(self._heap)
-        self._virtual_time = waiting.tag
-        self._forget(waiting)
-        return waiting
+        entry = self._first_entry()
+        self._virtual_time = max(self._virtual_time, entry[0])
+        return self._take_turn(entry)
 
     def pop_other(self, tenants: Container[str]) -> Waiting | None:
-        """Remove and return the first request of a tenant that is not in `tenants`; the others keep their order."""
-        if all(tenant in tenants for tenant in self._waiting):
-            return None
-        found = min((one for one in self._heap if one.tenant not in tenants), default=None)
-        if found is not None:
-            self._take(found)
-        return found
+        """Remove and return the first request of a tenant that is not in `tenants`; the others keep their order.
+
+        Linear in the number of waiting tenants."""
+        others = (tenant.entry for name, tenant in self._tenants.items() if name not in tenants)
+        entry = min(others, default=None)
+        return None if entry is None else self._take_turn(entry)
 
     def remove(self, waiting: Waiting) -> bool:
-        """Remove a request that no longer waits; returns False if it is not here. Its tenant's tag moves back, unless
-        later requests of the tenant wait."""
-        if self._by_arrival.get(waiting.order) is not waiting:
+        """Remove a request that no longer waits, at no cost to its tenant; returns False if it is not here."""
+        tenant = self._tenants.get(waiting.tenant)
+        if tenant is None or tenant.requests.get(waiting.order) is not waiting:
             return False
-        if self._last_tags[waiting.tenant] == waiting.tag:
-            self._last_tags[waiting.tenant] -= waiting.tokens / waiting.weight
-        self._take(waiting)
+        self._forget(tenant, waiting)
         return True
 
-    def _take(self, waiting: Waiting) -> None:
-        """Remove a request from any position."""
-        self._heap.remove(waiting)
-        heapq.heapify(self._heap)
-        self._forget(waiting)
+    def _first_entry(self) -> Entry:
+        while not self._is_first(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return self._heap[0]
 
-    def _forget(self, waiting: Waiting) -> None:
-        del self._by_arrival[waiting.order]
+    def _is_first(self, waiting: Waiting) -> bool:
+        tenant = self._tenants.get(waiting.tenant)
+        return tenant is not None and tenant.first is waiting
+
+    def _take_turn(self, entry: Entry) -> Waiting:
+        tag, _, waiting = entry
+        tenant = self._tenants[waiting.tenant]
+        tenant.start, tenant.since = tag, self._clock()
+        self._tenants.move_to_end(waiting.tenant)
+        self._forget(tenant, waiting)
+        return waiting
+
+    def _forget(self, tenant: _Tenant, waiting: Waiting) -> None:
+        was_first = tenant.first is waiting
+        del tenant.requests[waiting.order]
         self._tokens -= waiting.tokens
-        self._waiting[waiting.tenant] -= 1
-        if not self._waiting[waiting.tenant]:
-            del self._waiting[waiting.tenant]
-        # A tag behind the virtual time says nothing more, unless the tenant's next request leaves the queue by it.
-        if waiting.tenant not in self._waiting and self._last_tags[waiting.tenant] <= self._virtual_time:
-            del self._last_tags[waiting.tenant]
-        if not self._heap:
+        self._count -= 1
+        if not tenant.requests:
+            del self._tenants[waiting.tenant]
+            self._remember(waiting.tenant, tenant.start)
+        elif was_first:
+            heapq.heappush(self._heap, tenant.entry)
+        if len(self._heap) > 2 * len(self._tenants) + HEAP_SLACK:
+            self._heap = [one.entry for one in self._tenants.values()]
+            heapq.heapify(self._heap)
+        if not self._tenants:
             self._virtual_time = 0.0
-            self._last_tags.clear()
+            self._heap.clear()
+            self._ahead.clear()
+
+    def _remember(self, tenant: str, start: float) -> None:
+        """Of a tenant that no longer waits, only what it has used beyond the virtual time counts."""
+        if start > self._virtual_time:
+            self._ahead[tenant] = start
+            if len(self._ahead) > REMEMBERED_TENANTS:
+                self._ahead.popitem(last=False)
 
     def check_integrity(self) -> None:
-        assert {id(one) for one in self._heap} == {id(one) for one in self._by_arrival.values()}
-        assert self._tokens == sum(one.tokens for one in self._heap)
-        assert Counter(one.tenant for one in self._heap) == self._waiting
-        assert set(self._waiting) <= set(self._last_tags)
-        assert all(one.tag >= self._virtual_time for one in self._heap)
+        requests = [one for tenant in self._tenants.values() for one in tenant.requests.values()]
+        assert (self._count, self._tokens) == (len(requests), sum(one.tokens for one in requests))
+        assert all(tenant.requests for tenant in self._tenants.values())
+        assert {tenant.entry for tenant in self._tenants.values()} <= set(self._heap)
+        times = [tenant.since for tenant in self._tenants.values()]
+        assert times == sorted(times)
+        assert len(self._heap) <= 2 * len(self._tenants) + HEAP_SLACK
+        assert len(self._ahead) <= REMEMBERED_TENANTS and not self._ahead.keys() & self._tenants.keys()

@@ -3,8 +3,9 @@
 Hand-offs and further choices hold their KV already and join the running batch whatever its size, so one tenant can fill
 it for as long as its requests run. A sequence joins a full batch while its tenant has fewer running sequences, by its
 weight, than extra seats are free (dynamic thresholds, Choudhury and Hahne 1998): a tenant that fills the batch gets no
-extra seat, another one at most half of those that are free, and a third finds seats left. There are as many extra seats
-as the batch has; once all are taken, further choices included, no sequence is admitted beside a full batch.
+extra seat, another one at most half of those that are free, and a third finds seats left. A request takes a seat for
+each of its choices, from its prompt on; a tenant's first one is admitted however many these are. There are as many extra
+seats as the batch has; once all are taken, no sequence is admitted beside a full batch.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ class ExtraSeats:
     """Those of one step."""
 
     def __init__(self, seats: int, running: Seq[Sequence]):
-        self._free = seats - sum(s.extra_seat for s in running)
-        self._running = Counter(s.request.tenant for s in running)
+        self._free = seats - sum(s.seats for s in running if s.extra_seat)
+        self._running: Counter[str] = Counter()
+        for s in running:
+            self._running[s.request.tenant] += s.seats
 
     def first_allowed(self, waiting: Seq[Sequence]) -> Sequence | None:
         """The first waiting sequence that may join; None if there is none."""
         if self._free <= 0:
             return None
-        running, free = self._running, self._free
-        return next((s for s in waiting if running[s.request.tenant] < free * s.request.weight), None)
+        return next((s for s in waiting if not s.paused and self._allows(s)), None)
 
     def take(self, sequence: Sequence) -> None:
         sequence.extra_seat = True
-        self._running[sequence.request.tenant] += 1
-        self._free -= 1
+        self._running[sequence.request.tenant] += sequence.seats
+        self._free -= sequence.seats
+
+    def _allows(self, sequence: Sequence) -> bool:
+        running = self._running[sequence.request.tenant]
+        return not running or running + sequence.seats - 1 < self._free * sequence.request.weight

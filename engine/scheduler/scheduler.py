@@ -2,6 +2,9 @@
 
 Running sequences come first, single tokens before chunks; then waiting ones are admitted while the token budget, the
 batch and the blocks last. A full batch admits those of tenants with few running sequences (`extra_seats.py`).
+
+Where the token budget does not cover all running sequences, they take turns by tenant (`turns.py`), and the batch counts
+as full. A share of the budget is then kept for prompts: of running sequences, and of waiting ones that may join.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from engine.scheduler.growth import GrowthClaims, choose_victim, reservation_for
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 from engine.scheduler.sequence import SequenceState as S
+from engine.scheduler.turns import Turns
 
 # After so long in one class a waiting sequence counts as of the next higher one, so that no class starves another.
 AGING_SECONDS = 30.0
+KEPT_FOR_PROMPTS = 4  # a step whose budget does not cover all keeps this part of it, a quarter, for prompts
 
 
 class Scheduler:
@@ -35,13 +40,14 @@ class Scheduler:
         self._page = config.page_size
         self._arrivals = itertools.count()
         self._claims = GrowthClaims(config.page_size, config.max_model_len)
+        self._turns = Turns()
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or any(not s.paused for s in self.running)
+        return any(not s.paused for queue in (self.waiting, self.running) for s in queue)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._page)
@@ -65,7 +71,7 @@ class Scheduler:
         length = len(request.prompt_tokens) + len(request.output_tokens)
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        room = max(0, self._room(held, rank_of(request)))
+        room = max(0, self._room(held, rank_of(request.priority)))
         if need > room:
             what = f"{need} KV blocks are needed, {room} are free that running sequences have no claim to"
             raise BlocksExhaustedError(what, retry_after_seconds=0.05)
@@ -169,32 +175,42 @@ class Scheduler:
     def schedule(self) -> StepDecision:
         decision = StepDecision()
         self._claims.begin_step()
-        budget = self._schedule_running(decision)
         if self.waiting:
             self._age()
-        seats = self._config.max_batch_requests
-        while self.waiting and budget > 0 and len(self.running) < seats:
-            count = self._admit(self.waiting[0], budget, decision)
-            if count == 0:
-                return decision
-            budget -= count
-        if self.waiting and budget > 0:
-            self._admit_to_full_batch(ExtraSeats(seats, self.running), budget, decision)
-        return decision
-
-    def _admit_to_full_batch(self, seats: ExtraSeats, budget: int, decision: StepDecision) -> None:
-        while budget > 0 and (sequence := seats.first_allowed(self.waiting)) is not None:
-            count = self._admit(sequence, budget, decision)
-            if count == 0:
-                return
-            budget -= count
-            seats.take(sequence)
-
-    def _schedule_running(self, decision: StepDecision) -> int:
-        """Returns the token budget that is left."""
         budget = self._config.max_batch_tokens
         ordered = sorted(self.running, key=attrgetter("order"))
         ordered.sort(key=lambda s: s.missing > 1)  # keeps the order among equals
+        if len(ordered) > budget - budget // KEPT_FOR_PROMPTS and self._schedule_in_turns(ordered, decision):
+            return decision
+        budget = self._compute(ordered, budget, decision)
+        seats = self._config.max_batch_requests
+        while budget > 0 and len(self.running) < seats and (sequence := self._next_waiting()) is not None:
+            count = self._admit(sequence, budget, decision)
+            if count == 0:
+                return decision
+            budget -= count
+        self._admit_to_full_batch(budget, decision)
+        return decision
+
+    def _schedule_in_turns(self, ordered: list[Sequence], decision: StepDecision) -> bool:
+        """Schedule the step if its budget does not cover all running sequences; returns whether it does not."""
+        ordered = [s for s in ordered if not s.paused]
+        chunks = [s for s in ordered if s.missing > 1]
+        budget, singles = self._config.max_batch_tokens, len(ordered) - len(chunks)
+        may_join = bool(self.waiting) and self._extra_seats().first_allowed(self.waiting) is not None
+        kept = budget // KEPT_FOR_PROMPTS if chunks or may_join else 0
+        if singles <= budget - kept:
+            return False
+        turns = self._turns.order(ordered)
+        budget = kept + self._compute([s for s in turns if s.missing == 1], budget - kept, decision)
+        budget = self._compute([s for s in turns if s.missing > 1], budget, decision)
+        budget = self._admit_to_full_batch(budget, decision)
+        self._compute([s for s in turns if s not in decision.scheduled], budget, decision)
+        self._turns.taken(turns, decision.scheduled)
+        return True
+
+    def _compute(self, ordered: Seq[Sequence], budget: int, decision: StepDecision) -> int:
+        """Schedule running sequences in this order; returns the token budget that is left."""
         for sequence in ordered:
             if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
                 continue
@@ -204,12 +220,30 @@ class Scheduler:
                 budget -= count
         return budget
 
+    def _extra_seats(self) -> ExtraSeats:
+        return ExtraSeats(min(self._config.max_batch_requests, self._config.max_batch_tokens), self.running)
+
+    def _next_waiting(self) -> Sequence | None:
+        return next((s for s in self.waiting if not s.paused), None)
+
+    def _admit_to_full_batch(self, budget: int, decision: StepDecision) -> int:
+        """Returns the token budget that is left."""
+        if not self.waiting or budget <= 0:
+            return budget
+        seats = self._extra_seats()
+        while budget > 0 and (sequence := seats.first_allowed(self.waiting)) is not None:
+            count = self._admit(sequence, budget, decision)
+            if count == 0:
+                return budget
+            budget -= count
+            seats.take(sequence)
+        return budget
+
     def _age(self) -> None:
         now = time.monotonic()
         aged = [s for s in self.waiting if s.rank > HIGHEST_RANK and now - s.waits_since >= AGING_SECONDS]
         for sequence in aged:
-            sequence.rank -= 1
-            sequence.order = (sequence.rank, sequence.arrival)
+            sequence.set_rank(sequence.rank - 1)
             sequence.waits_since = now
         if aged:
             self.waiting.sort(key=lambda s: s.order)
@@ -229,6 +263,8 @@ class Scheduler:
         sequence.num_computed = sequence.cached_tokens
         decision.cached_tokens += sequence.cached_tokens
         self.waiting.remove(sequence)
+        # What it has aged to was for its turn; running, it would outrank others for as long as it runs.
+        sequence.set_rank(rank_of(sequence.request.priority))
         sequence.machine.to(S.RUNNING)
         self.running.append(sequence)
         decision.scheduled[sequence] = min(missing, budget)

@@ -36,9 +36,9 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
-def rank_of(request: EngineRequest) -> int:
-    """Rank of the request's class: high before normal before batch. Priority numbers within a class are equal."""
-    return (request.priority < 0) - (request.priority > 0)
+def rank_of(priority: int) -> int:
+    """Rank of the priority's class: high before normal before batch. Priority numbers within a class are equal."""
+    return (priority < 0) - (priority > 0)
 
 
 @dataclass
@@ -70,16 +70,22 @@ class Sequence:
     prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False
     extra_seat: bool = False  # admitted to a full batch
+    left_out: int = 0  # steps in a row without a token, because the budget did not cover all
     waits_since: float = 0.0  # monotonic seconds: in the queue, and in its class
-    rank: int = field(init=False)
+    rank: int = field(init=False)  # of the request's class; while it waits, of the one that it has aged to
     order: tuple[int, int] = field(init=False)  # sort key: class, then arrival
     machine: StateMachine[SequenceState] = field(init=False)
 
     def __post_init__(self, state_at_start: SequenceState) -> None:
         # Stored, because every step reads them for every running sequence.
-        self.rank = rank_of(self.request)
-        self.order = (self.rank, self.arrival)
-        self.machine = StateMachine(state_at_start, TRANSITIONS, self.request.request_id)
+        request = self.request
+        aged = request.waits_as if state_at_start is S.WAITING else None
+        self.set_rank(rank_of(request.priority if aged is None else aged))
+        self.machine = StateMachine(state_at_start, TRANSITIONS, request.request_id)
+
+    def set_rank(self, rank: int) -> None:
+        self.rank = rank
+        self.order = (rank, self.arrival)
 
     @property
     def state(self) -> SequenceState:
@@ -88,6 +94,12 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_tokens)
+
+    @property
+    def seats(self) -> int:
+        """Running sequences that it stands for: before its first token all choices of its request."""
+        request = self.request
+        return request.n if len(self.tokens) == self.num_prompt and not request.prefill_only else 1
 
     @property
     def missing(self) -> int:

@@ -188,7 +188,8 @@ def test_a_sibling_of_an_evicted_choice_takes_no_blocks():
     runner = FakeRunner(10, recompute_limit_tokens=4)
     engine = Engine(runner, runner.config, secret=SECRET)
     engine.add(EngineRequest("both", [3] * 8, greedy(50), n=2, salt=SALT))
-    engine.pause("both")  # before its choices part: the second one is not paused
+    engine.step()
+    engine._scheduler.requests["both"][0].paused = True  # the second choice is not
     done = []
     for _ in range(60):
         done += engine.step().done

@@ -83,6 +83,19 @@ def test_further_choices_take_extra_seats_too() -> None:
     assert running(parts) == {"a": 8, "b": 8}
 
 
+def test_choices_take_their_seats_from_the_prompt_on() -> None:
+    """Before their first token too: otherwise a step admits prompts whose choices are a multiple of the seats."""
+    parts = filled_by_hand_offs(8, max_batch_requests=8)
+    add(parts, "b", 3, n=4)
+    for _ in range(2):
+        parts.scheduler.schedule()
+        assert running(parts) == {"a": 8, "b": 1}
+    add(parts, "c", 1, n=16)
+    add(parts, "d", 1)
+    parts.scheduler.schedule()
+    assert running(parts) == {"a": 8, "b": 1, "c": 1}, "the first of a tenant, whatever its choices"
+
+
 def test_a_preempted_sequence_leaves_its_extra_seat() -> None:
     parts = filled_by_hand_offs(2, max_batch_requests=2)
     add(parts, "b", 1, priority=-1)

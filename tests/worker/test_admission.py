@@ -1,6 +1,7 @@
 """Admission to the prefill engine: order, bound, priorities, cancellation, deadlines."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -138,6 +139,35 @@ def test_a_flood_of_a_higher_class_starves_no_request(priority, seconds):
     waited = loop.run(flood())
     assert seconds <= waited <= seconds + 5, waited
     loop.close()
+
+
+@pytest.mark.parametrize("count", [60, 150])
+def test_a_flood_of_a_lower_class_does_not_outrank_a_request(count):
+    """Its requests wait for long behind their own tenant's: that raises their class no further."""
+    loop = VirtualLoop()
+    admission = Admission(10, clock=loop.time)
+    served: Counter[str] = Counter()
+
+    async def asks_always(tenant: str, priority: int) -> None:
+        while True:
+            await admission.enter(10, priority, 119.0 if tenant == "flood" else AGING_SECONDS - 1, tenant)
+            served[tenant] += 1
+            await asyncio.sleep(1.0)
+            admission.leave(10, tenant)
+            await asyncio.sleep(0.001)
+
+    async def both() -> None:
+        tasks = [asyncio.create_task(asks_always("flood", -1)) for _ in range(count)]
+        other = asyncio.create_task(asks_always("other", 0))
+        await asyncio.sleep(10 * AGING_SECONDS)
+        assert not other.done(), "its deadline passed"
+        for task in (*tasks, other):
+            task.cancel()
+        await asyncio.gather(*tasks, other, return_exceptions=True)
+
+    loop.run(both())
+    loop.close()
+    assert served["other"] >= 0.45 * (served["flood"] + served["other"])
 
 
 async def test_a_request_without_tokens_leaves_nothing_inside():

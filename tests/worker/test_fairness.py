@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import DeadlineError
 from worker.admission import Admission
-from worker.fair_queue import FairQueue, Waiting
+from worker.fair_queue import REMEMBERED_TENANTS, FairQueue, Waiting
 
 
 class Clock:
@@ -215,8 +216,8 @@ async def test_a_tenant_is_refunded_for_a_request_that_gave_up():
     assert [(queue.pop().tenant, queue.tokens) for _ in range(2)] == [("a", 100), ("b", 0)]
 
 
-async def test_nothing_is_given_back_for_a_request_with_others_of_its_tenant_behind_it():
-    """Those are queued already: the next one comes behind them."""
+async def test_a_request_that_leaves_costs_nothing_with_others_of_its_tenant_behind_it():
+    """Deadlines end the oldest first: those behind it are as early as if it had never arrived."""
     queue = FairQueue()
     given_up, behind = waiting(0, "a", 1000), waiting(1, "a", 10)
     queue.push(given_up)
@@ -225,7 +226,101 @@ async def test_nothing_is_given_back_for_a_request_with_others_of_its_tenant_beh
     queue.remove(given_up)
     queue.push(waiting(3, "a", 10))
     queue.check_integrity()
-    assert [queue.pop().order for _ in range(3)] == [2, 1, 3]
+    assert [queue.pop().order for _ in range(3)] == [1, 3, 2]
+
+
+@pytest.mark.parametrize("tokens", [(100, 50, 70), (50, 100, 70)])
+async def test_a_tenant_that_was_ahead_stays_so_without_the_request_that_left(tokens: tuple[int, int, int]):
+    """What its earlier requests have used still counts."""
+    queue = FairQueue()
+    served, gone, last = tokens
+    queue.push(waiting(0, "keeps the queue", 10_000))
+    queue.push(waiting(1, "a", served))
+    leaves = waiting(2, "a", gone)
+    queue.push(leaves)
+    assert queue.pop().order == 1
+    queue.push(waiting(3, "b", last - 1))
+    queue.push(waiting(4, "a", last))
+    queue.remove(leaves)
+    queue.check_integrity()
+    assert [queue.pop().order for _ in range(3)] == [3, 4, 0]
+
+
+async def test_a_tenant_served_out_of_order_pays_for_it_when_it_returns():
+    """`pop_other` leaves the virtual time where it is, so the tenant is ahead of it."""
+    queue = FairQueue()
+    for order in range(3):
+        queue.push(waiting(order, "a", 100))
+    queue.push(waiting(3, "b", 1000))
+    found = queue.pop_other({"a"})
+    assert found is not None and found.tenant == "b"
+    queue.push(waiting(4, "b", 1))
+    queue.check_integrity()
+    assert [queue.pop().order for _ in range(4)] == [0, 1, 2, 4]
+
+
+def test_idle_tenants_are_not_remembered_without_bound() -> None:
+    loop, queue = asyncio.new_event_loop(), FairQueue()
+    queued(queue, loop, "crowd", 1, 0)
+    for order in range(1, 3 * REMEMBERED_TENANTS):
+        queued(queue, loop, f"other{order}", 1, order)
+        assert queue.pop_other({"crowd"}) is not None
+    queue.check_integrity()
+    loop.close()
+
+
+def calls_to_remove(count: int, tenants: int) -> int:
+    """Calls that it takes to remove so many requests, the oldest first."""
+    loop, queue, calls = asyncio.new_event_loop(), FairQueue(), 0
+    leaving = [queued(queue, loop, f"t{order % tenants}", 10, order) for order in range(count)]
+
+    def count_calls(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count_calls)
+    try:
+        assert all(queue.remove(one) for one in leaving)
+    finally:
+        sys.setprofile(None)
+    queue.check_integrity()
+    loop.close()
+    return calls
+
+
+@pytest.mark.parametrize("tenants", [1, 50])
+def test_many_requests_leave_in_time_linear_in_their_number(tenants: int) -> None:
+    """A prefill worker that stalls has them all expire in one turn of the event loop."""
+    assert calls_to_remove(1600, tenants) <= 10 * calls_to_remove(200, tenants)
+
+
+def test_entries_of_requests_that_have_left_do_not_pile_up() -> None:
+    loop, queue = asyncio.new_event_loop(), FairQueue()
+    queued(queue, loop, "small", 1, 0)
+    for order in range(1, 1000):
+        leaving = queued(queue, loop, "large", 1000, order)
+        assert queue.remove(leaving)
+        queue.check_integrity()
+    loop.close()
+
+
+def test_a_metrics_thread_may_ask_for_the_earliest_while_requests_leave() -> None:
+    loop, queue = asyncio.new_event_loop(), FairQueue()
+    assert queue.earliest() is None
+
+    class Leaving(Waiting):
+        def __getattribute__(self, name: str) -> object:
+            if name == "arrived":
+                for one in requests:
+                    queue.remove(one)
+            return super().__getattribute__(name)
+
+    requests = [Leaving(1, name, 1.0, 5.0, order, loop.create_future()) for order, name in enumerate("abab")]
+    for one in requests:
+        queue.push(one)
+    assert queue.earliest() == 5.0
+    assert not len(queue) and queue.earliest() is None
+    loop.close()
 
 
 async def test_an_unknown_request_refunds_nothing():

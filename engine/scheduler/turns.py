@@ -1,0 +1,51 @@
+"""Which running sequences take part in a step whose token budget does not cover all of them.
+
+Hand-offs and further choices join the running batch without a limit, so those of one tenant may exceed the budget. Then
+every tenant's first sequence comes before every tenant's second one, and so on, by weight: a tenant whose sequences are
+within its share takes part in every step. Within a tenant the one left out longest is first.
+
+A higher class comes first; a tenant that has had no step in a class for AGING_STEPS counts there as of the next higher
+one, and again after as many. Sequences do not age by their own wait: most of a tenant's large backlog waits behind its
+own sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+
+from engine.scheduler.sequence import HIGHEST_RANK, Sequence
+
+AGING_STEPS = 64
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._step = 0  # of those whose budget does not cover all
+        self._last: dict[
+            tuple[str, int], int
+        ] = {}  # by tenant and class: the last of these steps it took part in
+
+    def order(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """Those that may be in the step, first turn first."""
+        self._step += 1
+        present = {(s.request.tenant, s.rank) for s in sequences}
+        self._last = {one: self._last.get(one, self._step - 1) for one in present}
+        ranks = {
+            (tenant, rank): max(HIGHEST_RANK, rank - (self._step - last - 1) // AGING_STEPS)
+            for (tenant, rank), last in self._last.items()
+        }
+        taken: Counter[str] = Counter()
+        turns: dict[Sequence, tuple[int, float]] = {}
+        for s in sorted(sequences, key=lambda s: (ranks[s.request.tenant, s.rank], -s.left_out, s.arrival)):
+            taken[s.request.tenant] += 1
+            turns[s] = (ranks[s.request.tenant, s.rank], taken[s.request.tenant] / s.request.weight)
+        return sorted(turns, key=lambda s: turns[s])
+
+    def taken(self, sequences: Seq[Sequence], scheduled: Container[Sequence]) -> None:
+        """Record which of `sequences` the step computes."""
+        for s in sequences:
+            s.left_out = 0 if s in scheduled else s.left_out + 1
+            if not s.left_out:
+                self._last[s.request.tenant, s.rank] = self._step

@@ -1,0 +1,228 @@
+"""More running sequences than a step has tokens: which of them take part, and which waiting ones join."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.engine import Engine
+from engine.request import EngineRequest, SamplingParams
+from engine.scheduler import scheduler as scheduler_module
+from engine.scheduler import turns
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import SequenceState as S
+from engine.scheduler.turns import Turns
+from tests.engine.fake_model import FakeRunner, continuation
+from tests.engine.parts import Parts, request
+
+BUDGET = 16
+TURNS_OF_OTHERS = 4  # steps of a tenant's rotation below
+
+
+def crowded(
+    shares: dict[str, int], blocks: int = 2000, priority: dict[str, int] | None = None, **more: object
+) -> Parts:
+    """So many hand-offs of each tenant run, the first one's first."""
+    parts = Parts(blocks, **{"max_batch_tokens": BUDGET, "max_batch_requests": 8, **more})
+    for tenant, count in shares.items():
+        for number in range(count):
+            hand_off(parts, f"{tenant}{number}", tenant, priority=(priority or {}).get(tenant, 0))
+    return parts
+
+
+def hand_off(parts: Parts, name: str, tenant: str, **more: object) -> Sequence:
+    sequence = parts.scheduler.reserve(request(name, [3], 200, tenant=tenant, **more), [], max_tokens=2)
+    parts.scheduler.start_reserved(sequence)
+    sequence.tokens.append(13)
+    return sequence
+
+
+def step(parts: Parts, check: bool = True) -> Counter[str]:
+    """Computes a step; returns the tokens of each tenant in it."""
+    decision = parts.scheduler.schedule()
+    assert sum(decision.scheduled.values()) <= BUDGET
+    got: Counter[str] = Counter()
+    for sequence, count in decision.scheduled.items():
+        got[sequence.request.tenant] += count
+        sequence.num_computed += count
+        if not sequence.missing:
+            sequence.tokens.append(13)
+    if check:
+        parts.check()
+    return got
+
+
+def test_one_tenants_sequences_leave_a_later_hand_off_its_token_in_every_step() -> None:
+    parts = crowded({"a": 3 * BUDGET, "b": 1})
+    for _ in range(2 * TURNS_OF_OTHERS):
+        assert step(parts) == {"a": BUDGET - 1, "b": 1}
+
+
+def test_all_sequences_of_the_tenant_that_exceeds_the_budget_go_on() -> None:
+    parts = crowded({"a": 3 * BUDGET, "b": 1})
+    for _ in range(2 * TURNS_OF_OTHERS):
+        step(parts)
+    tokens = [len(s.tokens) for s in parts.scheduler.running if s.request.tenant == "a"]
+    assert max(tokens) - min(tokens) <= 1
+
+
+def test_a_waiting_prompt_of_another_tenant_joins_and_is_computed() -> None:
+    parts = crowded({"a": 3 * BUDGET})
+    parts.scheduler.add(request("b", [4] * 8, tenant="b"))
+    parts.scheduler.add(request("late", [4] * 8, tenant="a"))
+    assert step(parts) == {"a": BUDGET - BUDGET // 4, "b": BUDGET // 4}
+    assert step(parts) == {"a": BUDGET - BUDGET // 4, "b": BUDGET // 4}, "a chunk, though no more may join"
+    assert step(parts) == {"a": BUDGET - 1, "b": 1}
+    assert [s.request.request_id for s in parts.scheduler.waiting] == ["late"]
+
+
+def test_a_budget_that_the_running_ones_just_fill_keeps_no_other_tenant_out() -> None:
+    parts = crowded({"a": BUDGET})
+    parts.scheduler.add(request("b", [4], tenant="b"))
+    assert step(parts)["b"] == 1
+
+
+def test_what_is_kept_for_prompts_and_not_used_goes_to_the_running_ones() -> None:
+    parts = crowded({"a": 2 * BUDGET}, blocks=2 * BUDGET + 1)
+    parts.scheduler.add(request("b", [4] * 40, tenant="b"))
+    assert step(parts) == {"a": BUDGET}, "no blocks for b"
+
+
+def test_turns_go_by_weight() -> None:
+    parts = crowded({"a": 2 * BUDGET})
+    for number in range(2 * BUDGET):
+        hand_off(parts, f"b{number}", "b", weight=3.0)
+    assert step(parts) == {"a": BUDGET // 4, "b": BUDGET - BUDGET // 4}
+
+
+def test_more_tenants_than_tokens_take_turns() -> None:
+    parts = crowded({f"t{number}": 1 for number in range(3 * BUDGET)})
+    got: Counter[str] = Counter()
+    for _ in range(6):
+        got += step(parts)
+    assert set(got.values()) == {2} and len(got) == 3 * BUDGET
+
+
+def test_higher_classes_come_first_and_starve_no_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "AGING_STEPS", 8)
+    parts = crowded({"a": 2 * BUDGET, "b": 2}, priority={"a": 1, "b": -1})
+    period = 2 * 8 + 1  # two classes
+    assert [step(parts)["b"] for _ in range(3 * period)] == 3 * ([0] * (period - 1) + [2])
+
+
+def test_a_tenants_sequences_left_out_for_long_by_its_own_do_not_outrank_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns, "AGING_STEPS", 8)
+    parts = crowded({"a": 12 * 4, "b": 2}, max_batch_tokens=4)
+    for _ in range(40):
+        assert step(parts)["b"] == 2
+
+
+def test_a_budget_that_covers_all_is_shared_without_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual step pays nothing for the rule."""
+    monkeypatch.setattr(Turns, "order", lambda self, sequences: pytest.fail("turns are taken"))
+    parts = crowded({"a": BUDGET - BUDGET // 4})
+    monkeypatch.setattr(parts.scheduler, "_schedule_in_turns", lambda *_: pytest.fail("turns are looked at"))
+    parts.scheduler.add(request("b", [4] * 40, tenant="b"))
+    assert step(parts) == {"a": BUDGET - BUDGET // 4, "b": BUDGET // 4}
+
+
+def test_all_choices_of_requests_beyond_the_budget_get_their_answers() -> None:
+    runner = FakeRunner(4000, max_batch_tokens=8, max_batch_requests=4)
+    engine = Engine(runner, runner.config, secret=b"s")
+    sampling = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    prompts = {f"{tenant}{number}": [3 + number, 4, 5] for tenant in "ab" for number in range(4)}
+    for name, prompt in prompts.items():
+        engine.add(EngineRequest(name, prompt, sampling, tenant=name[0], n=5))
+    answers: dict[tuple[str, int], list[int]] = {}
+    for _ in range(400):
+        for token in engine.step().tokens:
+            answers.setdefault((token.request_id, token.choice), []).append(token.token_id)
+    assert answers == {
+        (name, choice): continuation(prompt, 10) for name, prompt in prompts.items() for choice in range(5)
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_no_sequence_within_its_tenants_share_is_left_out(data: st.DataObject) -> None:
+    """Whatever another tenant of its class runs, asks for, or ends; and none of its waiting prompts stands still."""
+    parts = crowded({"b": data.draw(st.integers(1, BUDGET * 3 // 8 - 1))})
+    first = {s.request.request_id for s in parts.scheduler.running}
+    prompt_asked, number = False, 0
+    for _ in range(12):
+        for kind in data.draw(
+            st.lists(st.sampled_from(["hand-offs", "prompt", "choices", "end", "ask"]), max_size=3)
+        ):
+            if kind == "hand-offs":
+                for _ in range(data.draw(st.integers(1, 2 * BUDGET))):
+                    number += 1
+                    hand_off(parts, f"a{number}", "a")
+            elif kind in ("prompt", "choices"):
+                number, name = number + 1, f"a{number + 1}"
+                prompt = [5] * data.draw(st.integers(1, 100))
+                parts.scheduler.add(request(name, prompt, tenant="a", n=4 if kind == "choices" else 1))
+            elif kind == "end":
+                for name in [name for name in parts.scheduler.requests if name[0] == "a"][::2]:
+                    parts.scheduler.remove(name)
+            elif not prompt_asked:
+                prompt_asked = True
+                parts.scheduler.add(request("b-asks", [4] * 20, tenant="b"))
+        before = {name: parts.choices(name)[0].num_computed for name in first}
+        step(parts, check=False)
+        assert all(parts.choices(name)[0].num_computed > count for name, count in before.items())
+    if prompt_asked and len(parts.scheduler.running) > BUDGET:
+        for _ in range(40):
+            step(parts, check=False)
+        assert parts.choices("b-asks")[0].num_computed >= 20
+    parts.check()
+
+
+def test_a_class_raised_by_waiting_ends_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted sequence waits in its own class again, behind those of a higher one."""
+    parts = Parts(64, max_batch_requests=1)
+    parts.scheduler.add(request("first", [3]))
+    step(parts)
+    parts.scheduler.add(request("low", [4], priority=-1))
+    monkeypatch.setattr(scheduler_module, "AGING_SECONDS", 0.0)
+    parts.scheduler.schedule()
+    (low,) = parts.choices("low")
+    assert low.rank == 0
+    monkeypatch.undo()
+    parts.scheduler.remove("first")
+    step(parts)
+    assert (low.state, low.rank) == (S.RUNNING, 1)
+
+
+def test_a_request_that_has_aged_before_waits_as_of_its_raised_class() -> None:
+    parts = Parts(64, max_batch_requests=1)
+    parts.scheduler.add(request("normal", [3]))
+    parts.scheduler.add(request("aged", [4], priority=-1, waits_as=1))
+    assert [s.request.request_id for s in parts.scheduler.waiting] == ["aged", "normal"]
+    step(parts)
+    (aged,) = parts.choices("aged")
+    assert (aged.state, aged.rank) == (S.RUNNING, 1)
+
+
+def test_a_paused_sequence_that_waits_is_not_admitted_and_keeps_no_other_out() -> None:
+    parts = Parts(64)
+    parts.scheduler.add(request("paused", [3]))
+    parts.scheduler.set_paused("paused", True)
+    assert not parts.scheduler.has_work
+    parts.scheduler.add(request("other", [4]))
+    assert parts.scheduler.has_work
+    assert parts.scheduled(parts.scheduler.schedule()) == {"other/0": 1}
+    parts.scheduler.set_paused("paused", False)
+    assert "paused/0" in parts.scheduled(parts.scheduler.schedule())
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_paused_sequence_takes_no_extra_seat(full: bool) -> None:
+    parts = crowded({"a": 3 * BUDGET if full else 8})
+    parts.scheduler.add(request("b", [4], tenant="b"))
+    parts.scheduler.set_paused("b", True)
+    assert step(parts) == {"a": BUDGET if full else 8}
