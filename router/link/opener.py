@@ -16,7 +16,7 @@ from wire import link_pb2
 
 CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
 TCP_SECONDS = 0.2  # of one attempt at a link that broke, without TLS: the kernel repeats a lost SYN after 1 s
-LAST_TRY_SECONDS = 0.1  # a link that broke is tried once more this long before it is lost
+LAST_TRY_SECONDS = 0.15  # a link that broke is tried once more this long before it is lost
 
 
 class Opener:
@@ -45,7 +45,7 @@ class Opener:
                 left = deadline - self._loop.time() - LAST_TRY_SECONDS
                 if left <= 0:
                     raise PeerLostError(
-                        f"no link to {self._worker.worker_id} within {seconds} s: {error or 'no answer'}"
+                        f"no link to {self._worker.worker_id} within {seconds} s: {str(error) or 'no answer'}"
                     ) from None
                 pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left)
 
