@@ -16,7 +16,7 @@ from wire import link_pb2
 
 CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
 TCP_SECONDS = 0.2  # of one attempt at a link that broke, without TLS: the kernel repeats a lost SYN after 1 s
-LAST_TRY_SECONDS = 0.1  # a link that broke is tried once more this long before it is lost
+LAST_TRY_SECONDS = 0.15  # a link that broke is tried once more this long before it is lost
 
 
 class Opener:
