@@ -98,7 +98,7 @@ def _direct(generation: Generation, gate: Gate, cors: Cors | None) -> Endpoint:
         except Exception as error:
             response = failure_response(error, exchange.url.path)
         if response is not None:
-            exchange.send(response)
+            await exchange.send(response)
 
     return answer
 

@@ -66,8 +66,11 @@ class Exchange(Request):
         """Send them with the answer, whichever it is."""
         self._added = headers
 
-    def send(self, response: Response) -> None:
-        """Nothing is sent after a stream has begun: the cycle then closes the connection."""
+    async def send(self, response: Response) -> None:
+        """Write it once the client has read the answers before it. Nothing is sent after a stream has begun: the cycle
+        then closes the connection."""
+        if self.paused:
+            await self._cycle.flow.drain()
         if not self._cycle.disconnected and not self.begun:
             self._head(response.status_code, response.raw_headers)
             self._complete(bytes(response.body))

@@ -78,7 +78,7 @@ class Server:
             exchange.write(one)
             exchange.end(two)
         else:
-            exchange.send(PlainTextResponse("answered"))
+            await exchange.send(PlainTextResponse("answered"))
 
     async def _run(self, request: Request) -> None:
         await request.body()

@@ -48,7 +48,9 @@ class Served:
         self.go_on.set()
         self.leaving = False
         self.read_body = True
-        self.answer: Callable[[Exchange], None] = lambda exchange: exchange.send(PlainTextResponse("ok"))
+        self.answer: Callable[[Exchange], Awaitable[None]] = lambda exchange: exchange.send(
+            PlainTextResponse("ok")
+        )
         self.finish = asyncio.Event()
         self.finish.set()
 
@@ -60,7 +62,7 @@ class Served:
         noted = Noted(exchange)
         exchange.watch(noted)
         self.noted.append(noted)
-        self.answer(exchange)
+        await self.answer(exchange)
         await self.finish.wait()
         exchange.unwatch()
 
@@ -107,7 +109,7 @@ def served() -> Served:
     return Served()
 
 
-def wait(exchange: Exchange) -> None:
+async def wait(exchange: Exchange) -> None:
     """Answer nothing yet."""
 
 
@@ -122,7 +124,7 @@ async def test_a_client_that_leaves_is_noticed(size: int, served: Served) -> Non
         assert not served.noted[0].has_disconnected
         writer.close()
         await until(lambda: served.noted[0].has_disconnected, "it is told", 5)
-        served.noted[0].exchange.send(PlainTextResponse("too late"))
+        await served.noted[0].exchange.send(PlainTextResponse("too late"))
         assert not served.noted[0].exchange.begun
 
 
@@ -139,7 +141,7 @@ async def test_a_client_that_left_before_its_answer_is_noticed(served: Served) -
 
 
 async def test_an_answer_pauses_until_its_client_has_read(served: Served) -> None:
-    def fill(exchange: Exchange) -> None:
+    async def fill(exchange: Exchange) -> None:
         exchange.begin(())
         while not exchange.paused:
             exchange.write(PIECE)
@@ -197,9 +199,9 @@ async def test_a_response_may_close_the_connection(served: Served) -> None:
 
 
 async def test_added_headers_go_with_any_answer(served: Served) -> None:
-    def answer(exchange: Exchange) -> None:
+    async def answer(exchange: Exchange) -> None:
         exchange.add_headers([(b"vary", b"Origin")])
-        exchange.send(PlainTextResponse("ok"))
+        await exchange.send(PlainTextResponse("ok"))
 
     served.answer = answer
     async with served.connection() as (reader, _):
@@ -207,16 +209,19 @@ async def test_added_headers_go_with_any_answer(served: Served) -> None:
 
 
 async def test_a_value_cannot_add_a_header(served: Served) -> None:
-    served.answer = lambda exchange: exchange.begin([(b"x-worker", b"a\r\nset-cookie: b")])
+    async def answer(exchange: Exchange) -> None:
+        exchange.begin([(b"x-worker", b"a\r\nset-cookie: b")])
+
+    served.answer = answer
     async with served.connection() as (reader, _):
         assert b"set-cookie" not in await asyncio.wait_for(reader.read(), 5)
 
 
 async def test_no_second_answer_follows_a_stream_that_failed(served: Served) -> None:
-    def answer(exchange: Exchange) -> None:
+    async def answer(exchange: Exchange) -> None:
         exchange.begin(())
         exchange.write(b"some")
-        exchange.send(PlainTextResponse("internal error", 500))
+        await exchange.send(PlainTextResponse("internal error", 500))
 
     served.answer = answer
     async with served.connection() as (reader, _):
@@ -240,3 +245,24 @@ async def test_a_body_that_arrives_after_its_answer_is_no_request(served: Served
         writer.write(b"too late!" + GET)
         assert (await asyncio.wait_for(reader.readuntil(b"ok"), 5)).startswith(b"HTTP/1.1 200")
         assert served.begun == 2
+
+
+async def test_an_answer_waits_until_those_before_it_are_read(served: Served) -> None:
+    """Else a client that sends many requests, and reads nothing, would have all their answers held in memory."""
+    requests, body = 20, b"x" * 200_000
+    served.answer = lambda exchange: exchange.send(Response(body))
+    loop = asyncio.get_running_loop()
+    async with served.serving() as address:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, address)
+            await loop.sock_sendall(client, requests * GET)
+            await until(lambda: served.begun > 1, "the second one runs", 5)
+            await asyncio.sleep(0.1)
+            assert served.begun < 4
+            left = requests * len(body)
+            async with asyncio.timeout(20):
+                while left > 0:
+                    left -= len(await loop.sock_recv(client, 1 << 20))
+            assert served.begun == requests

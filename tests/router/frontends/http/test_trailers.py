@@ -38,7 +38,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def direct(exchange: Exchange) -> None:
     """The same without the application."""
-    exchange.send(await answer(exchange))
+    await exchange.send(await answer(exchange))
 
 
 async def answer(request: Request) -> PlainTextResponse:
