@@ -16,7 +16,8 @@ from wire import link_pb2
 
 CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
 TCP_SECONDS = 0.2  # of one attempt at a link that broke, without TLS: the kernel repeats a lost SYN after 1 s
-LAST_TRY_SECONDS = 0.15  # a link that broke is tried once more this long before it is lost
+LAST_TRIES_SECONDS = 0.15  # before a link that broke is lost, it is tried after shorter pauses
+LEAST_PAUSE_SECONDS = 0.05
 
 
 class Opener:
@@ -45,12 +46,13 @@ class Opener:
                 address = self._worker.link_address
                 raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
             except (OSError, TimeoutError) as error:
-                left = deadline - self._loop.time() - LAST_TRY_SECONDS
-                if left <= 0:
+                left = deadline - self._loop.time()
+                if left <= LEAST_PAUSE_SECONDS:
                     raise PeerLostError(
                         f"no link to {self._worker.worker_id} within {seconds} s: {str(error) or 'no answer'}"
                     ) from None
-                pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left)
+                pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left - LAST_TRIES_SECONDS)
+                pause = max(pause, LEAST_PAUSE_SECONDS)
 
     async def greet(self, link: Frames, tcp_seconds: float = CONNECT_SECONDS) -> Connection:
         """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
