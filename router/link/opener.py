@@ -42,9 +42,6 @@ class Opener:
                     return await self.greet(link, tcp_seconds)
             except ConnectionRefusedError as error:
                 raise PeerLostError(f"{self._worker.worker_id} refuses connections: {error}") from None
-            except (ValueError, OverflowError) as error:  # of its registration
-                address = self._worker.link_address
-                raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
             except (OSError, TimeoutError) as error:
                 left = deadline - self._loop.time()
                 if left <= LEAST_PAUSE_SECONDS:
@@ -53,6 +50,12 @@ class Opener:
                     ) from None
                 pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left - LAST_TRIES_SECONDS)
                 pause = max(pause, LEAST_PAUSE_SECONDS)
+            except (
+                ValueError,
+                OverflowError,
+            ) as error:  # of its registration; a TLS error is both, and tried again
+                address = self._worker.link_address
+                raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
 
     async def greet(self, link: Frames, tcp_seconds: float = CONNECT_SECONDS) -> Connection:
         """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
