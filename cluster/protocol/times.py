@@ -3,17 +3,17 @@
     beat 0.5 s · quiet 0.5 s (ranks) · detach 1.5 s · suspect 2 s · lost 5 s · stalled 10 s … · forgotten 300 s
 
 A silence that is shorter than one beat proves nothing, so every limit is a multiple of the beat: suspect is four beats,
-lost is ten. The same three times hold for streams, hand-off links and leases, so that routers, workers and the registry
+lost is ten. The same three times hold for links, hand-off links and leases, so that routers, workers and the registry
 judge one silent worker alike. An engine's own limit is a setting (`step_stall_seconds`).
 """
 
 from __future__ import annotations
 
-# Streams (decode and prefill worker → router) and hand-off links (both directions)
+# Links between routers and workers, and hand-off links (both directions)
 BEAT_SECONDS = 0.5  # an idle sender sends one beat per period; the engine withholds it while it hangs
 SUSPECT_SECONDS = 2.0  # four beats: the peer gets no new work, what it has goes on
 LOST_SECONDS = 5.0  # ten beats: what the peer has is given up
-DETACH_SECONDS = 1.5  # an attempt without a reader is cancelled: three beats to open its stream again
+DETACH_SECONDS = 1.5  # an attempt without a link of its router is cancelled: three beats to open it again
 
 # Leases of workers in Redis. Redis's clock decides; clocks of machines are never compared.
 RENEW_SECONDS = BEAT_SECONDS

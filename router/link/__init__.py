@@ -1,1 +1,1 @@
-"""The router's side of the links to workers: one per worker, the handles of its attempts, and what silence means."""
+"""The router's side of the links to workers: connections, handles of attempts, suspect and lost workers."""

@@ -1,4 +1,4 @@
-"""Exponential back-off: what failed is excluded for a while, each time for twice as long, and then tried again.
+"""Exponential back-off: a name that failed is excluded, each time for twice as long, and then tried again.
 
 Without it every request sent to an unreachable worker waits for seconds, for as long as a partition lasts. The exclusion
 is a preference: where no other worker is left, placement tries the worker all the same.
@@ -19,7 +19,7 @@ MOST_SECONDS = 16.0
 @dataclass(frozen=True)
 class _Out:
     until: float
-    seconds: float  # how long it is out this time
+    seconds: float  # length of this exclusion
 
 
 class Backoff(Generic[Name]):
@@ -41,7 +41,7 @@ class Backoff(Generic[Name]):
         return True
 
     def failed_again(self, name: Name) -> None:
-        """Only if it had failed before: this alone is no reason."""
+        """Record a failure that extends an exclusion but does not begin one."""
         if name in self._out:
             self.failed(name)
 

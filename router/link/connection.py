@@ -16,25 +16,26 @@ from cluster.link.framing import FrameReader, to_frame
 from wire import link_pb2
 
 log = logging.getLogger(__name__)
-ENTRIES_A_TURN = 256  # of frames' entries, between two turns of the event loop
-FRAMES_A_TURN = 64  # that are small
+ENTRIES_A_TURN = 256  # dispatched in one turn of the event loop
+FRAMES_A_TURN = 64  # at most, however small
 
 
 class Frames(Protocol):
     """The link above a connection."""
 
     def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
-        """Dispatch a frame. An iterator, where it is large: each step is a piece."""
+        """Dispatch a frame. A large one is returned as an iterator, each step of which dispatches a piece."""
 
     def writable(self, connection: Connection) -> None:
-        """What was written has left."""
+        """The buffer of the transport is below its limit again."""
 
-    def gone(self, connection: Connection, error: Exception | None) -> None: ...
+    def gone(self, connection: Connection, error: Exception | None) -> None:
+        """The connection is closed."""
 
 
 class Connection(asyncio.Protocol):
     def __init__(self, link: Frames, hello: link_pb2.LinkHello, certificates: int):
-        """`certificates`: the version of the files that open it."""
+        """`certificates`: the version of the certificate files with which it is opened."""
         self._link = link
         self.certificates = certificates
         self._hello = hello
@@ -42,14 +43,14 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None  # uvloop's TLS transport is no asyncio.Transport
         self._frames = FrameReader()
         self.welcomed: asyncio.Future[link_pb2.LinkWelcome] = self._loop.create_future()
-        self._unread: deque[bytes] = deque()  # frames, while those before are dispatched in pieces
-        self._next: link_pb2.WorkerFrame | None = None  # parsed; its turn comes
-        self._piece: Iterator[None] | None = None  # of a large frame: the rest
+        self._unread: deque[bytes] = deque()  # frames that wait while an earlier one is dispatched in pieces
+        self._next: link_pb2.WorkerFrame | None = None  # parsed, for the next turn
+        self._piece: Iterator[None] | None = None  # the rest of a large frame
         self._paused = False  # nothing is read from the socket
         self.heard = self._loop.time()
         self.is_lost = False
-        self.blocked_since = math.inf  # what was written does not leave
-        self.malformed = False  # the worker broke the protocol: why the connection is gone
+        self.blocked_since = math.inf  # when the worker stopped reading
+        self.malformed = False  # closed because the worker broke the protocol
 
     @property
     def serial(self) -> int:
@@ -81,7 +82,7 @@ class Connection(asyncio.Protocol):
         self._drop_unread()
         if not self.welcomed.done():
             self.welcomed.set_exception(error or ConnectionResetError("closed before the welcome"))
-            self.welcomed.exception()  # marks it retrieved: the attempt may be over
+            self.welcomed.exception()  # marks it retrieved: the opener may have been cancelled
         self._link.gone(self, error)
 
     @property
@@ -89,7 +90,7 @@ class Connection(asyncio.Protocol):
         return self.blocked_since != math.inf
 
     def restart_clock(self) -> None:
-        """This process was stopped."""
+        """Count a blocked write from now: this process was stopped."""
         if self.blocked:
             self.blocked_since = self._loop.time()
 
@@ -105,8 +106,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _read(self) -> None:
-        """Dispatch what has come: ENTRIES_A_TURN, and the rest in later turns of the loop. Nothing more is taken in
-        meanwhile."""
+        """Dispatch ENTRIES_A_TURN, and the rest in later turns of the event loop. The socket is not read meanwhile."""
         try:
             if self._piece is None:
                 self._take_frames()
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
         self.malformed = True
         self._drop_unread()
         if not self.welcomed.done():
-            self.welcomed.set_exception(PeerLostError(f"no welcome came, but {error}"))
+            self.welcomed.set_exception(PeerLostError(f"no welcome: {error}"))
         self.abort()
 
     def _drop_unread(self) -> None:
@@ -155,7 +155,7 @@ class Connection(asyncio.Protocol):
 
 
 def entries_of(frame: link_pb2.WorkerFrame) -> int:
-    """What a frame costs its reader."""
+    """The number of entries by which the work of a turn is bounded."""
     about_tokens = len(frame.tokens.handle) + len(frame.extras) + len(frame.ends)
     return about_tokens + len(frame.cancelled) + len(frame.states)
 

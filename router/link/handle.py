@@ -1,4 +1,4 @@
-"""One attempt at one worker, as the router reads it over its link."""
+"""The handle of one attempt at one worker, at the router's side of a link."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from wire import common_pb2, link_pb2
 
 
 class Reader(Protocol):
-    """What an attempt gives for one of its workers. Called on the router's loop; an exception ends the attempt."""
+    """The attempt's side of a handle. Called on the router's event loop; an exception ends the attempt."""
 
     @property
     def transfer_id(self) -> bytes: ...
 
     def positions(self) -> Sequence[int]:
-        """Per choice of the attempt, in order: the position that is taken next."""
+        """The next position of each choice of the attempt, in order."""
 
     def limits(self) -> Sequence[int]:
-        """Per choice of the attempt, in order: positions below it may come."""
+        """The limit of each choice of the attempt, in order: the worker may send positions below it."""
 
     def token(self, token: common_pb2.Token) -> None:
-        """Tokens of a choice come in order of position, perhaps some of them twice."""
+        """Take a token. Those of a choice are in order of position; some may be repeated."""
 
     def ended(self, end: common_pb2.AttemptEnd) -> None:
-        """The worker sends nothing more."""
+        """Take the end: the worker sends nothing more."""
 
     @property
     def taken_in(self) -> bool:
-        """The worker has the attempt, or has had it. False: it may still come, as its Run is not answered."""
+        """Whether the worker has, or had, the attempt. False while its Run is unanswered."""
 
     def lost(self, error: BatonError) -> None:
         """The worker or its link is lost; nothing more comes."""
@@ -45,10 +45,11 @@ class LinkHandle:
         self._link = link
         self.number = number
         self.reader = reader
-        self.heard = now  # when its worker last sent something about it
-        # Whether the attempt was taken in when the worker was asked for it: calls and links have no common order.
+        self.heard = now  # time of its last entry
+        # `taken_in` at the time of the question. Calls and links have no common order, so an answer "unknown" to a
+        # question before the Run was answered means nothing.
         self.asked_taken_in = False
-        self.cancelled: asyncio.Future[None] | None = None  # the worker's answer, while it is waited for
+        self.cancelled: asyncio.Future[None] | None = None  # the awaited answer to a cancel
 
         self._pieces: dict[int, common_pb2.Token] = {}  # by choice: a large token of which more pieces follow
 
@@ -57,7 +58,7 @@ class LinkHandle:
         return common_pb2.HandleRef(incarnation=self._link.incarnation, number=self.number)
 
     def ask(self) -> None:
-        """The worker is asked for it now."""
+        """Note that a question for its state is sent now."""
         self.asked_taken_in = self.reader.taken_in
 
     def attach(self, attaches: list[link_pb2.LinkAttach]) -> None:
@@ -73,7 +74,8 @@ class LinkHandle:
         attaches.append(attach)
 
     def joined(self, piece: link_pb2.HandleToken) -> common_pb2.Token | None:
-        """The token, with its last piece. A piece that continues no other, as of an older connection, is dropped."""
+        """Return the token at its last piece, else None. A piece without the one before it (sent on an older connection)
+        is dropped."""
         token = self._pieces.pop(piece.token.choice, None)
         if piece.first:
             if token is None or (token.position, len(token.top_logprobs)) != (
@@ -94,12 +96,12 @@ class LinkHandle:
         self._link.credit(self.number, choice, limit)
 
     async def cancel(self, seconds: float) -> bool:
-        """Ask the worker to end the attempt and forget the handle. True: it has, and blocks and staging are free. False:
-        the link is not up, or no answer came in time."""
+        """Ask the worker to end the attempt. True once its blocks and staging are free; False if the link is not up, or
+        there is no answer in time."""
         return await self._link.cancel(self, seconds)
 
     def close(self) -> None:
-        """Read nothing more of it. For an attempt that may not have ended, `cancel` comes first."""
+        """Read no more entries. Call `cancel` before for an attempt that may not have ended."""
         self._link.drop(self.number)
 
 

@@ -1,4 +1,4 @@
-"""What this process is called in its links, and its counters of links and handles."""
+"""The identity of a router process in its links, and its counters of links and handles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RouterIdentity:
         return number
 
     def tls_context(self, peers: Peers) -> ssl.SSLContext | None:
-        """Made once for each version of the certificate files."""
+        """The context for the present version of the certificate files."""
         version = peers.version
         if self._tls[0] != version:
             self._tls = version, peers.link_context()

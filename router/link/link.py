@@ -1,9 +1,6 @@
 """The link to one worker: opened, kept, opened again after a break, moved to a new connection, given up.
 
-CONNECTING → GREETED → ATTACHING → UP → BROKEN → CONNECTING      a break: all handles attach again
-                                   UP → MOVING → UP              age, or certificates that changed: the new one attaches
-CONNECTING, BROKEN → LOST → CONNECTING                           the worker is lost: its handles are, a pause, another try
-any → CLOSED
+Its states are in router/link/state.py, the rules of both sides in docs/link.md.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 
 from cluster.errors import BatonError, InternalError, PeerLostError
@@ -27,41 +23,18 @@ from router.link.handle import LinkHandle, Reader
 from router.link.identity import RouterIdentity
 from router.link.opener import CONNECT_SECONDS, Opener
 from router.link.outgoing import Outgoing, attach_frames
+from router.link.state import TRANSITIONS, LinkState
 from wire import common_pb2, link_pb2
 
 log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
-MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within them is lost
+MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within this time is lost
 STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
 MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
 
 
-class LinkState(Enum):
-    CONNECTING = "connecting"
-    GREETED = "greeted"
-    ATTACHING = "attaching"
-    UP = "up"
-    BROKEN = "broken"
-    MOVING = "moving"
-    LOST = "lost"
-    CLOSED = "closed"
-
-
-_CLOSED = frozenset({LinkState.CLOSED})
-_BREAKS = frozenset({LinkState.BROKEN, LinkState.LOST}) | _CLOSED
-TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
-    LinkState.CONNECTING: _BREAKS | {LinkState.GREETED},
-    LinkState.GREETED: _BREAKS | {LinkState.ATTACHING},
-    LinkState.ATTACHING: _BREAKS | {LinkState.UP},
-    LinkState.UP: _BREAKS | {LinkState.MOVING},
-    LinkState.MOVING: _BREAKS | {LinkState.UP},
-    LinkState.BROKEN: _CLOSED | {LinkState.CONNECTING, LinkState.LOST},
-    LinkState.LOST: _CLOSED | {LinkState.CONNECTING},
-}
-
-
 class WorkerLink:
-    """The link to one life of a worker. `open` an attempt's handle at any time: it attaches once the link is up."""
+    """The link to one epoch of a worker. `open` an attempt's handle at any time: it attaches once the link is up."""
 
     def __init__(
         self,
@@ -72,7 +45,7 @@ class WorkerLink:
         lost: Callable[[], None],
         answered: Callable[[], None],
     ):
-        """`lost`: the worker did not answer; `answered`: it has welcomed this router."""
+        """`lost` is called when the worker is lost, `answered` when it has welcomed this router."""
         self.worker = worker
         self.incarnation = identity.incarnation
         self._identity = identity
@@ -85,10 +58,10 @@ class WorkerLink:
         self._outgoing = Outgoing()
         self._flushing = False
         self._ended = asyncio.Event()  # the connection is gone, or given up
-        self._wanted = asyncio.Event()  # a handle was opened while the worker was lost
+        self._wanted = asyncio.Event()  # by a handle that was opened while the worker was lost
         self._heard = self._loop.time()
         self._moving: asyncio.Task[None] | None = None
-        self._malformed_at = -math.inf  # when its worker broke the protocol last
+        self._malformed_at = -math.inf  # when the worker last broke the protocol
         self._task = self._loop.create_task(self._run())
         self.is_lost = False  # until the worker welcomes this router again
 
@@ -102,7 +75,7 @@ class WorkerLink:
 
     @property
     def silent_seconds(self) -> float:
-        """Since its worker was heard last, or since it stopped reading; 0 while no connection is up."""
+        """Since the last beat or entry of the worker, or since it stopped reading; 0 while no connection is up."""
         if self._connection is None:
             return 0.0
         return self._loop.time() - min(self._heard, self._connection.blocked_since)
@@ -151,7 +124,7 @@ class WorkerLink:
             self._flush_soon()
 
     def ask(self, silent_seconds: float) -> None:
-        """Ask the worker how handles stand that have been silent for so long."""
+        """Ask the worker for the states of handles that have been silent for longer."""
         if self._connection is None:
             return
         now = self._loop.time()
@@ -163,11 +136,11 @@ class WorkerLink:
         self._flush_soon()
 
     def forgive(self, seconds: float) -> None:
-        """This process was late by so much: what the worker sent meanwhile may lie unread."""
+        """Allow for a delay of this process: frames that arrived meanwhile may be unread."""
         self._heard = min(self._loop.time(), self._heard + seconds)
 
     def restart_clocks(self) -> None:
-        """This process was stopped: what the worker sent meanwhile lies unread."""
+        """Count silence from now: this process was stopped, and frames that arrived meanwhile are unread."""
         self._heard = now = self._loop.time()
         if self._connection is not None:
             self._connection.restart_clock()
@@ -175,7 +148,7 @@ class WorkerLink:
             handle.heard = now
 
     def give_up(self, error: BatonError) -> None:
-        """The worker is silent, or breaks the protocol: all its handles are lost at once."""
+        """Lose the worker, which is silent or breaks the protocol: all its handles are lost at once."""
         if self._connection is not None:
             self._break(LinkState.LOST)
             self._fail_all(error)
@@ -187,7 +160,7 @@ class WorkerLink:
             self._moving = self._loop.create_task(self._move())
 
     async def close(self) -> None:
-        self._fail_all(PeerLostError("this router ends"))
+        self._fail_all(PeerLostError("this router is stopping"))
         self._machine.to(LinkState.CLOSED)
         for task in (self._task, self._moving):
             if task is not None:
@@ -223,7 +196,7 @@ class WorkerLink:
             self._machine.to(LinkState.CONNECTING)
 
     def _attach(self, connection: Connection) -> None:
-        """From now on this connection is the link. What the list does not name, the worker cancels."""
+        """Make this connection the link. The worker cancels handles that the list does not name."""
         moving = self.state is LinkState.MOVING
         if not moving:
             self._machine.to(LinkState.GREETED)
@@ -245,7 +218,7 @@ class WorkerLink:
             connection.abort()
 
     async def _move(self) -> None:
-        """To a new connection. The older one serves until then, for MOVE_SECONDS at most."""
+        """Replace the connection. The older one is used until then, and cut after MOVE_SECONDS."""
         older = self._connection
         assert older is not None, "the link is up"
         self._loop.call_later(MOVE_SECONDS, older.abort)
@@ -254,7 +227,9 @@ class WorkerLink:
                 async with asyncio.timeout(CONNECT_SECONDS):
                     connection = await self._opener.greet(self)
             except (OSError, TimeoutError, BatonError) as error:
-                log.warning("link to %s does not move yet: %s", self.worker.name, error)
+                log.warning(
+                    "link to %s: opening its next connection failed; retrying: %s", self.worker.name, error
+                )
                 await asyncio.sleep(MOVE_PAUSE_SECONDS)
                 continue
             if self._connection is older:
@@ -263,7 +238,7 @@ class WorkerLink:
                 connection.abort()  # the older one broke meanwhile
 
     async def _pause(self) -> None:
-        """Between attempts at a lost worker: shorter if a request was placed on it, for want of another."""
+        """Wait before the next attempt at a lost worker, no longer than until a request is placed on it."""
         self._wanted.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(LOST_PAUSE_SECONDS):
@@ -314,8 +289,8 @@ class WorkerLink:
         return self._entries(connection, frame)
 
     def _entries(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None]:
-        """Answers; tokens, then those with more than an id, then ends: in this order they are complete. A step:
-        ENTRIES_A_TURN."""
+        """Dispatch answers, then `tokens`, `extras` and `ends`: in this order each choice is in order. Yields after every
+        ENTRIES_A_TURN entries."""
         handles, now, count = self._handles, self._heard, 0
         for number in frame.cancelled:
             handle = handles.pop(number, None)
@@ -327,7 +302,7 @@ class WorkerLink:
         for state in frame.states:
             if (
                 connection is self._connection
-            ):  # an older one's answers are of before the handles attached here
+            ):  # answers on an older one were sent before the handles attached here
                 self._state(state)
             count += 1
             if not count % ENTRIES_A_TURN:
@@ -342,10 +317,10 @@ class WorkerLink:
             if not count % ENTRIES_A_TURN:
                 yield
         for extra in frame.extras:
-            reader = handles.get(extra.handle)
+            handle = handles.get(extra.handle)
             token = extra.token
-            if reader is not None and (extra.first or extra.more):
-                whole = reader.joined(extra)
+            if handle is not None and (extra.first or extra.more):
+                whole = handle.joined(extra)
                 if whole is None:
                     continue
                 token = whole
@@ -381,25 +356,27 @@ class WorkerLink:
             self._failed(handle, error)
 
     def _not_read(self, number: int) -> None:
-        """A token of an attempt that was given up without an answer of its worker: Close cancels it there."""
+        """Count and close a handle that was given up without an answer: without Close it would hold its blocks."""
         self._identity.not_read()
         self._outgoing.close(number)
         self._flush_soon()
 
     def _guarded(self, handle: LinkHandle, call: Callable[[], object]) -> None:
-        """What one attempt raises ends that attempt: the others of the frame are dispatched."""
+        """Call; an exception ends this attempt alone, and the others of the frame are dispatched."""
         try:
             call()
         except Exception as error:
             self._failed(handle, error)
 
     def _failed(self, handle: LinkHandle, error: Exception) -> None:
-        log.error("attempt %s failed", handle.reader.transfer_id.hex(), exc_info=error)
+        log.error(
+            "attempt %s failed at an entry of its worker", handle.reader.transfer_id.hex(), exc_info=error
+        )
         self._handles.pop(handle.number, None)
         try:
             handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
         except Exception:
-            log.exception("attempt %s failed once more", handle.reader.transfer_id.hex())
+            log.exception("attempt %s failed while its failure was reported", handle.reader.transfer_id.hex())
 
     def _state(self, state: link_pb2.HandleState) -> None:
         handle = self._handles.get(state.handle)
@@ -427,7 +404,7 @@ class WorkerLink:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """One frame for what the turn has brought."""
+        """Write what was added in this turn of the event loop."""
         self._flushing = False
         if self._connection is not None and not self._connection.blocked:
             for frame in self._outgoing.frames():

@@ -1,8 +1,8 @@
-"""All links of a router process, and which workers it hears.
+"""All links of a router process, and which workers are suspect.
 
-Every link carries a beat each 0.5 s. A worker from which nothing came for 2 s is suspect and gets no new requests; after
-5 s it is lost, with all its attempts. A lost worker is excluded until its link is up again, and for a while
-(router/link/backoff.py): during a partition only the first request should wait for it.
+Every link carries a beat each 0.5 s. A worker that is silent for 2 s is suspect and gets no new requests; after 5 s it is
+lost, with all its attempts. A lost worker is excluded until its link is up again, or for the time of
+router/link/backoff.py if that is longer: during a partition only the first request should wait for it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from cluster.security.tls import Peers
 from router.link.backoff import Backoff
 from router.link.handle import LinkHandle, Reader
 from router.link.identity import RouterIdentity
-from router.link.link import LinkState, WorkerLink
+from router.link.link import WorkerLink
+from router.link.state import LinkState
 
 TICK_SECONDS = 0.1
-STOPPED_SECONDS = 1.0  # a tick that comes so late: this process was stopped
+STOPPED_SECONDS = 1.0  # a tick that is later than this: the process was stopped
 
 
 def no_message(seconds: float) -> PeerLostError:
@@ -32,7 +33,7 @@ def no_message(seconds: float) -> PeerLostError:
 
 class Links:
     def __init__(self, router_id: str, peers: Peers | None = None, faults: Faults = NO_FAULTS):
-        """`peers` opens them; default: plain text."""
+        """`peers` has the certificates; default: plain text."""
         self._identity = RouterIdentity(router_id, faults)
         self._peers = peers or Peers()
         self._links: dict[str, WorkerLink] = {}  # by worker_id@epoch
@@ -46,8 +47,8 @@ class Links:
         return self._link(worker).open(reader)
 
     def keep_only(self, workers: Iterable[WorkerInfo]) -> None:
-        """Open links to new workers; close those to workers that are gone. One that only the registry has lost may still
-        send: its link stays while it has attempts."""
+        """Open links to new workers; close those to workers that are gone. A worker that is missing in the registry alone
+        may still send: its link stays while it has attempts."""
         known = {worker.name: worker for worker in workers}
         for name, worker in known.items():
             if name not in self._links and common_version(worker.link_min_version, worker.link_max_version):
@@ -62,12 +63,12 @@ class Links:
                 link.move()
 
     def not_reached(self, name: str) -> None:
-        """A call to the worker failed on the way. That may have other reasons, but not with one that was lost before."""
+        """Record a call that did not reach the worker: it extends an exclusion, and is too little to begin one."""
         self._lost.failed_again(name)
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Names of workers that have been silent too long for new work, or were lost and have not answered since."""
+        """Names of workers that are silent for more than SUSPECT_SECONDS, or lost, or in back-off."""
         silent = [
             name
             for name, link in self._links.items()
@@ -76,15 +77,15 @@ class Links:
         return self._lost.names().union(silent)
 
     def silent(self) -> int:
-        """How many workers are suspects by their silence. Any thread."""
+        """The number of workers that are suspect by their silence. Any thread."""
         return sum(link.silent_seconds > SUSPECT_SECONDS for link in list(self._links.values()))
 
     def up(self) -> int:
-        """Links that are up. Any thread."""
+        """The number of links that are up. Any thread."""
         return sum(link.state is LinkState.UP for link in list(self._links.values()))
 
     def unread(self) -> int:
-        """Tokens and ends of attempts that are not read any more. Any thread."""
+        """Count of tokens and ends for attempts that are no longer read. Any thread."""
         return self._identity.unread
 
     async def close(self) -> None:

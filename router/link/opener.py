@@ -1,4 +1,4 @@
-"""Opens the connections of one link: the tries at a link that broke, and the greeting."""
+"""Opens the connections of one link: attempts with pauses, and the greeting."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Opener:
         self._loop = asyncio.get_running_loop()
 
     async def open(self, link: Frames, was_up: bool, attempt: int) -> Connection:
-        """A welcomed connection, after the pauses from the `attempt`-th on. Raises PeerLostError: refused, another life,
-        no Welcome in time."""
+        """A welcomed connection, after the pauses from the `attempt`-th on. Raises PeerLostError: refused, another epoch,
+        no welcome in time."""
         seconds = LINK_LOST_SECONDS if was_up else CONNECT_SECONDS
         tcp_seconds = TCP_SECONDS if was_up else CONNECT_SECONDS
         deadline = self._loop.time() + seconds
@@ -53,12 +53,12 @@ class Opener:
             except (
                 ValueError,
                 OverflowError,
-            ) as error:  # of its registration; a TLS error is both, and tried again
+            ) as error:  # the registered address; TLS errors are OSErrors as well
                 address = self._worker.link_address
                 raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
 
     async def greet(self, link: Frames, tcp_seconds: float = CONNECT_SECONDS) -> Connection:
-        """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
+        """Raises OSError, or PeerLostError for another worker or epoch, or without a common version."""
         worker = self._worker
         hello = link_pb2.LinkHello(
             min_version=MIN_LINK_VERSION,
@@ -84,11 +84,11 @@ class Opener:
             raise
         if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
             connection.abort()
-            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id[:64]!r} in another life")
+            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id[:64]!r} in another epoch")
         if not MIN_LINK_VERSION <= welcome.version <= LINK_VERSION:
             connection.abort()
             raise PeerLostError(
-                f"{worker.worker_id} speaks no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
+                f"{worker.worker_id} accepts no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
             )
         if connection.is_lost:
             raise ConnectionResetError("closed after the welcome")

@@ -1,4 +1,4 @@
-"""What a router sends over a link in one turn of its loop."""
+"""Entries that a router sends over a link, collected in one turn of its event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from cluster.link.framing import MAX_FRAME_BYTES
 from wire import link_pb2
 
-MAX_CLOSES = 65536  # that wait: a worker forgets the rest by its timer
+MAX_CLOSES = 65536  # unsent; the worker ends handles beyond them by its timer once the link is gone
 ENTRIES_A_FRAME = 2048  # of numbers and credits: 24 bytes each at most
 ATTACH_BYTES = MAX_FRAME_BYTES - 4096  # of one frame, before the last entry: 128 choices take 2.6 KB
 
@@ -37,11 +37,11 @@ class Outgoing:
         self._beat = True
 
     def clear(self) -> None:
-        """The connection is gone: its successor attaches what is still read, and cancels the rest by that."""
+        """Forget all entries: the next connection attaches the handles in use, which cancels all others."""
         self.__init__()  # type: ignore[misc]
 
     def frames(self) -> Iterator[link_pb2.RouterFrame]:
-        """Everything that waits."""
+        """Remove all entries and return their frames."""
         while self._credit or self._cancel or self._close or self._status or self._beat:
             frame = link_pb2.RouterFrame(beat=self._beat)
             self._beat = False
@@ -65,7 +65,7 @@ class Outgoing:
 def attach_frames(
     attaches: Iterable[link_pb2.LinkAttach], next_handle: int
 ) -> Iterator[link_pb2.RouterFrame]:
-    """The complete list of what the router reads, then AttachDone."""
+    """The complete list of handles that the router reads, then AttachDone."""
     frame, size = link_pb2.RouterFrame(), 0
     for attach in attaches:
         if size > ATTACH_BYTES:

@@ -302,7 +302,7 @@ async def test_another_life_at_the_address_is_no_welcome(pair):
     one = pair.read(opened=False)
     pair.worker.epoch = 8
     await until(lambda: one.error is not None, "it is lost")
-    assert "another life" in str(one.error)
+    assert "another epoch" in str(one.error)
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:99999", "a" * 70 + ":1"])

@@ -61,7 +61,7 @@ async def test_without_a_common_version_there_is_no_link(pair, monkeypatch, rout
     speak(monkeypatch, router, worker)
     one = pair.read()
     await until(lambda: one.error is not None, "it is lost")
-    assert isinstance(one.error, PeerLostError) and "speaks no link version from" in str(one.error)
+    assert isinstance(one.error, PeerLostError) and "accepts no link version from" in str(one.error)
     assert pair.links.suspects == {pair.info.name}
 
 
