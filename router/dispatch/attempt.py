@@ -81,8 +81,8 @@ class Attempt:
     links: Links
     choices: Sequence[ChoiceStream]
     admission_seconds: float
-    # Called with each token, in the link's callback: a task would have to be woken for every one
-    take: Callable[[common_pb2.Token], None]
+    # Called with each token, in the link's callback: a task would have to be woken for every one. False: not wanted
+    take: Callable[[common_pb2.Token], bool]
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)  # have reported their end
@@ -98,6 +98,9 @@ class Attempt:
         self._handles: dict[Source, LinkHandle] = {}
         self._dispatching: asyncio.Task[None] | None = None
         self._limits = {choice.index: choice.next_position + WINDOW_TOKENS for choice in self.choices}
+        self._unwanted: dict[
+            int, int
+        ] = {}  # by choice: the position behind tokens that came and were not wanted
         self._over = False  # no more tokens are taken
 
     @property
@@ -206,13 +209,20 @@ class Attempt:
         if handle is None:
             return
         for choice in self.choices:
-            limit = choice.next_position + WINDOW_TOKENS
+            limit = self._next(choice) + WINDOW_TOKENS
             if limit - self._limits[choice.index] >= WINDOW_TOKENS // 4:
                 self._limits[choice.index] = limit
                 handle.credit(choice.index, limit)
 
     def positions(self) -> list[int]:
-        return [choice.next_position for choice in self.choices]
+        return [self._next(choice) for choice in self.choices]
+
+    def _next(self, choice: ChoiceStream) -> int:
+        """The position to take next. A choice that a stop string ended goes on at the worker, where stop strings are not
+        known: without credit for it, its full window would pause the whole request."""
+        if choice.finish is None:
+            return choice.next_position
+        return max(choice.next_position, self._unwanted.get(choice.index, 0))
 
     def limits(self) -> list[int]:
         return list(self._limits.values())
@@ -227,7 +237,8 @@ class Attempt:
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
             return
-        self.take(token)
+        if not self.take(token):
+            self._unwanted[token.choice] = max(self._unwanted.get(token.choice, 0), token.position + 1)
 
     def broken(self, error: errors.BatonError) -> None:
         self.stop_reading()

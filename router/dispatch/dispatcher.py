@@ -303,17 +303,18 @@ class RequestDispatcher:
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
         return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
 
-    def _take(self, token: common_pb2.Token, attempt: Attempt) -> None:
-        """Forward one token. Called by the link: the request's task is woken only where an attempt ends."""
+    def _take(self, token: common_pb2.Token, attempt: Attempt) -> bool:
+        """Forward one token; False if it is not wanted. Called by the link: the request's task is woken only where an
+        attempt ends."""
         self._services.faults.token(attempt.transfer_id)
         choice = self._choices[token.choice]
         try:
             delta = choice.take(token)
         except GapError as gap:
             attempt.broken(errors.PeerLostError(str(gap)))
-            return
+            return False
         if delta is None:
-            return
+            return False
         now = time.monotonic()
         first: float | None = None
         if self.first_token_seconds is None:
@@ -328,6 +329,7 @@ class RequestDispatcher:
         self._deltas.add(delta)
         if delta.finish is not None and all(one.finish is not None for one in attempt.choices):
             attempt.complete()
+        return True
 
     def _grant(self) -> None:
         for attempt in self._attempts:

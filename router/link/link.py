@@ -15,7 +15,7 @@ from functools import partial
 from cluster.errors import BatonError, InternalError, PeerLostError
 from cluster.faults.points import Act
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import MOVE_SECONDS
+from cluster.protocol.link import MOVE_SECONDS, RETRY_SECONDS
 from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
 from router.link.connection import ENTRIES_A_TURN, Connection, entries_of
@@ -31,6 +31,7 @@ LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
 MALFORMED_SECONDS = 60.0  # a worker that breaks the protocol twice within this time is lost
 STEADY_SECONDS = 1.0  # a link that breaks earlier is tried again with longer pauses
 MOVE_PAUSE_SECONDS = 1.0  # between attempts to move
+HANDED_OVER_SECONDS = 0.5  # of an attempt to move whose handles wait for it at the worker, for DETACH_SECONDS
 
 
 class WorkerLink:
@@ -61,6 +62,8 @@ class WorkerLink:
         self._wanted = asyncio.Event()  # by a handle that was opened while the worker was lost
         self._heard = self._loop.time()
         self._moving: asyncio.Task[None] | None = None
+        self._greeting: asyncio.Timeout | None = None  # of the connection that _move opens
+        self._handed_over = False  # the worker sends nothing more on this connection
         self._malformed_at = -math.inf  # when the worker last broke the protocol
         self._task = self._loop.create_task(self._run())
         self.is_lost = False  # until the worker welcomes this router again
@@ -179,13 +182,14 @@ class WorkerLink:
         while True:
             try:
                 connection = await self._opener.open(self, was_up, max(0, flaps - 1))
+                self._attach(connection)
             except BatonError as error:
-                if self._machine.may(LinkState.LOST):
-                    self._machine.to(LinkState.LOST)
-                self._fail_all(error)
+                self._lose(error)
+            except Exception as error:  # without its task, the link's handles would wait for ever
+                log.exception("link to %s failed", self.worker.name)
+                self._lose(InternalError(f"{type(error).__name__}: {error}"))
             else:
                 was_up, up_at = True, self._loop.time()
-                self._attach(connection)
                 await self._ended.wait()
                 self._ended.clear()
                 flaps = flaps + 1 if self._loop.time() - up_at < STEADY_SECONDS else 0
@@ -195,20 +199,29 @@ class WorkerLink:
                 await self._pause()
             self._machine.to(LinkState.CONNECTING)
 
+    def _lose(self, error: BatonError) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        if self._machine.may(LinkState.LOST):
+            self._machine.to(LinkState.LOST)
+        self._fail_all(error)
+
     def _attach(self, connection: Connection) -> None:
         """Make this connection the link. The worker cancels handles that the list does not name."""
         moving = self.state is LinkState.MOVING
         if not moving:
             self._machine.to(LinkState.GREETED)
             self._machine.to(LinkState.ATTACHING)
+        self._handed_over = False
         self._outgoing.clear()
         attaches: list[link_pb2.LinkAttach] = []
         for handle in list(self._handles.values()):
             if handle.cancelled is None:
                 self._guarded(handle, partial(handle.attach, attaches))
+        self._connection = connection
         for frame in attach_frames(attaches, self._identity.handle_after):
             connection.write(frame)
-        self._connection = connection
         self._heard = self._loop.time()
         self._machine.to(LinkState.UP)
         self.is_lost = False
@@ -223,14 +236,17 @@ class WorkerLink:
         assert older is not None, "the link is up"
         self._loop.call_later(MOVE_SECONDS, older.abort)
         while self._connection is older:
+            seconds = HANDED_OVER_SECONDS if self._handed_over else CONNECT_SECONDS
             try:
-                async with asyncio.timeout(CONNECT_SECONDS):
+                async with asyncio.timeout(seconds) as self._greeting:
                     connection = await self._opener.greet(self)
+                    self._greeting = None
             except (OSError, TimeoutError, BatonError) as error:
+                self._greeting = None
                 log.warning(
                     "link to %s: opening its next connection failed; retrying: %s", self.worker.name, error
                 )
-                await asyncio.sleep(MOVE_PAUSE_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS[1] if self._handed_over else MOVE_PAUSE_SECONDS)
                 continue
             if self._connection is older:
                 self._attach(connection)
@@ -300,9 +316,8 @@ class WorkerLink:
             if not count % ENTRIES_A_TURN:
                 yield
         for state in frame.states:
-            if (
-                connection is self._connection
-            ):  # answers on an older one were sent before the handles attached here
+            # Answers on an older connection were sent before the handles attached here.
+            if connection is self._connection:
                 self._state(state)
             count += 1
             if not count % ENTRIES_A_TURN:
@@ -318,13 +333,14 @@ class WorkerLink:
                 yield
         for extra in frame.extras:
             handle = handles.get(extra.handle)
-            token = extra.token
             if handle is not None and (extra.first or extra.more):
                 whole = handle.joined(extra)
                 if whole is None:
                     continue
-                token = whole
-            self._token(handles, extra.handle, token, now)
+            else:  # a copy: a part of a frame that is kept would keep the whole frame in memory
+                whole = common_pb2.Token()
+                whole.CopyFrom(extra.token)
+            self._token(handles, extra.handle, whole, now)
             count += 1
             if not count % ENTRIES_A_TURN:
                 yield
@@ -340,7 +356,9 @@ class WorkerLink:
                 continue
             if handle.cancelled is not None and not handle.cancelled.done():
                 handle.cancelled.set_result(None)
-            self._guarded(handle, partial(handle.reader.ended, end.end))
+            copy = common_pb2.AttemptEnd()
+            copy.CopyFrom(end.end)
+            self._guarded(handle, partial(handle.reader.ended, copy))
 
     def _token(
         self, handles: dict[int, LinkHandle], number: int, token: common_pb2.Token, now: float
@@ -392,11 +410,21 @@ class WorkerLink:
         if notice == link_pb2.LINK_NOTICE_MOVED:
             if connection is not self._connection:
                 connection.close()
+            else:
+                self._hand_over()
         elif notice == link_pb2.LINK_NOTICE_GO_AWAY:
             if connection is self._connection:
                 self.move()
         elif notice == link_pb2.LINK_NOTICE_FENCED and connection is self._connection:
             self.give_up(PeerLostError(f"{self.worker.worker_id} was fenced: its epoch has ended"))
+
+    def _hand_over(self) -> None:
+        """The worker gave the handles to the connection that said hello, and cancels them if that does not attach in time:
+        a stalled greeting is given up early."""
+        self._handed_over = True
+        greeting = self._greeting
+        if greeting is not None and not greeting.expired():
+            greeting.reschedule(self._loop.time() + HANDED_OVER_SECONDS)
 
     def _flush_soon(self) -> None:
         if not self._flushing and self._connection is not None:

@@ -65,7 +65,7 @@ def arbiter(address: str, epoch: int) -> Attempt:
     decode = WorkerInfo("d", epoch, 1, "decode", "m", address, "", b"", "", "h", 4096, 100)
     placed = Placed(None, decode, 0, 0, True)
     spec = common_pb2.GenerateSpec()
-    return Attempt("r", spec, placed, Channels(), Links("r"), (), 1.0, lambda token: None, transfer_id=T)
+    return Attempt("r", spec, placed, Channels(), Links("r"), (), 1.0, lambda token: True, transfer_id=T)
 
 
 async def refusal(call: Any) -> Exception:

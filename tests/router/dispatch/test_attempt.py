@@ -49,7 +49,7 @@ class World(ScriptedPair):
 
     def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Recorded:
         """`held`: output that the request has so far."""
-        choice: Any = SimpleNamespace(index=0, next_position=FIRST)
+        choice: Any = SimpleNamespace(index=0, next_position=FIRST, finish=None)
         made = Recorded(
             request_id="r",
             spec=common_pb2.GenerateSpec(
@@ -64,7 +64,7 @@ class World(ScriptedPair):
             links=self.links,
             choices=[choice],
             admission_seconds=2.5,
-            take=lambda token: made.taken.append(token.position),
+            take=lambda token: made.taken.append(token.position) is None,
             transfer_id=TRANSFER,
         )
         self.made.append(made)

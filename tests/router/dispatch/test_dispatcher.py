@@ -77,7 +77,7 @@ class Scripted:
     placed: Placed
     transfer_id: bytes
     choices: Sequence[ChoiceStream]
-    take: Callable[[common_pb2.Token], None]
+    take: Callable[[common_pb2.Token], bool]
     steps: list[str]
     arbiter: str
     over: bool = False

@@ -16,6 +16,8 @@ from baton.local.certs import make_certs
 from cluster.protocol.link import AGE_SPREAD, MAX_AGE_SECONDS, MOVE_SECONDS, RENEW_SECONDS
 from cluster.security.tls import Peers, make_identity
 from router.link import link as links
+from router.link import opener
+from router.link.connection import Connection
 from router.link.links import Links
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
@@ -133,6 +135,29 @@ def test_ages_are_spread(monkeypatch):
     found = asyncio.run(ages())
     assert min(found) >= 0.9 * MAX_AGE_SECONDS - 1 and max(found) <= 1.1 * MAX_AGE_SECONDS
     assert max(found) - min(found) > 0.1 * MAX_AGE_SECONDS
+
+
+async def test_a_move_that_stalls_after_its_hello_costs_no_attempt(pair, monkeypatch):
+    """From the hello on the worker sends nothing on the older connection, and cancels what does not attach in time."""
+    one = pair.read()
+    await pair.up()
+    made: list[Connection] = []
+
+    class Stalling(Connection):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            made.append(self)
+
+        def data_received(self, data: bytes) -> None:
+            if self is not made[0]:
+                super().data_received(data)
+
+    monkeypatch.setattr(opener, "Connection", Stalling)
+    pair.link.move()
+    await until(lambda: len(made) == 2 and pair.link._connection is made[1], "it moved at the second try")
+    tokens(one.log, 0, 2)
+    await until(lambda: one.tokens == [[0, 1]], "it goes on")
+    assert one.error is None and not pair.worker.cancelled
 
 
 async def test_a_router_that_does_not_move_is_cut(pair, monkeypatch):

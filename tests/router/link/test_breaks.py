@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.addresses import split
-from cluster.errors import PeerLostError
+from cluster.errors import InternalError, PeerLostError
 from cluster.protocol.link import LINK_LOST_SECONDS, RETRY_SECONDS
 from router.link import links as all_links
 from router.link import opener
@@ -158,3 +158,21 @@ async def test_another_router_takes_nothing_over(pair):
     tokens(one.log, 0, 2)
     await until(lambda: one.tokens == [[0, 1]], "the first one's goes on")
     assert not pair.worker.cancelled
+
+
+async def test_an_unexpected_exception_of_a_link_loses_its_handles_and_it_opens_again(pair, monkeypatch):
+    one = pair.read()
+    await pair.up()
+    opening = pair.link._opener.open
+
+    async def fails(*_: object) -> None:
+        monkeypatch.setattr(pair.link._opener, "open", opening)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(pair.link._opener, "open", fails)
+    pair.cut()
+    await until(lambda: isinstance(one.error, InternalError), "its attempt is lost")
+    await pair.up()
+    other = pair.read()
+    tokens(other.log, 0, 1)
+    await until(lambda: other.tokens == [[0]], "the link serves")

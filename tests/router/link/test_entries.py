@@ -159,3 +159,22 @@ async def test_a_piece_that_continues_no_other_is_dropped(pair):
     assert handle.joined(begins) is None
     piece.first = 1
     assert len(handle.joined(piece).top_logprobs) == 2
+
+
+async def test_what_is_kept_of_a_frame_is_a_copy(pair, monkeypatch):
+    """A part of a message that is kept would keep the whole frame, with the tokens of others."""
+    one = pair.read()
+    await pair.up()
+    kept: list[common_pb2.Token | common_pb2.AttemptEnd] = []
+    monkeypatch.setattr(one, "token", kept.append)
+    monkeypatch.setattr(one, "ended", kept.append)
+    number = one.handle.number
+    frame = link_pb2.WorkerFrame(
+        extras=[link_pb2.HandleToken(handle=number, token=common_pb2.Token(position=PROMPT, token_id=5))],
+        ends=[link_pb2.HandleEnd(handle=number, end=common_pb2.AttemptEnd())],
+    )
+    assert pair.link.take(pair.link._connection, frame) is None
+    frame.extras[0].token.token_id = 6
+    frame.ends[0].end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
+    token, ended = kept
+    assert token.token_id == 5 and not ended.outcome
