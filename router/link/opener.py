@@ -50,10 +50,8 @@ class Opener:
                     ) from None
                 pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left - LAST_TRIES_SECONDS)
                 pause = max(pause, LEAST_PAUSE_SECONDS)
-            except (
-                ValueError,
-                OverflowError,
-            ) as error:  # the registered address; TLS errors are OSErrors as well
+            # After OSError, because a TLS error is a ValueError too: only a registered address that is none remains.
+            except (ValueError, OverflowError) as error:
                 address = self._worker.link_address
                 raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cluster.background_tasks import BackgroundTasks
 from cluster.errors import InvalidRequestError, StaleTransferError
@@ -15,12 +15,30 @@ from cluster.protocol.times import DETACH_SECONDS
 from wire import link_pb2
 from worker.link.handle import Handle, HandleState, Key
 
-if TYPE_CHECKING:
-    from worker.link.session import Session
-
 log = logging.getLogger(__name__)
 MAX_CANCELLED = 4096  # of one router: calls are on the way for a moment only
 MAX_NAMED = 65_536  # handles of a list
+
+
+class Session(Protocol):
+    """One link, as its router's entry uses it: worker.link.session.Session."""
+
+    incarnation: int
+    serial: int
+
+    def due(self, handle: Handle) -> None:
+        """The handle has something to send."""
+
+    def drop(self, number: int) -> None:
+        """Send nothing more of the handle."""
+
+    def answer(self, state: link_pb2.HandleState) -> None: ...
+
+    def cancelled(self, number: int) -> None: ...
+
+    def moved(self) -> None: ...
+
+    def fenced(self) -> None: ...
 
 
 @dataclass(eq=False)

@@ -37,6 +37,10 @@ class Recorded(Attempt):
     def tokens(self) -> list[tuple[Source, int]]:
         return []
 
+    def note(self, token: common_pb2.Token) -> bool:
+        self.taken.append(token.position)
+        return True
+
     @cached_property
     def taken(self) -> list[int]:
         """Positions."""
@@ -64,7 +68,7 @@ class World(ScriptedPair):
             links=self.links,
             choices=[choice],
             admission_seconds=2.5,
-            take=lambda token: made.taken.append(token.position) is None,
+            take=lambda token: made.note(token),  # noqa: PLW0108
             transfer_id=TRANSFER,
         )
         self.made.append(made)
