@@ -310,10 +310,15 @@ def test_the_schema_refuses_what_is_not_a_value(values: dict[str, Any], renderer
     assert "values don't meet the specifications of the schema" in rendered.error
 
 
+# Looked up in the cluster that is upgraded: tests/system/helm_life/test_instant.py
+OF_UPGRADES = "%s is of a release from before the link"
+
+
 def test_every_check_of_the_chart_is_seen_here(renderer: Renderer) -> None:
     checks = "".join(file.read_text() for file in sorted((CHART / "templates").glob("_*.tpl")))
     messages = re.findall(r'fail \(?(?:printf )?"([^"]+)"', checks)
     assert len(messages) >= 30
+    messages = [message for message in messages if not message.startswith(OF_UPGRADES)]
     sets = [ValueSet(values=values) for values, _, _ in REFUSED.values()]
     sets += [ValueSet(values=values, apis=CERTS) for values in NEED_CERT_MANAGER]
     seen = [one.error for one in renderer.render_all(sets)]
