@@ -147,17 +147,16 @@ class Admission:
         return next((found for queue in self._queues if (found := queue.pop_other(self._inside))), None)
 
     def _age(self) -> None:
-        """Move requests that have waited long to the next higher class.
+        """Move requests that have waited long to the next higher class: one per tenant and class each `aging_seconds`.
 
         A tenant that takes turns in a class is not starved there: its requests wait behind its own ones.
         """
         now = self._clock()
         for queue, higher in ((self._normal, self._high), (self._batch, self._normal)):
             for _ in range(AGED_TOGETHER):
-                waiting = queue.aged(now - self._aging_seconds)
+                waiting = queue.take_aged(now - self._aging_seconds)
                 if waiting is None:
                     break
-                queue.remove(waiting)
                 waiting.queued, waiting.priority = now, 0 if queue is self._batch else 1
                 higher.push(waiting)
 

@@ -95,13 +95,18 @@ class FairQueue:
         requests = (one for tenant in list(self._tenants.values()) for one in list(tenant.requests.values()))
         return min((one.arrived for one in requests), default=None)
 
-    def aged(self, before: float) -> Waiting | None:
-        """A request that has been in this queue since `before`, of a tenant without a turn here since then."""
+    def take_aged(self, before: float) -> Waiting | None:
+        """Remove and return a request that has been in this queue since `before`, of a tenant without a turn here since
+        then. It counts as a turn: a tenant's backlog does not rise as a whole, and then stand before its new requests."""
         for tenant in self._tenants.values():
             if tenant.since > before:
                 return None
-            if tenant.first.queued <= before:
-                return tenant.first
+            waiting = tenant.first
+            if waiting.queued <= before:
+                tenant.since = self._clock()
+                self._tenants.move_to_end(waiting.tenant)
+                self._forget(tenant, waiting)
+                return waiting
         return None
 
     def push(self, waiting: Waiting) -> None:

@@ -11,8 +11,8 @@ from tests.harness.virtual_time import VirtualLoop
 from worker.admission import AGED_TOGETHER, Admission
 
 
-async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[int]:
-    task = asyncio.create_task(admission.enter(tokens, priority, 30.0))
+async def enter(admission: Admission, tokens: int, priority: int = 0, tenant: str = "") -> asyncio.Task[int]:
+    task = asyncio.create_task(admission.enter(tokens, priority, 30.0, tenant))
     await asyncio.sleep(0)
     return task
 
@@ -190,12 +190,31 @@ async def test_a_tenant_without_weight_has_the_usual_one(weight):
     assert admission.inside_tokens == 10
 
 
+async def test_a_backlog_of_a_lower_class_does_not_rise_as_a_whole():
+    """A tenant's new normal requests would wait behind all of its old batch requests."""
+    now = 0.0
+    admission = Admission(10, clock=lambda: now)
+    await enter(admission, 10)
+    backlog = [await enter(admission, 10, priority=-1) for _ in range(50)]
+    now = AGING_SECONDS
+    backlog.append(await enter(admission, 10))
+    assert admission.waiting_by_class() == {"high": 0, "normal": 2, "batch": 49}
+    now += AGING_SECONDS - 1
+    for _ in range(20):
+        backlog.append(await enter(admission, 10))
+    assert admission.waiting_by_class() == {"high": 0, "normal": 22, "batch": 49}, "one per aging time"
+    for task in backlog:
+        task.cancel()
+    await asyncio.gather(*backlog, return_exceptions=True)
+    assert admission.waiting == 0
+
+
 async def test_few_requests_age_at_a_time_and_the_oldest_of_all_is_found():
     """Each that ages costs a step for each that waits; hundreds at once would hold up what runs."""
     now = 0.0
     admission = Admission(10, clock=lambda: now)
     await enter(admission, 10)
-    waiting = [await enter(admission, 10) for _ in range(100)]
+    waiting = [await enter(admission, 10, tenant=str(i)) for i in range(100)]
     now = AGING_SECONDS
     waiting.append(await enter(admission, 10, priority=1))
     assert admission.waiting_by_class()["high"] == 1 + AGED_TOGETHER
