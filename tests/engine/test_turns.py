@@ -98,6 +98,21 @@ def test_turns_go_by_weight() -> None:
     assert step(parts) == {"a": BUDGET // 4, "b": BUDGET - BUDGET // 4}
 
 
+@pytest.mark.parametrize("priority", [0, 1])
+@pytest.mark.parametrize(("tenants", "weight"), [(1, 100.0), (20, 2.0)])
+def test_heavier_tenants_leave_a_lighter_one_its_share(tenants: int, weight: float, priority: int) -> None:
+    """Alone or together their sequences would come before its first one in every step."""
+    parts = crowded({})
+    for number in range(60):
+        hand_off(parts, f"a{number}", f"a{number % tenants}", weight=weight, priority=priority)
+    hand_off(parts, "b", "b", priority=priority)
+    got: Counter[str] = Counter()
+    for _ in range(100):
+        got += step(parts, check=False)
+    share = 100 * BUDGET / (tenants * weight + 1)
+    assert got["b"] >= 0.7 * min(100, share)
+
+
 def test_more_tenants_than_tokens_take_turns() -> None:
     parts = crowded({f"t{number}": 1 for number in range(3 * BUDGET)})
     got: Counter[str] = Counter()
