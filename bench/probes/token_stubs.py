@@ -25,11 +25,10 @@ class Stepping(StubWorkers):
         await asyncio.sleep(self._gap - time.monotonic() % self._gap)
 
     async def decode(self, spec: Any, log: Any) -> Any:
-        report = None
         for token in stub_workers.tokens_of(spec, spec.sampling.max_tokens):
             await self._step()
             stub_workers.add(log, token)
-        return report or stub_workers.common_pb2.WorkReport(worker_id="stub-decode")
+        return stub_workers.common_pb2.WorkReport(worker_id="stub-decode")
 
     async def attach(self, request: Any, context: Any) -> AsyncIterator[Any]:
         async for event in super().attach(request, context):  # type: ignore[misc]

@@ -98,9 +98,8 @@ class Attempt:
         self._handles: dict[Source, LinkHandle] = {}
         self._dispatching: asyncio.Task[None] | None = None
         self._limits = {choice.index: choice.next_position + WINDOW_TOKENS for choice in self.choices}
-        self._unwanted: dict[
-            int, int
-        ] = {}  # by choice: the position behind tokens that came and were not wanted
+        # By choice: the position behind tokens that came and were not wanted
+        self._unwanted: dict[int, int] = {}
         self._over = False  # no more tokens are taken
 
     @property

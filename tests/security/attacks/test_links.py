@@ -236,7 +236,7 @@ async def test_older_links_of_a_router_do_not_stay(
         await until(lambda: attacked.open == 2, "the older ones are cut", 20)
 
 
-# --- who is who --------------------------------------------------------------------------------------------
+# --- certificates -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shown", ["none", "client", "worker", "their router", "plain text"])
