@@ -23,9 +23,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-REMEMBERED_TENANTS = (
-    1024  # idle ones that are ahead of the virtual time; the one remembered longest is forgotten
-)
+# Idle ones that are ahead of the virtual time; the one remembered longest is forgotten.
+REMEMBERED_TENANTS = 1024
 HEAP_SLACK = 64  # entries of requests that have left, beyond as many as tenants wait
 
 
@@ -103,10 +102,7 @@ class FairQueue:
                 return None
             waiting = tenant.first
             if waiting.queued <= before:
-                tenant.since = self._clock()
-                self._tenants.move_to_end(waiting.tenant)
-                self._forget(tenant, waiting)
-                return waiting
+                return self._take(tenant, waiting)
         return None
 
     def push(self, waiting: Waiting) -> None:
@@ -153,7 +149,11 @@ class FairQueue:
     def _take_turn(self, entry: Entry) -> Waiting:
         tag, _, waiting = entry
         tenant = self._tenants[waiting.tenant]
-        tenant.start, tenant.since = tag, self._clock()
+        tenant.start = tag
+        return self._take(tenant, waiting)
+
+    def _take(self, tenant: _Tenant, waiting: Waiting) -> Waiting:
+        tenant.since = self._clock()
         self._tenants.move_to_end(waiting.tenant)
         self._forget(tenant, waiting)
         return waiting

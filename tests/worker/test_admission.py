@@ -209,6 +209,25 @@ async def test_a_backlog_of_a_lower_class_does_not_rise_as_a_whole():
     assert admission.waiting == 0
 
 
+async def test_no_request_rises_whose_tenant_has_had_a_turn_meanwhile():
+    """It waits behind its own tenant's requests, not behind a higher class."""
+    now = 0.0
+    admission = Admission(10, clock=lambda: now)
+    tasks = [await enter(admission, 10, priority=-1) for _ in range(3)]
+    now = AGING_SECONDS - 1
+    admission.leave(10)
+    now = AGING_SECONDS
+    tasks.append(await enter(admission, 10))
+    assert admission.waiting_by_class() == {"high": 0, "normal": 1, "batch": 1}
+    now += AGING_SECONDS - 1
+    tasks.append(await enter(admission, 10))
+    assert admission.waiting_by_class() == {"high": 0, "normal": 3, "batch": 0}, "a whole time after the turn"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert admission.waiting == 0
+
+
 async def test_few_requests_age_at_a_time_and_the_oldest_of_all_is_found():
     """Each that ages costs a step for each that waits; hundreds at once would hold up what runs."""
     now = 0.0
