@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
 from engine.request import FinishReason, SamplingParams, TokenOutput
-from engine.sampling.sampler import Row, Sampled, sample
+from engine.sampling.adjust import Row
+from engine.sampling.sampler import Sampled, sample
 from engine.scheduler.sequence import Sequence
 
 

@@ -15,6 +15,7 @@ from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan
+from engine.sampling import draw
 
 
 @dataclass(frozen=True)
@@ -117,4 +118,5 @@ class ModelRunner:
         prompt = [0] * min(2 * self.page_size, self.config.max_model_len - 1)
         blocks = list(range(min(3, self.num_blocks)))
         self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, True)], []))
-        self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, True)], []))
+        logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, True)], []))
+        draw.warm_up(logits)

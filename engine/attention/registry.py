@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from functools import cache
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from cluster.errors import ConfigError
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.varlen import PAGE_SIZES, TORCH_PAGE_SIZES
+from engine.ops.base import has_numba
 from engine.ops.team import KernelTeam, Team
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
     """The backend's name, "auto" resolved. Raises ConfigError for a name that is unknown or can't run here."""
-    fits = device.type == "cpu" and _has_numba() and can_run(dtype, head_dim, page_size)
+    fits = device.type == "cpu" and has_numba() and can_run(dtype, head_dim, page_size)
     if name == "auto":
         if device.type != "cuda":
             return "cpu" if fits else "sdpa"
@@ -87,14 +87,3 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> Atte
     from engine.attention.varlen import VarlenBackend, flash_varlen
 
     return VarlenBackend(shape, kv_cache, flash_varlen(), name="flash")
-
-
-@cache
-def _has_numba() -> bool:
-    """By import: an installed numba may lack its llvmlite, or refuse the installed numpy."""
-    try:
-        importlib.import_module("numba")
-    except Exception as error:
-        log.warning("attention_backend cpu is not available: numba can't be imported (%s)", error)
-        return False
-    return True

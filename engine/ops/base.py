@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def has_numba() -> bool:
+    """By import: an installed numba may lack its llvmlite, or refuse the installed numpy."""
+    try:
+        importlib.import_module("numba")
+    except Exception as error:
+        log.warning("the kernels for the CPU are not available: numba can't be imported (%s)", error)
+        return False
+    return True
 
 
 @dataclass(frozen=True)

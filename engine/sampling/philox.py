@@ -1,39 +1,69 @@
-"""uniform(seed, choice, position): Philox4x32-10 (Salmon et al., SC11), one draw a row.
+"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11), a counter-based generator, by torch
+on any device.
 
-The counter is (position low, position high, choice, 0), the key the seed's two halves; the draw is the first two
-output words as a 53-bit fraction. Defined bit for bit, so that a stream goes on elsewhere as if undisturbed.
+Every token of a vocabulary has a word of 32 random bits for each draw: word (token id mod 4) of the counter
+(token id ÷ 4, as the last of position low, position high, choice, token id ÷ 4) under the key (seed low, seed high).
+Defined bit for bit, so that a stream goes on elsewhere as if undisturbed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_MASK = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
-U64 = NDArray[np.uint64]
+_MASK = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[U64, U64, U64, U64], key: tuple[U64, U64]) -> tuple[U64, U64, U64, U64]:
-    """Ten rounds on rows of 32-bit words held in uint64."""
+class DrawKey(NamedTuple):
+    """What the noise of one draw depends on."""
+
+    seed: int
+    choice: int
+    position: int  # of the token that is drawn, in prompt + output
+
+
+def key_words(keys: Sequence[DrawKey]) -> NDArray[np.uint32]:
+    """[keys, 5]: seed low and high, position low and high, choice. Numbers are taken modulo their width, so that no row's
+    value fails the batch."""
+    rows = [
+        (
+            key.seed & _MASK,
+            key.seed >> 32 & _MASK,
+            key.position & _MASK,
+            key.position >> 32 & _MASK,
+            key.choice & _MASK,
+        )
+        for key in keys
+    ]
+    return np.array(rows, dtype=np.uint32).reshape(len(rows), 5)
+
+
+def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Ten rounds on int64 tensors of 32-bit words; shapes broadcast. Products wrap at 64 bits, as they should."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         p0, p1 = _M0 * c0, _M1 * c2
-        c0, c1, c2, c3 = (p1 >> _SHIFT) ^ c1 ^ k0, p1 & _MASK, (p0 >> _SHIFT) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + np.uint64(_W0)) & _MASK, (k1 + np.uint64(_W1)) & _MASK
+        c0, c1, c2, c3 = (
+            (p1 >> 32 & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            (p0 >> 32 & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = k0 + _W0 & _MASK, k1 + _W1 & _MASK
     return c0, c1, c2, c3
 
 
-def uniform(seeds: list[int], choices: list[int], positions: list[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) per row. Arguments are taken modulo their width, so that no row's value fails the batch."""
-    seed, position, choice = (
-        np.array([number & 0xFFFFFFFFFFFFFFFF for number in column], dtype=np.uint64)
-        for column in (seeds, positions, choices)
-    )
-    counter = (position & _MASK, position >> _SHIFT, choice & _MASK, np.zeros_like(choice))
-    high, low, _, _ = philox4x32(counter, (seed & _MASK, seed >> _SHIFT))
-    bits = (high << np.uint64(21)) | (low >> np.uint64(11))
-    return bits.astype(np.float64) * (1.0 / (1 << 53))
+def words(token_ids: Tensor, keys: Tensor) -> Tensor:
+    """int64 [rows, tokens]: the words of `token_ids` [rows or 1, tokens] under `keys`, int64 [rows, 5] as `key_words`."""
+    k0, k1, p0, p1, choice = keys[:, :, None].unbind(1)
+    shape = (keys.shape[0], token_ids.shape[1])
+    four = torch.stack(philox4x32((p0, p1, choice, (token_ids >> 2).expand(shape)), (k0, k1)))
+    return four.gather(0, (token_ids & 3).expand(shape)[None])[0]

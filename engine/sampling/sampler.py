@@ -1,15 +1,15 @@
 """Chooses the next token of every row.
 
-Order of operations, per row:
+Order of operations, each for all rows at once:
  1. log probabilities are taken from the raw logits (where asked for)
  2. logit_bias is added
  3. repetition penalty (prompt and output; its result is kept within ±1e30: a tiny penalty makes no infinity), then
     presence and frequency penalties (output)
  4. min_tokens: end-of-sequence and stop ids are forbidden until reached
  5. temperature below 1e-5: the largest logit, the lowest id among equals; done
- 6. logits / temperature, which is at least 1e-2
- 7. top-k, then min-p, then top-p on what is left
- 8. inverse CDF at uniform(seed, choice, position); by falling probability where 7 has sorted, else by token id
+ 6. the temperature is at least 1e-2
+ 7. top-k, then min-p, then top-p on what is left; among equal logits lower ids go first
+ 8. the largest of logit / temperature + Gumbel noise of (seed, choice, position, token id), see engine/sampling/draw.py
 
 A row fails alone: if its logits hold NaN or +inf, if every token is forbidden, or if its parameters cannot be applied.
 -inf marks a token that the model excludes.
@@ -17,6 +17,7 @@ A row fails alone: if its logits hold NaN or +inf, if every token is forbidden, 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,25 +26,16 @@ import torch
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
-from engine.request import SamplingParams
-from engine.sampling.philox import uniform
+from engine.sampling.adjust import Adjustments, Row
+from engine.sampling.cuts import has_cuts, keep
+from engine.sampling.draw import draw
+from engine.sampling.philox import DrawKey
+
+log = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5  # temperatures
 # Lower temperatures are raised to it: a difference of 1 between logits is a factor of e^100 already
 LOWEST_TEMPERATURE = 1e-2
-# Bound on logits after the repetition penalty: still finite when divided by the lowest temperature
-LARGEST_LOGIT = 1e30
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one sequence's draw depends on. `tokens` is prompt + output, `num_prompt` splits them."""
-
-    params: SamplingParams
-    choice: int
-    tokens: Sequence[int]
-    num_prompt: int
-    forbidden: tuple[int, ...]  # ids that min_tokens forbids now
 
 
 @dataclass(frozen=True)
@@ -53,36 +45,82 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled | EngineRequestError]:
-    """Draw one token per row. `logits` is [rows, vocab] fp32 and may be changed in place.
+Result = Sampled | EngineRequestError
 
-    Returns for each row its token, or the error of that row.
-    """
-    raw: list[Tensor | None] = [None] * len(rows)
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Result]:
+    """One token per row, or the error of that row. `logits` is [rows, vocab] fp32 and stays as it is."""
+    try:
+        return _sample(logits, rows)
+    except Exception as error:
+        if len(rows) == 1:
+            return [engine_request_error(error)]
+        log.warning("a step's draw failed, each row is drawn alone", exc_info=error)
+        return [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+
+
+def _sample(logits: Tensor, rows: Sequence[Row]) -> list[Result]:
     failed: dict[int, EngineRequestError] = {}
+    adjustments = Adjustments(logits.shape[1])
     for i, row in enumerate(rows):
         try:
-            raw[i] = _logprobs(logits[i]) if row.params.logprobs else None
-            adjust(logits[i], row)
+            adjustments.add(i, row)
         except Exception as error:
             failed[i] = engine_request_error(error)
-    best = logits.argmax(-1, keepdim=True)  # NaN wins argmax: a row with one is found below
-    chosen: list[int] = best[:, 0].tolist()
-    finite: list[bool] = logits.gather(-1, best)[:, 0].isfinite().tolist()
-    random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    draws = dict(zip(random, _uniform([rows[i] for i in random]), strict=True))
-    results: list[Sampled | EngineRequestError] = []
-    for i, row in enumerate(rows):
-        try:
-            if i in failed:
-                raise failed[i]
-            if not finite[i]:
-                raise _no_maximum(logits[i], row)
-            token = _draw(logits[i], row.params, draws[i]) if i in draws else chosen[i]
-            results.append(_result(token, raw[i], row.params))
-        except Exception as error:
-            results.append(engine_request_error(error))
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs]
+    logprobs = _logprobs(_rows(logits, asked)) if asked else None
+    if adjustments:
+        logits = logits.clone()
+        adjustments.apply(logits)
+    best = logits.argmax(-1)  # NaN wins argmax: a row with one is found below
+    scales = torch.tensor([_scale(row) for row in rows], dtype=logits.dtype, device=logits.device)
+    finite = (logits.gather(-1, best[:, None])[:, 0] / scales).isfinite()
+    chosen = torch.where(finite, _chosen(logits, rows, best), best)
+    results: list[Result] = [Sampled(token) for token in chosen.tolist()]
+    if logprobs is not None:
+        top = [rows[i].params.top_logprobs for i in asked]
+        for i, result in zip(asked, _with_logprobs(logprobs, chosen[asked], top), strict=True):
+            results[i] = result
+    for i in (~finite).nonzero()[:, 0].tolist():
+        results[i] = _no_maximum(logits[i], rows[i])
+    for i, reason in failed.items():
+        results[i] = reason
     return results
+
+
+def _rows(logits: Tensor, numbers: list[int]) -> Tensor:
+    return logits if len(numbers) == logits.shape[0] else logits[numbers]
+
+
+def _scale(row: Row) -> float:
+    """What logits are divided by."""
+    temperature = row.params.temperature
+    return 1.0 if temperature < GREEDY_BELOW else max(temperature, LOWEST_TEMPERATURE)
+
+
+def _chosen(logits: Tensor, rows: Sequence[Row], best: Tensor) -> Tensor:
+    """Steps 5 to 8: int64 [rows]. `best` is each row's largest logit."""
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+    cut = [i for i in drawn if has_cuts(rows[i].params)]
+    whole = [i for i in drawn if not has_cuts(rows[i].params)]
+    chosen = best.clone()
+    if whole:
+        chosen[whole] = draw(_rows(logits, whole), None, *_of(rows, whole))
+    if cut:
+        temperatures, keys = _of(rows, cut)
+        for kept in keep(_rows(logits, cut), [rows[i].params for i in cut], temperatures):
+            at = kept.rows.tolist()
+            tokens = draw(kept.logits, kept.token_ids, [temperatures[i] for i in at], [keys[i] for i in at])
+            chosen[[cut[i] for i in at]] = tokens
+    return chosen
+
+
+def _of(rows: Sequence[Row], numbers: list[int]) -> tuple[list[float], list[DrawKey]]:
+    """Temperatures and keys of some rows."""
+    some = [rows[i] for i in numbers]
+    return [_scale(row) for row in some], [
+        DrawKey(row.params.seed, row.choice, len(row.tokens)) for row in some
+    ]
 
 
 def _no_maximum(logits: Tensor, row: Row) -> EngineRequestError:
@@ -94,101 +132,21 @@ def _no_maximum(logits: Tensor, row: Row) -> EngineRequestError:
     return EngineRequestError("the model's logits are not finite")
 
 
-def _uniform(rows: Sequence[Row]) -> list[float]:
-    if not rows:
-        return []
-    draws: list[float] = uniform(
-        [row.params.seed for row in rows], [row.choice for row in rows], [len(row.tokens) for row in rows]
-    ).tolist()
-    return draws
-
-
 def _logprobs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1)
 
 
-def _result(token: int, raw: Tensor | None, params: SamplingParams) -> Sampled:
-    if raw is None:
-        return Sampled(token)
-    top: tuple[tuple[int, float], ...] = ()
-    if params.top_logprobs:
-        values, ids = raw.topk(min(params.top_logprobs, raw.shape[0]))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    own = float(raw[token])
-    if not math.isfinite(own):
-        raise EngineRequestError("the model's logits are not finite")
-    return Sampled(token, own, top)
-
-
-def adjust(logits: Tensor, row: Row) -> None:
-    """Steps 2 to 4, in place."""
-    params = row.params
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-    if params.repetition_penalty != 1.0:
-        ids = torch.tensor(sorted(set(row.tokens)), device=logits.device)
-        seen = logits[ids]
-        scaled = torch.where(
-            seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
-        ).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-        logits[ids] = torch.where(seen.isfinite(), scaled, seen)
-    if params.presence_penalty or params.frequency_penalty:
-        output = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.int64, device=logits.device)
-        if output.numel():
-            ids, counts = torch.unique(output, return_counts=True)
-            logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
-    if row.forbidden:
-        logits[torch.tensor(row.forbidden, device=logits.device)] = float("-inf")
-
-
-_PREFILTER = 256
-
-
-def _draw(logits: Tensor, params: SamplingParams, draw: float) -> int:
-    ids, mass = candidates(logits, params)
-    return int(ids[_invert(mass, draw)])
-
-
-def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """What a draw chooses from: token ids in the order of the CDF, and their mass (not normalised).
-
-    Sorted candidates are enough where they hold all that min-p keeps, or the mass that top-p asks for; else all are
-    sorted.
-    """
-    scaled = logits / max(params.temperature, LOWEST_TEMPERATURE)
-    vocab = scaled.shape[0]
-    if params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0:
-        return torch.arange(vocab, device=logits.device), torch.softmax(scaled, -1).double()
-    count = min(vocab, params.top_k or _PREFILTER)
-    values, ids = scaled.topk(count)
-    if params.top_k:
-        mass = torch.softmax(values.double(), -1)
-    else:
-        mass = (values.double() - torch.logsumexp(scaled.double(), -1)).exp()
-        # Where min-p keeps the last candidate it may keep others behind it, and top-p is a share of all it keeps.
-        least = params.min_p * mass[0]
-        cut_short = bool(mass[-1] >= least) if params.min_p else float(mass.sum()) < params.top_p
-        if count < vocab and cut_short:
-            values, ids = scaled.sort(descending=True, stable=True)
-            mass = torch.softmax(values.double(), -1)
-    if params.min_p:
-        mass = torch.where(mass >= params.min_p * mass[0], mass, 0.0)
-    if params.top_p < 1.0:
-        total = mass.sum() if params.top_k or params.min_p else 1.0
-        before = mass.cumsum(-1) - mass
-        mass = torch.where(before < params.top_p * total, mass, 0.0)
-    return ids, mass
-
-
-def _invert(mass: Tensor, draw: float) -> int:
-    """The first index whose cumulative mass exceeds draw · total; `mass` need not be normalised.
-
-    Raises EngineRequestError if the total is 0 or not finite: logits that overflow when divided by the temperature.
-    """
-    cumulated = mass.cumsum(-1)
-    total = float(cumulated[-1])
-    if not (0.0 < total < math.inf):
-        raise EngineRequestError("the logits give no distribution to draw from")
-    index = int(torch.searchsorted(cumulated, draw * total, right=True))
-    return min(index, int(mass.nonzero()[-1]))
+def _with_logprobs(logprobs: Tensor, chosen: Tensor, top: list[int]) -> list[Result]:
+    """`logprobs` [rows, vocab] and `chosen` [rows] of the rows that ask for them, `top` of their largest for each."""
+    own = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(max(top), logprobs.shape[1]))
+    results: list[Result] = []
+    for token, logprob, count, row_ids, row_values in zip(
+        chosen.tolist(), own, top, ids.tolist(), values.tolist(), strict=True
+    ):
+        if math.isfinite(logprob):
+            largest = tuple(zip(row_ids[:count], row_values[:count], strict=True))
+            results.append(Sampled(token, logprob, largest))
+        else:
+            results.append(EngineRequestError("the model's logits are not finite"))
+    return results

@@ -16,6 +16,7 @@ from cluster.errors import ConfigError
 from engine.attention import probe, registry
 from engine.attention.base import AttentionShape
 from engine.attention.varlen import Kernel, VarlenBackend, flash_varlen
+from engine.ops.base import has_numba
 from engine.plan import PlanItem
 from tests.engine.test_attention_backends import DIM, HEADS, KV, LAYERS, PAGE, reference, step
 
@@ -108,13 +109,13 @@ def test_numba_that_cannot_be_imported_is_not_there(monkeypatch: pytest.MonkeyPa
         return real(name, *more)
 
     monkeypatch.setattr(importlib, "import_module", load)
-    registry._has_numba.cache_clear()
+    has_numba.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert registry.choose("auto", CPU, torch.float32, 64, 16) == "sdpa"
         assert "initialization of _internal failed" in caplog.text
     finally:
-        registry._has_numba.cache_clear()
+        has_numba.cache_clear()
 
 
 # --- arguments of kernels ----------------------------------------------------------------------------------

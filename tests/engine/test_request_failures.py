@@ -20,6 +20,7 @@ from engine.output import OutputProcessor
 from engine.plan import StepPlan
 from engine.request import EngineRequest, FinishReason, RequestDone, SamplingParams, TokenOutput
 from engine.sampling import sampler as sampler_module
+from engine.sampling.adjust import Adjustments
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from tests.engine.fake_model import VOCAB, FakeRunner, continuation
@@ -131,7 +132,7 @@ def fails_for_bad(real: Callable[..., object], name_of: Callable[..., str], at: 
         nonlocal seen
         if name_of(*arguments) == "bad":
             seen += 1
-            if seen == at:
+            if seen >= at:
                 raise ZeroDivisionError("of this request")
         return real(*arguments)
 
@@ -146,9 +147,10 @@ WORK: list[tuple[object, str, Callable[..., str]]] = [
     (OutputProcessor, "_accept", lambda _, sequence, *__: sequence.request.request_id),
     (next_tokens_module, "_rows", lambda one, _: one.sequence.request.request_id),
     (next_tokens_module, "_output", lambda sequence, *_: sequence.request.request_id),
-    (sampler_module, "adjust", lambda _, row: "bad" if row.params.min_tokens else "good"),
+    (Adjustments, "add", lambda _, __, row: "bad" if row.params.min_tokens else "good"),
+    # Of all rows of a step that need it, here the bad ones: then each is drawn alone, and fails again.
     (sampler_module, "_logprobs", lambda logits: "bad"),
-    (sampler_module, "_draw", lambda *_: "bad"),
+    (sampler_module, "draw", lambda *_: "bad"),
 ]
 
 

@@ -15,15 +15,19 @@ from hypothesis import strategies as st
 from cluster.errors import EngineRequestError
 from engine.next_tokens import finish_reason, forbidden
 from engine.request import FinishReason, SamplingParams
-from engine.sampling.philox import philox4x32, uniform
-from engine.sampling.sampler import Row, Sampled, candidates, sample
+from engine.sampling import sampler
+from engine.sampling.adjust import Row
+from engine.sampling.cuts import Kept, keep
+from engine.sampling.draw import draw
+from engine.sampling.philox import DrawKey, philox4x32
+from engine.sampling.sampler import Sampled, sample
 
 VOCAB = 400
 
 
 def words(*values: int) -> Any:
     """A counter or a key of Philox."""
-    return tuple(np.array([value], dtype=np.uint64) for value in values)
+    return tuple(torch.tensor([value]) for value in values)
 
 
 @pytest.mark.parametrize(
@@ -42,16 +46,13 @@ def test_philox_gives_the_published_answers(counter, key, expected):
     assert tuple(int(word[0]) for word in philox4x32(words(*counter), words(*key))) == expected
 
 
-def test_uniform_depends_on_every_argument_and_stays_below_one():
-    base = uniform([7], [0], [3])[0]
-    assert base == uniform([7], [0], [3])[0]
-    assert (
-        len({base, *(uniform(*args)[0] for args in (([8], [0], [3]), ([7], [1], [3]), ([7], [0], [4])))}) == 4
-    )
-    many = uniform([1] * 5000, [0] * 5000, list(range(5000)))
-    assert many.min() >= 0
-    assert many.max() < 1
-    assert abs(float(many.mean()) - 0.5) < 0.02
+@pytest.mark.parametrize(
+    "other", [{"seed": 8}, {"seed": 7 + 2**32}, {"choice": 1}, {"position": 4}, {"position": 3 + 2**32}]
+)
+def test_the_noise_depends_on_every_part_of_its_key(other):
+    x, key = torch.zeros(1, 10_000), DrawKey(7, 0, 3)
+    first, again, different = (int(draw(x, None, [1.0], [one])) for one in (key, key, key._replace(**other)))
+    assert first == again != different
 
 
 def drawn(x: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
@@ -131,26 +132,38 @@ def test_a_flat_distribution_with_top_p_is_sorted_whole():
     assert len(allowed(x, top_p=0.999)) > 150
 
 
+def kept(x: torch.Tensor, **params) -> tuple[Kept, set[int]]:
+    """Of one row: the candidates, and those of them that the cuts keep."""
+    (found,) = (one for one in keep(x[None], [SamplingParams(**params)], [1.0]) if len(one.rows))
+    return found, set(found.token_ids[found.logits > -math.inf].tolist())
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_a_min_p_that_keeps_few_tokens_sorts_few(top_p):
     """To sort a vocabulary of 128,000 takes 30 ms, for every row of every step."""
     x = logits(5)[0]
-    params = SamplingParams(temperature=1.0, top_p=top_p, min_p=0.2)
-    ids, mass = candidates(x, params)
-    assert len(ids) == 256
+    found, chosen = kept(x, top_p=top_p, min_p=0.2)
+    assert found.token_ids.shape == (1, 64)
     probability = torch.softmax(x.double(), -1)
-    kept = {t for t in range(VOCAB) if probability[t] >= 0.2 * probability.max()}
-    chosen = {int(t) for t, m in zip(ids, mass, strict=True) if m > 0}
-    assert chosen == kept if top_p == 1.0 else chosen <= kept
+    enough = {t for t in range(VOCAB) if probability[t] >= 0.2 * probability.max()}
+    assert chosen == enough if top_p == 1.0 else chosen <= enough
 
 
 def test_a_min_p_that_keeps_everything_changes_nothing():
-    """It keeps candidates behind the 256 best too, of whose mass top-p is a share."""
-    logits = torch.linspace(0.0, 1.0, 4000)
-    without, mass = candidates(logits, SamplingParams(temperature=1.0, top_p=0.05))
-    with_it, mass_with = candidates(logits, SamplingParams(temperature=1.0, top_p=0.05, min_p=1e-6))
-    assert int((mass_with > 0).sum()) == int((mass > 0).sum()) > 100
-    assert set(with_it[mass_with > 0].tolist()) == set(without[mass > 0].tolist())
+    """It keeps tokens behind the largest that are sorted too, of whose mass top-p is a share."""
+    x = torch.linspace(0.0, 1.0, 4000)
+    _, without = kept(x, top_p=0.05)
+    _, with_it = kept(x, top_p=0.05, min_p=1e-6)
+    assert with_it == without
+    assert len(without) > 100
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 70}, {"top_k": 10}, {"top_p": 0.1}, {"min_p": 0.5, "top_p": 0.1}])
+@pytest.mark.parametrize("vocab", [1, 50, 64, 65, 2000])
+def test_equal_logits_are_kept_by_their_ids(cut, vocab):
+    """Also where more are equal than are sorted at first."""
+    count = min(vocab, cut.get("top_k") or max(1, math.ceil(vocab * 0.1)))
+    assert kept(torch.zeros(vocab), **cut)[1] == set(range(count))
 
 
 def test_draws_follow_the_distribution():
@@ -164,6 +177,17 @@ def test_draws_follow_the_distribution():
     expected = draws * np.array([0.1, 0.2, 0.3, 0.4])
     chi_square = float((((counts - expected) ** 2) / expected).sum())
     assert chi_square < 16.3  # 0.1 % for three degrees of freedom; the seeds are fixed
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.95}, {"top_k": 200}])
+def test_noise_on_logits_changes_few_draws(cut):
+    """Another batch size, device or draft model changes them so. By the inverse CDF half of these draws changed."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 8000, generator=generator) * 2
+    near = x + torch.randn(x.shape, generator=generator) * 0.02
+    rows = [row(temperature=1.0, seed=seed, **cut) for seed in range(len(x))]
+    changed = sum(one != other for one, other in zip(drawn(x, rows), drawn(near, rows), strict=True))
+    assert changed <= 0.04 * len(rows)
 
 
 def test_logprobs_are_those_of_the_raw_logits():
@@ -271,9 +295,12 @@ def test_logits_too_large_to_be_divided_by_the_temperature_fail_alone(cut):
 
 def test_numbers_of_one_row_do_not_fail_the_others():
     """They are taken modulo their width."""
-    assert (
-        uniform([-1, 5], [-1, 0], [3, 3]).tolist() == uniform([2**64 - 1, 5], [2**32 - 1, 0], [3, 3]).tolist()
+    x = torch.zeros(2, 10_000)
+    odd, even = (
+        draw(x, None, [1.0, 1.0], [DrawKey(seed, choice, 3), DrawKey(5, 0, 3)]).tolist()
+        for seed, choice in ((-1, -1), (2**64 - 1, 2**32 - 1))
     )
+    assert odd == even
 
 
 def test_parameters_that_cannot_be_applied_fail_their_row_alone():
@@ -282,6 +309,44 @@ def test_parameters_that_cannot_be_applied_fail_their_row_alone():
     first, second, third = sample(x.clone(), [good, row(logit_bias={VOCAB: 1.0}), good])
     assert isinstance(second, EngineRequestError) and isinstance(second.__cause__, IndexError)
     assert [first, third] == sample(x[[0, 2]].clone(), [good, good])
+
+
+def test_an_adjustment_that_fails_costs_the_others_no_second_draw(caplog):
+    good, bad = row(temperature=1.0), row(logit_bias={-1: 1.0})
+    first, second = sample(logits(rows=2), [good, bad])
+    assert isinstance(first, Sampled) and isinstance(second, EngineRequestError)
+    assert not caplog.records
+
+
+def test_a_batch_that_fails_is_drawn_row_by_row(monkeypatch, caplog):
+    real = draw
+
+    def failing(
+        x: torch.Tensor, ids: torch.Tensor | None, temperatures: list[float], keys: list[DrawKey]
+    ) -> torch.Tensor:
+        if any(key.seed == 2 for key in keys):
+            raise RuntimeError("of one row")
+        return real(x, ids, temperatures, keys)
+
+    x, rows = logits(rows=3), [row(temperature=1.0, seed=seed) for seed in (1, 2, 3)]
+    expected = sample(x, rows)
+    monkeypatch.setattr(sampler, "draw", failing)
+    first, second, third = sample(x, rows)
+    assert [first, third] == [expected[0], expected[2]]
+    assert isinstance(second, EngineRequestError) and isinstance(second.__cause__, RuntimeError)
+    assert "each row is drawn alone" in caplog.text
+
+
+def test_the_models_logits_stay_as_they_are():
+    x = logits()
+    before = x.clone()
+    sample(x, [row([3, 4, 4], 1, (9,), logit_bias={5: 1.0}, repetition_penalty=2.0, frequency_penalty=1.0)])
+    assert torch.equal(x, before)
+
+
+def test_a_top_p_of_zero_keeps_the_largest():
+    x = logits()
+    assert drawn(x, [row(temperature=5.0, top_p=0.0)])[0].token_id == int(x.argmax())
 
 
 def test_when_a_choice_ends():

@@ -1,10 +1,9 @@
 """Judge whether an answer is the one of an undisturbed run, token by token, with one pass of the reference.
 
-A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
-less than GAP, the draw lies within EDGE of a border between two tokens, tokens whose logits differ by less than GAP
-stand in the other order in the distribution that the draw falls into, or the last token that top-p or top-k lets in
-is one of two. The reference's distribution and draw come from tests/harness/sampling_oracle.py; the engine's sampler is
-not used. It is undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in a million
+A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits (of a draw: its
+two best sums of logit and noise) differ by less than GAP, or the last token that top-p, min-p or top-k lets in is one of
+two. The reference's sums come from tests/harness/sampling_oracle.py; the engine's sampler is not used. It is
+undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in a million
 tokens, its fp32 logits were off by 1.4e-4. Each token is judged after those that were really sent, so a stream that
 took the other side of a near-tie is judged on from there.
 
@@ -18,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.request import SamplingParams
@@ -80,7 +78,7 @@ def judge(
         row = oracle.adjusted(raw, params, tokens[:position], len(prompt))
         if oracle.is_greedy(params):
             return _greedy(row, output[index], gap)
-        return sampled(row, output[index], params, oracle.uniform(params.seed, choice, position))
+        return sampled(row, output[index], params, choice, position)
 
     logits = reference_logits(model, tokens)
     judged = [look(logits, index) for index in range(len(output))]
@@ -96,48 +94,30 @@ def _greedy(row: Floats, token: int, gap: float) -> tuple[bool, bool]:
     return int(row.argmax()) == token, bool(best - row[token] < gap)
 
 
-def sampled(row: Floats, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
+def sampled(row: Floats, token: int, params: SamplingParams, choice: int, position: int) -> tuple[bool, bool]:
     """(the token is the definition's, it is the definition's or a near-tie). `row` holds adjusted logits."""
-    exact, close = _drawn(row, token, params, draw)
-    return exact, close or any(_drawn(row, token, other, draw)[1] for other in _undecided(row, params))
+    # Errors of logits are multiplied as the logits are, where the temperature is below 1.
+    gap = GAP / min(1.0, max(params.temperature, oracle.LOWEST_TEMPERATURE))
+    exact = oracle.next_token(row, params, choice, position) == token
+    if exact:
+        return True, True
+    sums = oracle.sums(row, params, choice, position)
 
+    def close(other: SamplingParams) -> bool:
+        """Whether the token's sum is the largest or nearly so, if it is kept and what may be cut, is."""
+        last = row[oracle.kept(row, other)].min()
+        certain = sums[row > last + GAP]
+        return bool(row[token] >= last - GAP and (not len(certain) or certain.max() - sums[token] < gap))
 
-def _drawn(row: Floats, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
-    found = oracle.distribution(row, params)
-    borders = found.mass.cumsum()
-    where = np.flatnonzero(found.ids == token)
-    if not len(where):
-        return False, False
-    index = int(where[0])
-    low, high = borders[index - 1] if index else 0.0, borders[index]
-    first, last = _tied(found, index)
-    lowest, highest = borders[first - 1] if first else 0.0, borders[last]
-    return bool(low <= draw < high), bool(lowest - EDGE <= draw < highest + EDGE)
+    return False, any(close(other) for other in (params, *_undecided(row, params)))
 
 
 def _undecided(row: Floats, params: SamplingParams) -> list[SamplingParams]:
-    """The last candidate may be undecided too: at the edge of top-p or min-p, or between equals at the edge of top-k."""
+    """The last token that is kept may be undecided too, at the edge of top-p or min-p."""
     others = []
     if params.top_p < 1.0:
         shares = (max(params.top_p - EDGE, 0.0), min(params.top_p + EDGE, 1 - 1e-12))
         others = [replace(params, top_p=share) for share in shares]
     if params.min_p:
         others += [replace(params, min_p=params.min_p * (1 + sign * EDGE)) for sign in (-1, 1)]
-    if 0 < params.top_k < len(row):
-        values = np.sort(row)[::-1][params.top_k - 1 : params.top_k + 1]
-        if values[0] - values[1] < GAP:
-            others.append(replace(params, top_k=params.top_k + 1))
     return others
-
-
-def _tied(found: oracle.Distribution, index: int) -> tuple[int, int]:
-    """The run of candidates around `index` whose order the reference can't tell: they stand by falling probability."""
-    first = last = index
-    if not found.by_probability:
-        return first, last  # in order of their ids: nothing to mix up
-    logits = found.logits
-    while first > 0 and logits[first - 1] - logits[first] < GAP:
-        first -= 1
-    while last + 1 < len(logits) and logits[last] - logits[last + 1] < GAP:
-        last += 1
-    return first, last

@@ -1,17 +1,18 @@
 """The definition of the next token, one at a time, in float64, against which the engine's sampler is tested. It shares no
 code with the sampler.
 
-The definition is the numbered order of operations in engine/sampling/sampler.py and the draw of the hand-off's design:
-uniform(seed, choice, position) is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) of
-the counter (position low, position high, choice, 0) under the key (seed low, seed high); its first two words, the first
-one above, give 53 bits of a fraction. Among equal logits the lower token id comes first.
+The definition is the numbered order of operations in engine/sampling/sampler.py. Of the tokens that the cuts keep, the one
+with the largest logit / temperature + noise is drawn, the lower id among equals. The noise of a token is -log(-log u),
+u = (word + 1/2) / 2^32, and word is number (token id mod 4) of Philox4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC11) of the counter (position low, position high, choice, token id div 4) under the key (seed low, seed
+high). Among equal logits the cuts take the lower token id first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,16 @@ from engine.request import SamplingParams
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
+Word = Any  # an integer, or a column of uint64
 
 GREEDY_BELOW, LOWEST_TEMPERATURE, LARGEST = 1e-5, 1e-2, 1e30
 MULTIPLIERS, WEYL, ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
 WORD = 2**32
 
 
-def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: ten rounds of two 32-bit products with swapped halves; a Weyl sequence advances the key."""
+def philox(counter: Sequence[Word], key: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
+    """Philox4x32-10: ten rounds of two 32-bit products with swapped halves; a Weyl sequence advances the key. Works on
+    integers and on columns of uint64."""
     one, two, three, four = counter
     for turn in range(ROUNDS):
         left, right = ((key[i] + turn * WEYL[i]) % WORD for i in (0, 1))
@@ -41,20 +44,12 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
     return one, two, three, four
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    counter = (position % WORD, position // WORD, choice, 0)
-    first, second, _, _ = philox(counter, (seed % WORD, seed // WORD))
-    return ((first * WORD + second) >> 11) / 2**53
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """The distribution of a draw, in the order of the inverse CDF."""
-
-    ids: Ids
-    logits: Floats  # divided by the temperature
-    mass: Floats  # sums to 1
-    by_probability: bool  # else by token id
+def noise(vocab: int, seed: int, choice: int, position: int) -> Floats:
+    """The noise of every token."""
+    fours = np.arange((vocab + 3) // 4, dtype=np.uint64)
+    counter = (fours * 0 + position % WORD, fours * 0 + position // WORD, fours * 0 + choice, fours)
+    words = np.stack(philox(counter, (seed % WORD, seed // WORD)), -1).reshape(-1)[:vocab]
+    return np.asarray(-np.log(-np.log((words.astype(np.float64) + 0.5) / WORD)))
 
 
 def adjusted(
@@ -80,34 +75,41 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
-def distribution(row: Floats, params: SamplingParams) -> Distribution:
-    """The distribution over adjusted logits [vocab]: top-k, then min-p, then top-p on what is left."""
-    scaled = row / max(params.temperature, LOWEST_TEMPERATURE)
-    by_probability = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
-    ids = np.lexsort((np.arange(len(row)), -scaled)) if by_probability else np.arange(len(row))
+def kept(row: Floats, params: SamplingParams) -> Ids:
+    """Ids that top-k, then min-p, then top-p keep of adjusted logits [vocab], by falling logit; where none of them is
+    asked for, all."""
+    scaled = scaled_logits(row, params)
+    ids = np.lexsort((np.arange(len(row)), -scaled))
     if params.top_k:
         ids = ids[: params.top_k]
     mass = np.exp(scaled[ids] - scaled[ids].max())
     if params.min_p:
-        kept = mass >= params.min_p * mass.max()
-        ids, mass = ids[kept], mass[kept]
-    mass /= mass.sum()
+        enough = mass >= params.min_p * mass.max()
+        ids, mass = ids[enough], mass[enough]
     if params.top_p < 1:
+        mass /= mass.sum()
         count, so_far = 0, 0.0
         while count == 0 or (count < len(ids) and so_far < params.top_p):
             so_far += mass[count]
             count += 1
-        ids, mass = ids[:count], mass[:count] / mass[:count].sum()
-    return Distribution(ids, scaled[ids], mass, by_probability)
+        ids = ids[:count]
+    return ids
+
+
+def scaled_logits(row: Floats, params: SamplingParams) -> Floats:
+    return row / max(params.temperature, LOWEST_TEMPERATURE)
+
+
+def sums(row: Floats, params: SamplingParams, choice: int, position: int) -> Floats:
+    """Logit / temperature + noise of every token, whether it is kept or not. `row` holds adjusted logits; `position` is
+    the drawn token's own, in prompt + output."""
+    return scaled_logits(row, params) + noise(len(row), params.seed, choice, position)
 
 
 def next_token(row: Floats, params: SamplingParams, choice: int, position: int) -> int:
-    """The token drawn from adjusted logits [vocab]. `position` is the token's own, in prompt + output."""
+    """The token drawn from adjusted logits [vocab]."""
     if is_greedy(params):
         return int(np.flatnonzero(row == row.max())[0])
-    found, draw, so_far = distribution(row, params), uniform(params.seed, choice, position), 0.0
-    for token, mass in zip(found.ids, found.mass, strict=True):
-        so_far += mass
-        if so_far > draw:
-            return int(token)
-    return int(found.ids[found.mass > 0][-1])
+    ids = np.sort(kept(row, params))
+    values = sums(row, params, choice, position)[ids]
+    return int(ids[np.flatnonzero(values == values.max())[0]])

@@ -1,0 +1,100 @@
+"""Logit bias, penalties and forbidden tokens, for all rows of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.request import SamplingParams
+
+# Bound on logits after the repetition penalty: still finite when divided by the lowest temperature
+LARGEST_LOGIT = 1e30
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one sequence's draw depends on. `tokens` is prompt + output, `num_prompt` splits them."""
+
+    params: SamplingParams
+    choice: int
+    tokens: Sequence[int]
+    num_prompt: int
+    forbidden: tuple[int, ...]  # ids that min_tokens forbids now
+
+
+@dataclass
+class _Entries:
+    """Single logits of several rows, and a number for each."""
+
+    rows: list[int] = field(default_factory=list)
+    ids: list[NDArray[np.int64]] = field(default_factory=list)
+    numbers: list[NDArray[np.floating[Any]]] = field(default_factory=list)
+
+    def add(self, row: int, ids: NDArray[np.int64], numbers: NDArray[np.floating[Any]]) -> None:
+        self.rows.append(row)
+        self.ids.append(ids)
+        self.numbers.append(numbers)
+
+    def tensors(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """(index of the logits, the numbers)"""
+        rows = np.repeat(np.array(self.rows), [len(ids) for ids in self.ids])
+        where = (_on(rows, logits), _on(np.concatenate(self.ids), logits))
+        return where, _on(np.concatenate(self.numbers), logits).to(logits.dtype)
+
+
+def _on(array: NDArray[Any], logits: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(logits.device)
+
+
+class Adjustments:
+    """Collects what changes logits, row by row; `apply` changes them all."""
+
+    def __init__(self, vocab: int):
+        self._vocab = vocab
+        self._bias, self._repetition, self._frequency, self._forbidden = (_Entries() for _ in range(4))
+
+    def __bool__(self) -> bool:
+        return any(one.rows for one in (self._bias, self._repetition, self._frequency, self._forbidden))
+
+    def add(self, number: int, row: Row) -> None:
+        """Raises IndexError for an id beyond the vocabulary; nothing of the row is added then."""
+        params = row.params
+        bias = params.logit_bias
+        if bias and not (min(bias) >= 0 and max(bias) < self._vocab):
+            raise IndexError(f"logit_bias names a token beyond the vocabulary of {self._vocab}")
+        if bias:
+            self._bias.add(number, np.array(list(bias)), np.array(list(bias.values()), dtype=np.float64))
+        if params.repetition_penalty != 1.0:
+            seen = np.unique(np.array(row.tokens, dtype=np.int64))
+            self._repetition.add(number, seen, np.full(len(seen), params.repetition_penalty))
+        if params.presence_penalty or params.frequency_penalty:
+            output = np.array(row.tokens[row.num_prompt :], dtype=np.int64)
+            ids, counts = np.unique(output, return_counts=True)
+            amounts = params.presence_penalty + params.frequency_penalty * counts
+            self._frequency.add(number, ids, amounts)
+        if row.forbidden:
+            self._forbidden.add(number, np.array(row.forbidden), np.zeros(len(row.forbidden)))
+
+    def apply(self, logits: Tensor) -> None:
+        """Change `logits`, fp32 [rows, vocab], in place: bias, repetition, presence and frequency, forbidden."""
+        if self._bias.rows:
+            where, bias = self._bias.tensors(logits)
+            logits.index_put_(where, bias, accumulate=True)
+        if self._repetition.rows:
+            where, penalty = self._repetition.tensors(logits)
+            seen = logits[where]
+            scaled = torch.where(seen > 0, seen / penalty, seen * penalty)
+            scaled = scaled.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+            logits[where] = torch.where(seen.isfinite(), scaled, seen)
+        if self._frequency.rows:
+            where, amounts = self._frequency.tensors(logits)
+            logits[where] -= amounts
+        if self._forbidden.rows:
+            where, _ = self._forbidden.tensors(logits)
+            logits[where] = float("-inf")

@@ -1,0 +1,101 @@
+"""top-k, min-p and top-p, in this order: which tokens of a row a draw chooses from. For all rows of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.request import SamplingParams
+
+# How many of a row's largest logits are sorted: at first, where more may be kept, and last all of them. To sort 128,000
+# takes 30 ms a row.
+_SORTED = (64, 1024)
+
+
+class Kept(NamedTuple):
+    """Candidates of some rows."""
+
+    rows: Tensor  # int64 [rows]: their numbers
+    token_ids: Tensor  # int64 [rows, candidates], by falling logit, of equals the lower id first
+    logits: Tensor  # fp32 [rows, candidates]; -inf where a cut leaves the candidate out
+
+
+class _Cuts(NamedTuple):
+    """A column each, [rows, 1]."""
+
+    temperature: Tensor  # float64
+    top_k: Tensor  # int64; 0 where it cuts nothing
+    top_p: Tensor  # float64
+    min_p: Tensor  # float64
+
+
+def has_cuts(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def keep(logits: Tensor, params: Sequence[SamplingParams], temperatures: Sequence[float]) -> Iterator[Kept]:
+    """Yields the candidates of every row of `logits`, fp32 [rows, vocab], in groups of rows that needed as many sorted."""
+
+    def column(values: Sequence[float], kind: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=kind, device=logits.device)[:, None]
+
+    cuts = _Cuts(
+        column(temperatures, torch.float64),
+        column([one.top_k for one in params], torch.int64),
+        column([one.top_p for one in params], torch.float64),
+        column([one.min_p for one in params], torch.float64),
+    )
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    for size in (*(size for size in _SORTED if size < logits.shape[1]), logits.shape[1]):
+        all_rows = len(rows) == logits.shape[0]
+        here, own = (logits, cuts) if all_rows else (logits[rows], _Cuts(*(one[rows] for one in cuts)))
+        ids, values, known = _cut(here, own, size)
+        yield Kept(rows[known], ids[known], values[known])
+        rows = rows[~known]
+        if not len(rows):
+            return
+
+
+def _cut(logits: Tensor, cuts: _Cuts, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates among the `size` largest: ids, logits, and for each row whether these are all that the cuts keep."""
+    values, ids = _sorted(logits, size)
+    top_k, min_p = cuts.top_k, cuts.min_p
+    mass = ((values.double() - values[:, :1]) / cuts.temperature).exp()
+    place = torch.arange(values.shape[1], device=values.device)
+    kept = ((top_k == 0) | (place < top_k)) & (mass >= min_p)
+    nucleus = cuts.top_p < 1.0
+    shortened = (top_k > 0) | (min_p > 0)
+    mass = torch.where(kept, mass, 0.0)
+    total = torch.where(shortened, mass.sum(-1, keepdim=True), _mass_of_all(logits, values, cuts, nucleus))
+    before = mass.cumsum(-1) - mass
+    left = kept & (~nucleus | (before < cuts.top_p * total) | (place == 0))
+    if values.shape[1] == logits.shape[1]:
+        known = torch.ones(len(values), dtype=torch.bool, device=values.device)
+    else:
+        # Tokens that are not sorted are at most the last one that is, and may equal it with a lower id.
+        last_is_in_total = nucleus & shortened & kept[:, -1:]
+        known = ~(last_is_in_total | (left & (values == values[:, -1:]))).any(-1)
+    return ids, torch.where(left, values, float("-inf")), known
+
+
+def _sorted(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    if size == logits.shape[1]:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    # topk leaves equals in any order: by ids first, then by values, equals as they are
+    ids = logits.topk(size, sorted=False).indices.sort(-1).values
+    values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
+
+
+def _mass_of_all(logits: Tensor, values: Tensor, cuts: _Cuts, nucleus: Tensor) -> Tensor:
+    """What the vocabulary's masses add up to, [rows, 1], relative to the largest; for rows with top-p alone."""
+    rows = (nucleus & (cuts.top_k == 0) & (cuts.min_p == 0))[:, 0]
+    total = torch.zeros_like(cuts.temperature)
+    if bool(rows.any()):
+        above = (logits[rows] - values[rows, :1]) / cuts.temperature[rows].float()
+        total[rows] = above.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    return total
