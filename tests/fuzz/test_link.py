@@ -20,6 +20,7 @@ from cluster.link.framing import MAX_FRAME_BYTES, FrameReader, to_frame
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from router.link.links import Links
+from router.link.token import Token
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
@@ -165,7 +166,7 @@ def test_they_still_compute(pair, channels):
 class Lenient(Reading):
     """Takes whatever comes."""
 
-    def token(self, token: common_pb2.Token) -> None:
+    def token(self, token: Token) -> None:
         self.came.set()
 
 
