@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,12 @@ async def test_calls_of_a_turn_are_made_by_one_callback_of_the_loop(monkeypatch:
     loop, turn = asyncio.get_running_loop(), Turn()
     scheduled: list[Callable[..., object]] = []
     call_soon = loop.call_soon
-    monkeypatch.setattr(
-        loop, "call_soon", lambda *what, **how: scheduled.append(what[0]) or call_soon(*what, **how)
-    )
+
+    def noted(call: Callable[..., object], *given: Any, **how: Any) -> asyncio.Handle:
+        scheduled.append(call)
+        return call_soon(call, *given, **how)
+
+    monkeypatch.setattr(loop, "call_soon", noted)
     made: list[int] = []
     for number in range(5):
         turn.add(lambda number=number: made.append(number))  # type: ignore[misc]
