@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-# Versions of the link's messages that this process speaks: one apart works.
+# Versions of the link's messages that this process accepts: one apart works.
+# 2: handles have 64 bits.
 MIN_LINK_VERSION = 1
-LINK_VERSION = 1
+LINK_VERSION = 2
+# Version 1 reads 32 bits of a handle. Its links are refused earlier, by more than are drawn while a link lasts (an hour).
+VERSION_1_HANDLES = 2**32 - 2**24
 
 # Tokens of a choice that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
 WINDOW_TOKENS = 256

@@ -43,6 +43,18 @@ class Histogram:
         if trace_id:
             self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time.time())
 
+    def observe_all(self, values: Iterable[float]) -> None:
+        bounds, counts = self.bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
+
+    def note(self, value: float, trace_id: str) -> None:
+        """Make it its bucket's exemplar; it is counted by `observe_all`."""
+        self._exemplars[bisect_left(self.bounds, value)] = Exemplar(
+            {"trace_id": trace_id}, value, time.time()
+        )
+
     @property
     def count(self) -> int:
         return sum(self.counts)

@@ -30,6 +30,7 @@ from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
 from router.link.handle import LinkHandle
 from router.link.links import Links, no_message
+from router.link.token import Token
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
@@ -44,6 +45,8 @@ IN_BAND_SECONDS = 0.3  # for a cancel over the link; then by a call
 class Source(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+    __hash__ = object.__hash__  # Enum's is written in Python, and every token looks its source up
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ class Attempt:
     choices: Sequence[ChoiceStream]
     admission_seconds: float
     # Called with each token, in the link's callback: a task would have to be woken for every one. False: not wanted
-    take: Callable[[common_pb2.Token], bool]
+    take: Callable[[Token, Attempt], bool]
+    # Makes a call once the client has every token so far
+    when_drained: Callable[[Callable[[], None]], None]
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)  # have reported their end
@@ -101,6 +106,7 @@ class Attempt:
         # By choice: the position behind tokens that came and were not wanted
         self._unwanted: dict[int, int] = {}
         self._over = False  # no more tokens are taken
+        self._ungranted = 0  # tokens that have come since `grant` looked at the choices
 
     @property
     def trip_seconds(self) -> float | None:
@@ -204,6 +210,9 @@ class Attempt:
 
     def grant(self) -> None:
         """The client has every token so far: allow the decode worker the window beyond, at least a quarter at a time."""
+        self._ungranted = 0
+        if self._over:
+            return
         handle = self._handles.get(Source.DECODE)
         if handle is None:
             return
@@ -226,7 +235,7 @@ class Attempt:
     def limits(self) -> list[int]:
         return list(self._limits.values())
 
-    def came(self, source: Source, token: common_pb2.Token) -> None:
+    def came(self, source: Source, token: Token) -> None:
         """Take the token. What lies unread for a slow client is bounded by the limits, so they are enforced."""
         if self._over:
             return
@@ -236,7 +245,10 @@ class Attempt:
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
             return
-        if not self.take(token):
+        self._ungranted += 1
+        if self._ungranted == WINDOW_TOKENS // 4:  # a choice may be a quarter further
+            self.when_drained(self.grant)
+        if not self.take(token, self):
             self._unwanted[token.choice] = max(self._unwanted.get(token.choice, 0), token.position + 1)
 
     def broken(self, error: errors.BatonError) -> None:
@@ -355,7 +367,7 @@ class _Reader:
     def limits(self) -> list[int]:
         return self._attempt.limits()
 
-    def token(self, token: common_pb2.Token) -> None:
+    def token(self, token: Token) -> None:
         self._attempt.came(self._source, token)
 
     def ended(self, end: common_pb2.AttemptEnd) -> None:

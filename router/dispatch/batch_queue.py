@@ -31,8 +31,9 @@ class BatchQueue(Generic[T]):
         self._when_drained: list[Callable[[], None]] = []
 
     def when_drained(self, call: Callable[[], None]) -> None:
-        """`call` it whenever the reader has dealt with every item and waits for another."""
+        """`call` it, once, when the reader has dealt with every item and waits for another."""
         self._when_drained.append(call)
+        self._wake()
 
     def add(self, item: T) -> None:
         self._items.append(item)
@@ -66,7 +67,8 @@ class BatchQueue(Generic[T]):
             elif self._producers <= 0:
                 return []
             else:
-                self._drained()
+                if self._when_drained:
+                    self._drained()
                 await self._something()
         taken, self._items = self._items, []
         return taken
@@ -94,7 +96,8 @@ class BatchQueue(Generic[T]):
             self._reader = None
 
     def _drained(self) -> None:
-        for call in self._when_drained:
+        calls, self._when_drained = self._when_drained, []
+        for call in calls:
             call()
 
     def _wake(self) -> None:

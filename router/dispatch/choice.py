@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from router.link.token import Token
 from router.request.completion import Completion, Delta, FinishReason
 from router.text.stop import StopMatcher
 from router.text.tokenizer import ModelText
@@ -28,10 +29,10 @@ class ChoiceStream:
         self.index = index
         self._shown_as = index if shown_as is None else shown_as
         self.output = list(completion.resume_tokens)
+        self.next_position = len(completion.prompt_tokens) + len(self.output)
         self.new_tokens = 0
-        self._last_came: float | None = None
+        self.last_came: float | None = None  # time of its last token
         self.finish: FinishReason | None = None
-        self._prompt_tokens = len(completion.prompt_tokens)
         self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
 
@@ -43,26 +44,20 @@ class ChoiceStream:
             if count % RESUMED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    @property
-    def next_position(self) -> int:
-        return self._prompt_tokens + len(self.output)
-
-    def gap_seconds(self, now: float) -> float | None:
-        """Since the token before the one that came `now`; None for the first."""
-        before, self._last_came = self._last_came, now
-        return None if before is None else now - before
-
-    def take(self, token: common_pb2.Token) -> Delta | None:
+    def take(self, token: Token) -> Delta | None:
         """None: already forwarded, or nothing is wanted any more. Raises GapError."""
-        if self.finish is not None or token.position < self.next_position:
+        position = token.position
+        if self.finish is not None or position < self.next_position:
             return None
-        if token.position > self.next_position:
-            raise GapError(f"position {token.position} came, {self.next_position} was next")
-        self.output.append(token.token_id)
+        if position > self.next_position:
+            raise GapError(f"position {position} came, {self.next_position} was next")
+        token_id = token.token_id
+        self.output.append(token_id)
+        self.next_position = position + 1
         self.new_tokens += 1
         ended = _FINISH.get(token.finish)
         # The token that stops an answer is not part of its text (it may be an ordinary word: a stop id).
-        text = "" if ended == "stop" else self._stop.add(self._detokenizer.add(token.token_id))
+        text = "" if ended == "stop" else self._stop.add(self._detokenizer.add(token_id))
         if self._stop.stopped:
             self.finish = "stop"
         elif ended is not None:

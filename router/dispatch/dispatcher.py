@@ -26,6 +26,7 @@ from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import RetryPolicy
 from router.dispatch.services import Services
+from router.link.token import Token
 from router.observe import traces
 from router.observe.traces import Arrival
 from router.placement.candidates import level_of
@@ -86,7 +87,6 @@ class RequestDispatcher:
         self._kv_group: KvGroup | None = None  # the workers that have it
         self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
         self._deltas: BatchQueue[Delta]
-        self._attempts: list[Attempt] = []  # that run: several where choices were dispatched again one by one
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
         self.first_token_seconds: float | None = None
@@ -112,7 +112,6 @@ class RequestDispatcher:
         """Ends as one producer of `deltas`, or fails it with the BatonError that ended the request."""
         self._started = time.monotonic()
         self._deltas = deltas
-        deltas.when_drained(self._grant)
         self._work = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
@@ -207,7 +206,8 @@ class RequestDispatcher:
             links=self._services.links,
             choices=choices,
             admission_seconds=self._deadlines.worker_seconds(deadline),
-            take=lambda token: self._take(token, attempt),
+            take=self._take,
+            when_drained=self._deltas.when_drained,
             transfer_id=request.transfer_id,
         )
         if self._trace is not None:
@@ -273,7 +273,6 @@ class RequestDispatcher:
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
         self.stats.attempts += 1
-        self._attempts.append(attempt)
         try:
             self._services.faults.placed(attempt.transfer_id)
             attempt.start()
@@ -290,7 +289,6 @@ class RequestDispatcher:
             raise
         finally:
             attempt.stop_reading()
-            self._attempts.remove(attempt)
             self.stats.trip_seconds = attempt.trip_seconds or self.stats.trip_seconds
             if self._trace is not None:
                 self._trace.attempt_over(attempt.span, attempt.started, attempt.trip_seconds)
@@ -303,7 +301,7 @@ class RequestDispatcher:
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
         return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
 
-    def _take(self, token: common_pb2.Token, attempt: Attempt) -> bool:
+    def _take(self, token: Token, attempt: Attempt) -> bool:
         """Forward one token; False if it is not wanted. Called by the link: the request's task is woken only where an
         attempt ends."""
         self._services.faults.token(attempt.transfer_id)
@@ -316,13 +314,11 @@ class RequestDispatcher:
         if delta is None:
             return False
         now = time.monotonic()
-        first: float | None = None
-        if self.first_token_seconds is None:
-            self.first_token_seconds = first = now - self._received
-        since = choice.gap_seconds(now)
-        self._services.recorder.token(first, since)
-        if since is not None:
-            self._services.inter_token_seconds.observe(since, self.trace_id)
+        before, choice.last_came = choice.last_came, now
+        if before is not None:
+            self._services.token_times.gap(now - before, self.trace_id)
+        else:
+            self._note_first(now)
         if not attempt.prefilled_at:
             attempt.prefilled_at = now
             self._services.placement.prefilled(attempt.transfer_id)
@@ -331,9 +327,12 @@ class RequestDispatcher:
             attempt.complete()
         return True
 
-    def _grant(self) -> None:
-        for attempt in self._attempts:
-            attempt.grant()
+    def _note_first(self, now: float) -> None:
+        """The first token of a choice came."""
+        first: float | None = None
+        if self.first_token_seconds is None:
+            self.first_token_seconds = first = now - self._received
+        self._services.token_times.first(first)
 
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         complete = all(choice.finish is not None for choice in choices)

@@ -19,6 +19,7 @@ from router.dispatch.channels import Channels
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.link.links import Links
 from router.observe.live.report import Recorder
+from router.observe.token_times import TokenTimes
 from router.observe.traces import Arrival, RequestTrace
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest, Reason
@@ -73,6 +74,7 @@ class Services:
         self.faults = RequestFaults.of(faults)
         self.tracing = tracing
         self.inter_token_seconds = metrics.ITL.create()
+        self.token_times = TokenTimes(self.recorder, self.inter_token_seconds)
         self._cleanups = BackgroundTasks()
 
     def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:

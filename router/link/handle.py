@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.errors import BatonError
+from router.link.token import Token
 from wire import common_pb2, link_pb2
 
 
@@ -22,7 +23,7 @@ class Reader(Protocol):
     def limits(self) -> Sequence[int]:
         """The limit of each choice of the attempt, in order: the worker may send positions below it."""
 
-    def token(self, token: common_pb2.Token) -> None:
+    def token(self, token: Token) -> None:
         """Take a token. Those of a choice are in order of position; some may be repeated."""
 
     def ended(self, end: common_pb2.AttemptEnd) -> None:
@@ -91,6 +92,16 @@ class LinkHandle:
             return token
         self._pieces[token.choice] = token
         return None
+
+    def is_cancelled(self) -> None:
+        """Its blocks and staging are free, by a cancel or because it ended."""
+        if self.cancelled is not None and not self.cancelled.done():
+            self.cancelled.set_result(None)
+
+    def not_cancelled(self) -> None:
+        """No answer to its cancel will come."""
+        if self.cancelled is not None:
+            self.cancelled.cancel()
 
     def credit(self, choice: int, limit: int) -> None:
         self._link.credit(self.number, choice, limit)

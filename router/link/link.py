@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 
 from cluster.errors import BatonError, InternalError, PeerLostError
 from cluster.faults.points import Act
@@ -20,11 +19,12 @@ from cluster.security.tls import Peers
 from cluster.state_machine import StateMachine
 from router.link.connection import ENTRIES_A_TURN, Connection, entries_of
 from router.link.handle import LinkHandle, Reader
+from router.link.handles import Handles
 from router.link.identity import RouterIdentity
 from router.link.opener import CONNECT_SECONDS, Opener
 from router.link.outgoing import Outgoing, attach_frames
 from router.link.state import TRANSITIONS, LinkState
-from wire import common_pb2, link_pb2
+from wire import link_pb2
 
 log = logging.getLogger(__name__)
 LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
@@ -55,8 +55,8 @@ class WorkerLink:
         self._loop = asyncio.get_running_loop()
         self._machine = StateMachine(LinkState.CONNECTING, TRANSITIONS, f"link to {worker.name}")
         self._connection: Connection | None = None  # the newest that has attached
-        self._handles: dict[int, LinkHandle] = {}
         self._outgoing = Outgoing()
+        self._handles = Handles(self, identity, self._outgoing, self._flush_soon)
         self._flushing = False
         self._ended = asyncio.Event()  # the connection is gone, or given up
         self._wanted = asyncio.Event()  # by a handle that was opened while the worker was lost
@@ -91,8 +91,7 @@ class WorkerLink:
     # --- handles -----------------------------------------------------------------------------------------
 
     def open(self, reader: Reader) -> LinkHandle:
-        handle = LinkHandle(self, self._identity.next_handle(), reader, self._loop.time())
-        self._handles[handle.number] = handle
+        handle = self._handles.open(reader, self._loop.time())
         self._wanted.set()
         return handle
 
@@ -105,7 +104,7 @@ class WorkerLink:
             self._flush_soon()
 
     async def cancel(self, handle: LinkHandle, seconds: float) -> bool:
-        if self._connection is None or self._handles.get(handle.number) is not handle:
+        if self._connection is None or handle.number not in self._handles:
             return False
         if handle.cancelled is None:
             handle.cancelled = self._loop.create_future()
@@ -115,9 +114,7 @@ class WorkerLink:
         return bool(done) and not handle.cancelled.cancelled()
 
     def drop(self, number: int) -> None:
-        handle = self._handles.pop(number, None)
-        if handle is not None and handle.cancelled is not None and not handle.cancelled.done():
-            handle.cancelled.cancel()
+        self._handles.drop(number)
 
     # --- time ----------------------------------------------------------------------------------------------
 
@@ -128,15 +125,8 @@ class WorkerLink:
 
     def ask(self, silent_seconds: float) -> None:
         """Ask the worker for the states of handles that have been silent for longer."""
-        if self._connection is None:
-            return
-        now = self._loop.time()
-        for handle in list(self._handles.values()):
-            if now - handle.heard > silent_seconds:
-                handle.heard = now  # asked again after as long
-                self._outgoing.status(handle.number)
-                self._guarded(handle, handle.ask)
-        self._flush_soon()
+        if self._connection is not None:
+            self._handles.ask(self._loop.time(), silent_seconds)
 
     def forgive(self, seconds: float) -> None:
         """Allow for a delay of this process: frames that arrived meanwhile may be unread."""
@@ -147,14 +137,13 @@ class WorkerLink:
         self._heard = now = self._loop.time()
         if self._connection is not None:
             self._connection.restart_clock()
-        for handle in self._handles.values():
-            handle.heard = now
+        self._handles.restart_clocks(now)
 
     def give_up(self, error: BatonError) -> None:
         """Lose the worker, which is silent or breaks the protocol: all its handles are lost at once."""
         if self._connection is not None:
             self._break(LinkState.LOST)
-            self._fail_all(error)
+            self._handles.lose_all(error)
 
     def move(self) -> None:
         """Open another connection and attach there."""
@@ -163,7 +152,7 @@ class WorkerLink:
             self._moving = self._loop.create_task(self._move())
 
     async def close(self) -> None:
-        self._fail_all(PeerLostError("this router is stopping"))
+        self._handles.lose_all(PeerLostError("this router is stopping"))
         self._machine.to(LinkState.CLOSED)
         for task in (self._task, self._moving):
             if task is not None:
@@ -205,7 +194,7 @@ class WorkerLink:
             connection.abort()
         if self._machine.may(LinkState.LOST):
             self._machine.to(LinkState.LOST)
-        self._fail_all(error)
+        self._handles.lose_all(error)
 
     def _attach(self, connection: Connection) -> None:
         """Make this connection the link. The worker cancels handles that the list does not name."""
@@ -215,10 +204,7 @@ class WorkerLink:
             self._machine.to(LinkState.ATTACHING)
         self._handed_over = False
         self._outgoing.clear()
-        attaches: list[link_pb2.LinkAttach] = []
-        for handle in list(self._handles.values()):
-            if handle.cancelled is None:
-                self._guarded(handle, partial(handle.attach, attaches))
+        attaches = self._handles.attaches()
         self._connection = connection
         for frame in attach_frames(attaches, self._identity.handle_after):
             connection.write(frame)
@@ -267,14 +253,6 @@ class WorkerLink:
         if connection is not None:
             connection.abort()
 
-    def _fail_all(self, error: BatonError) -> None:
-        handles = list(self._handles.values())
-        self._handles.clear()
-        for handle in handles:
-            if handle.cancelled is not None and not handle.cancelled.done():
-                handle.cancelled.cancel()
-            self._guarded(handle, partial(handle.reader.lost, error))
-
     # --- frames (router.link.connection.Frames) ------------------------------------------------------------
 
     def gone(self, connection: Connection, error: Exception | None) -> None:
@@ -298,113 +276,12 @@ class WorkerLink:
             self._notice(connection, frame.notice)
         if frame.HasField("beat") or frame.tokens.handle or frame.extras or frame.ends:
             self._heard = connection.heard
-        if entries_of(frame) <= ENTRIES_A_TURN:
-            for _ in self._entries(connection, frame):
-                pass
-            return None
-        return self._entries(connection, frame)
-
-    def _entries(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None]:
-        """Dispatch answers, then `tokens`, `extras` and `ends`: in this order each choice is in order. Yields after every
-        ENTRIES_A_TURN entries."""
-        handles, now, count = self._handles, self._heard, 0
-        for number in frame.cancelled:
-            handle = handles.pop(number, None)
-            if handle is not None and handle.cancelled is not None and not handle.cancelled.done():
-                handle.cancelled.set_result(None)
-            count += 1
-            if not count % ENTRIES_A_TURN:
-                yield
-        for state in frame.states:
-            # Answers on an older connection were sent before the handles attached here.
-            if connection is self._connection:
-                self._state(state)
-            count += 1
-            if not count % ENTRIES_A_TURN:
-                yield
-        columns = frame.tokens
-        for number, choice, position, token_id in zip(
-            columns.handle, columns.choice, columns.position, columns.token_id, strict=False
-        ):
-            token = common_pb2.Token(choice=choice, position=position, token_id=token_id)
-            self._token(handles, number, token, now)
-            count += 1
-            if not count % ENTRIES_A_TURN:
-                yield
-        for extra in frame.extras:
-            handle = handles.get(extra.handle)
-            if handle is not None and (extra.first or extra.more):
-                whole = handle.joined(extra)
-                if whole is None:
-                    continue
-            else:  # a copy: a part of a frame that is kept would keep the whole frame in memory
-                whole = common_pb2.Token()
-                whole.CopyFrom(extra.token)
-            self._token(handles, extra.handle, whole, now)
-            count += 1
-            if not count % ENTRIES_A_TURN:
-                yield
-        for end in frame.ends:
-            count += 1
-            if not count % ENTRIES_A_TURN:
-                yield
-            handle = handles.pop(end.handle, None)
-            self._outgoing.close(end.handle)
-            self._flush_soon()
-            if handle is None:
-                self._identity.not_read()
-                continue
-            if handle.cancelled is not None and not handle.cancelled.done():
-                handle.cancelled.set_result(None)
-            copy = common_pb2.AttemptEnd()
-            copy.CopyFrom(end.end)
-            self._guarded(handle, partial(handle.reader.ended, copy))
-
-    def _token(
-        self, handles: dict[int, LinkHandle], number: int, token: common_pb2.Token, now: float
-    ) -> None:
-        handle = handles.get(number)
-        if handle is None:
-            self._not_read(number)
-            return
-        handle.heard = now
-        try:
-            handle.reader.token(token)
-        except Exception as error:
-            self._failed(handle, error)
-
-    def _not_read(self, number: int) -> None:
-        """Count and close a handle that was given up without an answer: without Close it would hold its blocks."""
-        self._identity.not_read()
-        self._outgoing.close(number)
-        self._flush_soon()
-
-    def _guarded(self, handle: LinkHandle, call: Callable[[], object]) -> None:
-        """Call; an exception ends this attempt alone, and the others of the frame are dispatched."""
-        try:
-            call()
-        except Exception as error:
-            self._failed(handle, error)
-
-    def _failed(self, handle: LinkHandle, error: Exception) -> None:
-        log.error(
-            "attempt %s failed at an entry of its worker", handle.reader.transfer_id.hex(), exc_info=error
-        )
-        self._handles.pop(handle.number, None)
-        try:
-            handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
-        except Exception:
-            log.exception("attempt %s failed while its failure was reported", handle.reader.transfer_id.hex())
-
-    def _state(self, state: link_pb2.HandleState) -> None:
-        handle = self._handles.get(state.handle)
-        if handle is None or state.kind != link_pb2.HandleState.UNKNOWN:
-            return
-        if handle.asked_taken_in:
-            del self._handles[state.handle]
-            self._guarded(
-                handle, partial(handle.reader.lost, PeerLostError("the worker has no such attempt"))
-            )
+        entries = self._handles.take(frame, self._heard, lambda: connection is self._connection)
+        if entries_of(frame) > ENTRIES_A_TURN:
+            return entries
+        for _ in entries:
+            pass
+        return None
 
     def _notice(self, connection: Connection, notice: link_pb2.LinkNotice.ValueType) -> None:
         if notice == link_pb2.LINK_NOTICE_MOVED:

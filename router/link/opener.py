@@ -8,7 +8,13 @@ import socket
 from cluster.addresses import split
 from cluster.errors import PeerLostError
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import LINK_LOST_SECONDS, LINK_VERSION, MIN_LINK_VERSION, RETRY_SECONDS
+from cluster.protocol.link import (
+    LINK_LOST_SECONDS,
+    LINK_VERSION,
+    MIN_LINK_VERSION,
+    RETRY_SECONDS,
+    VERSION_1_HANDLES,
+)
 from cluster.security.tls import WORKER_NAME, Peers
 from router.link.connection import Connection, Frames
 from router.link.identity import RouterIdentity
@@ -87,6 +93,12 @@ class Opener:
             connection.abort()
             raise PeerLostError(
                 f"{worker.worker_id} accepts no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
+            )
+        if welcome.version == 1 and self._identity.handle_after > VERSION_1_HANDLES:
+            connection.abort()
+            raise PeerLostError(
+                f"{worker.worker_id} accepts link version 1, whose handles this router has used up: "
+                f"upgrade the worker, or restart the router"
             )
         if connection.is_lost:
             raise ConnectionResetError("closed after the welcome")

@@ -8,7 +8,7 @@ from cluster.link.framing import MAX_FRAME_BYTES
 from wire import link_pb2
 
 MAX_CLOSES = 65536  # unsent; the worker ends handles beyond them by its timer once the link is gone
-ENTRIES_A_FRAME = 2048  # of numbers and credits: 24 bytes each at most
+ENTRIES_A_FRAME = 2048  # of numbers and credits: 30 bytes each at most
 ATTACH_BYTES = MAX_FRAME_BYTES - 4096  # of one frame, before the last entry: 128 choices take 2.6 KB
 
 

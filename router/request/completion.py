@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cluster.security.keys import NO_LIMITS, RateLimits
+from router.link.token import Token
 from router.text.stop import StopStrings
 from wire import common_pb2, inference_pb2
 
@@ -43,13 +44,12 @@ class Completion:
         return StopStrings(self.stop)
 
 
-@dataclass(frozen=True)
-class Delta:
-    """Tokens and text of one choice that arrived together."""
+class Delta(NamedTuple):
+    """Tokens and text of one choice that arrived together. A tuple: one is made for every token."""
 
     choice: int
     text: str
-    tokens: tuple[common_pb2.Token, ...]
+    tokens: tuple[Token, ...]
     finish: FinishReason | None = None
 
 

@@ -65,7 +65,10 @@ def arbiter(address: str, epoch: int) -> Attempt:
     decode = WorkerInfo("d", epoch, 1, "decode", "m", address, "", b"", "", "h", 4096, 100)
     placed = Placed(None, decode, 0, 0, True)
     spec = common_pb2.GenerateSpec()
-    return Attempt("r", spec, placed, Channels(), Links("r"), (), 1.0, lambda token: True, transfer_id=T)
+    channels, links = Channels(), Links("r")
+    return Attempt(
+        "r", spec, placed, channels, links, (), 1.0, lambda *_: True, lambda call: None, transfer_id=T
+    )
 
 
 async def refusal(call: Any) -> Exception:

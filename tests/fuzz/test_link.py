@@ -18,7 +18,9 @@ from cluster.addresses import split
 from cluster.errors import BatonError, InvalidRequestError
 from cluster.link.framing import MAX_FRAME_BYTES, FrameReader, to_frame
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from router.link.links import Links
+from router.link.token import Token
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
@@ -80,14 +82,14 @@ def test_bytes_of_any_kind_are_cut_or_refused(chunks, tally):
 # --- a router that lies ------------------------------------------------------------------------------------
 
 
-def conversation(worker: Worker) -> list[link_pb2.RouterFrame]:
+def conversation(worker: Worker, handle: int = 1) -> list[link_pb2.RouterFrame]:
     """Of a router that reads an attempt which the worker does not have."""
-    attach = link_pb2.LinkAttach(transfer_id=bytes(16), handle=1, next=[40], limit=[296])
+    attach = link_pb2.LinkAttach(transfer_id=bytes(16), handle=handle, next=[40], limit=[296])
     return [
         link_pb2.RouterFrame(
             hello=link_pb2.LinkHello(
-                min_version=1,
-                max_version=1,
+                min_version=MIN_LINK_VERSION,
+                max_version=LINK_VERSION,
                 router_id="fuzz",
                 incarnation=next(INCARNATIONS),
                 serial=1,
@@ -96,12 +98,12 @@ def conversation(worker: Worker) -> list[link_pb2.RouterFrame]:
             )
         ),
         link_pb2.RouterFrame(attach=[attach]),
-        link_pb2.RouterFrame(attach_done=link_pb2.AttachDone(next_handle=2)),
+        link_pb2.RouterFrame(attach_done=link_pb2.AttachDone(next_handle=min(handle + 1, 2**64 - 1))),
         link_pb2.RouterFrame(beat=True),
-        link_pb2.RouterFrame(credit=[link_pb2.LinkCredit(handle=1, limit=300)]),
-        link_pb2.RouterFrame(status=[1]),
-        link_pb2.RouterFrame(cancel=[1]),
-        link_pb2.RouterFrame(close=[1]),
+        link_pb2.RouterFrame(credit=[link_pb2.LinkCredit(handle=handle, limit=300)]),
+        link_pb2.RouterFrame(status=[handle]),
+        link_pb2.RouterFrame(cancel=[handle]),
+        link_pb2.RouterFrame(close=[handle]),
     ]
 
 
@@ -128,7 +130,7 @@ def say(worker: Worker, data: bytes, tally: Tally, kind: str) -> None:
 def test_frames_that_are_nearly_right(data, pair: Pair, tally: Tally):
     """In any order, with repeats, each perhaps changed; sometimes before, or without, a greeting."""
     worker = data.draw(st.sampled_from([pair.prefill, pair.decode]))
-    honest = conversation(worker)
+    honest = conversation(worker, data.draw(st.sampled_from([1, 2**32 - 1, 2**32, 2**64 - 1])))
     order = data.draw(st.lists(st.integers(1, len(honest) - 1), max_size=10))
     said = [honest[0]] if data.draw(st.integers(0, 6)) else []
     said += [data.draw(changed(honest[index], 2)) for index in order]
@@ -164,7 +166,7 @@ def test_they_still_compute(pair, channels):
 class Lenient(Reading):
     """Takes whatever comes."""
 
-    def token(self, token: common_pb2.Token) -> None:
+    def token(self, token: Token) -> None:
         self.came.set()
 
 
@@ -238,6 +240,7 @@ class LyingWorker:
 def liar() -> Iterator[LyingWorker]:
     with blocking_link_client() as client:
         made = LyingWorker(client)
+        made._links._identity.handle_after = 2**32 - 10  # beyond 32 bits after a few conversations
         yield made
         client.run(made.stop())
 
@@ -270,7 +273,9 @@ def test_a_worker_whose_frames_are_nearly_right(data, liar: LyingWorker, tally: 
     said = b"".join(to_frame(data.draw(changed(honest[index], 2))) for index in order)
     if data.draw(st.integers(0, 4)) == 0:
         said = data.draw(damaged(said) | st.binary(max_size=200))
-    welcome = link_pb2.LinkWelcome(worker_id="liar", epoch=next(EPOCHS), version=1, max_frame=MAX_FRAME_BYTES)
+    welcome = link_pb2.LinkWelcome(
+        worker_id="liar", epoch=next(EPOCHS), version=LINK_VERSION, max_frame=MAX_FRAME_BYTES
+    )
     if data.draw(st.integers(0, 4)) == 0:
         welcome = data.draw(changed(welcome))
     reading = liar.converse(welcome, said)

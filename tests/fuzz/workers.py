@@ -18,6 +18,7 @@ from cluster.membership.topology import Location
 from decode_worker import worker as decode_worker
 from kv_transfer.decode_side.ring import SlotState
 from prefill_worker import worker as prefill_worker
+from router.link.token import Token
 from tests.harness.link_client import BlockingLinkClient, Reading
 from wire import common_pb2
 from worker.worker import Worker
@@ -65,7 +66,7 @@ class Pair:
 
     def answer(
         self, channels: dict[str, grpc.Channel], method: str, asked: Any, seconds: float = 60.0
-    ) -> tuple[list[common_pb2.Token], common_pb2.AttemptEnd]:
+    ) -> tuple[list[Token], common_pb2.AttemptEnd]:
         """Dispatch a Run and read it to its end. Raises grpc.RpcError, BatonError if it was lost, or TimeoutError."""
         worker = self.prefill if method.startswith("Prefill") else self.decode
         reading = self.read(worker, asked.transfer_id, asked.spec)

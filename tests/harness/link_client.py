@@ -14,6 +14,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import WINDOW_TOKENS
 from router.link.handle import LinkHandle
 from router.link.links import Links
+from router.link.token import Token
 from wire import common_pb2
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Reading:
     first_choice: int = 0
     reads: int | None = None  # so many tokens of each choice, then it grants nothing until `read_on`
     taken_in: bool = False  # the worker has shown that it has the attempt
-    tokens: dict[int, list[common_pb2.Token]] = field(default_factory=dict)  # by choice
+    tokens: dict[int, list[Token]] = field(default_factory=dict)  # by choice
     end: common_pb2.AttemptEnd | None = None
     error: BatonError | None = None
     handle: LinkHandle | None = None
@@ -50,7 +51,7 @@ class Reading:
     def limits(self) -> list[int]:
         return [self._limit(tokens) for tokens in self.tokens.values()]
 
-    def _limit(self, tokens: list[common_pb2.Token]) -> int:
+    def _limit(self, tokens: list[Token]) -> int:
         read = len(tokens) if self.reads is None else min(len(tokens), self.reads)
         return self.position + read + WINDOW_TOKENS
 
@@ -60,7 +61,7 @@ class Reading:
             if self.handle is not None:
                 self.handle.credit(choice, self._limit(tokens))
 
-    def token(self, token: common_pb2.Token) -> None:
+    def token(self, token: Token) -> None:
         self.taken_in = True
         tokens = self.tokens[token.choice]
         wanted = self.position + len(tokens)

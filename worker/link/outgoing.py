@@ -12,13 +12,14 @@ from wire import common_pb2, link_pb2
 from worker.attempt_log import ChoiceLog
 from worker.link.handle import Handle
 
-PIECE_BYTES = 64  # of a piece of a large token, without its top_logprobs
+PIECE_BYTES = 72  # of a piece of a large token, without its top_logprobs
 ALTERNATIVE_BYTES = 16  # of one of its top_logprobs, at most
-ROW_BYTES = 26  # of a row of the columns, at most
+ROW_BYTES = 31  # of a row of the columns, at most
 MAX_ROWS = 2048
 MAX_REPLAY_ROWS = MAX_ROWS // 2  # of handles with several tokens due: fresh ones of the others go first
 BODY_BYTES = MAX_FRAME_BYTES - 256  # beside a notice, a beat and the columns' own tags
-ENTRY_BYTES = 16  # tags and lengths around an entry
+ENTRY_BYTES = 24  # handle, tags and lengths around an entry
+CANCELLED_BYTES = 10  # of a handle, at most
 MAX_ANSWERS = 4096  # that wait for their frame: with more, a session reads nothing
 REPLAY_BYTES = BODY_BYTES // 2  # of a frame
 
@@ -83,7 +84,7 @@ class Outgoing:
         while self._cancelled and left > ENTRY_BYTES:
             frame.cancelled.append(number := next(iter(self._cancelled)))
             del self._cancelled[number]
-            left -= 6
+            left -= CANCELLED_BYTES
         ended = self._tokens(frame, left)
         return frame, ended
 

@@ -17,6 +17,7 @@ from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
+from router.link.token import to_message
 from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta
 from router.request.fields import read
@@ -198,7 +199,7 @@ def _chunks(deltas: Sequence[Delta]) -> Iterator[pb.Chunk]:
             yield pb.Chunk(
                 choice=last.choice,
                 text="".join(delta.text for delta in run),
-                tokens=[token for delta in run for token in delta.tokens],
+                tokens=[to_message(token) for delta in run for token in delta.tokens],
                 finish_reason=last.finish or "",
             )
             begin = end

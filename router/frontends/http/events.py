@@ -9,7 +9,6 @@ usage                        without choices; only with include_usage
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -40,6 +39,10 @@ class Events:
         """Encode deltas that arrived together, for one write."""
         frames: list[bytes] = []
         for delta in deltas:
+            around = self._around.get(delta.choice) if delta.finish is None else None
+            if around is not None:
+                frames += (around[0], orjson.dumps(delta.text), around[1])
+                continue
             shown = delta if delta.finish is None else self._without_last_finish(delta)
             if shown is not None:
                 self._add(frames, shown)
@@ -66,14 +69,10 @@ class Events:
         if not delta.text:
             self._last = delta
             return None
-        self._last = replace(delta, text="", tokens=())
-        return replace(delta, finish=None)
+        self._last = delta._replace(text="", tokens=())
+        return delta._replace(finish=None)
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:
-        around = self._around.get(delta.choice) if delta.finish is None else None
-        if around is not None:
-            frames += (around[0], orjson.dumps(delta.text), around[1])
-            return
         frames += (self._before, orjson.dumps(self._choice(delta)))
         if self._wanted.continuous_usage_stats:
             frames += (b'],"usage":', self._so_far.with_delta(delta), b"}\n\n")

@@ -31,6 +31,7 @@ class Exchange(Request):
     def __init__(self, cycle: RequestResponseCycle):
         super().__init__(cycle.scope, cycle.receive)  # type: ignore[arg-type]
         self._cycle = cycle
+        self._flow, self._transport = cycle.flow, cycle.transport
         self._chunked = cycle.scope["http_version"] != "1.0"  # else the end of the connection ends the body
         self._watcher: Watcher | None = None
         self._added: RawHeaders = ()
@@ -42,7 +43,7 @@ class Exchange(Request):
     @property
     def paused(self) -> bool:
         """The transport holds more than it should. It stays so until it is below its low-water mark."""
-        return self._cycle.flow.write_paused
+        return self._flow.write_paused
 
     def watch(self, watcher: Watcher) -> None:
         """The socket is read meanwhile, or the client's end would not be seen."""
@@ -82,7 +83,7 @@ class Exchange(Request):
     def write(self, piece: bytes) -> None:
         """Neither this piece nor the last one may be empty: that would end a chunked body."""
         if not self._cycle.disconnected:
-            self._cycle.transport.write(self._framed(piece))
+            self._transport.write(self._framed(piece))
 
     def end(self, piece: bytes) -> None:
         if not self._cycle.disconnected:

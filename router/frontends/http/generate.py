@@ -18,6 +18,7 @@ from cluster.errors import BatonError, DrainingError, InvalidRequestError
 from cluster.security.keys import Caller
 from router.admission.admission import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
+from router.dispatch.turn import Turn
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
@@ -70,6 +71,7 @@ Reader = Callable[[Request, Mapping[str, Any], Arrival, Admit], Awaitable[Parsed
 class Generate:
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
+        self._turn = Turn()
 
     async def chat(self, request: Exchange) -> Response | None:
         return await self._serve(request, self._read_chat, ChatShape)
@@ -98,7 +100,8 @@ class Generate:
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
             ]
             shape = self._shape(kind, parsed, caller)
-            return await (_stream if parsed.stream else _whole)(request, parsed, shape, dispatchers)
+            answer = _stream if parsed.stream else _whole
+            return await answer(request, parsed, shape, dispatchers, self._turn)
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
@@ -172,7 +175,11 @@ class Generate:
 
 
 async def _whole(
-    request: Exchange, parsed: ParsedRequest, shape: Shape, dispatchers: Sequence[RequestDispatcher]
+    request: Exchange,
+    parsed: ParsedRequest,
+    shape: Shape,
+    dispatchers: Sequence[RequestDispatcher],
+    turn: Turn,
 ) -> Response:
     answers = [Answer(shape, index) for index in range(sum(one.choices for one in dispatchers))]
 
@@ -180,7 +187,7 @@ async def _whole(
         for delta in deltas:
             answers[delta.choice].add(delta)
 
-    await AnswerQueue(request, add, len(dispatchers), streamed=False).pass_all(dispatchers)
+    await AnswerQueue(request, add, len(dispatchers), turn, streamed=False).pass_all(dispatchers)
     outcomes = [dispatcher.outcome for dispatcher in dispatchers]
     choices = [shape.choice(answer) for answer in answers]
     shown = {"x-request-id": _shown_id(request, parsed), **_timing_headers(outcomes[-1], admin=shape.admin)}
@@ -190,7 +197,11 @@ async def _whole(
 
 
 async def _stream(
-    request: Exchange, parsed: ParsedRequest, shape: Shape, dispatchers: Sequence[RequestDispatcher]
+    request: Exchange,
+    parsed: ParsedRequest,
+    shape: Shape,
+    dispatchers: Sequence[RequestDispatcher],
+    turn: Turn,
 ) -> None:
     """Until the first delta, a failure is an HTTP error; after it, an event of the stream."""
     prompt_tokens = sum(len(one.prompt_tokens) for one in parsed.completions)
@@ -204,7 +215,7 @@ async def _stream(
             request.write(frames)
 
     try:
-        await AnswerQueue(request, write, len(dispatchers), streamed=True).pass_all(dispatchers)
+        await AnswerQueue(request, write, len(dispatchers), turn, streamed=True).pass_all(dispatchers)
     except BatonError as error:
         if not request.begun:
             raise

@@ -5,6 +5,8 @@
         ▼                                   ▼
     closed                               closed           if there are too many of either, the oldest is closed
 
+A silent connection makes room for a new one only if none of its bytes wait in the kernel.
+
 A connection that sends nothing costs a descriptor only: no TLS state, no protocol.
 """
 
@@ -22,7 +24,9 @@ import uvicorn
 MAX_HANDSHAKES = 256  # at a time; beyond, the oldest is cancelled
 LOOK_SECONDS = 0.5  # between two checks for connections that were silent for too long
 RETRY_SECONDS = 0.05
-ACCEPTS_PER_TURN = 128  # fewer leave new clients waiting behind a flood in the backlog, more delay streams
+ACCEPTS_PER_TURN = (
+    32  # at most: fewer leave new clients waiting behind a flood in the backlog, more delay streams
+)
 # If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
 OPENED_PER_TURN = 32
 
@@ -36,6 +40,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._seconds = seconds
         self._max_silent = max_silent
+        # Those accepted in one turn must not close each other: the first bytes are read in the turns that follow.
+        self._accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, max_silent // 4))
         self._accepting: list[asyncio.Task[None]] = []
         self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
         self._ready: deque[socket.socket] = deque()  # their first bytes have arrived
@@ -66,7 +72,7 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         for count in itertools.count(1):
-            if count % ACCEPTS_PER_TURN == 0:
+            if count % self._accepts_per_turn == 0:
                 # While connections wait, `sock_accept` returns without giving up the turn.
                 await asyncio.sleep(0)
             while len(self._ready) > self._max_silent:  # further ones stay in the backlog
@@ -78,8 +84,13 @@ class HttpServer(uvicorn.Server):
                 continue
             self._silent[connection] = loop.time() + self._seconds
             loop.add_reader(connection.fileno(), self._begin, connection)
-            if len(self._silent) > self._max_silent:
-                self._close(next(iter(self._silent)))
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the oldest silent connections beyond the limit. Those whose first bytes have arrived are opened."""
+        while len(self._silent) > self._max_silent:
+            oldest = next(iter(self._silent))
+            self._begin(oldest) if _has_bytes(oldest) else self._close(oldest)
 
     async def _close_silent(self) -> None:
         loop = asyncio.get_running_loop()
@@ -130,3 +141,11 @@ class HttpServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
+
+
+def _has_bytes(connection: socket.socket) -> bool:
+    """Whether bytes of the client's wait to be read. Not: it is silent, or has ended."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except OSError:  # BlockingIOError among them: the socket does not block
+        return False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from cluster.errors import CancelledError
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.dispatcher import PIECE_SECONDS, RequestDispatcher
+from router.dispatch.turn import Turn
 from router.frontends.http.exchange import Exchange
 from router.request.completion import Delta
 
@@ -20,14 +21,24 @@ class AnswerQueue(BatchQueue[Delta]):
     """
 
     def __init__(
-        self, exchange: Exchange, write: Callable[[list[Delta]], None], dispatchers: int, *, streamed: bool
+        self,
+        exchange: Exchange,
+        write: Callable[[list[Delta]], None],
+        dispatchers: int,
+        turn: Turn,
+        *,
+        streamed: bool,
     ):
         super().__init__(dispatchers, PIECE_SECONDS)
         self._exchange = exchange
         self._write = write
+        self._turn = turn
         self._streamed = streamed
-        self._next: asyncio.Handle | None = None  # of _pass_on
+        self._due = False  # _pass_on is called at the end of this turn
+        self._timer: asyncio.TimerHandle | None = None  # of _pass_on, for the pace
         self._over = self._loop.create_future()
+        self._closed = False
+        self._may_be_held_up = True  # asked again before the next piece: writing alone pauses an exchange
 
     @property
     def _held_up(self) -> bool:
@@ -47,9 +58,10 @@ class AnswerQueue(BatchQueue[Delta]):
             while deltas := await self.take():
                 self._write(deltas)
         finally:
+            self._closed = True
             self._exchange.unwatch()
-            if self._next is not None:
-                self._next.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             for one in dispatchers:
                 one.stop()
 
@@ -59,18 +71,31 @@ class AnswerQueue(BatchQueue[Delta]):
     def resumed(self) -> None:
         self._wake()
 
+    def add(self, item: Delta) -> None:
+        self._items.append(item)
+        if not self._due and self._timer is None:
+            self._wake()
+
     def _wake(self) -> None:
-        if self._next is not None:
+        if self._due:
+            return
+        if self._timer is not None:
             if self._error is None and self._producers > 0:
                 return
-            self._next.cancel()  # the end does not wait for the pace
+            self._timer.cancel()  # the end does not wait for the pace
+            self._timer = None
         early = self._early()
-        loop, passing = self._loop, self._pass_on
-        self._next = loop.call_later(early, passing) if early > 0.0 else loop.call_soon(passing)
+        if early > 0.0:
+            self._timer = self._loop.call_later(early, self._pass_on)
+        else:
+            self._due = True
+            self._turn.add(self._pass_on)
 
     def _pass_on(self) -> None:
-        self._next = None
-        if self._held_up:
+        self._due, self._timer = False, None
+        if self._may_be_held_up:
+            self._may_be_held_up = self._held_up
+        if self._closed or self._may_be_held_up:
             return
         if self._error is not None or self._producers <= 0:
             if not self._over.done():
@@ -83,7 +108,6 @@ class AnswerQueue(BatchQueue[Delta]):
             except Exception as error:
                 self.discard(error)
                 return
-            if not self._held_up:
-                self._drained()
-        else:
+            self._may_be_held_up = self._held_up
+        if self._when_drained and not self._may_be_held_up:
             self._drained()

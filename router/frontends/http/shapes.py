@@ -8,11 +8,12 @@ from typing import Any
 
 import orjson
 
+from router.link.token import Token
 from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import ADMIN_TIMINGS
 from router.text.pieces import TextOffsets
 from router.text.tokenizer import ModelText
-from wire import common_pb2, inference_pb2
+from wire import inference_pb2
 
 _TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
 
@@ -165,7 +166,7 @@ class Shape:
     def message_delta(self, text: str, first: bool) -> dict[str, Any]:
         raise TypeError("use ChatShape or CompletionShape")
 
-    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         """Lists by field for consecutive tokens of a choice; None if the request does not ask for them."""
         raise TypeError("use ChatShape or CompletionShape")
 
@@ -181,7 +182,7 @@ class ChatShape(Shape):
     def message_delta(self, text: str, first: bool) -> dict[str, Any]:
         return {"delta": {"content": text, "role": "assistant"} if first else {"content": text}}
 
-    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:
             return None
         return {
@@ -214,7 +215,7 @@ class CompletionShape(Shape):
     def message_delta(self, text: str, first: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:
             return None
         offsets = self.offsets.setdefault(index, TextOffsets(self.text.pieces))

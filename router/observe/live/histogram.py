@@ -26,9 +26,14 @@ class LatencyHistogram:
         return sum(self.counts)
 
     def add(self, seconds: float) -> None:
-        """Called for every token, so it is a logarithm and an addition."""
-        bucket = int(math.log(seconds) * _PER_LOG - _OFFSET) if seconds > LOW_SECONDS else 0
-        self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
+        self.add_all((seconds,))
+
+    def add_all(self, values: Iterable[float]) -> None:
+        """Called with every token's gap, so it is a logarithm and an addition for each."""
+        counts, log = self.counts, math.log
+        for seconds in values:
+            bucket = int(log(seconds) * _PER_LOG - _OFFSET) if seconds > LOW_SECONDS else 0
+            counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
 
     def copy(self) -> LatencyHistogram:
         return LatencyHistogram(self.counts)

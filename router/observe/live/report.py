@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import sub
 from typing import Any, Literal, NamedTuple, get_args
@@ -33,21 +33,23 @@ NO_TRAFFIC = PairTraffic()
 
 @dataclass
 class Recorder:
-    """The counts of one router, which only grow. `token` is called for every token: keep it short."""
+    """The counts of one router, which only grow."""
 
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     itl: LatencyHistogram = field(default_factory=LatencyHistogram)
     output_tokens: int = 0
     flows: dict[tuple[str, str], PairTraffic] = field(default_factory=dict)
 
-    def token(self, first_seconds: float | None, gap_seconds: float | None) -> None:
-        """`first_seconds`: from the request's arrival to its first token. `gap_seconds`: since the choice's token before.
-        Neither: the first token of a further choice."""
+    def first_token(self, seconds: float | None) -> None:
+        """`seconds`: from the request's arrival. None: the first token of a further choice."""
         self.output_tokens += 1
-        if first_seconds is not None:
-            self.ttft.add(first_seconds)
-        if gap_seconds is not None:
-            self.itl.add(gap_seconds)
+        if seconds is not None:
+            self.ttft.add(seconds)
+
+    def tokens(self, gaps: Sequence[float]) -> None:
+        """Further tokens; of each the seconds since the choice's token before."""
+        self.output_tokens += len(gaps)
+        self.itl.add_all(gaps)
 
     def handed_over(self, placed: Placed, report: common_pb2.WorkReport) -> None:
         """A worker's report of an attempt; only prefill workers report shipped bytes."""

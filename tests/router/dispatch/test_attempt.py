@@ -18,6 +18,7 @@ from cluster.protocol.link import WINDOW_TOKENS
 from router.dispatch import attempt as attempts
 from router.dispatch.attempt import Attempt, Broken, Ended, Source
 from router.link import links as all_links
+from router.link.token import Token
 from tests.harness.waiting import until
 from tests.router.dispatch.scripted_workers import FIRST, HANG, TRANSFER, ScriptedPair, done, token
 from wire import common_pb2, decode_pb2
@@ -29,7 +30,7 @@ LONG = 60.0
 class Recorded(Attempt):
     """Keeps which worker each token came from."""
 
-    def came(self, source: Source, token: common_pb2.Token) -> None:
+    def came(self, source: Source, token: Token) -> None:
         self.tokens.append((source, token.position))
         super().came(source, token)
 
@@ -37,7 +38,7 @@ class Recorded(Attempt):
     def tokens(self) -> list[tuple[Source, int]]:
         return []
 
-    def note(self, token: common_pb2.Token) -> bool:
+    def note(self, token: Token) -> bool:
         self.taken.append(token.position)
         return True
 
@@ -50,6 +51,7 @@ class Recorded(Attempt):
 @dataclass
 class World(ScriptedPair):
     made: list[Attempt] = field(default_factory=list)
+    when_drained: list[Callable[[], None]] = field(default_factory=list)
 
     def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Recorded:
         """`held`: output that the request has so far."""
@@ -68,7 +70,8 @@ class World(ScriptedPair):
             links=self.links,
             choices=[choice],
             admission_seconds=2.5,
-            take=lambda token: made.note(token),  # noqa: PLW0108
+            take=lambda token, attempt: attempt.note(token),  # type: ignore[attr-defined]
+            when_drained=self.when_drained.append,
             transfer_id=TRANSFER,
         )
         self.made.append(made)
@@ -272,6 +275,7 @@ async def test_credit_is_granted_in_quarters_of_the_window(world):
     attempt = world.attempt(local=True)
     attempt.start()
     await until(lambda: len(attempt.taken) == 200, "they came")
+    assert world.when_drained == [attempt.grant], "it is asked for once, until it is granted"
     world.decode.link.credited.clear()
     for taken, limit in ((63, 0), (64, 64), (100, 64), (128, 128)):
         attempt.choices[0].next_position = FIRST + taken

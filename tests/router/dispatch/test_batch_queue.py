@@ -57,9 +57,18 @@ async def test_producers_are_told_when_the_reader_waits_and_nothing_lies_unread(
     assert drained == [0]
     box.add(2)
     assert await reading == [2]
+    reading = asyncio.ensure_future(box.take())
+    await asyncio.sleep(0)
+    assert drained == [0], "once"
+    box.when_drained(lambda: drained.append(len(drained)))
+    await asyncio.sleep(0)
+    assert drained == [0, 1], "the reader waits already"
     box.add(3)
+    assert await reading == [3]
+    box.when_drained(lambda: drained.append(len(drained)))
+    box.add(4)
     await box.take()
-    assert drained == [0], "something lay unread when it came back"
+    assert drained == [0, 1], "something lay unread when it came back"
 
 
 async def test_a_burst_is_paced_but_neither_its_first_nor_its_end():

@@ -122,6 +122,7 @@ class BatchQueueMachine(RuleBasedStateMachine):
     def is_drained(self) -> None:
         assert self.taken == self.said, "something lies unread"
         self.drained += 1
+        self.box.when_drained(self.is_drained)  # it is called once
 
     async def take(self) -> list[tuple[int, int]]:
         batch = await self.box.take()

@@ -25,6 +25,7 @@ from router.dispatch.choice import ChoiceStream
 from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.link.links import Links
+from router.link.token import Token
 from router.placement.calibration import Calibration
 from router.placement.eligibility import Eligibility
 from router.placement.types import KvGroup, Placed, PlacementRequest
@@ -77,7 +78,7 @@ class Scripted:
     placed: Placed
     transfer_id: bytes
     choices: Sequence[ChoiceStream]
-    take: Callable[[common_pb2.Token], bool]
+    take: Callable[[Token, Any], bool]
     steps: list[str]
     arbiter: str
     over: bool = False
@@ -95,10 +96,10 @@ class Scripted:
         self.events: BatchQueue[Any] = BatchQueue()
         self.from_position = self.choices[0].next_position
 
-    def came(self, source: Source, token: common_pb2.Token) -> None:
+    def came(self, source: Source, token: Token) -> None:
         if not self.over:
             self.responded.add(source)
-            self.take(token)
+            self.take(token, self)
 
     def broken(self, error: BatonError) -> None:
         self.stop_reading()
@@ -109,9 +110,6 @@ class Scripted:
 
     def stop_reading(self) -> None:
         self.over = True
-
-    def grant(self) -> None:
-        """It sends what it likes."""
 
     worker_of = Attempt.worker_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ class Streams:
         spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * PROMPT), n=2)
         self.log = AttemptLog.of(spec, lambda: None)
         nothing: Any = None
+        self.when_drained: list[Callable[[], None]] = []
         placed: Any = SimpleNamespace(prefill=None)
         self.attempt = Attempt(
             request_id="r",
@@ -47,7 +49,8 @@ class Streams:
             links=nothing,
             choices=self.choices,
             admission_seconds=1.0,
-            take=lambda token: self.choices[token.choice].take(token) is not None,
+            take=lambda token, _: self.choices[token.choice].take(token) is not None,
+            when_drained=self.when_drained.append,
         )
         handle: Any = SimpleNamespace(credit=self.log.credit)
         self.attempt._handles[Source.DECODE] = handle
@@ -59,7 +62,9 @@ class Streams:
             stops = choice == 0 and number == STOPS_AT
             self.log.add(choice, PROMPT + number, STOP if stops else 5)
         self.deliver()
-        self.attempt.grant()  # the client has read everything
+        calls, self.when_drained[:] = list(self.when_drained), []
+        for call in calls:  # the client has read everything
+            call()
 
     def deliver(self) -> None:
         for choice in self.log.choices:

@@ -14,6 +14,7 @@ from cluster.errors import BatonError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.link import WINDOW_TOKENS
 from router.link.links import Links
+from router.link.token import Token
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.proxy import Proxy
 from tests.harness.waiting import until
@@ -66,7 +67,7 @@ class Reading:
     def limits(self) -> list[int]:
         return [self.limit] * self.choices
 
-    def token(self, token: common_pb2.Token) -> None:
+    def token(self, token: Token) -> None:
         if self.fails:
             raise RuntimeError("broken reader")
         wanted = PROMPT + len(self.tokens[token.choice])

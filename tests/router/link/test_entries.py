@@ -150,7 +150,7 @@ async def test_a_token_in_pieces_is_joined_and_begins_again_behind_a_break(pair)
 async def test_a_piece_that_continues_no_other_is_dropped(pair):
     one = pair.read()
     await pair.up()
-    handle = pair.link._handles[one.handle.number]
+    handle = one.handle
     piece = link_pb2.HandleToken(handle=handle.number, token=common_pb2.Token(position=PROMPT), first=7)
     piece.token.top_logprobs.add(token_id=1)
     assert handle.joined(piece) is None

@@ -374,16 +374,16 @@ async def test_frames_of_many_entries_are_dispatched_in_pieces(pair):
     many = [pair.read() for _ in range(30)]
     await pair.up()
     turns = []
-    take = pair.link._entries
+    take = pair.link._handles.take
 
-    def counted(connection, frame):
+    def counted(*given):
         pieces = 0
-        for piece in take(connection, frame):
+        for piece in take(*given):
             pieces += 1
             yield piece
         turns.append(pieces)
 
-    pair.link._entries = counted
+    pair.link._handles.take = counted
     for one in many:
         tokens(one.log, 0, 100)
     await until(lambda: all(len(one.tokens[0]) == 100 for one in many), "all came")

@@ -143,7 +143,7 @@ async def test_a_worker_that_beats_and_does_not_read_is_lost(lying, pair, monkey
     monkeypatch.setattr(all_links, "LOST_SECONDS", 2.0)
     monkeypatch.setattr(outgoing, "MAX_CLOSES", 5000)
     flood = Frame(beat=common_pb2.Beat(engine_step=1))
-    flood.ends.extend(link_pb2.HandleEnd(handle=2**32 - 1 - number) for number in range(5000))
+    flood.ends.extend(link_pb2.HandleEnd(handle=2**64 - 1 - number) for number in range(5000))
     seen: list[tuple[int, int]] = []
 
     async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -210,10 +210,10 @@ async def test_many_small_frames_take_several_turns(pair):
         Frame(
             tokens=link_pb2.TokenColumns(handle=[1] * 9, choice=[0], position=[2**64 - 1] * 3, token_id=[])
         ),
-        Frame(extras=[link_pb2.HandleToken(handle=2**32 - 1, token=common_pb2.Token(position=2**64 - 1))]),
+        Frame(extras=[link_pb2.HandleToken(handle=2**64 - 1, token=common_pb2.Token(position=2**64 - 1))]),
         Frame(ends=[link_pb2.HandleEnd(handle=0)] * 1000),
-        Frame(states=[link_pb2.HandleState(handle=2**32 - 1, next=[2**64 - 1] * 500)]),
-        Frame.FromString(to_frame(Frame(cancelled=[2**32 - 1] * 1000))[4:] + b"\x10\x63"),
+        Frame(states=[link_pb2.HandleState(handle=2**64 - 1, next=[2**64 - 1] * 500)]),
+        Frame.FromString(to_frame(Frame(cancelled=[2**64 - 1] * 1000))[4:] + b"\x10\x63"),
         Frame(welcome=link_pb2.LinkWelcome(worker_id="x" * 60_000)),
         Frame(notice=link_pb2.LINK_NOTICE_MOVED),
     ],

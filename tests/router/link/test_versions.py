@@ -6,7 +6,7 @@ import pytest
 
 from cluster.errors import PeerLostError
 from cluster.protocol import link as protocol
-from cluster.protocol.link import common_version
+from cluster.protocol.link import VERSION_1_HANDLES, WINDOW_TOKENS, common_version
 from router.link import opener
 from router.link.connection import Connection
 from tests.harness.waiting import until
@@ -74,3 +74,33 @@ def speak(monkeypatch, router: tuple[int, int], worker: tuple[int, int]) -> None
         return version if version >= max(least, worker[0]) else 0
 
     monkeypatch.setattr(session, "common_version", common)
+
+
+async def test_handles_have_64_bits(pair):
+    """A router that has run for months: 32 bits are used up after 24 days at 1,000 requests/s."""
+    pair.links._identity.handle_after = 2**64 - 3
+    one, two = pair.read(), pair.read()
+    await pair.up()
+    tokens(one.log, 0, WINDOW_TOKENS + 1)
+    await until(lambda: len(one.tokens[0]) == WINDOW_TOKENS, "its window")
+    one.limit += 1
+    one.handle.credit(0, one.limit)
+    await until(lambda: len(one.tokens[0]) == WINDOW_TOKENS + 1, "credit reaches it")
+    pair.cut()
+    await pair.up()
+    end(one.log)
+    await until(lambda: one.end is not None, "its end")
+    assert await two.handle.cancel(5.0)
+    assert pair.worker.cancelled == [two.transfer_id] and not len(pair.worker.routers)
+
+
+@pytest.mark.parametrize("worker", [1, 2])
+async def test_a_router_whose_handles_need_more_bits_opens_no_link_of_version_1(pair, monkeypatch, worker):
+    speak(monkeypatch, (1, 2), (1, worker))
+    pair.links._identity.handle_after = VERSION_1_HANDLES + 1
+    one = pair.read()
+    if worker == 2:
+        await pair.up()
+        return
+    await until(lambda: one.error is not None, "it is lost")
+    assert "used up" in str(one.error)

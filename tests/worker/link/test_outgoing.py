@@ -30,12 +30,13 @@ def fill(log: AttemptLog, count: int, *, extras: bool = False) -> None:
             log.add(one.choice, position, 2**31, whole(one.choice, position) if extras else None)
 
 
-async def test_frames_stay_within_their_size_whatever_they_hold(worker):
+@pytest.mark.parametrize("base", [1, 2**64 - 9000])
+async def test_frames_stay_within_their_size_whatever_they_hold(worker, base):
     """Many handles of many choices, with and without log probabilities, with answers and cancels between."""
-    numbers = list(range(1, 1500))
+    numbers = list(range(base, base + 1499))
     link = HandLink(worker, 1)
     for number in numbers[:40]:
-        fill(worker.open(number, 128 if number < 8 else 2), 30, extras=number % 2 == 0)
+        fill(worker.open(number, 128 if number < base + 7 else 2), 30, extras=number % 2 == 0)
     for begin in range(0, len(numbers), 100):
         link.send(
             attach=[
@@ -46,15 +47,15 @@ async def test_frames_stay_within_their_size_whatever_they_hold(worker):
                     limit=[9],
                 )
                 for number in numbers[begin : begin + 100]
-                if number > 40
+                if number >= base + 40
             ]
         )
     for number in numbers[:40]:
-        choices = 128 if number < 8 else 2
-        link.attach([number], choices=choices) if number == 40 else link.send(
+        choices = 128 if number < base + 7 else 2
+        link.attach([number], choices=choices, next_handle=base + 999) if number == base + 39 else link.send(
             attach=[_attach(number, choices)]
         )
-    link.send(cancel=list(range(5000, 9000)), status=numbers)
+    link.send(cancel=list(range(base + 4999, base + 8999)), status=numbers)
     frames = link.read()
     assert max(link.sizes) <= MAX_FRAME_BYTES
     assert len(rows(frames)) == 30 * (7 * 128 + 33 * 2)

@@ -175,9 +175,9 @@ async def test_credit_and_positions_of_any_value_harm_their_own_attempt_only():
                 attach(handle=1, transfer_id=one.transfer_id, next=[2**64 - 1], limit=[2**64 - 1]),
                 attach(handle=2, transfer_id=other.transfer_id, next=[1], limit=[257]),
                 attach(handle=2, transfer_id=other.transfer_id, next=[1] * 5000, limit=[1] * 5000),
-                attach(handle=2**32 - 1, transfer_id=bytes(40_000), next=[0], limit=[0]),
+                attach(handle=2**64 - 1, transfer_id=bytes(40_000), next=[0], limit=[0]),
             ],
-            attach_done=link_pb2.AttachDone(next_handle=2**32 - 1),
+            attach_done=link_pb2.AttachDone(next_handle=2**64 - 1),
         ),
     )
     credit = link_pb2.LinkCredit
@@ -188,7 +188,7 @@ async def test_credit_and_positions_of_any_value_harm_their_own_attempt_only():
                 credit(handle=1, limit=2**64 - 1),
                 credit(handle=1, choice=2**32 - 1, limit=2**64 - 1),
                 credit(handle=2, choice=2**32 - 1, limit=2**64 - 1),
-                credit(handle=2**32 - 1, limit=1),
+                credit(handle=2**64 - 1, limit=1),
             ]
         ),
     )

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.errors import CancelledError, InternalError
 from router.dispatch.dispatcher import PIECE_SECONDS
+from router.dispatch.turn import Turn
 from router.frontends.http.reading import AnswerQueue
 from router.request.completion import Delta
 from tests.harness.waiting import until
@@ -45,7 +46,7 @@ class Answer:
         self.exchange, self.dispatcher = StubExchange(), StubDispatcher()
         self.written: list[list[str]] = []
         exchange: Any = self.exchange
-        self.queue = AnswerQueue(exchange, self._write, 1, streamed=streamed)
+        self.queue = AnswerQueue(exchange, self._write, 1, Turn(), streamed=streamed)
         self._passing = asyncio.ensure_future(self.queue.pass_all([self.dispatcher]))  # type: ignore[list-item]
 
     def _write(self, deltas: list[Delta]) -> None:

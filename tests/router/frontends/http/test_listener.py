@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse
 
@@ -21,17 +22,45 @@ SILENT = 4 * MAX_HANDSHAKES
 GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
-@contextlib.asynccontextmanager
-async def serving(**config: Any) -> AsyncIterator[tuple[str, int]]:
+def server_of(max_silent: int, **config: Any) -> HttpServer:
     app = PlainTextResponse("answered")
     made = uvicorn.Config(app, interface="asgi3", log_config=None, lifespan="off", **config)
-    server = HttpServer(made, seconds=30.0, max_silent=SILENT)
-    with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener:
-        running = asyncio.create_task(server.serve(sockets=[listener]))
+    return HttpServer(made, seconds=30.0, max_silent=max_silent)
+
+
+@contextlib.asynccontextmanager
+async def running(server: HttpServer, listener: socket.socket) -> AsyncIterator[None]:
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
         await until(lambda: server.started, "it serves")
-        yield listener.getsockname()
+        yield
+    finally:
         server.should_exit = True
-        await running
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def serving(**config: Any) -> AsyncIterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener:
+        async with running(server_of(SILENT, **config), listener):
+            yield listener.getsockname()
+
+
+@contextlib.contextmanager
+def connected(listener: socket.socket, number: int) -> Iterator[list[socket.socket]]:
+    """Clients that wait to be accepted."""
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(number)
+        ]
+        for client in clients:
+            client.setblocking(False)
+        yield clients
+
+
+async def answer(client: socket.socket) -> bytes:
+    async with asyncio.timeout(20):
+        return await asyncio.get_running_loop().sock_recv(client, 12)
 
 
 async def test_requests_that_arrive_in_one_turn_are_all_answered() -> None:
@@ -45,8 +74,67 @@ async def test_requests_that_arrive_in_one_turn_are_all_answered() -> None:
         for client in clients:  # in one turn of the server's loop, which is this one
             client.send(GET)
         for client in clients:
-            async with asyncio.timeout(20):
-                assert (await loop.sock_recv(client, 12)) == b"HTTP/1.1 200"
+            assert await answer(client) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize(("max_silent", "a_turn"), [(1, 1), (7, 1), (8, 2), (40, 10), (1000, 32)])
+async def test_connections_accepted_in_one_turn_are_few_beside_the_limit(
+    max_silent: int, a_turn: int
+) -> None:
+    server, loop = server_of(max_silent), asyncio.get_running_loop()
+    accepted: list[int] = []  # by turn
+    begin = server._make_room
+
+    def make_room() -> None:
+        accepted[-1] += 1
+        begin()
+
+    def next_turn() -> None:
+        accepted.append(0)
+        turns.append(loop.call_soon(next_turn))
+
+    server._make_room = make_room  # type: ignore[method-assign]
+    turns: list[asyncio.Handle] = []
+    next_turn()
+    with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener:
+        with connected(listener, 100):
+            async with running(server, listener):
+                await until(lambda: sum(accepted) == 100, "all are accepted")
+        turns[-1].cancel()
+    assert max(accepted) == a_turn
+
+
+async def test_a_flood_of_requests_is_answered_where_few_connections_may_be_silent() -> None:
+    """32 accepted in one turn closed each other before their bytes were read."""
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener,
+        connected(listener, 100) as clients,
+    ):
+        for client in clients:
+            client.send(GET)
+        async with running(server_of(4), listener):
+            for client in clients:
+                assert await answer(client) == b"HTTP/1.1 200"
+
+
+async def test_a_connection_whose_bytes_wait_to_be_read_makes_no_room() -> None:
+    server = server_of(3)
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener,
+        connected(listener, 3) as clients,
+    ):
+        async with running(server, listener):
+            await until(lambda: len(server._silent) == 3, "all are accepted")
+            oldest, silent, ended = clients
+            # All in one turn: the loop has not seen the bytes.
+            oldest.send(GET)
+            ended.shutdown(socket.SHUT_WR)
+            server._max_silent = 1
+            server._make_room()
+            assert len(server._silent) == 1
+            assert await answer(oldest) == b"HTTP/1.1 200"
+            assert await answer(silent) == b"", "it made room instead"
+            assert await answer(ended) == b""
 
 
 async def test_more_handshakes_than_may_run_at_a_time_all_end(tmp_path: Path) -> None:
