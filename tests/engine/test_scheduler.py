@@ -120,9 +120,11 @@ def test_a_choice_that_writes_to_a_shared_block_gets_a_copy() -> None:
     first.tokens.append(token)
     decision = parts.scheduler.schedule()
     assert parts.scheduled(decision) == {"one/0": 1, "one/1": 1}
-    assert decision.copies == [BlockCopy(shared, first.blocks[2])], "the last holder writes where it is"
+    assert decision.plan().copies == [BlockCopy(shared, first.blocks[2])], (
+        "the last holder writes where it is"
+    )
     assert first.blocks[:2] == second.blocks[:2] and second.blocks[2] == shared
-    assert parts.scheduler.schedule().copies == []
+    assert not parts.scheduler.schedule().copies
 
 
 def grow_into(parts: Parts, sequence: Sequence, blocks: int) -> None:
