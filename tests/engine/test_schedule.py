@@ -131,11 +131,13 @@ def calls_while_an_eviction_is_pending(count: int) -> int:
 
 def calls_of_a_step_that_preempts(count: int) -> int:
     """All of `count` sequences of several tenants need a block, and none is free."""
-    parts = Parts(2 * count, max_batch_tokens=2 * count)
+    parts = Parts(2 * count + count // 10, max_batch_tokens=2 * count)
     for number in range(count):
         sequence = parts.hand_off(f"{number}", tokens=3, blocks=2, tenant=f"t{number % 5}")
         sequence.tokens += [13] * (PAGE + 1)
         sequence.num_computed = 2 * PAGE
+    for number in range(count // 10):  # of a tenant that holds less: they are not evicted
+        parts.scheduler.reserve(make(f"reserved {number}", [3] * 3, tenant="r"), [], PAGE)
     calls, decision = calls_of(parts.scheduler)
     assert decision.preemptions + len(decision.scheduled) == count
     return calls

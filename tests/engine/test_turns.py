@@ -361,3 +361,11 @@ def test_a_prompt_without_room_for_its_kv_gets_no_step_of_its_own() -> None:
     parts.scheduler.add(request("b", [4] * 3 * BUDGET, tenant="b"))
     for _ in range(3):
         assert step(parts) == {"a": 8}
+
+
+def test_sequences_that_pause_do_not_fill_a_step() -> None:
+    parts = crowded({"a": BUDGET}, max_batch_requests=100)
+    for one in list(parts.scheduler.running)[4:]:
+        one.paused = True
+    step(parts)
+    assert not parts.scheduler.batch_full

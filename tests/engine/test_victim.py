@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
+from engine.scheduler.decision import StepDecision
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Shares, Victims
@@ -150,3 +151,36 @@ def test_a_crowd_of_one_tenant_does_not_push_another_out():
     assert engine.stats().preemptions > 0
     assert len(ended) == 7
     assert ended.index("other6") < ended.index("crowd5"), ended
+
+
+def test_a_second_victim_is_of_the_tenant_that_holds_most_after_the_first() -> None:
+    parts = Parts(5 + 4 * 2 + 2 * 3)
+    for number in range(5):
+        grows = parts.hand_off(f"b{number}", tokens=3, tenant=f"b{number}")
+        grows.tokens.append(13)
+        grows.num_computed = PAGE
+    for tenant, count, blocks in (("a", 4, 2), ("c", 2, 3)):
+        for number in range(count):
+            parts.hand_off(f"{tenant}{number}", blocks=blocks, tenant=tenant)
+    assert parts.scheduler.schedule().preemptions == 2
+    assert {s.request.request_id for s in parts.scheduler.waiting} == {"a3", "c1"}
+
+
+def test_a_sequence_that_is_computed_again_is_not_preempted_before_it_has_a_token() -> None:
+    parts = Parts(9, max_batch_tokens=PAGE, prefix_caching=False)
+    parts.scheduler.add(request("a", [3] * 6 * PAGE, tenant="a"))
+    for _ in range(6):
+        parts.step()
+    (large,) = parts.choices("a")
+    assert len(large.tokens) == large.num_prompt + 1
+    parts.scheduler._preempt(large, StepDecision())
+    small = parts.hand_off("b", tokens=3, blocks=2, tenant="b")
+    parts.step()
+    assert large.state is S.RUNNING and large.missing > 1
+    small.tokens += [13] * (2 * PAGE + 1 - len(small.tokens))
+    small.num_computed = 2 * PAGE
+    parts.step()
+    assert (large.state, small.state) == (S.RUNNING, S.WAITING), "though its tenant holds less"
+    while len(large.tokens) == large.num_prompt + 1:
+        parts.step()
+        assert large.state is S.RUNNING
