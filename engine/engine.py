@@ -157,8 +157,8 @@ class Engine:
 
     @property
     def batch_full(self) -> bool:
-        """Whether a waiting sequence needs an extra seat. Any thread."""
-        return len(self._scheduler.running) >= self._runner.config.max_batch_requests
+        """Whether a tenant with running requests gets no seat for a waiting one. Any thread."""
+        return self._scheduler.batch_full
 
     def step(self) -> StepOutput:
         began, self.step_items = time.monotonic(), []

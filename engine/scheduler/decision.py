@@ -15,7 +15,7 @@ class StepDecision:
     scheduled: dict[Sequence, int] = field(
         default_factory=dict
     )  # tokens to compute; their blocks are allocated
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: dict[Sequence, BlockCopy] = field(default_factory=dict)  # of a scheduled sequence's last block
     evicted_reservations: list[str] = field(default_factory=list)  # now EVICTED; the worker aborts them
     returned: list[list[Sequence]] = field(
         default_factory=list
@@ -35,4 +35,9 @@ class StepDecision:
             )
             for s, count in self.scheduled.items()
         ]
-        return StepPlan(items, self.copies)
+        return StepPlan(items, list(self.copies.values()))
+
+    def drop(self, sequence: Sequence) -> None:
+        """It has lost its blocks to another one of this step."""
+        self.scheduled.pop(sequence, None)
+        self.copies.pop(sequence, None)

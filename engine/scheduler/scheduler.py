@@ -1,7 +1,7 @@
 """Owns all sequences, their queues and blocks; decides what a step computes.
 
 Running sequences come first, single tokens before chunks; then waiting ones are admitted while the token budget, the
-batch and the blocks last. A full batch admits those of tenants with few running sequences (`extra_seats.py`).
+seats (`seats.py`) and the blocks last. A tenant that waits for blocks has a claim to those that become free (`blocks.py`).
 
 Where the token budget does not cover all running sequences, they take turns by tenant (`turns.py`), and the batch counts
 as full. A share of the budget is then kept for prompts: of running sequences, and of waiting ones that may join.
@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import insort
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError
 from engine.cache.block_pool import BlockPool
-from engine.plan import BlockCopy
 from engine.request import EngineRequest
+from engine.scheduler.blocks import Blocks
 from engine.scheduler.decision import StepDecision
-from engine.scheduler.extra_seats import ExtraSeats
-from engine.scheduler.growth import GrowthClaims, choose_victim, reservation_for
+from engine.scheduler.growth import GrowthClaims
 from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.reservations import Reservations
+from engine.scheduler.seats import LeftSeats, Seats
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 from engine.scheduler.sequence import SequenceState as S
-from engine.scheduler.turns import Turns
+from engine.scheduler.shares import Victims
+from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns
 
 # After so long in one class a waiting sequence counts as of the next higher one, so that no class starves another.
 AGING_SECONDS = 30.0
-KEPT_FOR_PROMPTS = 4  # a step whose budget does not cover all keeps this part of it, a quarter, for prompts
 
 
 class Scheduler:
@@ -40,17 +42,23 @@ class Scheduler:
         self._page = config.page_size
         self._arrivals = itertools.count()
         self._claims = GrowthClaims(config.page_size, config.max_model_len)
+        self._blocks = Blocks(pool, prefixes, self._claims, self.sequences)
         self._turns = Turns()
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # by `order`
+        self.running: dict[Sequence, None] = {}
+        self.reservations = Reservations()
+        self._left = LeftSeats()
+        self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
+        self._alone: Sequence | None = None  # waits for a step of its own, and gets the next one
+        self._victims: Victims | None = None  # of the present step, once one is preempted
 
     @property
     def has_work(self) -> bool:
         return any(not s.paused for queue in (self.waiting, self.running) for s in queue)
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._page)
+        return self._blocks.count(tokens)
 
     def sequences(self) -> list[Sequence]:
         """Any thread; the list of requests is copied at once, so that a step may change them meanwhile."""
@@ -71,12 +79,15 @@ class Scheduler:
         length = len(request.prompt_tokens) + len(request.output_tokens)
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        room = max(0, self._room(held, rank_of(request.priority)))
+        self._blocks.begin()
+        before = {one: self._blocks.claim(one) for one in self._first_waiting()}
+        room = self._blocks.room(need, held, request, rank_of(request.priority), before)
         if need > room:
-            what = f"{need} KV blocks are needed, {room} are free that running sequences have no claim to"
+            what = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
             raise BlocksExhaustedError(what, retry_after_seconds=0.05)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
-        self._allocate(sequence, held, total)
+        self.reservations.add(sequence)
+        self._blocks.allocate(sequence, held, total)
         return sequence
 
     def start_reserved(self, sequence: Sequence) -> None:
@@ -84,7 +95,8 @@ class Scheduler:
         sequence.num_computed = len(sequence.tokens)
         self._prefixes.register(sequence, len(sequence.tokens))
         sequence.machine.to(S.RUNNING)
-        self.running.append(sequence)
+        self.reservations.remove(sequence)
+        self.running[sequence] = None
 
     def fork(self, first: Sequence, choice: int, token_id: int) -> Sequence:
         """Add a choice that continues with `token_id`. It shares the blocks; the last one is copied when written to."""
@@ -103,7 +115,7 @@ class Scheduler:
             extra_seat=first.extra_seat,
         )
         self.requests[first.request.request_id].append(sibling)
-        self.running.append(sibling)
+        self.running[sibling] = None
         return sibling
 
     def park(self, request_id: str) -> None:
@@ -118,8 +130,7 @@ class Scheduler:
             return
         self._dequeue(sequence)
         sequence.machine.to(S.FINISHED)
-        self._pool.free(sequence.blocks)
-        sequence.blocks = []
+        self._blocks.release(sequence)
 
     def remove(self, request_id: str, verified_tokens: int = 0) -> bool:
         """Free the request's blocks; see Engine.abort."""
@@ -148,63 +159,67 @@ class Scheduler:
         self.requests[request.request_id] = [sequence]
         return sequence
 
-    def _allocate(self, sequence: Sequence, held: list[int], total: int) -> None:
-        """`total` blocks, of which the prefix cache holds the first ones, `held`."""
-        self._pool.retain(held)
-        sequence.blocks = held + self._pool.allocate(total - len(held))
-        sequence.cached_tokens = len(held) * self._page
-        sequence.registered_blocks = len(held)
-
-    def _room(self, held: list[int], rank: int) -> int:
-        """Blocks available to a new request of class `rank` that also takes the cached blocks `held`."""
-        return self._pool.num_free - self._pool.free_among(held) - self._claims.blocks(rank)
+    def _first_waiting(self) -> list[Sequence]:
+        """Of each tenant the first waiting sequence that may join, in their order."""
+        first: dict[str, Sequence] = {}
+        if self.waiting:
+            seats = self._seats()
+            while (sequence := seats.next(self.waiting, first)) is not None:
+                first[sequence.request.tenant] = sequence
+        return list(first.values())
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.waits_since = time.monotonic()
-        self.waiting.append(sequence)
-        self.waiting.sort(key=lambda s: s.order)
+        insort(self.waiting, sequence, key=attrgetter("order"))
 
     def _dequeue(self, sequence: Sequence) -> None:
-        for queue in (self.waiting, self.running):
-            if sequence in queue:
-                queue.remove(sequence)
+        if sequence.state is S.WAITING and sequence in self.waiting:  # else it is parked
+            self.waiting.remove(sequence)
+        self.running.pop(sequence, None)
+        self.reservations.remove(sequence)
         self._claims.remove(sequence)
 
     # --- a step ----------------------------------------------------------------------------------------
 
     def schedule(self) -> StepDecision:
         decision = StepDecision()
-        self._claims.begin_step()
-        if self.waiting:
-            self._age()
+        self._begin_step()
+        if self._alone is not None and self._compute_alone(decision):
+            return decision
         budget = self._config.max_batch_tokens
         ordered = sorted(self.running, key=attrgetter("order"))
         ordered.sort(key=lambda s: s.missing > 1)  # keeps the order among equals
-        if len(ordered) > budget - budget // KEPT_FOR_PROMPTS and self._schedule_in_turns(ordered, decision):
+        self._crowded = len(ordered) > budget - max(1, budget // KEPT_FOR_PROMPTS)
+        if self._crowded and self._schedule_in_turns(ordered, decision):
             return decision
-        budget = self._compute(ordered, budget, decision)
-        seats = self._config.max_batch_requests
-        while budget > 0 and len(self.running) < seats and (sequence := self._next_waiting()) is not None:
-            count = self._admit(sequence, budget, decision)
-            if count == 0:
-                return decision
-            budget -= count
-        self._admit_to_full_batch(budget, decision)
+        self._turns.all_covered()
+        self._admit_waiting(self._compute(ordered, budget, decision), decision)
         return decision
+
+    def _begin_step(self) -> None:
+        self._claims.begin_step()
+        self.reservations.begin_step()
+        self._blocks.begin()
+        self._victims = None
+        if self.waiting:
+            self._age()
+        else:
+            self._left.clear()
 
     def _schedule_in_turns(self, ordered: list[Sequence], decision: StepDecision) -> bool:
         """Schedule the step if its budget does not cover all running sequences; returns whether it does not."""
         ordered = [s for s in ordered if not s.paused]
         chunks = [s for s in ordered if s.missing > 1]
         budget, singles = self._config.max_batch_tokens, len(ordered) - len(chunks)
-        may_join = bool(self.waiting) and self._extra_seats().first_allowed(self.waiting) is not None
-        kept = budget // KEPT_FOR_PROMPTS if chunks or may_join else 0
+        self._crowded = singles > budget - max(1, budget // KEPT_FOR_PROMPTS)
+        may_join = self._crowded and bool(self.waiting) and self._seats().next(self.waiting) is not None
+        kept = self._turns.kept(budget) if chunks or may_join else 0
         if singles <= budget - kept:
             return False
         turns = self._turns.order(ordered)
         budget = kept + self._compute([s for s in turns if s.missing == 1], budget - kept, decision)
         budget = self._compute([s for s in turns if s.missing > 1], budget, decision)
-        budget = self._admit_to_full_batch(budget, decision)
+        budget = self._admit_waiting(budget, decision)
         self._compute([s for s in turns if s not in decision.scheduled], budget, decision)
         self._turns.taken(turns, decision.scheduled)
         return True
@@ -220,24 +235,49 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _extra_seats(self) -> ExtraSeats:
-        return ExtraSeats(min(self._config.max_batch_requests, self._config.max_batch_tokens), self.running)
+    @property
+    def batch_full(self) -> bool:
+        """Whether a tenant with running sequences gets no seat for a waiting one. Any thread."""
+        return self._crowded or sum(s.seats for s in list(self.running)) >= self._config.max_batch_requests
 
-    def _next_waiting(self) -> Sequence | None:
-        return next((s for s in self.waiting if not s.paused), None)
+    def _seats(self) -> Seats:
+        batch = self._config.max_batch_requests
+        extra = min(batch, self._config.max_batch_tokens)
+        left = self._left.look(self.running, self.waiting)
+        seats = Seats(0 if self._crowded else batch, extra, self.running, left)
+        if not seats.full:
+            self._left.clear()
+        return seats
 
-    def _admit_to_full_batch(self, budget: int, decision: StepDecision) -> int:
-        """Returns the token budget that is left."""
+    def _admit_waiting(self, budget: int, decision: StepDecision) -> int:
+        """Admit while there are seats, tokens and blocks; returns the token budget that is left.
+
+        Behind one that waits for blocks, those of other tenants of its class may join (`Blocks.room`).
+        """
         if not self.waiting or budget <= 0:
             return budget
-        seats = self._extra_seats()
-        while budget > 0 and (sequence := seats.first_allowed(self.waiting)) is not None:
-            count = self._admit(sequence, budget, decision)
-            if count == 0:
-                return budget
-            budget -= count
-            seats.take(sequence)
+        seats, blocked, tenants = self._seats(), dict[Sequence, int](), set[str]()
+        while budget > 0 and (sequence := seats.next(self.waiting, tenants)) is not None:
+            count = self._admit(sequence, budget, decision, blocked)
+            if count:
+                budget -= count
+                seats.take(sequence)
+            elif self._alone is not None:
+                break
+            else:
+                tenants.add(sequence.request.tenant)
         return budget
+
+    def _compute_alone(self, decision: StepDecision) -> bool:
+        """Compute the prompt that waits for a step of its own; False if it no longer waits, or lacks blocks."""
+        sequence, self._alone = self._alone, None
+        if sequence is None or sequence not in self.waiting or sequence.paused:
+            return False
+        seats = self._seats()
+        if not self._admit(sequence, self._config.max_batch_tokens, decision, {}):
+            return False
+        seats.take(sequence)
+        return True
 
     def _age(self) -> None:
         now = time.monotonic()
@@ -248,47 +288,48 @@ class Scheduler:
         if aged:
             self.waiting.sort(key=lambda s: s.order)
 
-    def _admit(self, sequence: Sequence, budget: int, decision: StepDecision) -> int:
-        """Returns how many of its tokens the step computes; 0 if it must wait."""
-        held = self._prefixes.match(sequence.hashes[: (len(sequence.tokens) - 1) // self._page])
+    def _admit(
+        self, sequence: Sequence, budget: int, decision: StepDecision, blocked: dict[Sequence, int]
+    ) -> int:
+        """Returns how many of its tokens the step computes. 0 if it must wait: for blocks, and is one of those `blocked`
+        then, with what it needs; or for a step of its own."""
+        held, total = self._blocks.needs(sequence)
         missing = len(sequence.tokens) - len(held) * self._page
+        need = total - len(held)
+        room = self._blocks.free(held)
+        if need <= room:
+            room = self._blocks.room(need, held, sequence.request, sequence.rank, blocked)
+        if need > room:
+            blocked[sequence] = self._blocks.claim(sequence)
+            return 0
         if missing > budget and not self._config.chunked_prefill:
             if decision.scheduled:
+                self._alone = sequence
                 return 0
             budget = missing
-        total = self.blocks_for(len(sequence.tokens))
-        if total - len(held) > self._room(held, sequence.rank):
-            return 0
-        self._allocate(sequence, held, total)
+        self._blocks.allocate(sequence, held, total)
         sequence.num_computed = sequence.cached_tokens
         decision.cached_tokens += sequence.cached_tokens
         self.waiting.remove(sequence)
         # What it has aged to was for its turn; running, it would outrank others for as long as it runs.
         sequence.set_rank(rank_of(sequence.request.priority))
         sequence.machine.to(S.RUNNING)
-        self.running.append(sequence)
+        self.running[sequence] = None
         decision.scheduled[sequence] = min(missing, budget)
         return decision.scheduled[sequence]
 
     def _grow(self, sequence: Sequence, tokens: int, decision: StepDecision) -> bool:
         """Allocate blocks for the first `tokens` tokens; a shared block that is written to is copied. False: the
         sequence is not in this step."""
-        need = max(0, self.blocks_for(tokens) - len(sequence.blocks))
-        tail = sequence.num_computed // self._page
-        copy = tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail])
-        if not need and not copy:
+        if not self._blocks.wanted(sequence, tokens):
             return True
-        while need + copy > self._pool.num_free:
+        while (wanted := self._blocks.wanted(sequence, tokens)) > self._pool.num_free:
             if not self._make_room(sequence, decision):
-                self._claims.short_of(sequence, need + copy)
+                if sequence.state is S.RUNNING:
+                    self._claims.short_of(sequence, wanted)
                 return False
-        if copy:
-            (target,) = self._pool.allocate(1)
-            decision.copies.append(BlockCopy(sequence.blocks[tail], target))
-            self._pool.free([sequence.blocks[tail]])
-            sequence.blocks[tail] = target
-        if need > 0:
-            sequence.blocks.extend(self._pool.allocate(need))
+        if (copy := self._blocks.grow(sequence, tokens)) is not None:
+            decision.copies[sequence] = copy
         return True
 
     # --- when blocks are short -------------------------------------------------------------------------
@@ -296,48 +337,42 @@ class Scheduler:
     def _make_room(self, growing: Sequence, decision: StepDecision) -> bool:
         """False if `growing` itself was preempted, or waits for a reservation's blocks: these are not free within the
         step, because parts of the reservation's KV may be landing in them."""
-        if self.eviction_pending():
+        if self.reservations.eviction_pending:
             return False
-        if self.evict_reservation(growing.rank, decision):
+        if self.evict_reservation(growing, decision):
             self._claims.evicted_for(growing)
             return False
-        victims = [s for s in self.running if s not in decision.scheduled]
-        self._preempt(choose_victim(victims, self.running), decision)
+        if self._victims is None:
+            self._victims = Victims(self.running, self._blocks.shares)
+        self._preempt(self._victims.next(), decision)
         # The victim may be another choice of its request, which is returned with all of them.
         return growing.state is S.RUNNING
 
-    def eviction_pending(self) -> bool:
-        """Whether an evicted reservation has not been aborted yet."""
-        return any(s.state is S.EVICTED for s in self.sequences())
-
-    def evict_reservation(self, rank: int, decision: StepDecision) -> bool:
-        """Evict the least important and youngest reservation of class `rank` or a lower one. False if there is none.
-
-        It keeps its blocks until the worker aborts it, after the last write to them has ended.
-        """
-        victim = reservation_for(rank, self.sequences())
-        if victim is None:
-            return False
-        victim.machine.to(S.EVICTED)
-        decision.evicted_reservations.append(victim.request.request_id)
-        return True
+    def evict_reservation(self, growing: Sequence, decision: StepDecision) -> bool:
+        """Evict a reservation for `growing`. False if there is none that it may evict."""
+        victim = self.reservations.evict(growing, self._blocks.shares)
+        if victim is not None:
+            decision.evicted_reservations.append(victim.request.request_id)
+        return victim is not None
 
     def _preempt(self, victim: Sequence, decision: StepDecision) -> None:
-        """Free the victim's blocks. It is computed again later; if it is too long for that, its whole request is returned
-        to the router."""
+        """Free the victim's blocks, scheduled or not: nothing is computed yet. It is computed again later; if it is too
+        long for that, its whole request is returned to the router."""
         decision.preemptions += 1
         limit = self._config.recompute_limit_tokens
         if limit and len(victim.tokens) > limit:
             choices = self.requests.pop(victim.request.request_id)
             decision.returned.append(choices)
             for choice in choices:
-                decision.scheduled.pop(choice, None)
+                decision.drop(choice)
                 self.finish(choice)
             return
-        self.running.remove(victim)
-        self._pool.free(victim.blocks)
-        victim.blocks = []
+        decision.drop(victim)
+        del self.running[victim]
+        self._claims.preempted(victim)
+        self._blocks.release(victim)
         victim.num_computed = victim.registered_blocks = 0
+        victim.preempted_at = len(victim.tokens)
         victim.extra_seat = False
         victim.machine.to(S.WAITING)
         self._enqueue(victim)

@@ -71,6 +71,7 @@ class Sequence:
     paused: bool = False
     extra_seat: bool = False  # admitted to a full batch
     left_out: int = 0  # steps in a row without a token, because the budget did not cover all
+    preempted_at: int = -1  # its tokens at its last preemption
     waits_since: float = 0.0  # monotonic seconds: in the queue, and in its class
     rank: int = field(init=False)  # of the request's class; while it waits, of the one that it has aged to
     order: tuple[int, int] = field(init=False)  # sort key: class, then arrival

@@ -21,20 +21,33 @@ from engine.scheduler.sequence import HIGHEST_RANK, Sequence
 AGING_STEPS = 64
 
 
+KEPT_FOR_PROMPTS = 4  # a step whose budget does not cover all keeps this part of it, a quarter, for prompts
+
+
 class Turns:
     def __init__(self) -> None:
+        self._keeps = 0  # steps that have kept a part of their budget
         self._step = 0  # of those whose budget does not cover all
         # By tenant and class: the last of these steps that it took part in
         self._last: dict[tuple[str, int], int] = {}
-        # and what it has had beyond the one, of those left out, that has had least; both for those present only
+        # (of those present only), and what it has had beyond the one, of those left out, that has had least
         self._ahead: dict[tuple[str, int], float] = {}
+
+    def kept(self, budget: int) -> int:
+        """What a step keeps for prompts: a quarter, and of a budget below four a token in some of the steps."""
+        self._keeps += 1
+        return self._keeps * budget // KEPT_FOR_PROMPTS - (self._keeps - 1) * budget // KEPT_FOR_PROMPTS
+
+    def all_covered(self) -> None:
+        """A step has covered all: nothing is left of what tenants had before it."""
+        self._last.clear()
+        self._ahead.clear()
 
     def order(self, sequences: Seq[Sequence]) -> list[Sequence]:
         """Those that may be in the step, first turn first."""
         self._step += 1
         present = {(s.request.tenant, s.rank) for s in sequences}
         self._last = {one: self._last.get(one, self._step - 1) for one in present}
-        self._ahead = {one: self._ahead.get(one, 0.0) for one in present}
         ranks = {
             (tenant, rank): max(HIGHEST_RANK, rank - (self._step - last - 1) // AGING_STEPS)
             for (tenant, rank), last in self._last.items()
@@ -44,7 +57,7 @@ class Turns:
         for s in sorted(sequences, key=lambda s: (ranks[s.request.tenant, s.rank], -s.left_out, s.arrival)):
             one = (s.request.tenant, s.rank)
             taken[s.request.tenant] += 1
-            turns[s] = (ranks[one], self._ahead[one] + taken[s.request.tenant] / s.request.weight)
+            turns[s] = (ranks[one], self._ahead.get(one, 0.0) + taken[s.request.tenant] / s.request.weight)
         return sorted(turns, key=lambda s: turns[s])
 
     def taken(self, sequences: Seq[Sequence], scheduled: Container[Sequence]) -> None:
@@ -62,5 +75,5 @@ class Turns:
                 used = had.get((s.request.tenant, s.rank), 0.0)
                 least[s.rank] = min(used, least.get(s.rank, used))
         self._ahead = {
-            one: max(0.0, used - least[one[1]]) if one[1] in least else 0.0 for one, used in had.items()
+            one: used - least[one[1]] for one, used in had.items() if one[1] in least and used > least[one[1]]
         }

@@ -17,9 +17,9 @@ from cluster.faults.points import NO_FAULTS
 from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
-from engine.request import StepOutput
+from engine.request import EngineRequest, SamplingParams, StepOutput
 from engine.scheduler.decision import StepDecision
-from engine.scheduler.sequence import HIGHEST_RANK
+from engine.scheduler.sequence import Sequence
 from kv_transfer import messages as m
 from kv_transfer.contract import DecodeEngine
 from kv_transfer.decode_side.receiver import HandoffReceiver
@@ -260,8 +260,9 @@ class DecodeWorld:
     def evict(self) -> None:
         """As a step does that is short of blocks."""
         scheduler, decision = self.core.engine._scheduler, StepDecision()
-        if not scheduler.eviction_pending():
-            scheduler.evict_reservation(HIGHEST_RANK, decision)
+        growing = Sequence(EngineRequest("growing", [3], SamplingParams(), priority=1), 0, [3], 0)
+        if not scheduler.reservations.eviction_pending:
+            scheduler.evict_reservation(growing, decision)
         self.role.on_output(StepOutput([], [], decision.evicted_reservations))
 
     def step(self) -> StepOutput | None:

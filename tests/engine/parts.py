@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,3 +62,23 @@ class Parts:
     def scheduled(self, decision: StepDecision) -> dict[str, int]:
         self.check()
         return {f"{s.request.request_id}/{s.choice}": count for s, count in decision.scheduled.items()}
+
+    def hand_off(self, name: str, tokens: int = 1, blocks: int = 1, **more: Any) -> Sequence:
+        """Reserve for a prompt of so many tokens and run it from its first token. Raises BlocksExhaustedError."""
+        asked = request(name, [3] * tokens, 200, **more)
+        sequence = self.scheduler.reserve(asked, [], max_tokens=blocks * PAGE)
+        self.scheduler.start_reserved(sequence)
+        sequence.tokens.append(13)
+        return sequence
+
+    def step(self, check: bool = True) -> Counter[str]:
+        """As if the model had computed a step; returns the tokens that requests got."""
+        got: Counter[str] = Counter()
+        for sequence, count in self.scheduler.schedule().scheduled.items():
+            sequence.num_computed += count
+            if not sequence.missing:
+                sequence.tokens.append(13)
+                got[sequence.request.request_id] += 1
+        if check:
+            self.check()
+        return got

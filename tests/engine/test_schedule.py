@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from engine.cache.block_pool import BlockPool
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
+from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.fake_model import PAGE, FakeRunner
+from tests.engine.parts import Parts
+from tests.engine.parts import request as make
 
 
 def request(name: str, tokens: int, priority: int = 0, new: int = 40) -> EngineRequest:
@@ -32,12 +36,12 @@ def running(count: int, tokens: int) -> Scheduler:
         sequence.blocks = pool.allocate(tokens // PAGE)
         sequence.num_computed = tokens
         sequence.machine.to(S.RUNNING)
-        scheduler.running.append(sequence)
+        scheduler.running[sequence] = None
     return scheduler
 
 
-def calls_of_a_step(count: int, tokens: int) -> int:
-    scheduler, calls = running(count, tokens), 0
+def calls_of(scheduler: Scheduler) -> tuple[int, StepDecision]:
+    calls = 0
 
     def count_calls(frame: object, event: str, argument: object) -> None:
         nonlocal calls
@@ -45,10 +49,15 @@ def calls_of_a_step(count: int, tokens: int) -> int:
 
     sys.setprofile(count_calls)
     try:
-        scheduled = scheduler.schedule().scheduled
+        decision = scheduler.schedule()
     finally:
         sys.setprofile(None)
-    assert len(scheduled) == count
+    return calls, decision
+
+
+def calls_of_a_step(count: int, tokens: int) -> int:
+    calls, decision = calls_of(running(count, tokens))
+    assert len(decision.scheduled) == count
     return calls
 
 
@@ -78,14 +87,14 @@ def test_single_tokens_come_before_chunks_and_higher_classes_before_lower_ones()
 
 def test_the_oldest_of_a_class_comes_first() -> None:
     scheduler = running(12, 6)
-    scheduler.running.reverse()
+    scheduler.running = dict(reversed(scheduler.running.items()))
     scheduled = scheduler.schedule().scheduled
     orders = [(s.rank, s.arrival) for s in scheduled]
     assert orders == sorted(orders) and len(orders) == 12
 
 
-def test_a_sequence_scheduled_in_a_step_is_not_preempted_in_it() -> None:
-    """Even if its tenant holds more: the step may have copied a block for it already."""
+def test_a_sequence_scheduled_in_a_step_is_preempted_in_it_if_its_tenant_holds_more() -> None:
+    """It came first and has its block already; nothing is computed yet, so the step goes on without it."""
     runner = FakeRunner(11, max_batch_tokens=64)
     engine = Engine(runner, runner.config, secret=b"s")
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -95,10 +104,47 @@ def test_a_sequence_scheduled_in_a_step_is_not_preempted_in_it() -> None:
     for _ in range(PAGE):
         assert len(engine.step().tokens) == 2
     assert engine.stats().blocks_free == 1
-    scheduled = [s.request.request_id for s in engine._scheduler.schedule().scheduled]
-    assert scheduled == ["large"]
+    decision = engine._scheduler.schedule()
+    assert [s.request.request_id for s in decision.scheduled] == ["small"]
+    assert decision.preemptions == 1
+    engine.check_integrity()
 
 
 def test_the_secret_is_in_no_text_of_the_prefix_cache() -> None:
     pool = BlockPool(4)
     assert "top" not in repr(PrefixCache(pool, PAGE, lambda report: None, secret=b"top", enabled=True))
+
+
+def calls_while_an_eviction_is_pending(count: int) -> int:
+    """All of `count` sequences need a block, and a reservation with the last ones is being evicted."""
+    parts = Parts(3 * count, max_batch_tokens=2 * count)
+    for number in range(count):
+        sequence = parts.hand_off(f"{number}", tokens=3)
+        sequence.tokens.append(13)
+        sequence.num_computed = PAGE
+    parts.scheduler.reserve(make("last", [3] * PAGE), [], parts.pool.num_free * PAGE)
+    assert parts.scheduler.schedule().evicted_reservations == ["last"]
+    calls, decision = calls_of(parts.scheduler)
+    assert not decision.scheduled
+    return calls
+
+
+def calls_of_a_step_that_preempts(count: int) -> int:
+    """All of `count` sequences of several tenants need a block, and none is free."""
+    parts = Parts(2 * count + count // 10, max_batch_tokens=2 * count)
+    for number in range(count):
+        sequence = parts.hand_off(f"{number}", tokens=3, blocks=2, tenant=f"t{number % 5}")
+        sequence.tokens += [13] * (PAGE + 1)
+        sequence.num_computed = 2 * PAGE
+    for number in range(count // 10):  # of a tenant that holds less: they are not evicted
+        parts.scheduler.reserve(make(f"reserved {number}", [3] * 3, tenant="r"), [], PAGE)
+    calls, decision = calls_of(parts.scheduler)
+    assert decision.preemptions + len(decision.scheduled) == count
+    return calls
+
+
+@pytest.mark.parametrize("calls", [calls_while_an_eviction_is_pending, calls_of_a_step_that_preempts])
+def test_a_step_that_is_short_of_blocks_costs_no_more_per_sequence_with_many(
+    calls: Callable[[int], int],
+) -> None:
+    assert calls(1600) <= 10 * calls(200)

@@ -120,9 +120,11 @@ def test_a_choice_that_writes_to_a_shared_block_gets_a_copy() -> None:
     first.tokens.append(token)
     decision = parts.scheduler.schedule()
     assert parts.scheduled(decision) == {"one/0": 1, "one/1": 1}
-    assert decision.copies == [BlockCopy(shared, first.blocks[2])], "the last holder writes where it is"
+    assert decision.plan().copies == [BlockCopy(shared, first.blocks[2])], (
+        "the last holder writes where it is"
+    )
     assert first.blocks[:2] == second.blocks[:2] and second.blocks[2] == shared
-    assert parts.scheduler.schedule().copies == []
+    assert not parts.scheduler.schedule().copies
 
 
 def grow_into(parts: Parts, sequence: Sequence, blocks: int) -> None:
@@ -157,6 +159,21 @@ def test_growth_preempts_the_youngest_which_waits_to_be_computed_again() -> None
     (young,) = parts.choices("young")
     assert (young.state, young.blocks, young.num_computed) == (S.WAITING, [], 0)
     assert parts.scheduler.waiting == [young]
+
+
+def test_a_reservation_is_evicted_though_there_was_none_to_evict_in_an_earlier_step() -> None:
+    parts = Parts(8)
+    sequence = compute(parts)
+    parts.scheduler.reserve(request("high", [9] * PAGE, priority=1), [], 4 * PAGE)
+    parts.scheduler.add(request("young", [9, 9]))
+    parts.process(parts.scheduler.schedule(), [13, 13])
+    grow_into(parts, sequence, 3)
+    assert parts.scheduler.schedule().preemptions == 1
+    parts.scheduler.remove("high")
+    parts.scheduler.remove("young")
+    parts.scheduler.reserve(request("normal", [9] * PAGE), [], 4 * PAGE)
+    grow_into(parts, sequence, 4)
+    assert parts.scheduler.schedule().evicted_reservations == ["normal"]
 
 
 def test_all_choices_of_a_request_too_long_to_be_computed_again_go_back() -> None:

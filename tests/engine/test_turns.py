@@ -241,3 +241,131 @@ def test_a_paused_sequence_takes_no_extra_seat(full: bool) -> None:
     parts.scheduler.add(request("b", [4], tenant="b"))
     parts.scheduler.set_paused("b", True)
     assert step(parts) == {"a": BUDGET if full else 8}
+
+
+@pytest.mark.parametrize(
+    ("shares", "full"), [({"a": 3 * BUDGET}, True), ({"a": BUDGET}, True), ({"a": BUDGET // 2}, False)]
+)
+def test_the_batch_counts_as_full_while_tenants_take_turns(shares: dict[str, int], full: bool) -> None:
+    """Whatever its seats: a waiting prompt of a tenant that runs some joins no such step, one of another tenant does."""
+    parts = crowded(shares, max_batch_requests=100)
+    parts.scheduler.add(request("waits", [4], tenant="a"))
+    step(parts)
+    assert parts.scheduler.batch_full is full
+    assert (parts.choices("waits")[0].state is S.RUNNING) is not full
+
+
+def test_a_batch_in_turns_is_not_full_once_its_sequences_have_ended() -> None:
+    parts = crowded({"a": 3 * BUDGET}, max_batch_requests=100)
+    step(parts)
+    for name in list(parts.scheduler.requests)[1:]:
+        parts.scheduler.remove(name)
+    step(parts)
+    assert not parts.scheduler.batch_full
+
+
+def test_a_tenant_that_is_absent_for_a_step_is_not_ahead_for_it() -> None:
+    """One whose clients read slowly pauses often: it would have every first turn."""
+    parts = crowded({"a": BUDGET, "b": BUDGET})
+    got: Counter[str] = Counter()
+    for number in range(60):
+        for one in parts.scheduler.running:
+            one.paused = one.request.tenant == "b" and number % 3 == 0
+        got += step(parts, check=False)
+    assert abs(got["a"] - 20 * BUDGET - 20 * BUDGET) <= 2 * BUDGET
+    assert got["b"] >= 20 * BUDGET - BUDGET
+
+
+def test_a_heavy_tenant_that_comes_and_goes_does_not_take_more_than_its_share() -> None:
+    """It has a step's tokens, is absent, and comes back with sequences that have had none."""
+    turns_ = Turns()
+    heavy = [Parts(8).scheduler._new_sequence(request(f"h{n}", [3], tenant="h"), S.RUNNING) for n in range(4)]
+    light = [
+        Parts(8).scheduler._new_sequence(request(f"l{n}", [3], tenant=f"l{n}"), S.RUNNING) for n in range(2)
+    ]
+    turns_.taken(turns_.order([*heavy, *light]), dict.fromkeys(heavy))
+    turns_.taken(turns_.order(light), {light[0]: 1})
+    first = turns_.order([*heavy, *light])[:2]
+    assert {s.request.tenant for s in first} == {"l0", "l1"}
+
+
+def test_a_step_that_covers_all_ends_what_tenants_were_ahead() -> None:
+    parts = crowded({"a": BUDGET, "b": BUDGET, "c": BUDGET})
+    step(parts)
+    assert parts.scheduler._turns._ahead
+    for name in list(parts.scheduler.requests)[4:]:
+        parts.scheduler.remove(name)
+    step(parts)
+    assert not parts.scheduler._turns._ahead and not parts.scheduler._turns._last
+
+
+def test_what_an_absent_tenant_was_ahead_is_forgotten_as_others_catch_up() -> None:
+    parts = crowded({"a": 3 * BUDGET, "b": 3 * BUDGET}, max_batch_requests=100)
+    for number in range(12):
+        hand_off(parts, f"c{number}", f"c{number}")
+    step(parts)
+    for number in range(12):
+        parts.scheduler.remove(f"c{number}")
+    for _ in range(12):
+        step(parts)
+    assert {tenant for tenant, _ in parts.scheduler._turns._ahead} <= {"a", "b"}
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_the_smallest_budgets_keep_a_token_for_a_prompt_in_some_steps(budget: int) -> None:
+    parts = crowded({"a": budget}, max_batch_tokens=budget)
+    parts.scheduler.add(request("b", [4] * 3, tenant="b"))
+    got: Counter[str] = Counter()
+    for _ in range(40):
+        got += step(parts, check=False)
+    assert got["b"] >= 5 and got["a"] >= 20 * budget
+
+
+@pytest.mark.parametrize("running", [BUDGET // 2, 3 * BUDGET])
+@pytest.mark.parametrize("prompt", [BUDGET - 2, 3 * BUDGET])
+def test_without_chunks_a_prompt_that_does_not_fit_beside_the_others_gets_a_step_of_its_own(
+    running: int, prompt: int
+) -> None:
+    """In the next step; in every other one the running ones go on."""
+    parts = crowded({"a": running}, chunked_prefill=False, max_batch_requests=100)
+    for number in range(3):
+        parts.scheduler.add(request(f"b{number}", [4 + number] * prompt, tenant=f"b{number}"))
+    steps = []
+    for _ in range(8):
+        decision = parts.scheduler.schedule()
+        for sequence, count in decision.scheduled.items():
+            sequence.num_computed += count
+            assert not sequence.missing
+            sequence.tokens.append(13)
+        steps.append({s.request.tenant for s in decision.scheduled})
+    assert steps[1] == {"b0"} and steps[3] == {"b1"} and steps[5] == {"b2"}
+    assert all("a" in steps[index] for index in (0, 2, 4, 6, 7))
+    parts.check()
+
+
+@pytest.mark.parametrize("how", ["removed", "parked"])
+def test_a_prompt_that_waits_for_a_step_of_its_own_may_leave(how: str) -> None:
+    parts = crowded({"a": BUDGET // 2}, chunked_prefill=False)
+    parts.scheduler.add(request("b", [4] * 3 * BUDGET, tenant="b"))
+    step(parts)
+    if how == "parked":
+        parts.scheduler.park("b")
+    else:
+        parts.scheduler.remove("b")
+    assert step(parts) == {"a": BUDGET // 2}
+    parts.scheduler.remove("b")
+
+
+def test_a_prompt_without_room_for_its_kv_gets_no_step_of_its_own() -> None:
+    parts = crowded({"a": 8}, blocks=10, chunked_prefill=False)
+    parts.scheduler.add(request("b", [4] * 3 * BUDGET, tenant="b"))
+    for _ in range(3):
+        assert step(parts) == {"a": 8}
+
+
+def test_sequences_that_pause_do_not_fill_a_step() -> None:
+    parts = crowded({"a": BUDGET}, max_batch_requests=100)
+    for one in list(parts.scheduler.running)[4:]:
+        one.paused = True
+    step(parts)
+    assert not parts.scheduler.batch_full

@@ -150,11 +150,34 @@ def test_the_autoscaler_may_do_what_it_does_and_nothing_more(renderer: Renderer)
 def test_settings_by_their_own_names_reach_the_files(renderer: Renderer) -> None:
     values = {
         "router": {"config": {"max_concurrent_requests": 7}},
-        "decode": {"config": {"max_queued_requests": 5, "engine": {"recompute_limit_tokens": 9}}},
+        "decode": {"config": {"max_queued_requests": 5, "engine": {"chunked_prefill": False}}},
     }
     rendered = renderer.render(ValueSet(values=values))
     router = RouterConfig.model_validate(_file(rendered, "t-baton-router", "router.yaml"))
     worker = WorkerConfig.model_validate(_file(rendered, "t-baton-decode", "worker.yaml"))
     assert router.max_concurrent_requests == 7
-    assert (worker.max_queued_requests, worker.engine.recompute_limit_tokens) == (5, 9)
+    assert (worker.max_queued_requests, worker.engine.chunked_prefill) == (5, False)
     assert worker.engine.max_batch_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("prefill", "given", "limit"), [(None, None, 256), (2, None, 256), (0, None, 0), (0, 9, 9), (None, 0, 0)]
+)
+def test_long_preempted_requests_go_back_where_there_are_prefill_workers(
+    prefill: int | None, given: int | None, limit: int, renderer: Renderer
+) -> None:
+    values = {"prefill": {"replicas": prefill}, "decode": {"recomputeLimitTokens": given}}
+    rendered = renderer.render(ValueSet(values=values))
+    limits = [
+        WorkerConfig.model_validate(
+            _file(rendered, f"t-baton-{role}", "worker.yaml")
+        ).engine.recompute_limit_tokens
+        for role in ("prefill", "decode")
+    ]
+    assert limits == [0, limit]
+
+
+def test_the_limit_of_recomputing_is_no_free_setting_of_decode_workers(renderer: Renderer) -> None:
+    values = {"decode": {"config": {"engine": {"recompute_limit_tokens": 9}}}}
+    rendered = renderer.render(ValueSet(values=values))
+    assert rendered.code != 0 and "use decode.recomputeLimitTokens" in rendered.error

@@ -34,6 +34,15 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- toYaml (mergeOverwrite $config $router.config) -}}
 {{- end -}}
 
+{{- /* Without prefill workers a request that goes back comes here again. Takes root. */ -}}
+{{- define "baton.recomputeLimit" -}}
+{{- $limit := .Values.decode.recomputeLimitTokens -}}
+{{- $prefill := .Values.prefill.replicas -}}
+{{- if not (kindIs "invalid" $limit) }}{{ int $limit }}
+{{- else if kindIs "invalid" $prefill }}256
+{{- else }}{{ ternary 0 256 (eq (int $prefill) 0) }}{{ end -}}
+{{- end -}}
+
 {{- /* Takes root, role. */ -}}
 {{- define "baton.workerConfig" -}}
 {{- $root := .root -}}
@@ -48,6 +57,7 @@ tls_ca: /etc/baton/tls/ca.crt
     "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)
     "threads" (int $pool.threads) -}}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
+{{- if eq .role "decode" }}{{- $_ := set $engine "recompute_limit_tokens" (int (include "baton.recomputeLimit" $root)) }}{{- end }}
 {{- $config := dict
     "role" .role "port" (int $pool.port) "link_port" (int $pool.linkPort) "metrics_port" (int $pool.metricsPort)
     "namespace" (include "baton.namespaceKey" $root) "drain_seconds" (int $pool.drainSeconds)

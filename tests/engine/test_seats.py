@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from engine.scheduler.decision import StepDecision
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.parts import PAGE, Parts, request
 
@@ -114,3 +115,109 @@ def test_without_room_for_its_kv_a_sequence_does_not_take_an_extra_seat() -> Non
     parts.scheduler.add(request("long", [4] * PAGE * 16, tenant="b"))
     parts.scheduler.schedule()
     assert running(parts) == {"a": 2}
+
+
+def test_a_batch_is_full_with_the_choices_of_prompts_in_it() -> None:
+    """Before their first token too: otherwise a step admits prompts whose choices are a multiple of the seats."""
+    parts = Parts(400, max_batch_requests=8)
+    add(parts, "b", 8, n=4)
+    parts.scheduler.schedule()
+    assert running(parts) == {"b": 2}
+    assert parts.scheduler.batch_full
+
+
+def test_a_prompt_with_more_choices_than_the_batch_has_seats_is_admitted() -> None:
+    parts = Parts(400, max_batch_requests=8)
+    add(parts, "b", 2, n=20)
+    parts.scheduler.schedule()
+    assert running(parts) == {"b": 1}
+
+
+def hand_offs_of_a(parts: Parts, first: int, count: int) -> None:
+    for number in range(first, first + count):
+        parts.hand_off(f"a{number}", tenant="a")
+
+
+def test_a_tenants_waiting_sequence_takes_the_place_of_one_that_has_ended() -> None:
+    """Though its own hand-offs keep the batch full all the time."""
+    parts = filled_by_hand_offs(8, max_batch_requests=4)
+    add(parts, "a", 3)
+    for number in range(3):
+        parts.step()
+        assert [s.request.request_id for s in parts.scheduler.waiting] == [
+            f"a-waits-{n}" for n in range(number, 3)
+        ]
+        parts.scheduler.remove(f"a{number}")
+        hand_offs_of_a(parts, 10 + 2 * number, 2)
+    parts.step()
+    assert not parts.scheduler.waiting
+    assert not any(s.extra_seat for s in parts.scheduler.running)
+
+
+def test_a_preempted_sequence_comes_back_to_a_batch_that_hand_offs_keep_full() -> None:
+    parts = filled_by_hand_offs(8, max_batch_requests=4)
+    add(parts, "a", 1)
+    parts.step()
+    parts.scheduler._preempt(parts.choices("a7")[0], StepDecision())
+    hand_offs_of_a(parts, 10, 2)
+    parts.step()
+    assert parts.choices("a7")[0].state is S.RUNNING
+    assert [s.request.request_id for s in parts.scheduler.waiting] == ["a-waits-0"]
+
+
+def test_a_seat_that_was_left_is_for_one_sequence_of_its_tenant() -> None:
+    parts = filled_by_hand_offs(8, max_batch_requests=4)
+    parts.hand_off("c", tenant="c")
+    add(parts, "a", 2)
+    parts.step()
+    parts.scheduler.remove("a0")
+    for _ in range(3):
+        parts.step()
+        assert [s.request.request_id for s in parts.scheduler.waiting] == ["a-waits-1"]
+
+
+def test_a_seat_left_by_an_extra_one_is_an_extra_one_again() -> None:
+    parts = filled_by_hand_offs(8, max_batch_requests=2)
+    add(parts, "b", 3)
+    for _ in range(2):
+        parts.step()
+        assert running(parts) == {"a": 8, "b": 1}
+    parts.scheduler.remove("b-waits-0")
+    parts.step()
+    assert running(parts) == {"a": 8, "b": 1}
+    assert [s.extra_seat for s in parts.scheduler.running if s.request.tenant == "b"] == [True]
+
+
+def test_seats_left_while_no_sequence_of_the_tenant_waited_are_not_saved_up() -> None:
+    parts = filled_by_hand_offs(8, max_batch_requests=2)
+    add(parts, "b", 2)
+    parts.step()
+    for number in range(3):
+        parts.scheduler.remove(f"a{number}")
+        parts.step()
+    add(parts, "a", 2)
+    parts.step()
+    assert running(parts) == {"a": 5, "b": 1}
+
+
+def test_a_seat_left_before_the_batch_was_full_is_no_reason_to_join_a_full_one() -> None:
+    parts = filled_by_hand_offs(2, max_batch_requests=2)
+    add(parts, "a", 2)
+    parts.step()
+    parts.scheduler.remove("a0")
+    parts.step()
+    assert running(parts) == {"a": 2}, "the seat was free, for any tenant"
+    hand_offs_of_a(parts, 10, 1)
+    parts.step()
+    assert running(parts) == {"a": 3}
+
+
+def test_as_many_seats_are_left_to_a_prompt_as_it_has_choices() -> None:
+    parts = filled_by_hand_offs(8, max_batch_requests=2)
+    add(parts, "a", 1, n=2)
+    parts.step()
+    for number in range(2):
+        assert running(parts) == {"a": 8 - number}
+        parts.scheduler.remove(f"a{number}")
+        parts.step()
+    assert running(parts) == {"a": 7}

@@ -1,0 +1,119 @@
+"""The blocks of sequences: what they take and release, what tenants hold of them, and what is free for newcomers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from engine.cache.block_pool import BlockPool
+from engine.plan import BlockCopy
+from engine.request import EngineRequest
+from engine.scheduler.growth import GrowthClaims
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.shares import Shares
+
+
+class Blocks:
+    """`sequences`: all that may hold blocks."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        prefixes: PrefixCache,
+        claims: GrowthClaims,
+        sequences: Callable[[], Iterable[Sequence]],
+    ):
+        self._pool = pool
+        self._prefixes = prefixes
+        self._claims = claims
+        self._sequences = sequences
+        self._page = prefixes.page_size
+        self._shares: Shares | None = None
+
+    def count(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self._page)
+
+    def needs(self, waiting: Sequence) -> tuple[list[int], int]:
+        """The cached blocks that a waiting sequence takes, and the number of all that it needs."""
+        tokens = len(waiting.tokens)
+        return self._prefixes.match(waiting.hashes[: (tokens - 1) // self._page]), self.count(tokens)
+
+    def allocate(self, sequence: Sequence, held: list[int], total: int) -> None:
+        """`total` blocks, of which the prefix cache holds the first ones, `held`."""
+        self._pool.retain(held)
+        sequence.blocks = held + self._pool.allocate(total - len(held))
+        sequence.cached_tokens = len(held) * self._page
+        sequence.registered_blocks = len(held)
+        self._changed(sequence, total)
+
+    def wanted(self, sequence: Sequence, tokens: int) -> int:
+        """How many a running sequence takes for its first `tokens` tokens: one more if it writes to a shared block."""
+        blocks = sequence.blocks
+        more, tail = -(-tokens // self._page) - len(blocks), sequence.num_computed // self._page
+        shared = tail < len(blocks) and self._pool.shared(blocks[tail])
+        return (more if more > 0 else 0) + shared
+
+    def grow(self, sequence: Sequence, tokens: int) -> BlockCopy | None:
+        """Allocate blocks for the first `tokens` tokens. A shared block that is written to is replaced by a copy, which is
+        to be made."""
+        copy, tail = None, sequence.num_computed // self._page
+        if tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail]):
+            copy = BlockCopy(sequence.blocks[tail], *self._pool.allocate(1))
+            self._pool.free([copy.source])
+            sequence.blocks[tail] = copy.target
+        if (more := self.count(tokens) - len(sequence.blocks)) > 0:
+            sequence.blocks.extend(self._pool.allocate(more))
+            self._changed(sequence, more)
+        return copy
+
+    def release(self, sequence: Sequence) -> None:
+        self._changed(sequence, -len(sequence.blocks))
+        self._pool.free(sequence.blocks)
+        sequence.blocks = []
+
+    # --- for newcomers -----------------------------------------------------------------------------------
+
+    def free(self, held: list[int]) -> int:
+        """Beside the cached ones `held`."""
+        return self._pool.num_free - self._pool.free_among(held)
+
+    def claim(self, waiting: Sequence) -> int:
+        """How many of the free ones a waiting sequence needs."""
+        held, total = self.needs(waiting)
+        return total - len(held) + self._pool.free_among(held)
+
+    def room(
+        self, need: int, held: list[int], request: EngineRequest, rank: int, before: Mapping[Sequence, int]
+    ) -> int:
+        """Blocks available to a newcomer of class `rank` that takes `need` ones beside the cached `held`: the free ones to
+        which no other has a claim, neither running sequences nor those that wait `before` it.
+
+        A claim does not count against a newcomer of its class whose tenant holds no more for its weight, with what the
+        newcomer takes, than the tenant of the claim.
+        """
+        claims = self._claims.of(rank)
+        claims.update((one, count) for one, count in before.items() if one.rank <= rank)
+        free = self.free(held)
+        room = free - sum(claims.values())
+        if need <= room or need > free:
+            return room
+        share = self.shares.of(request, len(held) + need)
+        for one, count in claims.items():
+            if one.rank == rank and self.shares.of(one.request) >= share:
+                room += count
+        return room
+
+    @property
+    def shares(self) -> Shares:
+        if self._shares is None:
+            self._shares = Shares(self._sequences())
+        return self._shares
+
+    def begin(self) -> None:
+        """Of a step or a reservation: count anew, and only if blocks turn out to be short."""
+        self._shares = None
+
+    def _changed(self, sequence: Sequence, blocks: int) -> None:
+        if self._shares is not None:
+            self._shares.add(sequence.request, blocks)

@@ -1,0 +1,92 @@
+"""Which waiting sequences join the running batch.
+
+The batch has as many seats as the engine computes requests in one step, and every choice of a request takes one, from its
+prompt on. While seats are free, sequences join in their order.
+
+Hand-offs and further choices hold their KV already and join the running batch whatever its size, so one tenant can fill
+it for as long as its requests run. A sequence joins a full batch while its tenant has fewer running sequences, by its
+weight, than extra seats are free (dynamic thresholds, Choudhury and Hahne 1998): a tenant that fills the batch gets no
+extra seat, another one at most half of those that are free, and a third finds seats left. A tenant's first request is
+admitted however many its choices are. There are as many extra seats as the batch has.
+
+Beyond that a waiting sequence joins a full batch in place of one of its own tenant that has left it: otherwise the
+tenant's hand-offs alone would, for as long as they keep the batch full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import SequenceState as S
+
+
+class LeftSeats:
+    """Seats that sequences have left while the batch is full, of tenants with waiting ones."""
+
+    def __init__(self) -> None:
+        self._seated: list[Sequence] = []  # at the last look
+        self._left: Counter[str] = Counter()
+
+    def look(self, running: Collection[Sequence], waiting: Seq[Sequence]) -> Counter[str]:
+        for one in self._seated:
+            if one.state is not S.RUNNING:
+                self._left[one.request.tenant] += 1
+        self._seated = [one for one in running if not one.extra_seat]
+        tenants = {one.request.tenant for one in waiting}
+        for tenant in self._left.keys() - tenants:
+            del self._left[tenant]
+        return self._left
+
+    def clear(self) -> None:
+        self._seated.clear()
+        self._left.clear()
+
+
+class Seats:
+    """Those of one step. `batch`: seats of the batch; 0 if its running sequences exceed the token budget."""
+
+    def __init__(self, batch: int, extra: int, running: Collection[Sequence], left: Counter[str]):
+        self._running: Counter[str] = Counter()
+        self._extra = extra
+        for s in running:
+            seats = s.seats
+            self._running[s.request.tenant] += seats
+            if s.extra_seat:
+                self._extra -= seats
+        self._free = batch - self._running.total()
+        self._left = left
+
+    @property
+    def full(self) -> bool:
+        return self._free <= 0
+
+    def next(self, waiting: Seq[Sequence], passed: Collection[str] = ()) -> Sequence | None:
+        """The first waiting sequence that may join, of tenants that are not `passed`; None if there is none."""
+        if self.full and self._extra <= 0 and not self._left:
+            return None
+        return next(
+            (s for s in waiting if not s.paused and s.request.tenant not in passed and self._allows(s)), None
+        )
+
+    def take(self, sequence: Sequence) -> None:
+        tenant, seats = sequence.request.tenant, sequence.seats
+        if not self.full:
+            self._free -= seats
+        elif self._left[tenant] >= seats:
+            self._left[tenant] -= seats
+        else:
+            sequence.extra_seat = True
+            self._extra -= seats
+        self._running[tenant] += seats
+
+    def _allows(self, sequence: Sequence) -> bool:
+        tenant, seats = sequence.request.tenant, sequence.seats
+        if not self.full or self._left[tenant] >= seats:
+            return True
+        running = self._running[tenant]
+        return self._extra > 0 and (
+            not running or running + seats - 1 < self._extra * sequence.request.weight
+        )
