@@ -17,6 +17,7 @@ from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.candidates import Candidates
+from router.placement.keys import PlacementKeys
 from router.placement.place_script import script_source
 
 NAMESPACE, MODEL_ID, PAGE = "bench", "m", 16
@@ -70,12 +71,7 @@ class Fleet:
     def place(self, chain: bytes) -> tuple[WorkerInfo, WorkerInfo]:
         tokens = len(chain) // KEY_BYTES * PAGE + 5
         answer = self._place(
-            keys=[
-                keys.slot_owners(NAMESPACE),
-                *(self.tag + name for name in ("load", "routers", "calls", "chg:router")),
-                keys.drains(NAMESPACE),
-                self.tag + "answers:router",
-            ],
+            keys=PlacementKeys(NAMESPACE, "router").place(1),
             args=[
                 *(self.prefix, "router", chain, tokens, PAGE, 256, "never", self.rng.random()),
                 *(
@@ -92,7 +88,7 @@ class Fleet:
                     0,
                     0,
                 ),
-                *(1, next(self._numbers), TTL_MS),
+                *(1, next(self._numbers), TTL_MS, secrets.token_bytes(16)),
                 *self.candidates.arguments,
             ],
         )

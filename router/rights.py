@@ -12,14 +12,15 @@ from router.quota.scripts import script_keys
 def rights(namespace: str) -> Rights:
     """A router deletes dead workers from the registry. Any router drops the charges of one that died."""
     placement = PlacementKeys(namespace, "*")
-    own = {*placement.place, *placement.settle, *script_keys(namespace, "*", "*")}
-    own |= {keys.router_reports(namespace), prefix(namespace, "*") + "*"}
+    own = {*placement.place("*"), *placement.settle("*"), *script_keys(namespace, "*", "*")}
+    own -= {placement.charges("*")}
+    own |= {placement.all_charges, keys.router_reports(namespace), prefix(namespace, "*") + "*"}
     registry = keys.registry(namespace)
     return Rights(
         "router",
         keys=(*registry, *sorted(own - {*registry})),
         commands=(
-            "append decr del eval evalsha exists get hdel hexists hget hgetall hincrby hmget hset incr info "
+            "append decr del eval evalsha exists get hdel hexists hget hgetall hincrby hmget hscan hset incr info "
             "pexpireat script|load set time zadd zrangebyscore zrem zremrangebyrank zscore"
         ),
     )

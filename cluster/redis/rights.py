@@ -34,7 +34,7 @@ _KEYLESS = {
 # Arguments behind the key, by their number; their values do not matter, as nothing is executed.
 _BEHIND_KEY = (
     frozenset({"decr", "del", "exists", "get", "hgetall", "incr"}),
-    frozenset({"append", "hdel", "hexists", "hget", "hmget", "pexpireat", "set", "zrem", "zscore"}),
+    frozenset({"append", "hdel", "hexists", "hget", "hmget", "hscan", "pexpireat", "set", "zrem", "zscore"}),
     frozenset({"hincrby", "hset", "zadd", "zrange", "zrangebyscore", "zremrangebyrank"}),
 )
 

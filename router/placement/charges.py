@@ -1,13 +1,18 @@
-"""What this router's attempts add to the load that all routers share."""
+"""What this router's attempts add to the load that all routers share, and which of it Redis has yet to be told."""
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.membership.types import WorkerInfo
-from router.placement.script_call import Argument
 from router.placement.types import PlacementRequest, PriorityClass
+
+FORMAT = 1  # first byte of a packed charge; scripts skip and count charges of another format
+CLASSES: tuple[PriorityClass, ...] = ("normal", "high", "batch")
+MAX_CHANGES = 256  # of each kind in one call of settle.lua
 
 
 @dataclass
@@ -20,15 +25,51 @@ class AttemptCharge:
     decode_tokens: int
     priority_class: PriorityClass = "normal"
 
+    @property
+    def packed(self) -> bytes:
+        """The value of a field of `chg:…`, as place.lua writes it."""
+        p, d = self.prefill.encode(), self.decode.encode()
+        head = FORMAT, CLASSES.index(self.priority_class), self.prefill_tokens, self.decode_tokens
+        return struct.pack(f">BBIIH{len(p)}sH{len(d)}s", *head, len(p), p, len(d), d)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What one call of settle.lua tells Redis. Each change may be applied twice, and in any order with placements."""
+
+    added: dict[
+        bytes, bytes
+    ]  # transfer id → packed charge, of placements that Redis did not make or has lost
+    prefilled: list[bytes]
+    released: list[bytes]
+
+    @property
+    def arguments(self) -> list[bytes | int]:
+        pairs = [part for one in self.added.items() for part in one]
+        return [len(self.prefilled), len(self.released), *self.prefilled, *self.released, *pairs]
+
 
 class Charges:
     """By transfer id. `add`, `prefilled`, `release`: one attempt each, in this order."""
 
     def __init__(self) -> None:
         self._charges: dict[bytes, AttemptCharge] = {}
+        # Changes that Redis has not confirmed, in the order in which they were made
+        self._added: dict[bytes, None] = {}
+        self._prefilled: dict[bytes, None] = {}
+        self._released: dict[bytes, None] = {}
 
-    def add(self, request: PlacementRequest, prefill: WorkerInfo, decode: WorkerInfo, uncached: int) -> None:
-        """`prefill`: the worker that computes the `uncached` tokens of the prompt, a decode worker too."""
+    def add(
+        self,
+        request: PlacementRequest,
+        prefill: WorkerInfo,
+        decode: WorkerInfo,
+        uncached: int,
+        *,
+        in_redis: bool,
+    ) -> None:
+        """`prefill`: the worker that computes the `uncached` tokens of the prompt, a decode worker too. `in_redis`: the
+        script has charged it already."""
         self._charges[request.transfer_id] = AttemptCharge(
             prefill.name,
             decode.name,
@@ -36,6 +77,9 @@ class Charges:
             request.token_count + request.output_tokens,
             request.priority_class,
         )
+        self._released.pop(request.transfer_id, None)
+        if not in_redis:
+            self._added[request.transfer_id] = None
 
     def prefilled(self, transfer_id: bytes) -> bool:
         """The prompt waits at no worker any more. False: nothing has changed."""
@@ -43,17 +87,65 @@ class Charges:
         if charge is None or not charge.prefill_tokens:
             return False
         charge.prefill_tokens = 0
+        self._prefilled[transfer_id] = None
         return True
 
     def release(self, transfer_id: bytes) -> bool:
         """The attempt has ended. False: it was not charged."""
-        return self._charges.pop(transfer_id, None) is not None
+        if self._charges.pop(transfer_id, None) is None:
+            return False
+        self.disown(transfer_id)
+        return True
+
+    def disown(self, transfer_id: bytes) -> None:
+        """Take a charge off that Redis may have and no attempt holds."""
+        self._added.pop(transfer_id, None)
+        self._prefilled.pop(transfer_id, None)
+        self._released[transfer_id] = None
+
+    def restore(self, transfer_ids: Iterable[bytes]) -> None:
+        """Redis has lost these."""
+        self._added.update(dict.fromkeys(one for one in transfer_ids if one in self._charges))
+
+    def restore_all(self) -> None:
+        """Redis has no table of this router, so there is nothing to take off either."""
+        self._prefilled.clear()
+        self._released.clear()
+        self.restore(self._charges)
 
     def clear(self) -> None:
-        self._charges.clear()
+        for transfer_id in list(self._charges):
+            self.release(transfer_id)
 
-    def __bool__(self) -> bool:
-        return bool(self._charges)
+    def __contains__(self, transfer_id: bytes) -> bool:
+        return transfer_id in self._charges
+
+    def __len__(self) -> int:
+        return len(self._charges)
+
+    @property
+    def pending(self) -> bool:
+        """Whether Redis is yet to be told of a change."""
+        return bool(self._added or self._prefilled or self._released)
+
+    def changes(self) -> Changes:
+        """The oldest changes, as many as one call may carry."""
+        added = {one: self._charges[one].packed for one in _first(self._added)}
+        return Changes(added, _first(self._prefilled), _first(self._released))
+
+    def confirmed(self, changes: Changes) -> None:
+        """Redis has applied them. A charge that has changed since it was packed is among the later changes too."""
+        for queue, told in (
+            (self._added, changes.added),
+            (self._prefilled, changes.prefilled),
+            (self._released, changes.released),
+        ):
+            for transfer_id in told:
+                queue.pop(transfer_id, None)
+
+    def in_redis(self) -> set[bytes]:
+        """Transfer ids of the charges that Redis has confirmed."""
+        return self._charges.keys() - self._added.keys()
 
     def by_worker(self) -> Counter[str]:
         """Tokens by worker_id@epoch, of both kinds."""
@@ -71,12 +163,16 @@ class Charges:
             "decode": sum(charge.decode_tokens for charge in charges),
         }
 
-    def table(self) -> list[Argument]:
-        """Fields of `load` and amounts, in turns: arguments of settle.lua."""
-        table: Counter[str] = Counter()
+    def load(self) -> Counter[str]:
+        """This router's share of each field of `load`."""
+        load: Counter[str] = Counter()
         for charge in self._charges.values():
-            table["p:" + charge.prefill] += charge.prefill_tokens
+            load["p:" + charge.prefill] += charge.prefill_tokens
             if charge.priority_class != "normal":
-                table[f"{charge.priority_class}:p:{charge.prefill}"] += charge.prefill_tokens
-            table["d:" + charge.decode] += charge.decode_tokens
-        return [part for field, amount in table.items() if amount for part in (field, amount)]
+                load[f"{charge.priority_class}:p:{charge.prefill}"] += charge.prefill_tokens
+            load["d:" + charge.decode] += charge.decode_tokens
+        return +load
+
+
+def _first(queue: dict[bytes, None]) -> list[bytes]:
+    return [one for one, _ in zip(queue, range(MAX_CHANGES), strict=False)]

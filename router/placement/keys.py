@@ -8,10 +8,25 @@ from cluster.membership import keys
 class PlacementKeys:
     def __init__(self, namespace: str, router_id: str):
         tag = f"{{{namespace}}}:"
-        charges, answers = tag + "chg:" + router_id, tag + "answers:" + router_id
-        self.load, self.calls, routers = tag + "load", tag + "calls", tag + "routers"
-        self.place = [
-            *(keys.slot_owners(namespace), self.load, routers, self.calls),
-            *(charges, keys.drains(namespace), answers),
+        self._tag, self._router_id = tag, router_id
+        self._owners, self._drains = keys.slot_owners(namespace), keys.drains(namespace)
+        self.load, self.calls = tag + "load", tag + "calls"
+        self._routers, self._answers = tag + "routers", tag + "answers:" + router_id
+
+    def charges(self, run: int | str) -> str:
+        """The table of the charges of one run of this router."""
+        return f"{self._tag}chg:{self._router_id}:{run}"
+
+    @property
+    def all_charges(self) -> str:
+        """ACL pattern of the tables of all routers; earlier versions named theirs without a run."""
+        return f"{self._tag}chg:*"
+
+    def place(self, run: int | str) -> list[str]:
+        return [
+            *(self._owners, self.load, self._routers, self.calls),
+            *(self.charges(run), self._drains, self._answers),
         ]
-        self.settle = [self.load, routers, charges, answers, tag + "runs"]
+
+    def settle(self, run: int | str) -> list[str]:
+        return [self.load, self._routers, self.charges(run), self._answers, self._tag + "runs"]

@@ -1,5 +1,5 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt.
--- KEYS: owners, load, routers, calls, chg:<router>, drains, answers:<router>
+-- KEYS: owners, load, routers, calls, chg:<router>:<run>, drains, answers:<router>
 -- ARGV:
 --   1   prefix of the index's keys
 --   2   router
@@ -19,19 +19,21 @@
 --   18  priority class: high | normal | batch
 --   19  target and 20 deadline of the first token (seconds, 0 = none)
 --   21  run of the router, 22 number of the call, 23 lease_ms of the router
---   24  number of prefill candidates
---   25  number of candidates
---   26  the decode workers' capacities (tokens; 8-byte doubles, packed)
---   27  slots (4-byte numbers, packed)
---   28  runs of candidates of one place: number of the place, index of its last candidate (4-byte numbers, packed)
---   29  of every place: what its workers share (1 an NVLink clique, 2 a host), the numbers of its rack and zone (0 = unknown)
---   30… for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
+--   24  transfer id
+--   25  number of prefill candidates
+--   26  number of candidates
+--   27  the decode workers' capacities (tokens; 8-byte doubles, packed)
+--   28  slots (4-byte numbers, packed)
+--   29  runs of candidates of one place: number of the place, index of its last candidate (4-byte numbers, packed)
+--   30  of every place: what its workers share (1 an NVLink clique, 2 a host), the numbers of its rack and zone (0 = unknown)
+--   31… for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
 -- -> prefill index (0 = the decode worker prefills), decode index, cached tokens at the worker that prefills, at the decode worker, uncached
 --    tokens, cost, terms…
 --    or -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
 --    -5: the router no longer waits for this call; then nothing was charged. Calls without candidates (-1) or without a
 --    pair of them (-2) are not made.
--- now_ms, match and insert are those of cluster/index/tree.lua, which script_source() puts in front.
+-- now_ms, match and insert are those of cluster/index/tree.lua, pack_charge, count and apply those of charges.lua, which
+-- script_source() puts in front.
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
@@ -40,7 +42,7 @@ local mode, random = ARGV[7], tonumber(ARGV[8])
 local a, b = tonumber(ARGV[9]), tonumber(ARGV[10])
 local token_bytes, per_token = tonumber(ARGV[11]), tonumber(ARGV[13])
 local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
-local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[24]), tonumber(ARGV[25])
+local rate, np, total = tonumber(ARGV[17]), tonumber(ARGV[25]), tonumber(ARGV[26])
 local life, number, lease = tonumber(ARGV[21]), tonumber(ARGV[22]), tonumber(ARGV[23])
 local priority_class, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
 local AT_ONCE = 4000  -- values: Lua's stack takes 8,000
@@ -54,9 +56,10 @@ local function numbers(kind, packed, size)
   end
   return all
 end
-local capacities, slots, runs = numbers('d', ARGV[26], 8), numbers('I4', ARGV[27], 4), numbers('I4', ARGV[28], 4)
-local bandwidths, places = numbers('d', ARGV[12], 8), numbers('I4', ARGV[29], 4)
-local LOADS = 29
+local capacities, slots, runs = numbers('d', ARGV[27], 8), numbers('I4', ARGV[28], 4), numbers('I4', ARGV[29], 4)
+local bandwidths, places = numbers('d', ARGV[12], 8), numbers('I4', ARGV[30], 4)
+local transfer_id = ARGV[24]
+local LOADS = 30
 local ANSWERS = 256
 local BEST = 8
 local TIE = 1.05
@@ -74,23 +77,12 @@ elseif kept and kept[1] == number then
 elseif number < tonumber(told[2] or 0) then
   return {-5}
 end
+if call('HEXISTS', KEYS[5], transfer_id) == 1 then return {-5} end  -- the router has placed it by itself meanwhile
 
 call('INCR', KEYS[4])
-if count == np then return {-1} end
+if total == np then return {-1} end
 local now = now_ms()
 local records = feeds ~= 'reported' and #chain > 0
-
--- An expired router's charges are dropped, one table a call.
-local dead = call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 1)[1]
-if dead then
-  local tag = string.gsub(KEYS[5], 'chg:.*$', '')
-  local old = call('HGETALL', tag .. 'chg:' .. dead)
-  for i = 1, #old, 2 do
-    if call('HINCRBY', KEYS[2], old[i], -tonumber(old[i + 1])) == 0 then call('HDEL', KEYS[2], old[i]) end
-  end
-  call('DEL', tag .. 'chg:' .. dead, tag .. 'answers:' .. dead)
-  call('ZREM', KEYS[3], dead)
-end
 
 -- Recording walks the same nodes again, and further: it sets when they expire.
 local cover, labels = match(prefix, chain, now, not records and now + ttl, KEYS[1], SWEPT)
@@ -161,7 +153,7 @@ end
 local living = {}
 local longest, longest_hit = np + 1, 0
 local cold_ship, need = L * ship_rate, L + out
-for i = np + 1, count do
+for i = np + 1, total do
   local load = loads[i]
   load = load and load + 0 or 0  -- a number without a call
   if load < 0 then load = 0 end
@@ -179,7 +171,7 @@ for i = np + 1, count do
 end
 
 local ps, among_ps, p_places = best(1, np)
-local ds, among_ds, d_places = best(np + 1, count)
+local ds, among_ds, d_places = best(np + 1, total)
 if not among_ds[longest] then
   ds[#ds + 1] = longest
   among_ds[longest] = true
@@ -235,7 +227,7 @@ end
 if may_local then
   for k = 1, #ds do
     local d = ds[k]
-    local queue = tonumber(loads[count + d - np] or 0)
+    local queue = tonumber(loads[total + d - np] or 0)
     -- Its own running batch waits for the chunks: prefill here costs those streams too.
     local slow = living[d] > 0 and 2 or 1
     consider(0, d, math.max(0, queue) / rate + slow * prefill_seconds(L - hit(d)) + wait[d], 0)
@@ -280,9 +272,9 @@ end
 local at = p > 0 and p or d  -- who prefills
 local u = L - hit(at)
 local compute = prefill_seconds(u)
-local pending = p > 0 and ARGV[LOADS + p] or ARGV[LOADS + count + d - np]
+local pending = p > 0 and ARGV[LOADS + p] or ARGV[LOADS + total + d - np]
 -- What waits there before this request: lower classes wait behind it. Their share is counted in fields of their own.
-local waits = p > 0 and wait[p] or math.max(0, tonumber(loads[count + d - np] or 0)) / rate
+local waits = p > 0 and wait[p] or math.max(0, tonumber(loads[total + d - np] or 0)) / rate
 local ahead = waits
 if waits > 0 and priority_class ~= 'batch' then
   local own = priority_class == 'high' and 'high:' or 'batch:'
@@ -296,15 +288,12 @@ if (deadline > 0 and first > deadline and ahead > 0) or (target > 0 and first > 
   return {-3, tostring(first)}
 end
 
-local function charge(field, amount)
-  call('HINCRBY', KEYS[2], field, amount)
-  call('HINCRBY', KEYS[5], field, amount)
-end
-charge(pending, u)
-if priority_class ~= 'normal' then charge(priority_class .. ':' .. pending, u) end
-charge(ARGV[LOADS + d], L + out)
+local class = CLASSES[priority_class]
+count(class, u, L + out, string.sub(pending, 3), names[1])
+apply(KEYS[2])
+call('HSET', KEYS[5], transfer_id, pack_charge(class, u, L + out, string.sub(pending, 3), names[1]))
 -- The lease expires the charges of a router that dies before it ever settles.
-call('ZADD', KEYS[3], 'NX', now + lease, router)
+call('ZADD', KEYS[3], 'NX', now + lease, router .. ':' .. life)
 
 if records then
   insert(prefix, chain, winner_slots, #chain / 8, false, now + predict, now + ttl, labels)

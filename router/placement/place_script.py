@@ -35,7 +35,8 @@ _TOO_LATE, _LEAVING, _VOID = -3, -4, -5
 
 def script_source() -> str:
     """The placement script, whole."""
-    return scripts.tree() + resources.files("router.placement").joinpath("place.lua").read_text()
+    files = resources.files("router.placement")
+    return scripts.tree() + "".join(files.joinpath(name).read_text() for name in ("charges.lua", "place.lua"))
 
 
 class PlaceScript:
@@ -50,7 +51,7 @@ class PlaceScript:
     ):
         """`on_unanswered`: a call was given up, so no request holds what it may have charged."""
         self._config = config
-        self._keys = keys.place
+        self._keys = keys
         self._calibration = calibration
         self._memory = memory
         self._rng = rng
@@ -73,12 +74,12 @@ class PlaceScript:
         """
         arguments = [
             *self._arguments(request, candidates.model_id),
-            *(run, number, int(ROUTER_LEASE_SECONDS * 1000)),
+            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), request.transfer_id),
             *candidates.arguments,
         ]
         began = time.monotonic()
         try:
-            answer = await self._script(self._keys, arguments, 2 * SCRIPT_SECONDS)
+            answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
             if int(answer[0]) == _VOID:
                 raise TimeoutError(
                     f"another router uses the id {self._config.router_id!r}: give each its own router_id"

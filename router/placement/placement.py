@@ -101,7 +101,7 @@ class Placement:
             await self._members.refresh()
             candidates = self._candidates(request)
         placed = self._standalone.place(request, candidates)
-        self._charge(request, placed)
+        self._charge(request, placed, in_redis=False)
         return placed
 
     def _candidates(self, request: PlacementRequest) -> Candidates:
@@ -117,20 +117,28 @@ class Placement:
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
         """None: the best of them is leaving, or has left."""
-        placed = None
-        number, settlings = self.settlement.begin_placement()
+        number, heard = self.settlement.begin_placement(request.transfer_id), False
+        run = self.settlement.run
         try:
-            placed = await self.script(request, candidates, self.settlement.run, number)
+            placed = await self.script(request, candidates, run, number)
+            heard = True
             if placed is not None:
-                self._charge(request, placed)
+                # A run that was lost meanwhile is not the one that the charge is in.
+                self._charge(request, placed, in_redis=run == self.settlement.run)
+        except OverloadedError:
+            heard = True
+            raise
         finally:
-            self.settlement.end_placement(number, settlings, charged=placed is not None)
+            self.settlement.end_placement(number, heard=heard)
         return placed
 
-    def _charge(self, request: PlacementRequest, placed: Placed) -> None:
+    def _charge(self, request: PlacementRequest, placed: Placed, *, in_redis: bool) -> None:
         computes = placed.prefill or placed.decode
         self._standalone.remember(request.chain, computes.worker_id)
-        self.charges.add(request, computes, placed.decode, placed.uncached_tokens)
+        uncached = placed.uncached_tokens
+        self.charges.add(request, computes, placed.decode, uncached, in_redis=in_redis)
+        if not in_redis:
+            self.settlement.request()
 
     def prefilled(self, transfer_id: bytes) -> None:
         """The first token came: the attempt's prompt waits at no worker any more."""

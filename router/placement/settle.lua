@@ -1,59 +1,125 @@
--- A router's absolute table of charges, with its lease: applies new - old, so whatever was lost heals here.
--- KEYS: load, routers, chg:<router>, answers:<router>, runs
--- ARGV: router, lease_ms, run (0: none yet), number of this table, number of the oldest placement still awaited,
---       then (field, amount) pairs
--- -> a new run if it had none (the table is not applied); 0: applied, now or before, or older than the applied one;
---    -1: Redis has a later run of this router (not applied).
--- answers: run, settled (number of the last table), from (placements below it are void), then answers by number
-local run, number = tonumber(ARGV[3]), tonumber(ARGV[4])
-local t = redis.call('TIME')
+-- A router tells which of its attempts have computed their prompt, which have ended, and which Redis does not have, with
+-- its lease. charges.lua is put in front.
+-- KEYS: load, routers, chg:<router>:<run>, answers:<router>, runs
+-- ARGV:
+--   1 router, 2 lease_ms, 3 run (0: none yet), 4 number of this call, 5 number of the oldest placement still awaited
+--   6 cursor of a walk over the table ('': no walk)
+--   7 number of prefilled ids, 8 number of released ids, then these ids, then (id, packed charge) pairs that are added
+-- -> a new run if it had none (nothing else is done), or a list: status, charges of another format that were skipped,
+--    whether tables of dead routers are left, cursor of the walk, ids…
+--    status 0: applied, now or before, or older than what is applied; -1: Redis has a later run of this router;
+--    -2: Redis has no table of this run. After -1 and -2 nothing was applied; the router takes a new run, and adds all its
+--    charges.
+-- answers: run, settled (number of the last call), before (the last run that settled before this one), from (placements
+-- below it are void), then answers by number
+-- routers: <router>:<run> -> when its lease ends; of a table that is being dropped, 0
+local WALKED = 256  -- charges in one step of a walk
+local SWEPT = 128  -- charges of dead routers dropped in a call; a small table is dropped whole
+local call = redis.call
+local router, run, number = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+local t = call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
-local known = redis.call('HMGET', KEYS[4], 'run', 'settled')
+local known = call('HMGET', KEYS[4], 'run', 'settled', 'before')
 local latest = tonumber(known[1] or 0)
 if run == 0 then
-  local given = math.max(redis.call('INCR', KEYS[5]), latest + 1)
-  redis.call('SET', KEYS[5], given)
-  redis.call('DEL', KEYS[4])
-  redis.call('HSET', KEYS[4], 'run', given)
-  redis.call('ZADD', KEYS[2], 'NX', now + tonumber(ARGV[2]), ARGV[1])
+  local given = math.max(call('INCR', KEYS[5]), latest + 1)
+  call('SET', KEYS[5], given)
+  local before = tonumber(known[2] or 0) > 0 and latest or known[3] or 0
+  call('DEL', KEYS[4])
+  call('HSET', KEYS[4], 'run', given, 'settled', 0, 'before', before)
+  call('ZADD', KEYS[2], now + tonumber(ARGV[2]), router .. ':' .. given)
   return given
 end
-if run < latest then return -1 end
-if run > latest then
-  redis.call('DEL', KEYS[4])
-elseif number <= tonumber(known[2] or 0) then
-  return 0
+if run < latest then return {-1, 0, 0, ''} end
+if run > latest or not known[2] then return {-2, 0, 0, ''} end
+
+local skipped = 0
+-- The walk comes before the changes: what is released here is not shown as left over.
+local cursor, ids = '', {}
+if ARGV[6] ~= '' then
+  local step = call('HSCAN', KEYS[3], ARGV[6], 'COUNT', WALKED)
+  cursor = step[1]
+  for i = 1, #step[2], 2 do ids[#ids + 1] = step[2][i] end
 end
-redis.call('HSET', KEYS[4], 'run', run, 'settled', number, 'from', ARGV[5])
--- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
-redis.call('HSET', KEYS[1], '', string.rep('0', 65))
-local function add(field, amount)
-  if redis.call('HINCRBY', KEYS[1], field, amount) == 0 then redis.call('HDEL', KEYS[1], field) end
+
+local function drop(table, id, packed)
+  local class, prefill, decode, p, d = unpack_charge(packed)
+  if class then
+    count(class, -prefill, -decode, p, d)
+  else
+    skipped = skipped + 1
+  end
+  call('HDEL', table, id)
 end
-local fresh = {}
-for i = 6, #ARGV, 2 do fresh[ARGV[i]] = tonumber(ARGV[i + 1]) end
-local old = redis.call('HGETALL', KEYS[3])
-for i = 1, #old, 2 do
-  local field, before = old[i], tonumber(old[i + 1])
-  local after = fresh[field] or 0
-  if after ~= before then add(field, after - before) end
-  if after == 0 then redis.call('HDEL', KEYS[3], field) else redis.call('HSET', KEYS[3], field, after) end
-  fresh[field] = nil
-end
-for field, amount in pairs(fresh) do
-  if amount ~= 0 then
-    add(field, amount)
-    redis.call('HSET', KEYS[3], field, amount)
+
+if number > tonumber(known[2]) then
+  call('HSET', KEYS[4], 'settled', number, 'from', ARGV[5])
+  -- The run before ends here, not where the new one is given out: that call may be a late repetition.
+  if known[2] == '0' then call('ZADD', KEYS[2], 'XX', 0, router .. ':' .. (known[3] or 0)) end
+  local prefilled, released = tonumber(ARGV[7]), tonumber(ARGV[8])
+  for i = 9 + prefilled + released, #ARGV, 2 do
+    local before = call('HGET', KEYS[3], ARGV[i])
+    if before then drop(KEYS[3], ARGV[i], before) end
+    local class, prefill, decode, p, d = unpack_charge(ARGV[i + 1])
+    count(class, prefill, decode, p, d)
+    call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
+  end
+  if prefilled > 0 then
+    local held = call('HMGET', KEYS[3], unpack(ARGV, 9, 8 + prefilled))
+    for i = 1, prefilled do
+      if held[i] then
+        local class, prefill, decode, p, d = unpack_charge(held[i])
+        if not class then
+          skipped = skipped + 1
+        elseif prefill > 0 then
+          count(class, -prefill, 0, p, d)
+          call('HSET', KEYS[3], ARGV[8 + i], pack_charge(class, 0, decode, p, d))
+        end
+      end
+    end
+  end
+  if released > 0 then
+    local first = 9 + prefilled
+    local held = call('HMGET', KEYS[3], unpack(ARGV, first, first + released - 1))
+    for i = 1, released do
+      if held[i] then drop(KEYS[3], ARGV[first + i - 1], held[i]) end
+    end
   end
 end
-redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), ARGV[1])
--- Of routers whose lease has run out, one table a call.
-local dead = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
+call('ZADD', KEYS[2], now + tonumber(ARGV[2]), router .. ':' .. run)
+
+-- Of a router whose lease has run out, some charges a call. Its run is forgotten first: if it returns, it takes a new one.
+local dead, more = call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1], 0
 if dead then
-  local tag = string.gsub(KEYS[3], 'chg:.*$', '')
-  local left = redis.call('HGETALL', tag .. 'chg:' .. dead)
-  for i = 1, #left, 2 do add(left[i], -tonumber(left[i + 1])) end
-  redis.call('DEL', tag .. 'chg:' .. dead, tag .. 'answers:' .. dead)
-  redis.call('ZREM', KEYS[2], dead)
+  local tag = string.sub(KEYS[2], 1, -8)
+  local table = tag .. 'chg:' .. dead
+  local name, its_run = string.match(dead, '^(.*):(%d+)$')
+  local answers = tag .. 'answers:' .. (name or dead)
+  if not name or call('HGET', answers, 'run') == its_run then call('DEL', answers) end
+  call('ZADD', KEYS[2], 'XX', 0, dead)
+  -- What is dropped leaves empty buckets, which a scan from the start passes.
+  local at, left = 0, {}
+  repeat
+    local step = call('HSCAN', table, at, 'COUNT', SWEPT)
+    at, left = step[1], step[2]
+  until #left > 0 or at == '0'
+  for i = 1, #left, 2 do
+    local amount = tonumber(left[i + 1])  -- versions before charges had ids wrote amounts by field of `load`
+    if amount then
+      change(left[i], -amount)
+      call('HDEL', table, left[i])
+    else
+      drop(table, left[i], left[i + 1])
+    end
+  end
+  if call('EXISTS', table) == 0 then
+    call('ZREM', KEYS[2], dead)
+    dead = call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
+  end
+  more = dead and 1 or 0
 end
-return 0
+
+-- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
+call('HSET', KEYS[1], '', string.rep('0', 65))
+apply(KEYS[1])
+return {0, skipped, more, cursor, unpack(ids)}

@@ -1,4 +1,4 @@
-"""Keeps Redis's table of this router's charges equal to the router's own."""
+"""Tells Redis which of this router's attempts have computed their prompt, and which have ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from importlib import resources
+from typing import Any
 
 import redis
 
@@ -14,16 +15,19 @@ from cluster.protocol.times import ROUTER_LEASE_SECONDS
 from router.placement.charges import Charges
 from router.placement.keys import PlacementKeys
 from router.placement.script_call import Argument, ScriptCall
+from router.placement.table_walk import TableWalk
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
 SCRIPT_SECONDS = 0.1
-_LATER_RUN = -1  # settle.lua's answer if Redis has a later run of this router
+MAX_CLOSING_CALLS = 64  # a router that stops takes its charges off; what is left expires with its lease
+_LATER_RUN, _LOST_TABLE = -1, -2  # settle.lua's answers
 
 
 def settle_source() -> str:
-    """The script that applies a router's table of charges."""
-    return resources.files("router.placement").joinpath("settle.lua").read_text()
+    """The script that applies changes of a router's charges."""
+    files = resources.files("router.placement")
+    return "".join(files.joinpath(name).read_text() for name in ("charges.lua", "settle.lua"))
 
 
 class Calls:
@@ -33,49 +37,67 @@ class Calls:
     are void."""
 
     def __init__(self, run: int = 0) -> None:
-        self.restart(run)
-
-    def restart(self, run: int) -> None:
         self.run = run
         self._next = 1
-        self._awaited: set[int] = set()
+        self._awaited: dict[int, bytes] = {}
+        self._unheard: dict[int, bytes] = {}  # given up: Redis may have charged them, or may still
         self._settled = 0
 
-    def begin(self) -> int:
+    def restart(self, run: int) -> None:
+        """Numbers go on: a placement of the run before may still be awaited."""
+        self.run = run
+        self._unheard.clear()
+
+    def begin(self, transfer_id: bytes) -> int:
         """Begin a placement; returns its number, to be passed to `end`."""
         number, self._next = self._next, self._next + 1
-        self._awaited.add(number)
+        self._awaited[number] = transfer_id
         return number
 
-    def end(self, number: int) -> None:
-        self._awaited.discard(number)
+    def end(self, number: int, *, heard: bool) -> None:
+        transfer_id = self._awaited.pop(number, None)
+        if transfer_id is not None and not heard:
+            self._unheard[number] = transfer_id
+
+    @property
+    def in_flight(self) -> frozenset[bytes]:
+        """Transfer ids of the placements whose answers are awaited."""
+        return frozenset(self._awaited.values())
+
+    @property
+    def unheard(self) -> list[bytes]:
+        """Transfer ids of the placements that were given up and that Redis may still charge."""
+        return list(self._unheard.values())
 
     def settle(self) -> tuple[int, int, int]:
-        """(run, number of the next table, oldest placement still awaited).
-
-        The table contains every older placement that has not ended, so Redis charges no older one that arrives late.
-        """
+        """(run, number of the next call, oldest placement still awaited): Redis charges no older one that arrives late."""
         self._settled += 1
         return self.run, self._settled, min(self._awaited, default=self._next)
 
+    def void_below(self, oldest: int) -> None:
+        """Redis charges no placement before this one any more."""
+        self._unheard = {number: one for number, one in self._unheard.items() if number >= oldest}
+
 
 class Settlement:
-    """Sends the whole table 50 ms after a change, and to renew the router's lease.
+    """Sends the changes 50 ms after the first one, and to renew the router's lease.
 
-    Lost answers, double charges and a Redis that was rolled back heal with the next table.
+    A change is repeated until Redis confirms it. Lost answers, double charges and a Redis that was rolled back heal by a
+    walk over Redis's table every two seconds.
     """
 
     def __init__(self, config: RouterConfig, keys: PlacementKeys, charges: Charges):
         self._router_id = config.router_id
-        self._keys = keys.settle
+        self._keys = keys
         self._charges = charges
         self._script = ScriptCall(config.redis_url, settle_source())
         self._calls = Calls()
-        self._settlings = 0  # begun and ended: while it is odd, one is in flight
-        self._dirty = asyncio.Event()  # the charges differ from what Redis was told
+        self._walk = TableWalk(charges)
+        self._dirty = asyncio.Event()  # there is something to tell Redis
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self.errors = 0  # calls that Redis did not answer in time
+        self.skipped = 0  # charges of another format in Redis's tables
 
     @property
     def run(self) -> int:
@@ -94,45 +116,76 @@ class Settlement:
         if self._task is not None:
             await asyncio.wait([self._task], timeout=ROUTER_LEASE_SECONDS)
         self._charges.clear()
-        await self.settle()
+        for _ in range(MAX_CLOSING_CALLS):
+            errors = self.errors
+            await self.settle()
+            if not self._charges.pending or self.errors > errors:
+                break
         await self._script.close()
 
     def request(self) -> None:
         """Settle soon: the charges have changed, or Redis may have charged what no request holds."""
         self._dirty.set()
 
-    def begin_placement(self) -> tuple[int, int]:
-        """The number of the call, and how many settlings have begun and ended; both go to `end_placement`."""
-        return self._calls.begin(), self._settlings
+    def begin_placement(self, transfer_id: bytes) -> int:
+        """Returns the number of the call, which goes to `end_placement`."""
+        return self._calls.begin(transfer_id)
 
-    def end_placement(self, number: int, settlings: int, *, charged: bool) -> None:
-        """`charged`: a settling at the same time may have taken the charge away; then settle again."""
-        self._calls.end(number)
-        if charged and (settlings % 2 or self._settlings != settlings):
+    def end_placement(self, number: int, *, heard: bool) -> None:
+        """`heard`: Redis has answered. Otherwise it may have charged the placement, or may do so later."""
+        self._calls.end(number, heard=heard)
+        if not heard:
             self._dirty.set()
 
     async def settle(self) -> None:
-        self._settlings += 1
         try:
             if not self._calls.run:
-                self._calls.restart(await self._send(0, 0, 0))
-            if await self._send(*self._calls.settle(), *self._charges.table()) == _LATER_RUN:
-                log.warning(
-                    "another router uses the id %r; this one takes it over. Give each router its own router_id",
-                    self._router_id,
-                )
-                self._calls.restart(0)
-                self._dirty.set()
+                given = int(await self._send(0, 0, 0, "", 0, 0))
+                self._calls.restart(given)
+                self._walk.abandon()
+                self._charges.restore_all()
+            await self._settle()
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             log.debug("charges of router %s wait for Redis: %s", self._router_id, error)
             self._dirty.set()
-        finally:
-            self._settlings += 1
 
-    async def _send(self, *arguments: Argument) -> int:
-        identity = self._router_id, int(ROUTER_LEASE_SECONDS * 1000)
-        return int(await self._script(self._keys, [*identity, *arguments], SCRIPT_SECONDS))
+    async def _settle(self) -> None:
+        for transfer_id in self._calls.unheard:
+            if transfer_id not in self._charges:
+                self._charges.disown(transfer_id)
+        changes = self._charges.changes()
+        run, number, oldest = self._calls.settle()
+        step = self._walk.next_step()
+        status, skipped, more, cursor, *found = await self._send(
+            run, number, oldest, step, *changes.arguments
+        )
+        if status in (_LATER_RUN, _LOST_TABLE):
+            self._take_new_run(int(status))
+            return
+        self._charges.confirmed(changes)
+        self._calls.void_below(oldest)
+        if step:
+            self._walk.step(cursor, found, self._calls.in_flight)
+        if skipped:
+            self.skipped += int(skipped)
+            log.warning("%d charges of another version were skipped; they expire with its router", skipped)
+        if more or self._charges.pending or self._calls.unheard or self._walk.under_way:
+            self._dirty.set()
+
+    def _take_new_run(self, status: int) -> None:
+        """All charges are added under the new run; a table under the old one is dropped as a dead router's."""
+        if status == _LATER_RUN:
+            log.warning(
+                "another router uses the id %r; this one takes it over. Give each router its own router_id",
+                self._router_id,
+            )
+        self._calls.restart(0)
+        self._dirty.set()
+
+    async def _send(self, run: int, *arguments: Argument) -> Any:
+        identity = self._router_id, int(ROUTER_LEASE_SECONDS * 1000), run
+        return await self._script(self._keys.settle(run), [*identity, *arguments], SCRIPT_SECONDS)
 
     async def _settle_forever(self) -> None:
         renewed = 0.0

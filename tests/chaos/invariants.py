@@ -71,14 +71,15 @@ def _worker(status: dict[str, Any]) -> list[str]:
 
 def _reservations(url: str) -> list[str]:
     """Load that routers charged, in all and by router: with no request there is none."""
-    client = redis.Redis.from_url(url, socket_timeout=2.0, decode_responses=True)
+    client = redis.Redis.from_url(url, socket_timeout=2.0)
     try:
         found = []
-        for key in (*client.keys("{*}:load"), *client.keys("{*}:chg:*")):
+        for key in client.keys("{*}:load"):
             charged = {field: int(amount) for field, amount in client.hgetall(key).items() if int(amount)}
             if charged:
                 found.append(f"charged in Redis, {key!s}: {charged}")
-        return found
+        tables = ((key, client.hlen(key)) for key in client.keys("{*}:chg:*"))
+        return found + [f"charged in Redis, {key!s}: {charges} attempts" for key, charges in tables]
     except redis.RedisError as error:
         return [f"Redis: {error}"]
     finally:

@@ -15,8 +15,11 @@ from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement.candidates import Candidates
+from router.placement.charges import Charges
+from router.placement.keys import PlacementKeys
 from router.placement.place_script import script_source
 from router.placement.settlement import SETTLE_SECONDS, Calls, settle_source
+from router.placement.types import PlacementRequest
 
 PAGE = 16
 KEY_BYTES = 8
@@ -49,9 +52,24 @@ class Seen:
 class Router:
     name: str
     phase: float  # seconds: routers beat at different moments
-    charges: Counter[str] = field(default_factory=Counter)
-    calls: Calls = field(default_factory=lambda: Calls(1))
+    charges: Charges = field(default_factory=Charges)
+    calls: Calls = field(default_factory=Calls)
     beats: bool = False  # at its next moment
+    placed: int = 0
+
+    @property
+    def next_id(self) -> bytes:
+        """Transfer id of the next attempt."""
+        return b"%s/%d" % (self.name.encode(), self.placed)
+
+    def charge(self, request: Request, p: WorkerInfo, d: WorkerInfo, uncached: int) -> bytes:
+        attempt = PlacementRequest(self.next_id, request.chain, request.tokens, request.output)
+        self.placed += 1
+        self.charges.add(attempt, p, d, uncached, in_redis=True)
+        return attempt.transfer_id
+
+    def keys(self, namespace: str) -> PlacementKeys:
+        return PlacementKeys(namespace, self.name)
 
 
 class Simulation:
@@ -60,11 +78,14 @@ class Simulation:
         self._rate = rate
         self._rng = random.Random(seed)
         self._redis = connect(url)
-        self._namespace, self._tag = namespace, f"{{{namespace}}}:"
+        self._namespace = namespace
         self._routers = [Router(f"r{n}", SETTLE_SECONDS * (n + 1) / routers) for n in range(routers)]
         self._place = self._redis.register_script(script_source())
         self._settle = self._redis.register_script(settle_source())
         self._report = self._redis.register_script(scripts.report())
+        for router in self._routers:
+            told: list[str | int] = [router.name, HOUR_MS, 0, 0, 0, "", 0, 0]
+            router.calls.restart(int(self._settle(keys=router.keys(namespace).settle(0), args=told)))
         roles: tuple[Role, Role] = ("prefill", "decode")
         workers = [
             WorkerInfo(f"{role}-{n}", n + 1, slot, role, "m", "", "", b"", "", f"h{n}", 131072, 65536)
@@ -101,7 +122,9 @@ class Simulation:
         heapq.heappush(self._events, (when, self._count, action))
 
     def _serve(self, request: Request, router: Router, seen: Seen) -> None:
-        answer = self._place(keys=self._keys(router), args=self._arguments(router, request))
+        answer = self._place(
+            keys=router.keys(self._namespace).place(router.calls.run), args=self._arguments(router, request)
+        )
         p, d = (self._candidates.workers[int(index) - 1] for index in answer[:2])
         uncached = int(answer[4])
         seen.cached.append(int(answer[2]))
@@ -111,15 +134,16 @@ class Simulation:
         self._holds[p.name].update(_blocks(request.chain))
         seen.ttft.append(first - request.at)
         done = first + request.output * STEP_SECONDS
-        self._charge(router, "p:" + p.name, uncached)
-        self._charge(router, "d:" + d.name, request.tokens + request.output)
+        attempt = router.charge(request, p, d, uncached)
 
         def computed() -> None:
-            self._charge(router, "p:" + p.name, -uncached)
+            router.charges.prefilled(attempt)
+            self._changed(router)
             self._say(p, request.chain)
 
         def ended() -> None:
-            self._charge(router, "d:" + d.name, -(request.tokens + request.output))
+            router.charges.release(attempt)
+            self._changed(router)
             self._say(d, request.chain)
 
         self._at(first, computed)
@@ -133,17 +157,8 @@ class Simulation:
             held += PAGE
         return max(1, request.tokens - held)
 
-    def _keys(self, router: Router) -> list[str]:
-        names = ("load", "routers", "calls", f"chg:{router.name}")
-        return [
-            keys.slot_owners(self._namespace),
-            *(self._tag + name for name in names),
-            keys.drains(self._namespace),
-            self._tag + f"answers:{router.name}",
-        ]
-
     def _arguments(self, router: Router, request: Request) -> list[bytes | str | int | float]:
-        router.calls.end(number := router.calls.begin())
+        router.calls.end(number := router.calls.begin(b""), heard=True)
         return [
             *(scripts.prefix(self._namespace, "m"), router.name, request.chain, request.tokens, PAGE),
             *(
@@ -158,12 +173,11 @@ class Simulation:
                 "hybrid",
             ),
             *(HOUR_MS, HOUR_MS, self._rate, "normal", 0, 0),
-            *(router.calls.run, number, HOUR_MS),
+            *(router.calls.run, number, HOUR_MS, router.next_id),
             *self._candidates.arguments,
         ]
 
-    def _charge(self, router: Router, name: str, amount: int) -> None:
-        router.charges[name] += amount
+    def _changed(self, router: Router) -> None:
         if not router.beats:
             router.beats = True
             beat = (self._now - router.phase) // SETTLE_SECONDS + 1
@@ -171,10 +185,11 @@ class Simulation:
 
     def _beat(self, router: Router) -> None:
         router.beats = False
-        table = [part for name, amount in router.charges.items() if amount for part in (name, amount)]
-        names = ("load", "routers", f"chg:{router.name}", f"answers:{router.name}", "runs")
-        told = [router.name, HOUR_MS, *router.calls.settle(), *table]
-        self._settle(keys=[self._tag + name for name in names], args=told)
+        changes = router.charges.changes()
+        run, number, oldest = router.calls.settle()
+        told = [router.name, HOUR_MS, run, number, oldest, "", *changes.arguments]
+        self._settle(keys=router.keys(self._namespace).settle(run), args=told)
+        router.charges.confirmed(changes)
 
     def _say(self, worker: WorkerInfo, chain: bytes) -> None:
         self._sequence[worker.slot] += 1

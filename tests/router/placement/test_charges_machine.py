@@ -22,6 +22,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.times import ROUTER_LEASE_SECONDS
 from router.placement import place_script, settlement
 from router.placement.placement import Placement
+from router.placement.table_walk import WALK_SECONDS
 from router.placement.types import PlacementRequest
 from tests.harness.redis_text import decoded
 
@@ -79,6 +80,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.routers: dict[str, Placement] = {}
             self.held: dict[str, list[bytes]] = {}
             self.gone: list[Placement] = []
+            self.saved: dict[bytes, Any] | None = None
             self.tick(0)
 
         def tick(self, seconds: float) -> None:
@@ -155,10 +157,25 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             """Let a lease pass: routers that do not settle meanwhile count as dead."""
             self.tick(seconds)
 
+        @rule(keep=st.booleans())
+        def redis_is_saved_or_rolled_back(self, keep: bool) -> None:
+            """Everything but the clock; a rolled back Redis knows nothing of what was done since."""
+            tag = f"{{{self.namespace}}}:"
+            here: list[Any] = [key for key in client.keys(tag + "*") if key != (tag + "clock").encode()]
+            if keep:
+                self.saved = {key: client.dump(key) for key in here}
+            elif self.saved is not None:
+                for key in here:
+                    client.delete(key)
+                for key, value in self.saved.items():
+                    client.restore(key, 0, value)
+                REACHED["rolled back"] += 1
+
         def settled(self) -> None:
-            """Settle every living router until none sees a later run."""
-            for _ in range(4):
+            """Settle every living router until none sees a later run, and each has walked over its table."""
+            for _ in range(8):
                 for name in self.routers:
+                    self.routers[name].settlement._walk._ended = -WALK_SECONDS
                     self.settle(name, "well")
 
         def load(self) -> dict[str, int]:
@@ -168,8 +185,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def held_by_all(self) -> dict[str, int]:
             total: Counter[str] = Counter()
             for router in self.routers.values():
-                table = router.charges.table()
-                total.update(dict(zip(map(str, table[::2]), map(int, table[1::2]), strict=True)))
+                total.update(router.charges.load())
             return dict(total)
 
         @rule(shuffle=st.randoms(use_true_random=False))
@@ -201,6 +217,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.tick(ROUTER_LEASE_SECONDS + 1)
             self.settled()
             assert self.load() == {}
+            assert not any(router.charges.pending for router in self.routers.values())
             self.tick(ROUTER_LEASE_SECONDS + 1)
             self.settled()
             assert not client.keys(f"{{{self.namespace}}}:chg:*"), "a table without charges"
@@ -215,5 +232,13 @@ def test_charges_in_any_order(redis_url, monkeypatch):
     )
     with redis.Redis.from_url(redis_url) as client:
         run_state_machine_as_test(machine(client, redis_url), settings=how)
-    for what in ("repeated", "answer lost", "arrived late", "void", "arrived after all", "placed by Redis"):
+    for what in (
+        "rolled back",
+        "repeated",
+        "answer lost",
+        "arrived late",
+        "void",
+        "arrived after all",
+        "placed by Redis",
+    ):
         assert REACHED[what] > 0, f"hardly ever: {what}: {REACHED}"

@@ -1,0 +1,37 @@
+-- Charges: what attempts add to `load`. `chg:<router>:<run>` holds one field per attempt:
+--   transfer id -> format, class, prefill tokens, decode tokens, worker that prefills, decode worker
+-- `load` is the sum of all these tables. router/placement/charges.py packs the same.
+local FORMAT = 1
+local CHARGE = '>BBI4I4I2c0I2c0'
+local CLASSES = {normal = 0, high = 1, batch = 2}
+local CLASS_FIELDS = {'high:', 'batch:'}  -- by class; class 0 has no field of its own
+
+local function pack_charge(class, prefill, decode, p, d)
+  return struct.pack(CHARGE, FORMAT, class, prefill, decode, #p, p, #d, d)
+end
+
+-- class, prefill tokens, decode tokens, p, d; nil: of another format
+local function unpack_charge(packed)
+  if string.byte(packed, 1) ~= FORMAT then return nil end
+  local whole, _, class, prefill, decode, p, d = pcall(struct.unpack, CHARGE, packed)
+  if whole then return class, prefill, decode, p, d end
+end
+
+local deltas = {}
+local function change(field, amount)
+  deltas[field] = (deltas[field] or 0) + amount
+end
+
+-- Changes the prefill tokens and the decode tokens of one attempt.
+local function count(class, prefill, decode, p, d)
+  change('p:' .. p, prefill)
+  if CLASS_FIELDS[class] then change(CLASS_FIELDS[class] .. 'p:' .. p, prefill) end
+  change('d:' .. d, decode)
+end
+
+-- Writes the changes to `load`.
+local function apply(load)
+  for field, amount in pairs(deltas) do
+    if amount ~= 0 and redis.call('HINCRBY', load, field, amount) == 0 then redis.call('HDEL', load, field) end
+  end
+end
