@@ -19,7 +19,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from cluster.redis.connect import QUIET
+from cluster.redis.connect import pool_async
 from cluster.redis.failover import FailoverError, says_failover
 
 Argument = bytes | str | int | float
@@ -31,7 +31,7 @@ class ScriptCall:
         """`on_unanswered` is called when a call is given up (cancelled, too late, its connection lost), and again if its
         answer arrives after all: the script may have run."""
         # A timeout of the pool's would start a task for every command of the handshake.
-        self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None, **QUIET)
+        self._pool = pool_async(url, None)
         self._script = script
         self._on_unanswered = on_unanswered
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
