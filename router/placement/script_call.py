@@ -21,6 +21,7 @@ from redis.exceptions import NoScriptError
 
 from cluster.redis.connect import pool_async
 from cluster.redis.failover import FailoverError, says_failover
+from cluster.redis.memory import always_writes
 
 Argument = bytes | str | int | float
 _MORE = object()
@@ -32,7 +33,7 @@ class ScriptCall:
         answer arrives after all: the script may have run."""
         # A timeout of the pool's would start a task for every command of the handshake.
         self._pool = pool_async(url, None)
-        self._script = script
+        self._script = script = always_writes(script)
         self._on_unanswered = on_unanswered
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._line: _Line | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis
 
 from baton.client import Client
 from cluster.membership.reader import read_workers
@@ -188,6 +189,24 @@ def test_sentinels_may_all_be_away_while_the_master_lives(sentinels, namespace, 
     finally:
         for server in sentinels.sentinels.values():
             server.start()
+
+
+def test_a_full_redis_serves(sentinels, namespace, by_sentinels) -> None:
+    """Redis 7 with noeviction, far above its limit."""
+    _, load = by_sentinels
+    with client(sentinels.master()) as master:
+        master.config_set("maxmemory-policy", "noeviction")
+        master.config_set("maxmemory", 1 << 20)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            master.set("other", 1)
+        began = dict(master.zrange(f"{{{namespace}}}:leases", 0, -1, withscores=True))
+        before, placed = load.answers, load.by_redis
+        wait_for(lambda: load.answers > before + 100, BACK_SECONDS, "requests are answered")
+        assert load.by_redis > placed + 90, "Redis places them"
+        now = dict(master.zrange(f"{{{namespace}}}:leases", 0, -1, withscores=True))
+        assert len(began) == 2 and all(now[name] > at for name, at in began.items()), "leases are renewed"
+        master.config_set("maxmemory", 256 << 20)
+        master.config_set("maxmemory-policy", "volatile-lru")
 
 
 def registered_at_port(sentinels: SentinelGroup, namespace: str) -> bool:
