@@ -65,7 +65,8 @@ class Finder:
             asked: dict[Future[Address], Address] = {}
             for seed in order:
                 asked[pool.submit(self._ask, seed)] = seed
-                if found := _answered(asked, HEAD_START_SECONDS, reasons):
+                left = max(0.0, deadline - time.monotonic())
+                if found := _answered(asked, min(HEAD_START_SECONDS, left), reasons):
                     return found
             while asked and (left := deadline - time.monotonic()) > 0:
                 if found := _answered(asked, left, reasons):

@@ -27,6 +27,7 @@ TOOLS = ROOT / "out" / "tools" / "redis"
 # The server, and the libraries it needs that a small image may lack.
 PACKAGES = ("redis-tools", "libjemalloc2", "liblua5.1-0", "liblzf1", "lua-cjson", "lua-bitop")
 MASTER = "baton"  # the master's name
+MAX_MEMORY, POLICY = "256mb", "volatile-lru"
 DOWN_SECONDS = 1.0  # of silence, after which a Sentinel holds a server for dead
 START_SECONDS = 60.0
 SLOTS = 16384
@@ -113,7 +114,8 @@ def run_server(directory: Path, *options: str) -> Iterator[Path]:
 
 def _data_server(directory: Path, port: int, *options: str) -> Server:
     fixed = ["--bind", HOST, "--port", str(port), "--save", "", "--appendonly", "no"]
-    limits = ["--maxmemory", "256mb", "--maxmemory-policy", "volatile-lru", "--repl-diskless-sync-delay", "0"]
+    limits = ["--maxmemory", MAX_MEMORY, "--maxmemory-policy", POLICY, "--repl-diskless-sync-delay", "0"]
+    limits += ["--enable-debug-command", "yes"]
     return Server(directory, [*fixed, *limits, "--dir", str(directory), *options])
 
 
@@ -168,7 +170,7 @@ class SentinelGroup:
 
 
 @contextlib.contextmanager
-def run_sentinels(directory: Path) -> Iterator[SentinelGroup]:
+def run_sentinels(directory: Path, down_seconds: float = DOWN_SECONDS) -> Iterator[SentinelGroup]:
     ports, sentinel_ports = free_ports(2), free_ports(3)
     servers = {port: _data_server(directory / f"server-{port}", port) for port in ports}
     sentinels = {}
@@ -179,7 +181,7 @@ def run_sentinels(directory: Path) -> Iterator[SentinelGroup]:
             f"bind {HOST}",
             f"port {port}",
             f"sentinel monitor {MASTER} {HOST} {ports[0]} 2",
-            f"sentinel down-after-milliseconds {MASTER} {int(DOWN_SECONDS * 1000)}",
+            f"sentinel down-after-milliseconds {MASTER} {int(down_seconds * 1000)}",
             f"sentinel failover-timeout {MASTER} 5000",
         ]
         (home / "sentinel.conf").write_text("\n".join(lines) + "\n")
