@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import socket
 from urllib.parse import urlsplit
 
@@ -37,7 +38,11 @@ def advertised(host: str, advertise_host: str, redis_url: str) -> str:
 
 
 def _redis_host(redis_url: str) -> str:
-    return "" if redis_url.startswith("unix:") else urlsplit(redis_url).hostname or ""
+    """The first host of a Redis URL, which may name several."""
+    if redis_url.startswith("unix:"):
+        return ""
+    netloc = re.split("[/?#]", redis_url.partition("://")[2], maxsplit=1)[0]
+    return urlsplit(f"//{netloc.rpartition('@')[2].partition(',')[0]}").hostname or ""
 
 
 def source_address(peer: str) -> str:

@@ -21,6 +21,7 @@ local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local holder = redis.call('GET', KEYS[1])
 local ends = tonumber(redis.call('GET', KEYS[2]) or '0')
 if holder and holder ~= ARGV[1] and now < ends then return 0 end
+redis.call('DEL', KEYS[2])  -- a full Redis takes writes that need memory after one that needs none
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[2], now + tonumber(ARGV[2]))
 return 1

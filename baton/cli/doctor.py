@@ -24,7 +24,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
     values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
     redis_url: Annotated[
-        str, typer.Option(help="URL of an external Redis (externalRedis.url): checks its memory and policy.")
+        str,
+        typer.Option(
+            help="URL of an external Redis (externalRedis.url): checks its version, role, memory and policy."
+        ),
     ] = "",
     redis_component: Annotated[
         Component | None,
@@ -32,9 +35,7 @@ def doctor(
     ] = None,
     redis_namespace: Annotated[
         str,
-        typer.Option(
-            help="With --redis-component: the prefix of the keys, the chart's is NAMESPACE-RELEASE."
-        ),
+        typer.Option(help="With --redis-url: the prefix of the keys, the chart's is NAMESPACE-RELEASE."),
     ] = "baton",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
 ) -> None:
@@ -45,8 +46,10 @@ def doctor(
     from baton.doctor import report
     from baton.doctor.checks import judge
     from baton.doctor.reading import Reader, connect
-    from baton.doctor.redis_check import check_redis, check_rights
+    from baton.doctor.redis_check import check_redis, check_rights, check_server
     from baton.doctor.values import values_for
+    from cluster.redis.connect import check_url
+    from cluster.redis.urls import with_hash_tag
 
     if redis_component is not None and not redis_url:
         raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
@@ -54,9 +57,11 @@ def doctor(
         facts = Reader(api, namespace, timeout).read()
     checks, values = judge(facts), values_for(facts)
     if redis_url:
-        checks.append(check_redis(redis_url))
+        check_url(redis_url)
+        tagged = with_hash_tag(redis_url, redis_namespace)
+        checks += [check_server(tagged, redis_namespace), check_redis(tagged)]
         if redis_component is not None:
-            checks.append(check_rights(redis_url, redis_component, redis_namespace))
+            checks.append(check_rights(tagged, redis_component, redis_namespace))
     if values_only:
         console.file.write(report.as_yaml(values))
     elif as_json:

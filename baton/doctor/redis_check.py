@@ -1,17 +1,20 @@
-"""The checks of an external Redis: reachable, memory limit, eviction policy, and what its user may do."""
+"""The checks of an external Redis: reachable, version, role, memory limit, eviction policy, and what its user may do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import redis
+from redis.crc import key_slot
 
 from baton.autoscaler.rights import rights as of_autoscaler
-from baton.doctor.checks import Check
+from baton.doctor.checks import Check, Finding
+from cluster.errors import ConfigError
 from cluster.redis.connect import connect
 from cluster.redis.memory import ADVICE, RedisMemory
 from cluster.redis.rights import Component, Rights, lacking
-from cluster.redis.urls import without_password
+from cluster.redis.urls import Kind, seeds_of, with_hash_tag, without_password
 from router.rights import rights as of_router
 from worker.rights import rights as of_worker
 
@@ -20,6 +23,7 @@ RIGHTS: Mapping[Component, Callable[[str], Rights]] = {
     "worker": of_worker,
     "autoscaler": of_autoscaler,
 }
+OLDEST = (6, 2)
 
 
 def check_redis(url: str) -> Check:
@@ -46,6 +50,46 @@ def check_redis(url: str) -> Check:
     elif memory.pressed:
         advice = "raise maxmemory: above 70 % placements are not predicted"
     return Check("Redis", "warning" if advice else "ok", found, advice)
+
+
+def check_server(url: str, namespace: str) -> Check:
+    """Whether the server with the keys of `namespace` is one that Baton can use: its version, its role, its kind."""
+    try:
+        client = connect(with_hash_tag(url, namespace))
+        try:
+            info = client.info()
+        finally:
+            client.close()
+    except (redis.RedisError, OSError, ConfigError, ValueError) as error:
+        return Check(
+            "Redis server", "missing", f"{without_password(url)}: {error}", "check its address and user"
+        )
+    seeds = seeds_of(url)
+    found = f"Redis {info['redis_version']}, {info['role']}"
+    if seeds is not None and seeds.kind == "cluster":
+        tag = f"{{{namespace}}}"
+        found += f" of slot {key_slot(tag.encode())}, which has all keys {tag}:*"
+    elif info["role"] == "master":
+        found += f" with {info['connected_slaves']} replica(s)"
+    return Check("Redis server", *_judge_server(info, seeds.kind if seeds is not None else None, found))
+
+
+def _judge_server(info: Mapping[str, Any], kind: Kind | None, found: str) -> Finding:
+    version = tuple(int(number) for number in str(info["redis_version"]).split(".")[:2])
+    if version < OLDEST:
+        return Finding("missing", found, f"Redis {'.'.join(map(str, OLDEST))} or later, or Valkey, is needed")
+    if info["role"] != "master":
+        return Finding(
+            "missing", found, "it takes no writes: name the master, or its Sentinels: redis+sentinel://…"
+        )
+    clustered = bool(info.get("cluster_enabled"))
+    if clustered and kind != "cluster":
+        return Finding(
+            "missing", found, "it is a node of a cluster, where keys move: write redis+cluster://…"
+        )
+    if kind == "sentinel" and not info["connected_slaves"]:
+        return Finding("warning", found, "the master has no replica that its Sentinels could promote")
+    return Finding("ok", found)
 
 
 def check_rights(url: str, component: Component, namespace: str) -> Check:

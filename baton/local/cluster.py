@@ -38,7 +38,7 @@ from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import why_silent
 from cluster.redis.embedded import EmbeddedRedis
-from cluster.redis.urls import without_password
+from cluster.redis.urls import with_hash_tag, without_password
 
 START_SECONDS = 300.0
 STOP_SECONDS = 40.0
@@ -64,8 +64,10 @@ class LocalCluster:
         self._dir = _make_folder()
         self._logs = self._dir / "logs"
         self._redis: EmbeddedRedis | None = None
-        self._redis_url = options.redis_url
+        self._redis_url = ""  # of the embedded one, once it runs
         self._namespace = options.namespace or f"baton-{secrets.token_hex(4)}"
+        if options.redis_url:
+            self._redis_url = with_hash_tag(options.redis_url, self._namespace)
         self._secret = secrets.token_hex(16)
         self._ray: RayPools | None = None
         self._routers = Supervisor()

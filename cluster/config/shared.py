@@ -31,7 +31,8 @@ class ClusterFields(Frozen):
 
     redis_url: str = Field(
         "",
-        description="redis://…, rediss://… or unix://…; one server for the cluster, the user may differ by component",
+        description="redis://…, rediss://… or unix://…; redis+sentinel://host:port,…/master or "
+        "redis+cluster://host:port,… (rediss+… for TLS); one Redis for the cluster, the user may differ by component",
         repr=False,
     )
     redis_password: str = no_flag("", description="for a redis_url without one", repr=False)

@@ -26,7 +26,7 @@ from cluster.config.shared import ClusterFields, SecretFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.redis.connect import check_url
-from cluster.redis.urls import with_password
+from cluster.redis.urls import with_hash_tag, with_password
 
 C = TypeVar("C", bound=Frozen)
 
@@ -89,6 +89,7 @@ def with_secrets(config: C) -> C:
             found |= {"redis_password": "", "redis_password_file": None}
         if url := found.get("redis_url", config.redis_url):
             check_url(url)
+            found["redis_url"] = with_hash_tag(url, config.namespace)
     return config.model_copy(update=found)
 
 

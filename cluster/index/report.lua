@@ -1,9 +1,10 @@
 -- KEYS: owners, sequences   ARGV: prefix, slot, name(worker@epoch), sequence, ttl_ms, then (held, chain) pairs
 -- -> 'ok' | 'register' | the sequence number to resend from
-redis.call('HDEL', KEYS[1], '')  -- no effect on a master; a replica refuses it, whose 'ok' would lose the batch
 if redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then return 'register' end
 local sequence = tonumber(ARGV[4])
 local expected = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '1')
+-- No effect, but refused: by a replica, whose 'ok' would lose the batch, and by a full Redis, which the index may not fill more.
+redis.call('HSET', KEYS[2], ARGV[2], expected)
 if sequence > expected then return expected end
 if sequence == expected then
   local now, slots = now_ms(), {ARGV[2]}

@@ -22,13 +22,14 @@ from cluster.membership.registration import Registration
 from cluster.protocol.block_hash import index_keys
 from cluster.redis.connect import connect
 from cluster.redis.failover import disconnect_after_failover
-from cluster.redis.memory import RedisMemory
+from cluster.redis.memory import RedisMemory, says_full
 
 log = logging.getLogger(__name__)
 BATCH_CHAINS = 64
 BATCH_SECONDS = 0.02
 RETRY_SECONDS = 0.25
 RESYNC_RETRY_SECONDS = 2.0
+FULL_SECONDS = 2.0  # until a full Redis is asked again
 MAX_WAITING_CHAINS = 10_000
 MEMORY_SECONDS = 1.0  # maximum age of the figures about Redis's memory
 
@@ -105,7 +106,7 @@ class ChainReporter:
             except redis.RedisError as error:
                 log.debug("reports of cached prefixes wait for Redis: %s", error)
                 disconnect_after_failover(self._client, error)
-                self._pause(RETRY_SECONDS)
+                self._pause(FULL_SECONDS if says_full(error) else RETRY_SECONDS)
             except Exception as error:  # the engine did not answer in time, or has ended
                 log.warning("reports of cached prefixes wait: %r", error)
                 self._pause(RESYNC_RETRY_SECONDS)

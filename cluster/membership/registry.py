@@ -15,6 +15,7 @@ from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.connect import connect
 from cluster.redis.failover import disconnect_after_failover
+from cluster.redis.memory import always_writes
 
 
 def encode(info: WorkerInfo) -> str:
@@ -31,10 +32,10 @@ class Registry:
     def __init__(self, redis_url: str, namespace: str):
         self._client = connect(redis_url)
         self._keys = keys.registry(namespace)
-        self._register = self._client.register_script(scripts.REGISTER)
-        self._renew = self._client.register_script(scripts.RENEW)
+        self._register = self._client.register_script(always_writes(scripts.REGISTER))
+        self._renew = self._client.register_script(always_writes(scripts.RENEW))
         self._leave = self._client.register_script(scripts.LEAVE)
-        self._drain = self._client.register_script(scripts.DRAIN)
+        self._drain = self._client.register_script(always_writes(scripts.DRAIN))
 
     def register(self, info: WorkerInfo, status: WorkerStatus, drain: Then | None) -> int:
         """Register, and return the worker's new slot."""

@@ -10,7 +10,8 @@ import redis.asyncio
 from redis.connection import parse_url
 
 from cluster.errors import ConfigError
-from cluster.redis.urls import without_password
+from cluster.redis.finder import Finder
+from cluster.redis.urls import seeds_of, without_password
 
 CONNECT_SECONDS = 1.0
 COMMAND_SECONDS = 1.0
@@ -18,30 +19,79 @@ COMMAND_SECONDS = 1.0
 QUIET: Mapping[str, Any] = {"driver_info": None}
 
 
-def _options(url: str, seconds: float) -> dict[str, Any]:
+class _Found(redis.Connection):
+    """A connection to the server that `finder` names when it connects."""
+
+    def __init__(self, *, finder: Finder, **options: Any):
+        self._finder = finder
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+
+    def connect(self) -> None:
+        if not self.is_connected:
+            self.host, self.port = self._finder.find()
+        super().connect()  # type: ignore[no-untyped-call]
+
+
+class _FoundTls(_Found, redis.SSLConnection):
+    pass
+
+
+class _FoundAsync(redis.asyncio.Connection):
+    def __init__(self, *, finder: Finder, **options: Any):
+        self._finder = finder
+        super().__init__(**options)
+
+    async def connect(self) -> None:
+        if not self.is_connected:
+            self.host, self.port = await self._finder.find_async()
+        await super().connect()  # type: ignore[no-untyped-call]
+
+
+class _FoundTlsAsync(_FoundAsync, redis.asyncio.SSLConnection):
+    pass
+
+
+def _options(url: str, seconds: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {"socket_timeout": seconds, "decode_responses": False, **QUIET}
-    if not url.startswith("unix:"):
+    if seconds is not None and not url.startswith("unix:"):
         options["socket_connect_timeout"] = CONNECT_SECONDS
     return options
 
 
 def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:
     """A blocking client, for threads of their own."""
-    return redis.Redis.from_url(url, **_options(url, seconds))
+    seeds, options = seeds_of(url), _options(url, seconds)
+    if seeds is None:
+        return redis.Redis.from_url(url, **options)
+    connection = _FoundTls if seeds.tls else _Found
+    pool = redis.ConnectionPool(connection, finder=Finder(seeds), **{**seeds.options, **options})
+    return redis.Redis.from_pool(pool)
 
 
 def connect_async(url: str, seconds: float = COMMAND_SECONDS) -> redis.asyncio.Redis:
     """A client for an event loop."""
-    return redis.asyncio.Redis.from_url(url, **_options(url, seconds))
+    return redis.asyncio.Redis.from_pool(pool_async(url, seconds))
+
+
+def pool_async(url: str, seconds: float | None) -> redis.asyncio.ConnectionPool:
+    """Connections for an event loop. `seconds` None: without deadlines, which its user then sets."""
+    seeds, options = seeds_of(url), _options(url, seconds)
+    if seeds is None:
+        return redis.asyncio.ConnectionPool.from_url(url, **options)
+    connection = _FoundTlsAsync if seeds.tls else _FoundAsync
+    return redis.asyncio.ConnectionPool(connection, finder=Finder(seeds), **{**seeds.options, **options})
 
 
 def check_url(url: str) -> None:
     """Raise ConfigError if `url` is not a Redis URL. The message leaves the URL out, which may hold a password."""
+    if seeds_of(url) is not None:
+        return
     try:
         parse_url(url)  # type: ignore[no-untyped-call]
     except ValueError:
         raise ConfigError(
-            "redis_url is not a Redis URL; write for example redis://host:6379, rediss://host:6379 (TLS) or "
+            "redis_url is not a Redis URL; write for example redis://host:6379, rediss://host:6379 (TLS), "
+            "redis+sentinel://host:26379,host:26379/master, redis+cluster://host:6379,host:6379 or "
             "unix:///path/of/its.sock",
             field="redis_url",
         ) from None

@@ -1,20 +1,41 @@
-"""Redis' memory use and eviction policy.
+"""Redis' memory use and eviction policy, and which writes a full Redis takes.
 
-Only index keys have a time to live, so a policy of `volatile-…` evicts the index and nothing else. With `noeviction` a
-full index also fails placing, registering and renewing; `allkeys-…` evicts leases, load and quotas.
+Only index keys have a time to live, so a policy of `volatile-…` evicts the index and nothing else. With `noeviction` the
+index is not written until its entries expire; `allkeys-…` evicts leases, load and quotas.
+
+A full Redis refuses a command that may need memory, in a script only if it is the script's first write. Scripts that
+serving depends on begin with a write that frees memory, `always_writes`; index reports begin with one that needs memory.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import redis
+
 PRESSED = 0.7  # used/maxmemory above which the index's time to live shrinks
 LEAST_SHARE = 1 / 60  # of the index's time to live, at a full Redis
 ADVICE = "set maxmemory-policy to volatile-lru"
+# Has no effect; of a key that is no hash, not even an error.
+_FREES = "if KEYS[1] then redis.pcall('HDEL', KEYS[1], '') end "
+_FULL = re.compile(
+    r"^OOM |: -OOM |^command not allowed when used memory"
+)  # redis-py strips the code it knows
 log = logging.getLogger(__name__)
+
+
+def always_writes(script: str) -> str:
+    """The script, so that a full Redis runs it too. Its first key should be a hash."""
+    return _FREES + script
+
+
+def says_full(error: redis.RedisError) -> bool:
+    """Whether Redis refused a write because its memory is used up."""
+    return bool(_FULL.search(str(error)))
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,13 @@ class RedisMemory:
         return self.share >= PRESSED
 
     @property
+    def when_full(self) -> str:
+        """What happens then, under a policy that does not evict the index alone."""
+        if self.policy.startswith("allkeys-"):
+            return "evicts leases, load and quotas too"
+        return "takes no new entries of the prefix index"
+
+    @property
     def evicts_index_only(self) -> bool:
         """False also if the policy is unknown."""
         return self.policy.startswith("volatile-")
@@ -54,7 +82,5 @@ def warn_of_policy(before: RedisMemory, now: RedisMemory) -> None:
     """Log a policy that does not protect control data, once for each change."""
     if now.policy != before.policy and not now.evicts_index_only:
         log.warning(
-            "Redis' maxmemory-policy is %s: %s, otherwise a full prefix index fails every other write",
-            now.policy,
-            ADVICE,
+            "Redis' maxmemory-policy is %s: %s, otherwise a full Redis %s", now.policy, ADVICE, now.when_full
         )

@@ -19,8 +19,9 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from cluster.redis.connect import QUIET
+from cluster.redis.connect import pool_async
 from cluster.redis.failover import FailoverError, says_failover
+from cluster.redis.memory import always_writes
 
 Argument = bytes | str | int | float
 _MORE = object()
@@ -31,8 +32,8 @@ class ScriptCall:
         """`on_unanswered` is called when a call is given up (cancelled, too late, its connection lost), and again if its
         answer arrives after all: the script may have run."""
         # A timeout of the pool's would start a task for every command of the handshake.
-        self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None, **QUIET)
-        self._script = script
+        self._pool = pool_async(url, None)
+        self._script = script = always_writes(script)
         self._on_unanswered = on_unanswered
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._line: _Line | None = None

@@ -25,7 +25,7 @@ from tests.chaos.evidence import judged_again
 from tests.chaos.faults import FaultInjector
 from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
-from tests.chaos.rows import LINK_POINTS, MATRIX, ROWS, NewAttempts, draw_fault, expanded, usual
+from tests.chaos.rows import LINK_POINTS, MATRIX, ROWS, NewAttempts, draw_fault, expanded, redis_of, usual
 from tests.chaos.workload import Workload
 from tests.harness.bounds import PLACEMENT_BACK_SECONDS, REDISPATCH_SECONDS
 from tests.harness.checkpoints import make_checkpoint
@@ -40,7 +40,9 @@ console = Console(width=170, highlight=False)
 def main(
     faults: Annotated[int, typer.Option(help="Faults in all, with those of earlier runs of this seed.")] = 50,
     seed: Annotated[str, typer.Option(help="Names the schedule.")] = "1",
-    kinds: Annotated[str, typer.Option(help="Only these rows, comma separated; links: those of links.")] = "",
+    kinds: Annotated[
+        str, typer.Option(help="Only these rows; links, redis, redis-cluster: all of theirs.")
+    ] = "",
     baton_clients: Annotated[int, typer.Option()] = 5,
     openai_clients: Annotated[int, typer.Option()] = 2,
     tensor_parallel: Annotated[
@@ -100,7 +102,10 @@ class Plan:
 def run(scratch: Path, plan: Plan, on_result: Callable[[Result], None]) -> None:
     """A cluster, a workload and a campaign; the cluster's logs are kept."""
     model = make_checkpoint(scratch / "model")
-    with run_chaos_cluster(scratch / "chaos", model, tensor_parallel=plan.tensor_parallel) as cluster:
+    running = run_chaos_cluster(
+        scratch / "chaos", model, tensor_parallel=plan.tensor_parallel, redis=redis_of(plan.names)
+    )
+    with running as cluster:
         checker = Checker(model)
         try:
             asyncio.run(_campaign(cluster, checker, plan, on_result))
@@ -122,7 +127,7 @@ async def _campaign(
         openai_clients=plan.openai_clients,
         seed=f"{plan.seed}:{plan.first}",
     )
-    injector = FaultInjector(cluster.target, workload, cluster.orders, cluster.network)
+    injector = FaultInjector(cluster.target, workload, cluster.orders, cluster.network, cluster.redis)
     campaign = Campaign(cluster.target, workload, injector, plan.seed, on_result, plan.out / EVIDENCE)
     await campaign.run(draw_fault(plan.seed, n, plan.names) for n in range(plan.first, plan.faults))
 

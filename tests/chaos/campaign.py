@@ -103,7 +103,7 @@ class Campaign:
         return True
 
     async def _placement_back(self, fault: Fault) -> float:
-        return await self._target.placement_back() if fault.row.role == "redis" else 0.0
+        return await self._target.placement_back() if fault.row.role.startswith("redis") else 0.0
 
     def _result(
         self,

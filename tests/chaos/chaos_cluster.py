@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.chaos.redis_faults import RedisFaults, run_redis
 from tests.chaos.target import Target
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.run_proxy import RunningProxy, run_proxy
@@ -29,12 +30,14 @@ class ChaosCluster:
     orders: Path
     logs: Path
     up_log: Path
+    redis: RedisFaults | None = None  # of a Redis that `baton up` did not start
 
 
 @contextlib.contextmanager
 def run_chaos_cluster(
-    directory: Path, model: Path, replicas: int = REPLICAS, tensor_parallel: int = 1
+    directory: Path, model: Path, replicas: int = REPLICAS, tensor_parallel: int = 1, redis: str = ""
 ) -> Iterator[ChaosCluster]:
+    """`redis`: see `run_redis`."""
     # SIGTERM ends it as Ctrl-C does: nothing that it started is left behind.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     orders = directory / "orders"
@@ -45,14 +48,17 @@ def run_chaos_cluster(
     ranks = ("--prefill-tp", str(tensor_parallel), "--decode-tp", str(tensor_parallel))
     memory = ("--kv-memory", f"{KV_KIB // tensor_parallel}KiB")
     with run_proxy() as network, contextlib.ExitStack() as stack:
+        servers = stack.enter_context(run_redis(redis, directory / "redis"))
+        store = ("--redis-url", servers.url) if servers is not None else ()
         # Only while it starts: our own clients must not go through the proxy.
         with _environment({**environment, **network.environment}):
-            running = run_cluster(directory / "cluster", model, *FLAGS, *counts, *ranks, *memory)
+            running = run_cluster(directory / "cluster", model, *FLAGS, *counts, *ranks, *memory, *store)
             cluster = stack.enter_context(running)
         target = Target(directory / "cluster" / "state.json", replicas, orders, tensor_parallel)
         logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"
         try:
-            yield ChaosCluster(target, network, orders, logs, up_log)
+            faults = RedisFaults(servers, target.redis_url) if servers is not None else None
+            yield ChaosCluster(target, network, orders, logs, up_log, faults)
         finally:
             signal.signal(signal.SIGTERM, before)
 

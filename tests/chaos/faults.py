@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.faults import orders
+from tests.chaos.redis_faults import RedisFaults
 from tests.chaos.rows import ANY_MOMENT, Fault
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
@@ -40,11 +41,19 @@ class InjectedFault:
 class FaultInjector:
     """Carries faults out on one cluster. `orders` is the directory that its processes take orders from."""
 
-    def __init__(self, target: Target, workload: Workload, orders_directory: Path, network: RunningProxy):
+    def __init__(
+        self,
+        target: Target,
+        workload: Workload,
+        orders_directory: Path,
+        network: RunningProxy,
+        redis: RedisFaults | None = None,
+    ):
         self._target = target
         self._workload = workload
         self._orders = orders_directory
         self._network = network
+        self._redis = redis
 
     async def inject(self, fault: Fault) -> InjectedFault | None:
         """Returns after the blow; of a stop or a cut, after its end. None: no request was where it should have hit,
@@ -57,6 +66,8 @@ class FaultInjector:
             "cut": self._cut_links if fault.row.role == "link" else self._cut,
             "nothing": self._nothing,
         }
+        if fault.row.role == "redis servers":
+            acts[fault.row.act] = self._redis_servers
         act = acts.get(fault.row.act) or (self._signal if fault.point == ANY_MOMENT else self._order)
         deadline = asyncio.get_running_loop().time() + IN_FLIGHT_SECONDS
         while not self._workload.live:
@@ -215,6 +226,17 @@ class FaultInjector:
             )
         ]
         return fault.rng.choice(pairs) if pairs else None
+
+    # --- Redis ---------------------------------------------------------------------------------------------
+
+    async def _redis_servers(self, fault: Fault, deadline: float) -> InjectedFault | None:
+        assert self._redis is not None, "this cluster has the Redis of `baton up`"
+        await asyncio.to_thread(self._redis.settle)
+        if not (in_flight := len(self._workload.live)):
+            return None
+        began = asyncio.get_running_loop().time()
+        held = await self._redis.inject(fault)
+        return InjectedFault(began, (), (), in_flight, in_flight, held)
 
     # --- clients -----------------------------------------------------------------------------------------
 

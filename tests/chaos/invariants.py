@@ -11,6 +11,7 @@ import redis
 
 from tests.chaos.target import ROLES, Target, poll
 from tests.harness.rank_processes import RANK_MARK
+from tests.harness.redis_text import text_client
 
 QUIET_SECONDS = 15.0
 
@@ -71,7 +72,7 @@ def _worker(status: dict[str, Any]) -> list[str]:
 
 def _reservations(url: str) -> list[str]:
     """Load that routers charged, in all and by router: with no request there is none."""
-    client = redis.Redis.from_url(url, socket_timeout=2.0)
+    client = text_client(url)
     try:
         found = []
         for key in client.keys("{*}:load"):

@@ -132,6 +132,25 @@ _LINKS: dict[str, Row] = {
 }
 LINK_POINTS = (Point.LINK_FRAME, Point.LINK_CREDIT, Point.LINK_ATTACH)
 
+
+def _redis(act: str, seconds: float = 0.0) -> Row:
+    """No stream depends on Redis: what is promised is a killed process's silence, which the machine may cause."""
+    return Row("redis servers", act, cards=0, hold_seconds=seconds)
+
+
+# `--kinds redis` and `--kinds redis-cluster`: each with a Redis of its own kind.
+_BEHIND_SENTINELS = {
+    "redis promotion": _redis("promote"),
+    "redis full": _redis("fill", 4.0),
+    "redis emptied": _redis("empty"),
+    "redis slow 1–3 s": _redis("slow", 8.0),
+    "redis stopped": _redis("freeze"),
+}
+_IN_CLUSTER = {
+    "redis slot moved": _redis("move"),
+    "redis slot moved, keys lost": _redis("move without keys"),
+}
+
 ROWS: dict[str, Row] = {
     "kill prefill": Row("prefill", "kill", P_BEFORE, _names(*P_POINTS)),
     "kill prefill, all sent": Row("prefill", "kill", P_AFTER, _names(Point.PREFILL_FINISHED)),
@@ -182,6 +201,8 @@ ROWS: dict[str, Row] = {
     "cut router–prefill": Row("router>prefill", "cut", NETWORK, bound_seconds=STOP_SECONDS),
     "cut router–decode": Row("router>decode", "cut", NETWORK, bound_seconds=STOP_SECONDS),
     **_LINKS,
+    **_BEHIND_SENTINELS,
+    **_IN_CLUSTER,
     # What the machine alone does to a stream: the other rows' recoveries hold this much of it. Not in the deck.
     "nothing": Row("client", "nothing", bound_seconds=None, cards=0),
 }
@@ -206,8 +227,23 @@ def usual(tensor_parallel: int) -> list[str]:
 
 
 def expanded(names: Sequence[str]) -> list[str]:
-    """`links` stands for all rows of links."""
-    return [row for name in names for row in (_LINKS if name == "links" else (name,))]
+    """`links`, `redis` and `redis-cluster` stand for all their rows."""
+    decks = {"links": _LINKS, "redis": _BEHIND_SENTINELS, "redis-cluster": _IN_CLUSTER}
+    return [row for name in names for row in decks.get(name, (name,))]
+
+
+def redis_of(names: Sequence[str]) -> str:
+    """The kind of Redis that rows need. Raises ValueError if they need two."""
+    kinds = {_kind_of_redis(name) for name in names}
+    if len(kinds) > 1:
+        raise ValueError("these rows need different kinds of Redis: run them one after another")
+    return kinds.pop()
+
+
+def _kind_of_redis(name: str) -> str:
+    if name in _BEHIND_SENTINELS:
+        return "sentinels"
+    return "cluster" if name in _IN_CLUSTER else ""
 
 
 def deck(names: Sequence[str]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import psutil
 import redis
 
 from tests.chaos.target import ROLES, Target
+from tests.harness.redis_text import text_client
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Sampler:
         """Of Redis and of the workers; what can't be asked now (a stopped Redis) is left out."""
         found: dict[str, Any] = {}
         with contextlib.suppress(redis.RedisError):
-            client = redis.Redis.from_url(self._target.redis_url, socket_timeout=0.5)
+            client = text_client(self._target.redis_url, 0.5)
             try:
                 found["redis_bytes"] = int(client.info("memory")["used_memory"])
                 found["redis_keys"] = int(client.dbsize())

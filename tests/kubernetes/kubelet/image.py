@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.system.debian_redis import TOOLS, find_server
+from tests.harness.redis_servers import TOOLS, find_server
 
 ROOT = Path(__file__).resolve().parents[3]
 VENV = Path(sys.prefix)

@@ -15,8 +15,8 @@ from pathlib import Path
 import redis
 
 from cluster.redis.connect import connect
+from tests.harness.redis_servers import find_server
 from tests.harness.waiting import wait_for
-from tests.system.debian_redis import find_server
 from tests.system.helm.rendering import Renderer, ValueSet, pods_of
 
 NAMESPACE = "serving-t"  # as tests.system.helm.rendering names namespace and release

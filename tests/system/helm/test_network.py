@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.redis.connect import check_url
 from tests.system.helm.rendering import Manifest, Pod, Rendered, Renderer, ValueSet, pods_of, selects
 from tests.system.helm.value_sets import VALUE_SETS
 
@@ -199,6 +200,18 @@ def test_clients_reach_the_public_endpoints_and_nothing_else(renderer: Renderer)
         ("decode", 6386),
         ("ray-head", 6386),
     }
+
+
+def test_redis_and_its_sentinels_are_within_reach(renderer: Renderer) -> None:
+    rendered = renderer.render(VALUE_SETS["redis by sentinels"])
+    peers = [{"ipBlock": {"cidr": "192.0.2.0/24"}}]
+    for pod in pods_of(rendered):
+        if pod.component in ("router", "prefill", "decode"):
+            (rule,) = [rule for rule in _egress(rendered, pod) if rule.get("to") == peers]
+            assert {ports.first for ports in _ports(rule)} == {6379, 26379}
+    url = rendered.named("Secret", "t-baton-external-redis")["stringData"]["url"]
+    check_url(url)
+    assert "s1.example:26379,s2.example:26379/master" in url
 
 
 def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -> None:

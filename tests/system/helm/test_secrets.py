@@ -14,8 +14,8 @@ import redis
 
 from baton.local.certs import make_certs
 from cluster.redis.connect import connect
+from tests.harness.redis_servers import find_server
 from tests.harness.waiting import wait_for
-from tests.system.debian_redis import find_server
 from tests.system.helm.rendering import Pod, Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
 

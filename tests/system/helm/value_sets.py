@@ -101,6 +101,17 @@ MORE: dict[str, ValueSet] = {
             "ray": {"gcsFaultTolerance": {"enabled": False}},
         }
     ),
+    "redis by sentinels": ValueSet(
+        values={
+            "redis": {"enabled": False},
+            "externalRedis": {
+                "url": "redis+sentinel://baton:pass-word@s1.example:26379,s2.example:26379/master?db=1",
+                "otherPorts": [26379],
+                "peers": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
+            },
+            "ray": {"gcsFaultTolerance": {"enabled": False}},
+        }
+    ),
     "own secrets": ValueSet(
         values={
             "deploymentSecret": {"name": "mine", "key": "hash-key"},

@@ -65,7 +65,7 @@
 - ports: {{- include "baton.ports" (list .Values.redis.port) | trim | nindent 4 }}
   to: {{- include "baton.peer" (dict "root" . "components" (list "redis")) | nindent 4 }}
 {{- else }}
-- ports: {{- include "baton.ports" (list .Values.externalRedis.port) | trim | nindent 4 }}
+- ports: {{- include "baton.ports" (prepend .Values.externalRedis.otherPorts .Values.externalRedis.port) | trim | nindent 4 }}
   {{- include "baton.anyPeer" (dict "direction" "to" "peers" .Values.externalRedis.peers) | nindent 2 }}
 {{- end }}
 {{- end -}}

@@ -1,0 +1,146 @@
+"""Finds the server that has a deployment's keys: the master that Sentinels name, or the cluster's node of their slot.
+
+redis-py asks and judges the answers. Every connection asks anew, so that one that was closed after a failover leads to the
+new server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, NodesManager
+from redis.crc import key_slot
+from redis.exceptions import RedisClusterException
+from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel
+
+from cluster.errors import ConfigError
+from cluster.redis.urls import Address, Seeds
+
+FIND_SECONDS = 2.0  # with a connection and a call it stays below a worker's lease
+ASK_SECONDS = 1.5  # for an answer of one seed
+HEAD_START_SECONDS = 0.3  # of each seed before the next one is asked as well
+FRESH_SECONDS = 2.0  # a server found for a caller that had given up
+
+
+class NotFoundError(redis.ConnectionError):
+    """No seed says which server has the keys."""
+
+
+class Finder:
+    def __init__(self, seeds: Seeds):
+        """Raises ConfigError if the URL is a cluster's without a hash tag."""
+        if seeds.kind == "cluster" and not seeds.name:
+            raise ConfigError(
+                "a redis+cluster:// URL needs the hash tag of the keys: ?hash_tag=NAMESPACE",
+                field="redis_url",
+            )
+        self._seeds = seeds
+        self._first = 0  # the seed to ask first
+        self._ask = self._ask_sentinel if seeds.kind == "sentinel" else self._ask_node
+        self._options = {
+            **seeds.ask_options,
+            "socket_timeout": ASK_SECONDS,
+            "socket_connect_timeout": ASK_SECONDS,
+            "driver_info": None,
+        }
+        self._finding: asyncio.Future[tuple[Address, float]] | None = None
+
+    def find(self) -> Address:
+        """The server's address, by the seed that answers first. Blocks for FIND_SECONDS at most; raises NotFoundError.
+
+        The seeds take turns to be asked first: one whose view is old does not answer every time.
+        """
+        addresses = self._seeds.addresses
+        order = [*addresses[self._first :], *addresses[: self._first]]
+        self._first = (self._first + 1) % len(addresses)
+        deadline = time.monotonic() + FIND_SECONDS
+        reasons: list[str] = []
+        pool = ThreadPoolExecutor(len(order), thread_name_prefix="redis-finder")
+        try:
+            asked: dict[Future[Address], Address] = {}
+            for seed in order:
+                asked[pool.submit(self._ask, seed)] = seed
+                left = max(0.0, deadline - time.monotonic())
+                if found := _answered(asked, min(HEAD_START_SECONDS, left), reasons):
+                    return found
+            while asked and (left := deadline - time.monotonic()) > 0:
+                if found := _answered(asked, left, reasons):
+                    return found
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        reasons += [f"{seed} does not answer" for seed in asked.values()]
+        what = "the master" if self._seeds.kind == "sentinel" else "the slot's node"
+        raise NotFoundError(f"{what} of {self._seeds.name!r} is unknown: {'; '.join(reasons)}")
+
+    async def find_async(self) -> Address:
+        """`find`, off the event loop. Concurrent callers share a search; it goes on if all of them give up, and serves the
+        next one."""
+        if self._finding is None or not self._usable(self._finding):
+            self._finding = asyncio.ensure_future(asyncio.to_thread(self._find_at))
+            self._finding.add_done_callback(_retrieved)
+        search = self._finding
+        address, _ = await asyncio.shield(search)
+        if self._finding is search:
+            self._finding = None
+        return address
+
+    def _find_at(self) -> tuple[Address, float]:
+        return self.find(), time.monotonic()
+
+    @staticmethod
+    def _usable(search: asyncio.Future[tuple[Address, float]]) -> bool:
+        if not search.done():
+            return True
+        if search.cancelled() or search.exception() is not None:
+            return False
+        return time.monotonic() - search.result()[1] < FRESH_SECONDS
+
+    def _ask_sentinel(self, seed: Address) -> Address:
+        options = {**self._options, "retry": Retry(NoBackoff(), 0)}
+        asked = Sentinel([seed], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        try:
+            return Address(*asked.discover_master(self._seeds.name))  # type: ignore[no-untyped-call]
+        except MasterNotFoundError as error:
+            raise NotFoundError(f"names none that is alive ({error})") from error
+        finally:
+            for client in asked.sentinels:
+                client.close()
+
+    def _ask_node(self, seed: Address) -> Address:
+        try:
+            nodes = NodesManager([ClusterNode(*seed)], **self._options)  # type: ignore[no-untyped-call]
+        except RedisClusterException as error:
+            raise NotFoundError(
+                f"tells no slots (its user needs +cluster|slots): {error.__cause__}"
+            ) from error
+        try:
+            node = nodes.get_node_from_slot(key_slot(f"{{{self._seeds.name}}}".encode()))
+        except RedisClusterException as error:
+            raise NotFoundError("names no node for the slot") from error
+        finally:
+            nodes.close()
+        return Address(str(node.host), int(node.port))
+
+
+def _answered(asked: dict[Future[Address], Address], seconds: float, reasons: list[str]) -> Address | None:
+    """Wait until one of those asked has answered; notes why others cannot."""
+    for done in wait(asked, seconds, FIRST_COMPLETED).done:
+        seed = asked.pop(done)
+        error = done.exception()
+        if error is None:
+            return done.result()
+        if not isinstance(error, redis.RedisError | OSError):
+            raise error
+        reasons.append(f"{seed}: {error}")
+    return None
+
+
+def _retrieved(search: asyncio.Future[tuple[Address, float]]) -> None:
+    """Its callers may all have given up."""
+    if not search.cancelled():
+        search.exception()

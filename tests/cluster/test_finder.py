@@ -1,0 +1,294 @@
+"""Which server a deployment's keys are at: asked of Sentinels and cluster nodes that are slow, silent, old or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from cluster.errors import ConfigError
+from cluster.redis import finder as module
+from cluster.redis.connect import connect, connect_async
+from cluster.redis.failover import FailoverError
+from cluster.redis.finder import Finder, NotFoundError
+from cluster.redis.urls import Address, seeds_of
+from router.placement.script_call import ScriptCall
+from tests.harness.fake_redis import Answer, FakeRedis, names_master, names_owner
+
+OK = b"+OK\r\n"
+READONLY = b"-READONLY You can't write against a read only replica.\r\n"
+Make = Callable[..., FakeRedis]
+
+
+@pytest.fixture
+def fake() -> Iterator[Make]:
+    made: list[FakeRedis] = []
+
+    def make(answer: Answer, host: str = "127.0.0.1") -> FakeRedis:
+        made.append(FakeRedis(answer, host))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def silent(_: list[str]) -> None:
+    return None
+
+
+def says(answer: bytes, after: float = 0.0) -> Answer:
+    def say(command: list[str]) -> bytes:
+        if command[0].upper() in ("SENTINEL", "CLUSTER"):
+            time.sleep(after)
+            return answer
+        return OK
+
+    return say
+
+
+def finder_of(*seeds: FakeRedis, kind: str = "sentinel", more: str = "") -> Finder:
+    hosts = ",".join(one.address for one in seeds)
+    name = "/m?" if kind == "sentinel" else "?hash_tag=ns&"
+    seeds_found = seeds_of(f"redis+{kind}://{hosts}{name}protocol=2{more}")
+    assert seeds_found is not None
+    return Finder(seeds_found)
+
+
+def test_the_master_that_a_sentinel_names(fake) -> None:
+    assert finder_of(fake(says(names_master(5)))).find() == Address("127.0.0.1", 5)
+
+
+@pytest.mark.parametrize("flags", ["master,s_down", "master,o_down", "slave"])
+def test_a_master_that_is_held_for_dead_is_none(fake, flags: str) -> None:
+    with pytest.raises(NotFoundError, match="names none that is alive"):
+        finder_of(fake(says(names_master(5, flags=flags)))).find()
+
+
+def test_a_sentinel_of_another_master_is_no_help(fake) -> None:
+    with pytest.raises(NotFoundError, match="names none that is alive"):
+        finder_of(fake(says(names_master(5, name="other")))).find()
+
+
+def test_the_node_of_the_slot(fake) -> None:
+    assert finder_of(fake(says(names_owner(7))), kind="cluster").find() == Address("127.0.0.1", 7)
+
+
+def test_a_node_without_an_address_of_its_own_is_the_one_asked(fake) -> None:
+    node = fake(says(names_owner(7, host="")))
+    assert finder_of(node, kind="cluster").find() == Address("127.0.0.1", 7)
+
+
+def test_a_slot_that_no_node_serves(fake) -> None:
+    slot = 9937  # CRC16 of "ns" modulo 16384
+    below = fake(says(names_owner(7, last=slot - 1)))
+    with pytest.raises(NotFoundError, match="no node for the slot"):
+        finder_of(below, kind="cluster").find()
+    exact = fake(says(names_owner(8, first=slot, last=slot)))
+    assert finder_of(exact, kind="cluster").find().port == 8
+
+
+def test_a_server_that_is_no_cluster(fake) -> None:
+    refuses = fake(says(b"-ERR This instance has cluster support disabled\r\n"))
+    with pytest.raises(NotFoundError, match="tells no slots"):
+        finder_of(refuses, kind="cluster").find()
+
+
+def test_a_cluster_without_a_hash_tag_is_refused() -> None:
+    seeds = seeds_of("redis+cluster://h:1")
+    assert seeds is not None
+    with pytest.raises(ConfigError, match="hash_tag"):
+        Finder(seeds)
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("sentinel", names_master(5)), ("cluster", names_owner(5))])
+def test_a_slow_seed_is_waited_for(fake, kind: str, answer: bytes) -> None:
+    slow = fake(says(answer, after=2 * module.HEAD_START_SECONDS))
+    assert finder_of(slow, kind=kind).find().port == 5
+
+
+def test_a_silent_seed_does_not_use_up_the_time_of_the_next(fake) -> None:
+    slow = fake(says(names_master(5), after=0.8))
+    assert finder_of(fake(silent), fake(silent), slow).find().port == 5
+
+
+def test_silent_seeds_are_given_up(fake) -> None:
+    first, second = fake(silent), fake(silent)
+    began = time.monotonic()
+    with pytest.raises(NotFoundError) as caught:
+        finder_of(first, second).find()
+    assert time.monotonic() - began < module.FIND_SECONDS + 1.5, "a worker's lease ends later"
+    assert first.address in str(caught.value) and second.address in str(caught.value)
+
+
+def test_a_seed_with_an_old_view_does_not_answer_every_time(fake) -> None:
+    finder = finder_of(fake(says(names_master(1))), fake(says(names_master(2))))
+    assert {finder.find().port for _ in range(2)} == {1, 2}
+
+
+def test_seeds_at_ipv6_addresses(fake) -> None:
+    try:
+        seed = fake(says(names_master(5)), host="::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert finder_of(seed).find().port == 5
+
+
+def test_each_server_gets_its_own_password_and_errors_show_none(fake) -> None:
+    sentinel = fake(says(names_master(1)))
+    hosts = f"redis+sentinel://user:of-redis@{sentinel.address}/m?protocol=2&sentinel_password=of-sentinel"
+    with connect(hosts) as client, pytest.raises(redis.ConnectionError) as caught:
+        client.ping()  # nothing listens on port 1
+    assert sentinel.named("AUTH") == [["AUTH", "of-sentinel"]]
+    refuses = fake(lambda command: b"-WRONGPASS invalid username-password pair\r\n")
+    url = hosts.replace(sentinel.address, refuses.address)
+    with connect(url) as client, pytest.raises(redis.RedisError) as again:
+        client.ping()
+    for error in (caught, again):
+        assert "of-redis" not in str(error.value) and "of-sentinel" not in str(error.value)
+
+
+# --- off the loop ---------------------------------------------------------------------------------------------
+
+
+async def test_the_loop_runs_while_a_seed_thinks(fake) -> None:
+    think = threading.Event()
+
+    def answer(command: list[str]) -> bytes:
+        think.wait(20)
+        return names_master(5)
+
+    searching = asyncio.create_task(finder_of(fake(answer)).find_async())
+    await asyncio.sleep(0)
+    think.set()
+    assert (await searching).port == 5
+
+
+async def test_a_search_outlives_its_callers_and_serves_the_next(fake) -> None:
+    go = threading.Event()
+
+    def answer(command: list[str]) -> bytes:
+        go.wait(20)
+        return names_master(5)
+
+    seed = fake(answer)
+    finder = finder_of(seed)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await finder.find_async()
+    go.set()
+    assert (await finder.find_async()).port == 5
+    assert len(seed.named("SENTINEL")) == 1, "callers share a search"
+    assert (await finder.find_async()).port == 5
+    assert len(seed.named("SENTINEL")) == 2, "a server that was found is not believed twice"
+
+
+async def test_a_search_that_nobody_awaited_is_too_old_after_a_while(fake, monkeypatch) -> None:
+    seed = fake(says(names_master(5)))
+    finder = finder_of(seed)
+    searching = asyncio.create_task(finder.find_async())
+    await asyncio.sleep(0)
+    searching.cancel()
+    finding = finder._finding
+    assert finding is not None
+    await finding
+    monkeypatch.setattr(module, "FRESH_SECONDS", 0.0)
+    await finder.find_async()
+    assert len(seed.named("SENTINEL")) == 2
+
+
+async def test_a_failed_search_is_made_again(fake) -> None:
+    seed = fake(says(names_master(5, name="other")))
+    finder = finder_of(seed)
+    with pytest.raises(NotFoundError):
+        await finder.find_async()
+    seed.answer = says(names_master(5))
+    assert (await finder.find_async()).port == 5
+
+
+# --- connections ----------------------------------------------------------------------------------------------
+
+
+def answering(first: bytes) -> Answer:
+    return lambda command: first if command[0].upper().startswith("EVAL") else OK
+
+
+async def test_the_pipelined_connection_asks_where_to_whenever_it_connects(fake) -> None:
+    old, new = fake(answering(READONLY)), fake(answering(b":2\r\n"))
+    sentinel = fake(says(names_master(old.port)))
+    script = ScriptCall(f"redis+sentinel://{sentinel.address}/m?protocol=2", "return 1")
+    try:
+        with pytest.raises(FailoverError):
+            await script([], [], 5.0)
+        sentinel.answer = says(names_master(new.port))
+        assert [await script([], [], 5.0) for _ in range(3)] == [2, 2, 2]
+        assert new.connections == 1 and len(sentinel.named("SENTINEL")) == 2
+    finally:
+        await script.close()
+
+
+async def test_a_moved_slot_is_found_in_the_same_call(fake) -> None:
+    new = fake(answering(b":2\r\n"))
+    old = fake(answering(b":1\r\n"))
+    seed = fake(says(names_owner(old.port)))
+    script = ScriptCall(f"redis+cluster://{seed.address}?hash_tag=ns&protocol=2", "return 1")
+    try:
+        assert await script([], [], 5.0) == 1
+        old.answer = answering(f"-MOVED 9937 127.0.0.1:{new.port}\r\n".encode())
+        seed.answer = says(names_owner(new.port))
+        assert await script([], [], 5.0) == 2
+    finally:
+        await script.close()
+
+
+async def test_a_slow_sentinel_delays_calls_and_fails_none_that_waits(fake) -> None:
+    """The first calls end at their own deadlines; one after the search uses what it found."""
+    server = fake(answering(b":2\r\n"))
+    sentinel = fake(says(names_master(server.port), after=0.5))
+    script = ScriptCall(f"redis+sentinel://{sentinel.address}/m?protocol=2", "return 1")
+    try:
+        late = 0
+        while True:
+            try:
+                assert await script([], [], 0.2) == 2
+                break
+            except TimeoutError:
+                late += 1
+                assert late < 50
+        assert late and len(sentinel.named("SENTINEL")) == 1
+    finally:
+        await script.close()
+
+
+@pytest.mark.parametrize("tag", ["cluster", "sentinel"])
+def test_a_blocking_client_asks_again_after_a_failover(fake, tag: str) -> None:
+    names = names_owner if tag == "cluster" else names_master
+    old, new = fake(lambda command: READONLY), fake(lambda command: b"+PONG\r\n")
+    seed = fake(says(names(old.port)))
+    end = "?hash_tag=ns&" if tag == "cluster" else "/m?"
+    with connect(f"redis+{tag}://{seed.address}{end}protocol=2") as client:
+        with pytest.raises(redis.ReadOnlyError):
+            client.ping()
+        client.connection_pool.disconnect()
+        seed.answer = says(names(new.port))
+        assert client.ping()
+        assert client.ping() and new.connections == 1, "a connection that is open is used"
+
+
+async def test_a_client_of_the_loop_asks_again_too(fake) -> None:
+    old, new = fake(lambda command: READONLY), fake(lambda command: b"+PONG\r\n")
+    seed = fake(says(names_master(old.port)))
+    client = connect_async(f"redis+sentinel://{seed.address}/m?protocol=2")
+    try:
+        with pytest.raises(redis.ReadOnlyError):
+            await client.ping()
+        await client.connection_pool.disconnect()
+        seed.answer = says(names_master(new.port))
+        assert await client.ping() and await client.ping() and new.connections == 1
+    finally:
+        await client.aclose()
