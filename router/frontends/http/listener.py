@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
             while len(self._ready) > self._max_silent:  # further ones stay in the backlog
                 await asyncio.sleep(0)
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection = await self._next(listener)
             except OSError:  # the client's, or no descriptor is free: the pause prevents a busy loop
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -80,6 +80,10 @@ class HttpServer(uvicorn.Server):
             loop.add_reader(connection.fileno(), self._begin, connection)
             if len(self._silent) > self._max_silent:
                 self._close(next(iter(self._silent)))
+
+    async def _next(self, listener: socket.socket) -> socket.socket:
+        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+        return connection
 
     async def _close_silent(self) -> None:
         loop = asyncio.get_running_loop()
