@@ -20,6 +20,7 @@ from router.observe.live.live import Live
 from router.observe.live.report import Counts, RouterReport, RouterState
 from router.observe.requests import RouterMetrics
 from router.observe.traces import Arrival
+from router.processes.member import Member
 from router.quota.quota import Use
 from router.request.completion import Completion, prefix_scope
 from router.request.validator import Validator
@@ -29,7 +30,11 @@ T = TypeVar("T")
 
 
 class RequestGateway:
-    def __init__(self, services: Services, metrics: RouterMetrics, keys: ApiKeys):
+    member: Member | None = None  # of the router's processes; None: there is one
+
+    def __init__(
+        self, services: Services, metrics: RouterMetrics, keys: ApiKeys, member: Member | None = None
+    ):
         self.services = services
         self.text = services.text
         self.config = services.config
@@ -39,7 +44,9 @@ class RequestGateway:
         self.metrics = metrics
         self.keys = keys
         self.low_priority = LowPriority()
-        self.admission = Admission(services.config, metrics.overloaded)
+        self.member = member
+        tallies = member.tallies() if member is not None else None
+        self.admission = Admission(services.config, metrics.overloaded, tallies)
         metrics.in_flight.set_function(lambda: self.admission.in_flight)
         self.leaving = False  # not ready: load balancers should send no new requests
         self.requests = 0
@@ -135,6 +142,12 @@ class RequestGateway:
     def leave(self) -> None:
         """Fail readiness probes from now on; new requests are still admitted."""
         self.leaving = True
+        self.beat()
+
+    def beat(self) -> None:
+        """Report to the router's other processes."""
+        if self.member is not None:
+            self.member.beat(self.why_not_ready(), self.requests, leaving=self.leaving)
 
     def refuse_new(self, unaware: Collection[str] = ()) -> None:
         """Admit nothing more, but on `unaware`: connections whose clients could not know yet that this router leaves."""
@@ -174,7 +187,13 @@ class RequestGateway:
         return not self.why_not_ready()
 
     def why_not_ready(self) -> list[str]:
+        """Of this process."""
         if self.leaving:
             return ["draining: this router leaves"]
         missing = self.services.placement.eligibility.missing_role()
         return [f"no {missing} worker is available"] if missing else []
+
+    def why_router_not_ready(self) -> list[str]:
+        """Of all processes of this router."""
+        own = self.why_not_ready()
+        return own if self.member is None else self.member.why_not_ready(own)

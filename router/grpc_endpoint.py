@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import grpc
 
+from cluster import addresses
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.rpc import health
@@ -16,6 +18,7 @@ from router.frontends.grpc.other_calls import OtherCalls
 from router.frontends.grpc.reflection import ReflectionService
 from router.frontends.grpc.service import SERVICE, InferenceService
 from router.gateway import RequestGateway
+from router.listening import accepted_all, own_listeners, refuse_connections
 
 EXTRA_STREAMS = 64
 
@@ -31,7 +34,7 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
         ("grpc.max_allowed_incoming_connections", config.max_grpc_connections),
         ("grpc.max_connection_idle_ms", math.ceil(config.grpc_idle_seconds * 1000)),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(config.processes > 1)),
         # Clients ping through silent streams to notice a router that is gone; without these two the server would
         # answer "too many pings" and hang up.
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
@@ -67,7 +70,7 @@ class GrpcEndpoint:
 
     @property
     def address(self) -> str:
-        return f"{self._config.host}:{self._port}"
+        return addresses.join(self._config.host, self._port)
 
     async def start(self) -> None:
         """Raises ConfigError where the port is not free."""
@@ -78,7 +81,7 @@ class GrpcEndpoint:
                 ReflectionService(self._gateway, (SERVICE, health.SERVICE)).handler(),
             )
         )
-        address = f"{self._config.host}:{self._config.grpc_port}"
+        address = addresses.join(self._config.host, self._config.grpc_port)
         try:
             self._port = listen(self._server, address, self._identity, ask_clients=self._ask_clients)
         except RuntimeError as error:
@@ -92,4 +95,14 @@ class GrpcEndpoint:
 
     async def stop(self, seconds: float) -> None:
         """Take no new calls; those that run after `seconds` are ended."""
+        await self._accept_last()
         await self._server.stop(seconds)
+
+    async def _accept_last(self) -> None:
+        """Take no further connections, but accept those that wait: closing the port would reset them."""
+        listeners = await asyncio.to_thread(own_listeners, self._port) if self._port else []
+        for one in listeners:
+            refuse_connections(one)
+        await asyncio.gather(*map(accepted_all, listeners))
+        for one in listeners:
+            one.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 from collections.abc import Callable
 
 import uvicorn
 
+from cluster import addresses
 from cluster.config.router import RouterConfig
-from cluster.errors import ConfigError
 from cluster.security.tls import Identity, ListenerContext
 from router.admission.descriptors import max_silent
 from router.frontends.http.app import Generation, build_routes
@@ -20,59 +19,74 @@ from router.frontends.http.gate import Gate
 from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import limited
 from router.gateway import RequestGateway
+from router.listening import accepted_all, listen_http, refuse_connections
+from router.processes.http import SharedHttpServer, counted
+from router.processes.member import Member
 
 GRACE_SECONDS = 5.0
-# Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
-BACKLOG = 4096
-SEND_BUFFER_BYTES = 256 << 10
 
 
 class HttpEndpoint:
     """Listens from construction on; connections are served by `serve`. Raises ConfigError where the port is not free."""
 
     def __init__(
-        self, config: RouterConfig, gateway: RequestGateway, identity: Identity | None, *, ask_clients: bool
+        self,
+        config: RouterConfig,
+        gateway: RequestGateway,
+        identity: Identity | None,
+        *,
+        ask_clients: bool,
+        member: Member | None = None,
     ):
+        """`member`: of the router's processes, all of which accept from one socket."""
         self._host = config.host
         self._context = ListenerContext(identity, ask_clients=ask_clients) if identity is not None else None
-        self._socket = _listen(config)
+        self._socket = listen_http(config) if member is None else member.http_socket
         routes = build_routes(gateway)
         gate = Gate(routes.app, gateway)
         cors = Cors(gate, config.cors_origins) if config.cors_origins else None
-        self._server = HttpServer(
-            uvicorn.Config(
-                cors or gate,
-                http=limited(
-                    config,
-                    {key: _direct(one, gate, cors) for key, one in routes.generations.items()},
-                    lambda: gateway.leaving,
-                ),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,  # the client's address is not used
-                lifespan="off",
-                timeout_graceful_shutdown=int(GRACE_SECONDS),
-                ssl_context_factory=self._ssl_context if self._context is not None else None,
-            ),
-            config.header_seconds,
-            max_silent(config.max_http_connections),
+        protocol = limited(
+            config,
+            {key: _direct(one, gate, cors) for key, one in routes.generations.items()},
+            lambda: gateway.leaving,
+        )
+        uvicorn_config = uvicorn.Config(
+            cors or gate,
+            http=protocol if member is None else counted(protocol, member),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,  # the client's address is not used
+            lifespan="off",
+            timeout_graceful_shutdown=int(GRACE_SECONDS),
+            ssl_context_factory=self._ssl_context if self._context is not None else None,
+        )
+        limits = config.header_seconds, max_silent(config.max_http_connections)
+        self._server = (
+            HttpServer(uvicorn_config, *limits)
+            if member is None
+            else SharedHttpServer(uvicorn_config, *limits, member)
         )
 
     @property
     def url(self) -> str:
         scheme = "http" if self._context is None else "https"
-        return f"{scheme}://{self._host}:{self._socket.getsockname()[1]}"
+        return f"{scheme}://{addresses.join(self._host, self._socket.getsockname()[1])}"
 
     @property
     def connections(self) -> list[str]:
         """Clients' addresses of the open connections."""
         clients = [one.client for one in self._server.server_state.connections]  # type: ignore[union-attr]
-        return [f"{client[0]}:{client[1]}" for client in clients if client]
+        return [f"{client[0]}:{client[1]}" for client in clients if client]  # as connection_of names them
 
     async def serve(self) -> None:
         """Until `stop`."""
         await self._server.serve(sockets=[self._socket])
+
+    async def accept_last(self) -> None:
+        """Take no further connections, but serve those that wait to be accepted."""
+        refuse_connections(self._socket)
+        await accepted_all(self._socket)
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -101,20 +115,3 @@ def _direct(generation: Generation, gate: Gate, cors: Cors | None) -> Endpoint:
             await exchange.send(response)
 
     return answer
-
-
-def _listen(config: RouterConfig) -> socket.socket:
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client leaves
-    # unread must stop its request soon, not fill megabytes of kernel memory.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    try:
-        sock.bind((config.host, config.http_port))
-        sock.listen(BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"--http-port {config.http_port} on {config.host}: {error}", field="http_port"
-        ) from error
-    return sock

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import sys
 import time
+from typing import Any
 
+from cluster import addresses
 from cluster.config.router import RouterConfig
 from cluster.faults.orders import open_faults
 from cluster.membership.reader import Members
@@ -30,6 +33,8 @@ from router.link.links import Links
 from router.observe import cluster
 from router.observe.requests import RouterMetrics
 from router.placement.placement import Placement
+from router.processes import snapshots
+from router.processes.member import Member, drain_limit_seconds
 from router.quota.quota import Quota
 from router.rights import rights
 from router.text.tokenizer import ModelText
@@ -47,7 +52,8 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # malloc.h
 class Router:
     """`start`, then serve until `close`. Raises ConfigError or ModelError before it listens."""
 
-    def __init__(self, config: RouterConfig):
+    def __init__(self, config: RouterConfig, member: Member | None = None):
+        """`member`: where this is one of the router's processes."""
         self._config = config = within_descriptors(config)
         self._registry = registry = Registry(
             aliases=config.metrics_aliases, model=config.served_model_name or config.model.name
@@ -56,14 +62,15 @@ class Router:
         self._loop_lag = LoopLag()
         registry.add(cluster.collectors(self._services, self._loop_lag.seconds))
         self._keys = ApiKeys(config.api_keys_file)
-        self.gateway = RequestGateway(self._services, RouterMetrics(registry), self._keys)
+        self.gateway = RequestGateway(self._services, RouterMetrics(registry), self._keys, member)
+        self._member = member
         identity = make_identity(
             config.public_tls_cert or config.tls_cert,
             config.public_tls_key or config.tls_key,
             config.tls_client_ca,
         )
         ask_clients = config.tls_client_ca is not None
-        self._http = HttpEndpoint(config, self.gateway, identity, ask_clients=ask_clients)
+        self._http = HttpEndpoint(config, self.gateway, identity, ask_clients=ask_clients, member=member)
         self._grpc = GrpcEndpoint(config, self.gateway, identity, ask_clients=ask_clients)
         self._refreshing = Periodic(
             "refreshing health, connections, keys and certificates", REFRESH_SECONDS, self._refresh
@@ -84,7 +91,11 @@ class Router:
     @property
     def metrics_address(self) -> str:
         """Empty where metrics are only at the HTTP endpoint."""
-        return f"{self._config.host}:{self._metrics.port}" if self._metrics is not None else ""
+        return addresses.join(self._config.host, self._metrics.port) if self._metrics is not None else ""
+
+    def snapshot(self) -> list[Any]:
+        """This process's metrics, for the router's parent. Any thread."""
+        return snapshots.encode(self._registry.collect())
 
     async def start(self) -> None:
         await self._services.members.start()
@@ -118,6 +129,7 @@ class Router:
     async def _refresh(self) -> None:
         """Health follows readiness, connections to workers that are gone are closed, changed files are read."""
         self._turned = time.monotonic()
+        self.gateway.beat()
         self._grpc.show_ready(self.gateway.ready())
         workers = self._services.members.all
         self._services.channels.keep_only({worker.address for worker in workers})
@@ -153,6 +165,9 @@ class Router:
     async def close(self) -> None:
         """Drain, stop listening, and end what is left."""
         await self.drain()
+        if self._member is not None:
+            await self._all_drained(self._member)
+        await self._http.accept_last()
         self._http.stop()
         await self._grpc.stop(GRACE_SECONDS)
         await self._refreshing.close(GRACE_SECONDS)
@@ -165,6 +180,14 @@ class Router:
         await asyncio.to_thread(self._watch.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
+
+    async def _all_drained(self, member: Member) -> None:
+        """Wait for the router's other processes, which serve from the same port: the last of them closes it."""
+        await member.parent.report({"drained": True})
+        limit = drain_limit_seconds(self._config)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                await member.parent.stop_wanted.wait()
 
 
 def _services(config: RouterConfig, registry: Registry) -> Services:

@@ -48,7 +48,8 @@ def router(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any
     check_start(resolved, ready_file, rights(resolved.namespace))
     import uvloop
 
-    uvloop.run(_run_router(resolved, ready_file))
+    serve = _run_router if resolved.processes == 1 else _run_router_processes
+    uvloop.run(serve(resolved, ready_file))
 
 
 def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None, rights: Rights) -> None:
@@ -86,6 +87,36 @@ async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
     )
     await stop.wait()
     await running.close()
+
+
+async def _run_router_processes(config: RouterConfig, ready_file: Path | None) -> None:
+    from router.processes.parent import RouterProcesses
+
+    logs.configure(config.router_id)
+    stop = stop_event()
+
+    def changed() -> None:
+        facts = {"id": config.router_id, "pid": os.getpid(), "http": running.http_url}
+        if all(running.pids):
+            write_ready(ready_file, {**facts, "grpc": running.grpc_address, "processes": running.pids})
+
+    running = RouterProcesses(config, changed)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        starting = asyncio.create_task(running.start())
+        begins: list[asyncio.Future[Any]] = [starting, stopped]
+        await asyncio.wait(begins, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            where = f"{running.http_url} and {running.grpc_address} (gRPC)"
+            say(f"{config.router_id} listens on {where} with {config.processes} processes")
+            ends: list[asyncio.Future[Any]] = [stopped, running.failed]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await running.close()
+        stopped.cancel()
+    if running.failed.done():
+        raise SystemExit(f"{config.router_id} failed: {running.failed.result()}")
 
 
 def stop_event() -> asyncio.Event:

@@ -28,7 +28,7 @@ class BaseClient(Generic[C, S]):
         timeout_seconds: deadline of each call without one of its own, over all its reconnects.
         api_key: sent with every call, if the routers require keys.
         tls: trusted authority and own certificate, if the routers use TLS; `ClientTls()` trusts the system's list.
-        max_reconnects: how often one call may move to another router; default: each router twice.
+        max_reconnects: how often one call may move to another router; default: each address twice.
         shuffle: reorders the list of addresses in place, which are tried in that order. Default: random.
 
     Every method raises a class of `cluster.errors`.

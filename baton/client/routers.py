@@ -56,8 +56,8 @@ def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def default_reconnects(addresses: Sequence[str]) -> int:
-    """Each router twice; a single router is not retried."""
-    return 0 if len(addresses) < 2 else 2 * len(addresses) - 1
+    """Each address twice, also a single one: several routers, or several processes of one, may be behind it."""
+    return 2 * len(addresses) - 1
 
 
 def pause_seconds(reconnects: int, routers: int) -> float:

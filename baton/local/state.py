@@ -20,6 +20,7 @@ class RouterState:
     pid: int
     http: str
     grpc: str
+    processes: Sequence[int] = ()  # pids, where the router has several processes
 
 
 @dataclass(frozen=True)

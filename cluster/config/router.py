@@ -34,6 +34,12 @@ class AddressFields(Frozen):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 or :: = all")
     http_port: int = Field(8000, ge=0, le=65535, description="OpenAI HTTP; 0 = any")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC; 0 = any")
+    processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that serve behind the two ports as one router; each runs on one core at most",
+    )
     metrics_port: int | None = Field(
         None,
         ge=0,

@@ -163,11 +163,11 @@ class MetricsServer:
         self,
         host: str,
         port: int,
-        registry: Collector,
+        metrics: Collector | WsgiApp,
         probes: Mapping[str, Probe],
         facts: Mapping[str, str],
     ):
-        """Raises ConfigError if the port is taken."""
+        """`metrics`: a registry, or what answers all paths but the probes'. Raises ConfigError if the port is taken."""
         try:
             self._server = _Server(host, port)
         except OSError as error:
@@ -175,7 +175,8 @@ class MetricsServer:
                 f"--metrics-port {port} on {host}: {error}; name a free one, or 0 for any",
                 field="metrics_port",
             ) from error
-        self._server.set_app(ProbeApp(MetricsApp(registry), probes, facts))
+        app = metrics if callable(metrics) else MetricsApp(metrics)
+        self._server.set_app(ProbeApp(app, probes, facts))
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.port = int(self._server.server_port)

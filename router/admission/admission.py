@@ -4,38 +4,37 @@ their bodies."""
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DrainingError, OverloadedError
 from cluster.security.keys import ANYONE, Caller
+from router.admission.tally import ALL, LocalTally, Tallies, Tally, local_tallies
 
 RETRY_SECONDS = 1.0
 
 
 class ConcurrencyLimiter:
-    """Counts requests in flight by holder; holders without any use no memory."""
+    """Counts requests in flight by holder."""
 
-    def __init__(self, what: str):
+    def __init__(self, what: str, taken: Tally | None = None):
+        """`taken`: default: of this process alone."""
         self._what = what
-        self._taken: Counter[str] = Counter()
+        self._taken = LocalTally() if taken is None else taken
 
     def acquire(self, holder: str, limit: int) -> None:
         """Raises OverloadedError when the holder has `limit`; 0 = no limit."""
-        if limit and self._taken[holder] >= limit:
+        if self._taken.add(holder, 1) > limit > 0:
+            self._taken.add(holder, -1)
             raise OverloadedError(
                 f"this {self._what} has {limit} requests in flight",
                 field=self._what,
                 limit=str(limit),
                 retry_after_seconds=RETRY_SECONDS,
             )
-        self._taken[holder] += 1
 
     def release(self, holder: str) -> None:
-        self._taken[holder] -= 1
-        if self._taken[holder] <= 0:
-            del self._taken[holder]
+        self._taken.add(holder, -1)
 
 
 # Of each body, which are not counted: their number is limited, so long bodies never make a short one refused.
@@ -45,41 +44,54 @@ FREE_BYTES = 1 << 16
 class ByteBudget:
     """Bytes of bodies held for requests not yet dispatched, in all and by tenant, without FREE_BYTES of each."""
 
-    def __init__(self, limit: int, tenant_limit: int, refused: Callable[[str], None]):
+    def __init__(
+        self,
+        limit: int,
+        tenant_limit: int,
+        refused: Callable[[str], None],
+        tallies: Tallies | None = None,
+    ):
         """The tenant limit applies to named tenants. `refused` is called with the tenant of each refused body."""
         self._limit = limit
         self._tenant_limit = tenant_limit
         self._refused = refused
-        self._tenants: Counter[str] = Counter()
-        self.held = 0
+        tallies = local_tallies() if tallies is None else tallies
+        self._all, self._tenants = tallies.bytes, tallies.tenant_bytes
 
     @classmethod
-    def of(cls, config: RouterConfig, refused: Callable[[str], None]) -> ByteBudget:
+    def of(
+        cls, config: RouterConfig, refused: Callable[[str], None], tallies: Tallies | None = None
+    ) -> ByteBudget:
         """From the settings, but never too small for one body of the largest size."""
         least = config.max_body_bytes
         return cls(
             max(config.max_body_bytes_in_flight, least),
             max(config.max_body_bytes_in_flight_per_tenant, least),
             refused,
+            tallies,
         )
+
+    @property
+    def held(self) -> int:
+        """In this process."""
+        return self._all.here(ALL)
 
     def hold(self, tenant: str) -> HeldBytes:
         return HeldBytes(self, tenant)
 
     def acquire(self, tenant: str, count: int) -> None:
         """Raises OverloadedError."""
-        if self.held + count > self._limit:
+        if self._all.add(ALL, count) > self._limit:
+            self._all.add(ALL, -count)
             raise self._full(tenant, "this router", self._limit)
-        if tenant and self._tenants[tenant] + count > self._tenant_limit:
+        if tenant and self._tenants.add(tenant, count) > self._tenant_limit:
+            self.release(tenant, count)
             raise self._full(tenant, "this tenant", self._tenant_limit)
-        self.held += count
-        self._tenants[tenant] += count
 
     def release(self, tenant: str, count: int) -> None:
-        self.held -= count
-        self._tenants[tenant] -= count
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
+        self._all.add(ALL, -count)
+        if tenant:
+            self._tenants.add(tenant, -count)
 
     def _full(self, tenant: str, whose: str, limit: int) -> OverloadedError:
         self._refused(tenant)
@@ -116,17 +128,20 @@ class HeldBytes:
 class Admission:
     """Limits on the requests in flight: in all, by tenant, by connection, and on the bytes of their bodies."""
 
-    def __init__(self, config: RouterConfig, refused: Callable[[str], None]):
-        """`refused` is called with the tenant of each request that is over a limit."""
+    def __init__(self, config: RouterConfig, refused: Callable[[str], None], tallies: Tallies | None = None):
+        """`refused` is called with the tenant of each request that is over a limit. `tallies`: of all processes of this
+        router; default: of this one."""
         self._config = config
         self._refused = refused
-        self._tenants = ConcurrencyLimiter("tenant")
+        tallies = local_tallies() if tallies is None else tallies
+        self._requests = tallies.requests
+        self._tenants = ConcurrencyLimiter("tenant", tallies.tenant_requests)
         self._connections = ConcurrencyLimiter("connection")
-        self._bodies = ByteBudget.of(config, refused)
+        self._bodies = ByteBudget.of(config, refused, tallies)
         self._closed = False
         # Connections on which no answer has announced the shutdown yet
         self._unaware: frozenset[str] = frozenset()
-        self.in_flight = 0
+        self.in_flight = 0  # in this process
 
     @contextlib.contextmanager
     def admit(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
@@ -154,7 +169,8 @@ class Admission:
         if self._closed and connection not in self._unaware:
             raise DrainingError("this router is leaving; ask another one", retry_after_seconds=1.0)
         limit = config.max_concurrent_requests
-        if self.in_flight >= limit:
+        held.callback(self._leave)
+        if self._enter() > limit:
             raise OverloadedError(
                 f"this router has {limit} requests in flight", limit=str(limit), retry_after_seconds=1.0
             )
@@ -167,8 +183,12 @@ class Admission:
         if connection:
             self._connections.acquire(connection, config.max_concurrent_requests_per_connection)
             held.callback(self._connections.release, connection)
+
+    def _enter(self) -> int:
+        """Returns the requests in flight in all processes."""
         self.in_flight += 1
-        held.callback(self._leave)
+        return self._requests.add(ALL, 1)
 
     def _leave(self) -> None:
         self.in_flight -= 1
+        self._requests.add(ALL, -1)

@@ -47,6 +47,8 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
         declared.LINK_UNREAD.read(services.links.unread),
         declared.MEMBERSHIP_AGE.read(lambda: time.monotonic() - members.refreshed),
         declared.REQUESTS_LIMIT.read(lambda: limit),
+        declared.PROCESSES.read(lambda: 1),
+        declared.PROCESS_RESTARTS.read(lambda: 0),  # of a router of several, its parent counts
         declared.TOKENIZED_CACHE_HITS.read(lambda: cache.hit_characters),
         declared.TOKENIZED_CACHE_MISSES.read(lambda: cache.missed_characters),
         declared.TOKENIZED_CACHE_BYTES.read(lambda: cache.bytes),

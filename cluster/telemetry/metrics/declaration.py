@@ -13,6 +13,7 @@ from cluster.telemetry.histogram import Histogram, HistogramFamily
 from cluster.telemetry.scrape import Read, ScrapedMetric
 
 Process = Literal["router", "prefill", "decode", "autoscaler"]
+Together = Literal["max", "min", "sum"]
 
 
 class Declaration:
@@ -53,6 +54,19 @@ class Counter(Scrapable):
 class Gauge(Scrapable):
     kind = "gauge"
     made_of = GaugeMetricFamily
+
+    def __init__(
+        self,
+        shown_by: tuple[Process, ...],
+        name: str,
+        unit: str,
+        help_text: str,
+        *labels: str,
+        together: Together = "max",
+    ):
+        """`together`: how a router combines the values of its processes (router/processes/snapshots.py)."""
+        super().__init__(shown_by, name, unit, help_text, *labels)
+        self.together = together
 
     def create(self, registry: CollectorRegistry) -> prometheus_client.Gauge:
         return prometheus_client.Gauge(self.name, self.help, self.labels, registry=registry)

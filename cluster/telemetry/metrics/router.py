@@ -18,7 +18,15 @@ counter, gauge, histogram = partial(Counter, _OF), partial(Gauge, _OF), partial(
 
 # Requests, in vLLM's words where it has one
 REQUESTS = counter("baton_requests_total", "requests", "Requests by how they ended", "outcome")
-REQUESTS_IN_FLIGHT = gauge("baton_requests_in_flight", "requests", "Requests now in the router")
+REQUESTS_IN_FLIGHT = gauge(
+    "baton_requests_in_flight", "requests", "Requests now in the router", together="sum"
+)
+PROCESSES = gauge("baton_router_processes", "processes", "Processes of the router that serve", together="sum")
+PROCESS_RESTARTS = counter(
+    "baton_router_process_restarts_total",
+    "processes",
+    "Processes of the router that have ended and were replaced",
+)
 REQUESTS_LIMIT = gauge("baton_requests_limit", "requests", "Requests that may be in flight here")
 STAGES = histogram("baton_stage_seconds", "seconds", "Seconds by stage", STAGE_SECONDS, "stage")
 E2E = histogram("baton_e2e_request_latency_seconds", "seconds", "Whole requests", STAGE_SECONDS)
@@ -56,6 +64,7 @@ TOKENIZED_CACHE_BYTES = gauge(
     "baton_tokenized_cache_bytes",
     "bytes",
     "Texts and tokens of pieces of prompts; tokenized_cache_bytes is the limit",
+    together="sum",
 )
 KV_SHIPPED_BYTES = counter("baton_kv_shipped_bytes_total", "bytes", "KV handed over")
 KV_NOT_SHIPPED_TOKENS = counter(
@@ -69,7 +78,7 @@ TENANT_REQUESTS = counter(
     "baton_tenant_requests_total", "requests", "Requests by how they ended", "tenant", "result"
 )
 TENANT_REQUESTS_IN_FLIGHT = gauge(
-    "baton_tenant_requests_in_flight", "requests", "Requests now in the router", "tenant"
+    "baton_tenant_requests_in_flight", "requests", "Requests now in the router", "tenant", together="sum"
 )
 TENANT_PROMPT_TOKENS = counter("baton_tenant_prompt_tokens_total", "tokens", "Prompt tokens", "tenant")
 TENANT_PREFIX_CACHE_HITS = counter(
@@ -96,7 +105,7 @@ PLACEMENTS_REFUSED = counter(
 )
 PLACEMENT_CALLS = counter("baton_placement_calls_total", "calls", "Placement calls")
 PLACEMENT_CHARGED = gauge(
-    "baton_placement_charged_tokens", "tokens", "Placed from here and not done yet", "stage"
+    "baton_placement_charged_tokens", "tokens", "Placed from here and not done yet", "stage", together="sum"
 )
 PLACEMENT_COST = histogram(
     "baton_placement_cost_seconds",
@@ -116,7 +125,7 @@ LEARNED_BANDWIDTH = gauge(
 )
 
 # Redis and quotas
-REDIS_UP = gauge("baton_router_redis_up", "0 or 1", "1 while the membership can be read")
+REDIS_UP = gauge("baton_router_redis_up", "0 or 1", "1 while the membership can be read", together="min")
 REDIS_ERRORS = counter(
     "baton_router_redis_errors_total", "calls", "Calls that Redis did not answer in time", "call"
 )
@@ -143,7 +152,9 @@ QUOTA_UNCHECKED = counter(
 QUOTA_TAKEN_OVER = counter(
     "baton_quota_taken_over_total", "requests", "Charges of requests that came from another router"
 )
-QUOTA_UNSETTLED = gauge("baton_quota_unsettled", "settlements", "Quota settlements that wait for Redis")
+QUOTA_UNSETTLED = gauge(
+    "baton_quota_unsettled", "settlements", "Quota settlements that wait for Redis", together="sum"
+)
 QUOTA_SETTLEMENTS_DROPPED = counter(
     "baton_quota_settlements_dropped_total", "settlements", "Quota settlements dropped: too old or too many"
 )

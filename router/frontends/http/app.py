@@ -78,7 +78,7 @@ class Views:
         return _json({"live": True, "why": []})
 
     async def ready(self, request: Request) -> Response:
-        why = self._gateway.why_not_ready()
+        why = self._gateway.why_router_not_ready()
         return _json({"ready": not why, "why": why}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
@@ -101,7 +101,12 @@ class Views:
         return _json(self._gateway.live.view())
 
     async def metrics(self, request: Request) -> Response:
-        body, content_type = encode(self._gateway.metrics.registry, request.headers.get("accept", ""))
+        accept, member = request.headers.get("accept", ""), self._gateway.member
+        body, content_type = (
+            encode(self._gateway.metrics.registry, accept)
+            if member is None
+            else await member.parent.metrics(accept)
+        )
         return Response(body, media_type=content_type)
 
 
@@ -109,12 +114,7 @@ async def _cluster_view(gateway: RequestGateway) -> dict[str, Any]:
     """Workers, load, placement. No secrets, no prompts."""
     services = gateway.services
     return {
-        "router": {
-            "id": gateway.config.router_id,
-            "uptime_seconds": time.monotonic() - gateway.started,
-            "requests_in_flight": gateway.admission.in_flight,
-            "requests": gateway.requests,
-        },
+        "router": _router(gateway),
         "redis": {"ok": services.members.redis_ok},
         "placement": {
             "calls": await services.placement.calls_in_redis(),
@@ -123,6 +123,25 @@ async def _cluster_view(gateway: RequestGateway) -> dict[str, Any]:
             "requests": gateway.requests,
         },
         "workers": [_worker(worker) for worker in services.members.all],
+    }
+
+
+def _router(gateway: RequestGateway) -> dict[str, Any]:
+    uptime, member = time.monotonic() - gateway.started, gateway.member
+    if member is None:
+        return {
+            "id": gateway.config.router_id,
+            "uptime_seconds": uptime,
+            "requests_in_flight": gateway.admission.in_flight,
+            "requests": gateway.requests,
+        }
+    return {
+        "id": member.name,
+        "process": member.index,
+        "processes": member.processes,
+        "uptime_seconds": uptime,
+        "requests_in_flight": member.in_flight(),
+        "requests": member.requests(gateway.requests),
     }
 
 

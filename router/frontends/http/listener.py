@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
             while len(self._ready) > self._max_silent:  # further ones stay in the backlog
                 await asyncio.sleep(0)
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection = await self._next(listener)
             except OSError:  # the client's, or no descriptor is free: the pause prevents a busy loop
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -91,6 +91,10 @@ class HttpServer(uvicorn.Server):
         while len(self._silent) > self._max_silent:
             oldest = next(iter(self._silent))
             self._begin(oldest) if _has_bytes(oldest) else self._close(oldest)
+
+    async def _next(self, listener: socket.socket) -> socket.socket:
+        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+        return connection
 
     async def _close_silent(self) -> None:
         loop = asyncio.get_running_loop()

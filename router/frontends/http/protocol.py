@@ -87,16 +87,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
-        limit = self.limits.max_http_connections
+        limit = self._connection_limit()
         if len(self.connections) > limit and self.waiting:
             next(iter(self.waiting))._abort()
         if len(self.connections) > limit + MAX_REFUSED:
             self._abort()
         elif len(self.connections) > limit:
-            self._refuse(429, _too_many(limit))
+            self._refuse(429, _too_many(self.limits.max_http_connections))
         else:
             self._make_room()
             self._expect(self.limits.header_seconds)
+
+    def _connection_limit(self) -> int:
+        return self.limits.max_http_connections
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -376,7 +379,7 @@ def limited(
     limits: ConnectionLimits,
     direct: Mapping[tuple[str, str], Endpoint] = MappingProxyType({}),
     leaving: Callable[[], bool] = lambda: False,
-) -> type[asyncio.Protocol]:
+) -> type[LimitedProtocol]:
     """A protocol class with these limits."""
     shared = {"limits": limits, "waiting": {}, "direct": direct, "leaving": staticmethod(leaving)}
     return type("Limited", (LimitedProtocol,), shared)

@@ -1,0 +1,127 @@
+"""Listening sockets of a router, and how they are closed without a reset connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import struct
+import sys
+import time
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigError
+
+# Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
+BACKLOG = 4096
+SEND_BUFFER_BYTES = 256 << 10
+QUIET_SECONDS = (
+    0.1  # nothing more waits: handshakes that had begun are over, first bytes of requests have arrived
+)
+MAX_QUIET_SECONDS = 1.0
+LOOK_SECONDS = 0.01
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h
+# Of a packet for a listening socket, from its TCP header on: drop it if it asks for a connection (SYN without ACK).
+_DROP_SYN = (
+    (0x30, 0, 0, 13),  # load the byte of flags
+    (0x54, 0, 0, 0x12),  # and SYN | ACK
+    (0x15, 0, 1, 0x02),  # only SYN?
+    (0x06, 0, 0, 0),  # drop
+    (0x06, 0, 0, 0xFFFFFFFF),  # keep
+)
+
+
+def listen_http(config: RouterConfig) -> socket.socket:
+    """Raises ConfigError where the port is not free."""
+    try:
+        sock = _socket(config.host)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client
+        # leaves unread must stop its request soon, not fill megabytes of kernel memory.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        sock.bind((config.host.strip("[]"), config.http_port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"--http-port {config.http_port} on {config.host}: {error}", field="http_port"
+        ) from error
+    return sock
+
+
+def reserve_grpc(config: RouterConfig) -> socket.socket:
+    """Keeps the gRPC port, without listening, for processes that each listen on it (SO_REUSEPORT).
+
+    Raises ConfigError where something else has the port.
+    """
+    host = config.host.strip("[]")
+    try:
+        with _socket(config.host) as alone:
+            # Without SO_REUSEPORT, which would share the port with another router of the same user.
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind((host, config.grpc_port))
+            alone.listen(1)
+            port = alone.getsockname()[1]
+        sock = _socket(config.host)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"--grpc-port {config.grpc_port} on {config.host}: {error}", field="grpc_port"
+        ) from error
+    return sock
+
+
+def _socket(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def own_listeners(port: int) -> list[socket.socket]:
+    """Duplicates of this process's listening sockets on a port: those that a library has opened."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            sock = socket.socket(fileno=os.dup(int(name)))
+            if _listens(sock) and sock.getsockname()[1] == port:
+                found.append(sock)
+            else:
+                sock.close()
+    return found
+
+
+def _listens(sock: socket.socket) -> bool:
+    inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+    return inet and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def refuse_connections(sock: socket.socket) -> None:
+    """From now on the socket's queue does not grow: it can be emptied and the socket be closed without a reset connection.
+
+    Clients that connect meanwhile ask again after a second, and find the port closed, or another socket that listens.
+    Applies to all processes that share the socket. Without effect where the system has no such filter.
+    """
+    if sys.platform != "linux":
+        return
+    program = b"".join(struct.pack("=HBBI", *one) for one in _DROP_SYN)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    with contextlib.suppress(OSError):
+        sock.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_DROP_SYN), ctypes.addressof(buffer))
+        )
+
+
+async def accepted_all(sock: socket.socket) -> None:
+    """Wait until nothing has waited in the socket's queue for QUIET_SECONDS, MAX_QUIET_SECONDS at most.
+
+    Whoever accepts goes on meanwhile.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    began = quiet_since = time.monotonic()
+    while (now := time.monotonic()) - quiet_since < QUIET_SECONDS and now - began < MAX_QUIET_SECONDS:
+        if poll.poll(0):
+            quiet_since = now
+        await asyncio.sleep(LOOK_SECONDS)

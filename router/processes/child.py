@@ -1,0 +1,58 @@
+"""One process of a router: `python -m router.processes.child`, started by the parent; stdin has its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import uvloop
+
+from cluster.config.router import RouterConfig
+from cluster.errors import BatonError
+from cluster.process.parent_death import die_with_parent
+from cluster.telemetry import logs
+from router.processes.member import Member
+from router.processes.memory import SharedMemory
+from router.processes.parent_link import ParentLink
+
+
+def main() -> None:
+    told: dict[str, Any] = json.load(sys.stdin)
+    # Not between fork and exec, where another thread of the parent may hold a lock
+    die_with_parent()
+    if os.getppid() != told["parent"]:
+        raise SystemExit("the router's parent process has ended")
+    config = RouterConfig.model_validate(told["config"])
+    logs.configure(config.router_id)
+    try:
+        uvloop.run(_run(config, told))
+    except BatonError as error:
+        raise SystemExit(f"{config.router_id}: {error.message}") from None
+
+
+async def _run(config: RouterConfig, told: dict[str, Any]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    # Ctrl-C reaches every process of a terminal; the parent decides when this one leaves.
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    from router.server import Router
+
+    memory = SharedMemory(told["memory"], config.processes, told["tenants"])
+    parent = ParentLink(socket.socket(fileno=told["link"]))
+    member = Member(told["name"], told["index"], memory, socket.socket(fileno=told["http"]), parent)
+    running = Router(config, member)
+    parent.start(running.snapshot)
+    await running.start()
+    await parent.report({"started": {"http": running.http_url, "grpc": running.grpc_address}})
+    await stop.wait()
+    await running.close()
+
+
+if __name__ == "__main__":
+    main()

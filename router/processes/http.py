@@ -1,0 +1,83 @@
+"""The HTTP port of a process whose listening socket all processes of its router share.
+
+A connection waits in one queue for whichever process accepts it first, so none is lost with a process that ends, stops or
+leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import uvicorn
+
+from router.frontends.http.listener import HttpServer
+from router.frontends.http.protocol import LimitedProtocol
+from router.processes.member import Member
+
+# For a process with fewer connections to accept first: it wakes for the same connection.
+BEHIND_SECONDS = 0.002
+
+
+class SharedHttpServer(HttpServer):
+    def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int, member: Member):
+        super().__init__(config, seconds, max_silent)
+        self._member = member
+
+    async def _next(self, listener: socket.socket) -> socket.socket:
+        """The next connection; a process with more connections than others waits BEHIND_SECONDS for one of them."""
+        while True:
+            if not self._ahead():
+                with contextlib.suppress(BlockingIOError):
+                    return _accepted(listener)
+            await _readable(listener)
+            if self._ahead():
+                await asyncio.sleep(BEHIND_SECONDS)
+                with contextlib.suppress(BlockingIOError):
+                    return _accepted(listener)
+
+    def _ahead(self) -> bool:
+        return self._member.has_more_connections(len(self._silent) + len(self._ready) + len(self._handshakes))
+
+
+def _accepted(listener: socket.socket) -> socket.socket:
+    """Raises OSError; BlockingIOError where no connection waits, because another process was first."""
+    connection, _ = listener.accept()
+    connection.setblocking(False)
+    return connection
+
+
+async def _readable(listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+
+    def wake() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(listener.fileno(), wake)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(listener.fileno())
+
+
+def counted(protocol: type[LimitedProtocol], member: Member) -> type[LimitedProtocol]:
+    """The protocol class with a limit of connections that holds for all processes together."""
+
+    class Counted(protocol):  # type: ignore[misc, valid-type]
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            member.has_connections(len(self.connections) + 1)  # before the others' are read
+            super().connection_made(transport)
+            member.has_connections(len(self.connections))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            member.has_connections(len(self.connections))
+
+        def _connection_limit(self) -> int:
+            limit: int = super()._connection_limit()
+            return max(0, limit - member.connections_elsewhere())
+
+    return Counted

@@ -1,0 +1,106 @@
+"""A process among those of its router: what it shares with the others."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from cluster.config.router import RouterConfig
+from cluster.protocol.times import SUSPECT_SECONDS
+from router.admission.tally import Tallies
+from router.processes.memory import Figure, SharedMemory, others
+from router.processes.parent_link import ParentLink
+from router.processes.readiness import why_not_ready
+from router.processes.tallies import shared_tallies
+
+# Connections more than the process with the fewest, before others are let accept first.
+SLACK_CONNECTIONS = 2
+
+# A process closes within this time once the drain limit has passed: it ends streams, its loops, and its clients of Redis.
+CLOSE_SECONDS = 30.0
+
+
+class Member:
+    def __init__(
+        self, name: str, index: int, memory: SharedMemory, http_socket: socket.socket, parent: ParentLink
+    ):
+        """`name`: the router's; its processes are called name/0, name/1, …"""
+        self.name = name
+        self.index = index
+        self.http_socket = http_socket
+        self.parent = parent
+        self._memory = memory
+        self._slot = memory.slot(index)
+        self._others = list(others(memory, index))
+
+    @property
+    def processes(self) -> int:
+        return self._memory.processes
+
+    def tallies(self) -> Tallies:
+        return shared_tallies(self._memory, self.index)
+
+    def beat(self, why_not: Sequence[str], requests: int, *, leaving: bool) -> None:
+        """Report to the others; every half a second, and at once when this process leaves."""
+        self._slot.set(Figure.REQUESTS, requests)
+        self._slot.set(Figure.LEAVING, int(leaving))
+        self._slot.write_status(list(why_not))
+        self._slot.beat()
+
+    def why_not_ready(self, own: Sequence[str]) -> list[str]:
+        """Of the whole router."""
+        return why_not_ready(self._memory, {self.index: own})
+
+    def in_flight(self) -> int:
+        """Requests of all processes."""
+        return sum(slot.get(Figure.IN_FLIGHT) for slot in self._memory.slots())
+
+    def requests(self, own: int) -> int:
+        """Since the router's start, also of processes that have ended."""
+        return own + sum(slot.get(Figure.REQUESTS) for slot in self._others) + self._memory.ended_requests
+
+    # --- HTTP connections ----------------------------------------------------------------------------------------
+
+    def has_connections(self, count: int) -> None:
+        self._slot.set(Figure.HTTP_CONNECTIONS, count)
+
+    def connections_elsewhere(self) -> int:
+        return sum(slot.get(Figure.HTTP_CONNECTIONS) for slot in self._others)
+
+    def has_more_connections(self, waiting: int) -> bool:
+        """Whether another process that accepts has fewer; `waiting`: of this process, not counted yet."""
+        own = self._slot.get(Figure.HTTP_CONNECTIONS) + waiting
+        return any(
+            slot.get(Figure.HTTP_CONNECTIONS) + SLACK_CONNECTIONS < own
+            for slot in self._others
+            if not slot.get(Figure.LEAVING) and (slot.silent_seconds() or SUSPECT_SECONDS) < SUSPECT_SECONDS
+        )
+
+
+def process_config(config: RouterConfig, index: int, http_port: int, grpc_port: int) -> RouterConfig:
+    """The settings of one process: limits that it cannot count together with the others are its share."""
+
+    def share(total: int) -> int:
+        return -(-total // config.processes)
+
+    return config.model_copy(
+        update={
+            "router_id": f"{config.router_id}/{index}",
+            "http_port": http_port,
+            "grpc_port": grpc_port,
+            "metrics_port": None,
+            "max_grpc_connections": share(config.max_grpc_connections),
+            "max_health_watchers": share(config.max_health_watchers),
+            "tokenized_cache_bytes": share(config.tokenized_cache_bytes),
+        }
+    )
+
+
+def drain_limit_seconds(config: RouterConfig) -> float:
+    """From SIGTERM until a process has drained; a moment later it is taken for one that does not answer."""
+    return config.drain_delay_seconds + config.drain_seconds + SUSPECT_SECONDS
+
+
+def kill_limit_seconds(config: RouterConfig) -> float:
+    """From SIGTERM until a process that has not ended is killed: longer than any that works takes."""
+    return drain_limit_seconds(config) + CLOSE_SECONDS

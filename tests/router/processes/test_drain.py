@@ -1,0 +1,97 @@
+"""A router of one, two or four processes leaves: no connection is reset, also where one of them is dead or stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.config.router import RouterConfig
+from router.http_endpoint import GRACE_SECONDS
+from router.processes.member import CLOSE_SECONDS, drain_limit_seconds, kill_limit_seconds
+from tests.harness.router_group import HttpStream, RouterGroup, Seen, ask_until_refused, run_group
+from tests.harness.waiting import until
+
+USERS = 12
+DRAIN = {"drain_delay_seconds": 0.3, "drain_seconds": 1.0}
+AT_ONCE = ("bench.probes.token_stubs", "--pairs", "1", "--gap", "0.001")
+
+
+async def flood(group: RouterGroup) -> tuple[Seen, asyncio.Future[list[None]]]:
+    """Clients that have begun, and their end."""
+    seen = Seen(Counter())
+    users = asyncio.gather(*(ask_until_refused(group, seen) for _ in range(USERS)))
+    await until(lambda: seen.answers[200] > 10 * USERS, "all have begun")
+    return seen, users
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+async def test_no_connection_is_reset(processes: int, router_model: Path, tmp_path: Path) -> None:
+    with run_group(tmp_path, router_model, processes, AT_ONCE, **DRAIN) as group:
+        seen, users = await flood(group)
+        os.kill(group.pid, signal.SIGTERM)
+        await asyncio.wait_for(users, 60)
+    assert (seen.broken, seen.refused) == (0, USERS)
+    assert set(seen.answers) <= {200, 503}, seen.answers
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_process_that_is_gone_or_stopped_resets_only_what_it_held(
+    number: signal.Signals, router_model: Path, tmp_path: Path
+) -> None:
+    """Each client that the process had accepted loses one connection at most; new ones go to the others."""
+    with run_group(tmp_path, router_model, 2, AT_ONCE, **DRAIN) as group:
+        seen, users = await flood(group)
+        pid = group.pids()[0]
+        os.kill(pid, signal.SIGSTOP)
+        held = await asyncio.to_thread(_accepted, pid, group.address[1])
+        os.kill(pid, number)
+        os.kill(group.pid, signal.SIGTERM)
+        await asyncio.wait_for(users, 60)
+    assert seen.refused == USERS
+    assert seen.broken <= held < USERS, (seen, held)
+
+
+def _accepted(pid: int, port: int) -> int:
+    found = psutil.Process(pid).net_connections("tcp")
+    return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in found)
+
+
+async def test_streams_are_finished_before_the_router_leaves(router_model: Path, tmp_path: Path) -> None:
+    with run_group(tmp_path, router_model, 2, drain_seconds=30.0) as group:
+        opened = [await HttpStream.open(group, tokens=15) for _ in range(6)]
+        os.kill(group.pid, signal.SIGTERM)
+        for one in opened:
+            assert b"[DONE]" in await one.rest()
+            await one.close()
+
+
+async def test_a_process_that_closes_late_is_not_killed(router_model: Path, tmp_path: Path) -> None:
+    """A stream that outlives the drain limit and the grace after it."""
+    with run_group(tmp_path, router_model, 2, drain_seconds=0.5) as group:
+        stream = await HttpStream.open(group)
+        began = time.monotonic()
+        os.kill(group.pid, signal.SIGTERM)
+        await asyncio.wait_for(stream.rest(), 60)
+        await stream.close()
+        assert time.monotonic() - began > GRACE_SECONDS, "the stream had its grace"
+        await until(lambda: not psutil.pid_exists(group.pid) or _is_zombie(group.pid), "it has left")
+        assert "is killed" not in group.log
+        # uvicorn logs that it cancelled the stream
+        (group.directory / "router.log").write_text("")
+
+
+def _is_zombie(pid: int) -> bool:
+    return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_parent_waits_longer_than_a_process_takes() -> None:
+    config = RouterConfig(model=Path("m"), drain_seconds=3, drain_delay_seconds=2)
+    assert drain_limit_seconds(config) > 5
+    assert kill_limit_seconds(config) - drain_limit_seconds(config) == CLOSE_SECONDS > 4 * GRACE_SECONDS
