@@ -47,7 +47,7 @@ class LinkedWorker:
         """Raises InvalidRequestError or StaleTransferError."""
         key = key_of(reference)
         self.routers.check_free(key)
-        handle = self.handles[transfer_id] = Handle(key, transfer_id, spec, self.routers.changed)
+        handle = self.handles[transfer_id] = Handle(key, transfer_id, spec)
         self.routers.open(handle)
         return handle.log
 

@@ -120,3 +120,15 @@ def test_tokens_that_were_acknowledged_are_not_kept():
     gc.collect()
     assert sys.getallocatedblocks() - before < count / 100
     assert log.count == count and log.all_sent
+
+
+def test_tokens_of_a_log_that_is_due_are_not_reported_again():
+    """A step makes tokens for many choices; its link is told once for the next frame."""
+    changes: list[int] = []
+    log = AttemptLog(0, 2, FIRST, lambda: changes.append(1))
+    log.add(0, FIRST, 1)
+    log.is_due = True
+    log.add(1, FIRST, 1)
+    assert len(changes) == 1
+    log.end(done())
+    assert len(changes) == 2

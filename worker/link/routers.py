@@ -94,21 +94,15 @@ class Routers:
         router = self._routers.setdefault(handle.incarnation, Router(handle.incarnation))
         router.handles[handle.number] = handle
         if router.session is not None:
-            handle.machine.to(HandleState.OPEN)
+            handle.to(HandleState.OPEN, router.session)
         else:
             self._wait(handle, self._give_up)
-
-    def changed(self, handle: Handle) -> None:
-        """Its log has more to send, perhaps."""
-        router = self._routers.get(handle.incarnation)
-        if router is not None and router.session is not None and handle.machine.state is HandleState.OPEN:
-            router.session.due(handle)
 
     def closed(self, handle: Handle) -> None:
         """The attempt is forgotten."""
         handle.stop_timer()
         if handle.machine.may(HandleState.FORGOTTEN):
-            handle.machine.to(HandleState.FORGOTTEN)
+            handle.to(HandleState.FORGOTTEN)
         router = self._routers.get(handle.incarnation)
         if router is None:
             return
@@ -164,8 +158,7 @@ class Routers:
             self._give_up(handle)
             return
         handle.stop_timer()
-        if handle.machine.state is not HandleState.OPEN:
-            handle.machine.to(HandleState.OPEN)
+        handle.to(HandleState.OPEN, session)
         session.answer(handle.state())
         session.due(handle)
         self._credited(handle.transfer_id)
@@ -184,7 +177,7 @@ class Routers:
                 handle.machine.state is HandleState.DETACHED
             ):  # dispatched since it was named, or since the list was made
                 handle.stop_timer()
-                handle.machine.to(HandleState.OPEN)
+                handle.to(HandleState.OPEN, session)
             session.due(handle)
         router.named.clear()
 
@@ -199,7 +192,7 @@ class Routers:
 
     def sent_end(self, handle: Handle) -> None:
         """It is kept until Close, because the frame may be lost with its link."""
-        handle.machine.to(HandleState.ENDED)
+        handle.to(HandleState.ENDED)
 
     # --- frames of a router --------------------------------------------------------------------------------
 
@@ -269,7 +262,7 @@ class Routers:
     def _detach(self, router: Router) -> None:
         for handle in router.handles.values():
             if handle.machine.state is HandleState.OPEN:
-                handle.machine.to(HandleState.DETACHED)
+                handle.to(HandleState.DETACHED)
                 self._wait(handle, self._give_up)
             elif handle.machine.state is HandleState.ENDED and handle.timer is None:
                 self._wait(handle, self._read)

@@ -48,7 +48,7 @@ class HandWorker:
         key = key_of(reference)
         self.routers.check_free(key)
         transfer_id = transfer(number, incarnation)
-        handle = Handle(key, transfer_id, common_pb2.GenerateSpec(n=choices), self.routers.changed)
+        handle = Handle(key, transfer_id, common_pb2.GenerateSpec(n=choices))
         self.handles[transfer_id] = handle
         self.routers.open(handle)
         return handle.log

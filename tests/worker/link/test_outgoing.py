@@ -9,6 +9,7 @@ from cluster.protocol.link import WINDOW_TOKENS
 from tests.worker.link.hand_links import HandLink, HandWorker, done, rows
 from wire import common_pb2, link_pb2
 from worker.attempt_log import AttemptLog
+from worker.link.outgoing import MAX_ROWS
 
 
 @pytest.fixture
@@ -161,3 +162,33 @@ async def test_a_token_larger_than_a_frame_goes_in_pieces_between_others(worker)
     for piece in pieces:
         assert (piece.token.token_id, piece.token.logprob) == (token.token_id, token.logprob)
     assert [end.handle for frame in frames for end in frame.ends] == [1], "behind its tokens"
+
+
+async def test_what_comes_behind_a_frame_is_due_again(worker):
+    logs = [worker.open(number) for number in (1, 2)]
+    link = HandLink(worker, 1)
+    link.attach([1, 2])
+    link.read()
+    for step in range(3):
+        for log in logs:
+            log.add(0, step, 7)
+            assert log.is_due
+        assert sorted(rows(link.read())) == [(1, 0, step), (2, 0, step)]
+        assert not any(log.is_due for log in logs) and link.session._outgoing.empty
+
+
+async def test_a_step_of_more_handles_than_a_frame_has_rows_leaves_in_turn(worker):
+    numbers = list(range(1, MAX_ROWS + 500))
+    logs = [worker.open(number) for number in numbers]
+    link = HandLink(worker, 1)
+    for begin in range(0, len(numbers), 1000):
+        link.send(attach=[_attach(number, 1) for number in numbers[begin : begin + 1000]])
+    link.attach([], next_handle=1)
+    link.read()
+    for log in logs:
+        log.add(0, 0, 7)
+    first = rows([link.read_one()])
+    logs[0].add(0, 1, 7)
+    second = rows([link.read_one()])
+    assert [handle for handle, _, _ in first + second[:-1]] == numbers and len(first) == MAX_ROWS
+    assert second[-1] == (1, 0, 1), "behind those that have waited"
