@@ -109,6 +109,7 @@ async def test_a_handle_of_another_transfer_is_unknown(worker):
 
 
 async def test_a_list_over_several_frames_is_complete_with_its_last(worker):
+    worker.routers._detach_seconds = 60.0  # what the list does not name does not wait for its timer
     for number in (1, 2, 3):
         worker.open(number)
     link = HandLink(worker, 1)
@@ -223,6 +224,17 @@ async def test_at_most_a_window_is_kept_and_sent_per_choice_extras_included(work
         assert len(one.tokens) == len(one.extras) == WINDOW_TOKENS - 100
         assert min(one.extras) == one.first == 100
     assert not log.full and worker.credited
+
+
+async def test_a_handle_without_a_link_is_cancelled_after_the_detach_time(worker):
+    worker.open(1)
+    link = up(worker, 1)
+    await asyncio.sleep(0.3)  # longer than the detach time
+    assert not worker.cancelled
+    link.session.closed()
+    assert not worker.cancelled
+    await until(lambda: worker.cancelled == [transfer(1)], "it is cancelled")
+    assert not worker.handles
 
 
 # --- rules 9 and 10 ----------------------------------------------------------------------------------------
