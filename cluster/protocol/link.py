@@ -19,9 +19,10 @@ AGE_SPREAD = 0.1
 RENEW_SECONDS = 10.0  # of a link, after the certificate files of a side have changed
 MOVE_SECONDS = 60.0  # after GO_AWAY the older link is cut
 STATUS_SECONDS = 5.0  # a handle silent for this long is asked for
-# Attempts at a broken link; the last one repeats. Without Welcome for LINK_LOST_SECONDS the worker is lost.
+# Pauses before attempts at a broken link; the last one repeats. Without Welcome for LINK_LOST_SECONDS the worker is lost.
 RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.25)
 LINK_LOST_SECONDS = 0.7
+WELCOME_SECONDS = 0.3  # beyond it, for a connection that stands: the worker's event loop may be late
 
 
 def common_version(min_version: int, max_version: int) -> int:
