@@ -1,30 +1,32 @@
 """What one attempt has produced and its router has not acknowledged yet: columns per choice, then one end.
 
 Tokens stay until the router's credit acknowledges them, so a link that broke continues at any position that the router
-may still ask for. A choice holds at most a window of tokens; what is beyond it pauses the request at the engine.
+may still ask for. A choice holds at most its share of a window of tokens; what is beyond it pauses the request at the
+engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import WINDOW_TOKENS, window_of
 from wire import common_pb2
 
 
 class ChoiceLog:
     """Tokens of one choice: `tokens[i]` has position `first + i`."""
 
-    __slots__ = ("choice", "extras", "first", "limit", "part", "sent", "tokens")
+    __slots__ = ("choice", "extras", "first", "limit", "part", "sent", "tokens", "window")
 
-    def __init__(self, choice: int, position: int):
+    def __init__(self, choice: int, position: int, window: int):
         self.choice = choice
+        self.window = window  # tokens that may be sent, and are kept, beyond the acknowledged ones
         self.first = position
         self.tokens: list[int] = []
         self.extras: dict[int, common_pb2.Token] = {}  # tokens that are more than an id, by position
         self.sent = position  # the next one to send
         self.part = 0  # top_logprobs of the token at `sent` that have been sent: a large one goes in pieces
-        self.limit = position + WINDOW_TOKENS  # positions below it may be sent
+        self.limit = position + window  # positions below it may be sent
 
     @property
     def end(self) -> int:
@@ -33,11 +35,11 @@ class ChoiceLog:
 
     def acknowledge(self, limit: int) -> bool:
         """Raise the limit; forget what that acknowledges. False: an older or the same limit."""
-        limit = min(limit, self.end + WINDOW_TOKENS)
+        limit = min(limit, self.end + self.window)
         if limit <= self.limit:
             return False
         self.limit = limit
-        read = limit - WINDOW_TOKENS - self.first
+        read = limit - self.window - self.first
         if read > 0:
             if self.extras:
                 for position in range(self.first, self.first + read):
@@ -57,7 +59,8 @@ class AttemptLog:
     ):
         """`changed` is called after the end, and after a token while it is not due."""
         self._first_choice = first_choice
-        self.choices = [ChoiceLog(first_choice + i, position) for i in range(choices)]
+        window = window_of(choices)
+        self.choices = [ChoiceLog(first_choice + i, position, window) for i in range(choices)]
         self._changed = changed
         self.end_event: common_pb2.AttemptEnd | None = None
         self.count = 0  # tokens, over its whole life
@@ -108,6 +111,12 @@ class AttemptLog:
         if self.end_event is None:
             self.end_event = end
             self._changed()
+
+    def widen(self) -> None:
+        """Give each choice a whole window, as a router expects whose link is older than SHARED_WINDOW_VERSION."""
+        for one in self.choices:
+            one.limit += WINDOW_TOKENS - one.window
+            one.window = WINDOW_TOKENS
 
     def credit(self, choice: int, limit: int) -> bool:
         """Positions of the choice below `limit` may be sent. False: nothing has changed."""

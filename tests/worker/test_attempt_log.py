@@ -39,11 +39,11 @@ def test_positions_begin_behind_prompt_and_output():
 
 def test_a_full_window_of_one_choice_fills_the_log():
     log = log_of(2)
-    for i in range(WINDOW_TOKENS):
+    for i in range(WINDOW_TOKENS // 2):
         assert not log.full
         log.add(1, FIRST + i, i)
     assert log.full
-    assert log.credit(1, FIRST + 10 + WINDOW_TOKENS) and not log.full
+    assert log.credit(1, FIRST + 10 + WINDOW_TOKENS // 2) and not log.full
 
 
 def test_acknowledged_tokens_and_their_log_probabilities_are_dropped():

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from cluster.background_tasks import BackgroundTasks
 from cluster.errors import InvalidRequestError, StaleTransferError
+from cluster.protocol.link import SHARED_WINDOW_VERSION
 from cluster.protocol.times import DETACH_SECONDS
 from wire import link_pb2
 from worker.link.handle import Handle, HandleState, Key
@@ -25,6 +26,7 @@ class Session(Protocol):
 
     incarnation: int
     serial: int
+    version: int
 
     def due(self, handle: Handle) -> None:
         """The handle has something to send."""
@@ -94,6 +96,7 @@ class Routers:
         router = self._routers.setdefault(handle.incarnation, Router(handle.incarnation))
         router.handles[handle.number] = handle
         if router.session is not None:
+            self._fit(handle, router.session)
             handle.to(HandleState.OPEN, router.session)
         else:
             self._wait(handle, self._give_up)
@@ -152,7 +155,14 @@ class Routers:
         else:  # its Run may come before the list is complete
             session.answer(link_pb2.HandleState(handle=attach.handle))
 
+    @staticmethod
+    def _fit(handle: Handle, session: Session) -> None:
+        """Keep what the session's router expects to be kept."""
+        if session.version < SHARED_WINDOW_VERSION:
+            handle.log.widen()
+
     def _attach(self, session: Session, handle: Handle, attach: link_pb2.LinkAttach) -> None:
+        self._fit(handle, session)
         if not handle.log.resume(attach.next, attach.limit):
             session.answer(link_pb2.HandleState(handle=handle.number))
             self._give_up(handle)
@@ -177,7 +187,9 @@ class Routers:
                 handle.machine.state is HandleState.DETACHED
             ):  # dispatched since it was named, or since the list was made
                 handle.stop_timer()
+                self._fit(handle, session)
                 handle.to(HandleState.OPEN, session)
+                self._credited(handle.transfer_id)
             session.due(handle)
         router.named.clear()
 
