@@ -1,30 +1,32 @@
 """What one attempt has produced and its router has not acknowledged yet: columns per choice, then one end.
 
 Tokens stay until the router's credit acknowledges them, so a link that broke continues at any position that the router
-may still ask for. A choice holds at most a window of tokens; what is beyond it pauses the request at the engine.
+may still ask for. A choice holds at most its share of a window of tokens; what is beyond it pauses the request at the
+engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import WINDOW_TOKENS, window_of
 from wire import common_pb2
 
 
 class ChoiceLog:
     """Tokens of one choice: `tokens[i]` has position `first + i`."""
 
-    __slots__ = ("choice", "extras", "first", "limit", "part", "sent", "tokens")
+    __slots__ = ("choice", "extras", "first", "limit", "part", "sent", "tokens", "window")
 
-    def __init__(self, choice: int, position: int):
+    def __init__(self, choice: int, position: int, window: int):
         self.choice = choice
+        self.window = window  # tokens that may be sent, and are kept, beyond the acknowledged ones
         self.first = position
         self.tokens: list[int] = []
         self.extras: dict[int, common_pb2.Token] = {}  # tokens that are more than an id, by position
         self.sent = position  # the next one to send
         self.part = 0  # top_logprobs of the token at `sent` that have been sent: a large one goes in pieces
-        self.limit = position + WINDOW_TOKENS  # positions below it may be sent
+        self.limit = position + window  # positions below it may be sent
 
     @property
     def end(self) -> int:
@@ -33,11 +35,11 @@ class ChoiceLog:
 
     def acknowledge(self, limit: int) -> bool:
         """Raise the limit; forget what that acknowledges. False: an older or the same limit."""
-        limit = min(limit, self.end + WINDOW_TOKENS)
+        limit = min(limit, self.end + self.window)
         if limit <= self.limit:
             return False
         self.limit = limit
-        read = limit - WINDOW_TOKENS - self.first
+        read = limit - self.window - self.first
         if read > 0:
             if self.extras:
                 for position in range(self.first, self.first + read):
@@ -55,12 +57,14 @@ class AttemptLog:
     def __init__(
         self, first_choice: int, choices: int, position: int, changed: Callable[[], None] = lambda: None
     ):
-        """`changed` is called after each token and after the end."""
+        """`changed` is called after the end, and after a token while it is not due."""
         self._first_choice = first_choice
-        self._choices = [ChoiceLog(first_choice + i, position) for i in range(choices)]
+        window = window_of(choices)
+        self.choices = [ChoiceLog(first_choice + i, position, window) for i in range(choices)]
         self._changed = changed
-        self._end: common_pb2.AttemptEnd | None = None
+        self.end_event: common_pb2.AttemptEnd | None = None
         self.count = 0  # tokens, over its whole life
+        self.is_due = False  # its link sends what is new with the next frame
 
     @classmethod
     def of(cls, spec: common_pb2.GenerateSpec, changed: Callable[[], None]) -> AttemptLog:
@@ -69,29 +73,26 @@ class AttemptLog:
         return cls(spec.first_choice, max(1, spec.n), position, changed)
 
     @property
-    def choices(self) -> Sequence[ChoiceLog]:
-        return self._choices
-
-    @property
     def ended(self) -> bool:
-        return self._end is not None
-
-    @property
-    def end_event(self) -> common_pb2.AttemptEnd | None:
-        return self._end
+        return self.end_event is not None
 
     @property
     def full(self) -> bool:
         """A choice has filled its window: the request should pause."""
-        return any(one.end >= one.limit for one in self._choices)
+        return any(one.end >= one.limit for one in self.choices)
 
     @property
     def all_sent(self) -> bool:
-        return all(one.sent == one.end for one in self._choices)
+        return all(one.sent == one.end for one in self.choices)
+
+    @property
+    def may_send(self) -> bool:
+        """A token could be sent now."""
+        return any(one.sent < min(one.end, one.limit) for one in self.choices)
 
     def add(self, choice: int, position: int, token_id: int, extra: common_pb2.Token | None = None) -> None:
         """`extra`: the whole token, where it is more than its id. Raises ValueError unless it is its choice's next."""
-        log = self._choices[choice - self._first_choice]
+        log = self.choices[choice - self._first_choice]
         if position != log.first + len(log.tokens):
             raise ValueError(f"choice {choice}: position {position} came, {log.end} was next")
         log.tokens.append(token_id)
@@ -102,26 +103,33 @@ class AttemptLog:
         ):  # a frame's extras follow its columns: behind an extra of this choice come extras only
             log.extras[position] = common_pb2.Token(choice=choice, position=position, token_id=token_id)
         self.count += 1
-        self._changed()
+        if not self.is_due:
+            self._changed()
 
     def end(self, end: common_pb2.AttemptEnd) -> None:
         """Only the first end counts: what came later could not know it was too late."""
-        if self._end is None:
-            self._end = end
+        if self.end_event is None:
+            self.end_event = end
             self._changed()
+
+    def widen(self) -> None:
+        """Give each choice a whole window, as a router expects whose link is older than SHARED_WINDOW_VERSION."""
+        for one in self.choices:
+            one.limit += WINDOW_TOKENS - one.window
+            one.window = WINDOW_TOKENS
 
     def credit(self, choice: int, limit: int) -> bool:
         """Positions of the choice below `limit` may be sent. False: nothing has changed."""
         at = choice - self._first_choice
-        return 0 <= at < len(self._choices) and self._choices[at].acknowledge(limit)
+        return 0 <= at < len(self.choices) and self.choices[at].acknowledge(limit)
 
     def resume(self, positions: Sequence[int], limits: Sequence[int]) -> bool:
         """A router attaches and takes `positions` next, one per choice. False: not kept any more, or never made."""
-        if not len(positions) == len(limits) == len(self._choices):
+        if not len(positions) == len(limits) == len(self.choices):
             return False
-        if any(position < one.first for one, position in zip(self._choices, positions, strict=True)):
+        if any(position < one.first for one, position in zip(self.choices, positions, strict=True)):
             return False
-        for one, position, limit in zip(self._choices, positions, limits, strict=True):
+        for one, position, limit in zip(self.choices, positions, limits, strict=True):
             one.sent, one.part = (
                 min(position, one.end),
                 0,

@@ -131,7 +131,7 @@ class Attempts(Generic[A]):
             )
         key = key_of(reference)
         self.routers.check_free(key)
-        handle = Handle(key, transfer_id, spec, self.routers.changed)
+        handle = Handle(key, transfer_id, spec)
         attempt = make(handle.log)
         self._live[transfer_id] = attempt
         self._handles[transfer_id] = handle

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 # Versions of the link's messages that this process accepts: one apart works.
-# 2: handles have 64 bits.
+# 2: handles have 64 bits; the choices of an attempt share a window.
 MIN_LINK_VERSION = 1
 LINK_VERSION = 2
 # Version 1 reads 32 bits of a handle. Its links are refused earlier, by more than are drawn while a link lasts (an hour).
 VERSION_1_HANDLES = 2**32 - 2**24
 
-# Tokens of a choice that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
+# Tokens of an attempt that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
 WINDOW_TOKENS = 256
+LEAST_WINDOW_TOKENS = 16  # of a choice, however many there are: credit is on its way while they are computed
+SHARED_WINDOW_VERSION = 2  # before it, each choice has a whole window
 
 HELLO_SECONDS = 5.0  # from the connection to its first whole frame
 ATTACH_SECONDS = 10.0  # from the connection to AttachDone
@@ -19,9 +21,15 @@ AGE_SPREAD = 0.1
 RENEW_SECONDS = 10.0  # of a link, after the certificate files of a side have changed
 MOVE_SECONDS = 60.0  # after GO_AWAY the older link is cut
 STATUS_SECONDS = 5.0  # a handle silent for this long is asked for
-# Attempts at a broken link; the last one repeats. Without Welcome for LINK_LOST_SECONDS the worker is lost.
+# Pauses before attempts at a broken link; the last one repeats. Without Welcome for LINK_LOST_SECONDS the worker is lost.
 RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.25)
 LINK_LOST_SECONDS = 0.7
+WELCOME_SECONDS = 0.3  # beyond it, for a connection that stands: the worker's event loop may be late
+
+
+def window_of(choices: int) -> int:
+    """Tokens of each choice of an attempt: a client that does not read has about as much unread of many as of one."""
+    return max(LEAST_WINDOW_TOKENS, WINDOW_TOKENS // max(1, choices))
 
 
 def common_version(min_version: int, max_version: int) -> int:

@@ -21,7 +21,7 @@ import grpc
 from cluster import errors
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
-from cluster.protocol.link import LINK_LOST_SECONDS, WINDOW_TOKENS
+from cluster.protocol.link import LINK_LOST_SECONDS, WINDOW_TOKENS, window_of
 from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
@@ -102,7 +102,13 @@ class Attempt:
         self._decode_lost = asyncio.Event()
         self._handles: dict[Source, LinkHandle] = {}
         self._dispatching: asyncio.Task[None] | None = None
-        self._limits = {choice.index: choice.next_position + WINDOW_TOKENS for choice in self.choices}
+        count = max(1, len(self.choices))
+        self._window = window_of(count)  # of each choice
+        self._limits = {choice.index: choice.next_position + self._window for choice in self.choices}
+        # A worker of link version 1 gives each choice a whole window, where no credit has come yet.
+        self._beyond = WINDOW_TOKENS - self._window
+        # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
+        self._grant_after = min(count * self._window // 4, self._window - self._window // 4)
         # By choice: the position behind tokens that came and were not wanted
         self._unwanted: dict[int, int] = {}
         self._over = False  # no more tokens are taken
@@ -209,7 +215,8 @@ class Attempt:
         await self.channels.prefill(worker.address).Run(remote, timeout=LOST_SECONDS)
 
     def grant(self) -> None:
-        """The client has every token so far: allow the decode worker the window beyond, at least a quarter at a time."""
+        """The client has every token so far: allow the decode worker the window beyond, at least a quarter of it at a
+        time."""
         self._ungranted = 0
         if self._over:
             return
@@ -217,8 +224,8 @@ class Attempt:
         if handle is None:
             return
         for choice in self.choices:
-            limit = self._next(choice) + WINDOW_TOKENS
-            if limit - self._limits[choice.index] >= WINDOW_TOKENS // 4:
+            limit = self._next(choice) + self._window
+            if limit - self._limits[choice.index] >= self._window // 4:
                 self._limits[choice.index] = limit
                 handle.credit(choice.index, limit)
 
@@ -240,13 +247,13 @@ class Attempt:
         if self._over:
             return
         self.responded.add(source)
-        limit = self._limits.get(token.choice, 0)
-        if token.position >= limit:
+        limit = self._limits.get(token.choice)
+        if limit is None or token.position >= limit + self._beyond:
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
             return
         self._ungranted += 1
-        if self._ungranted == WINDOW_TOKENS // 4:  # a choice may be a quarter further
+        if self._ungranted == self._grant_after:
             self.when_drained(self.grant)
         if not self.take(token, self):
             self._unwanted[token.choice] = max(self._unwanted.get(token.choice, 0), token.position + 1)

@@ -14,6 +14,7 @@ from cluster.protocol.link import (
     MIN_LINK_VERSION,
     RETRY_SECONDS,
     VERSION_1_HANDLES,
+    WELCOME_SECONDS,
 )
 from cluster.security.tls import WORKER_NAME, Peers
 from router.link.connection import Connection, Frames
@@ -24,6 +25,7 @@ CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LIN
 TCP_SECONDS = 0.2  # of one attempt at a link that broke, without TLS: the kernel repeats a lost SYN after 1 s
 LAST_TRIES_SECONDS = 0.15  # before a link that broke is lost, it is tried after shorter pauses
 LEAST_PAUSE_SECONDS = 0.05
+MAX_LATE_SECONDS = 0.1  # of one pause: so much of this process's own lateness does not count
 
 
 class Opener:
@@ -41,11 +43,13 @@ class Opener:
         deadline = self._loop.time() + seconds
         pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
         while True:
-            await asyncio.sleep(pause)
+            deadline += await self._sleep(pause)
             attempt += 1
             try:
-                async with asyncio.timeout_at(deadline):
-                    return await self.greet(link, tcp_seconds)
+                async with asyncio.timeout_at(deadline) as limit:
+                    reached = await self._reach(tcp_seconds)
+                    limit.reschedule(deadline + WELCOME_SECONDS)
+                    return await self._greet(link, reached)
             except ConnectionRefusedError as error:
                 raise PeerLostError(f"{self._worker.worker_id} refuses connections: {error}") from None
             except (OSError, TimeoutError) as error:
@@ -61,8 +65,17 @@ class Opener:
                 address = self._worker.link_address
                 raise PeerLostError(f"{self._worker.worker_id}: link address {address!r}: {error}") from None
 
-    async def greet(self, link: Frames, tcp_seconds: float = CONNECT_SECONDS) -> Connection:
+    async def _sleep(self, seconds: float) -> float:
+        """Returns by how much this process was late: what the worker answers meanwhile lies unread."""
+        due = self._loop.time() + seconds
+        await asyncio.sleep(seconds)
+        return min(max(0.0, self._loop.time() - due), MAX_LATE_SECONDS)
+
+    async def greet(self, link: Frames) -> Connection:
         """Raises OSError, or PeerLostError for another worker or epoch, or without a common version."""
+        return await self._greet(link, await self._reach(CONNECT_SECONDS))
+
+    async def _greet(self, link: Frames, reached: socket.socket) -> Connection:
         worker = self._worker
         hello = link_pb2.LinkHello(
             min_version=MIN_LINK_VERSION,
@@ -78,7 +91,7 @@ class Opener:
         try:
             await self._loop.create_connection(
                 lambda: connection,
-                sock=await self._reach(tcp_seconds),
+                sock=reached,
                 ssl=context,
                 server_hostname=WORKER_NAME if context is not None else None,
             )

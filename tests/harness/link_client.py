@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from cluster.errors import BatonError
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import window_of
 from router.link.handle import LinkHandle
 from router.link.links import Links
 from router.link.token import Token
@@ -53,7 +53,7 @@ class Reading:
 
     def _limit(self, tokens: list[Token]) -> int:
         read = len(tokens) if self.reads is None else min(len(tokens), self.reads)
-        return self.position + read + WINDOW_TOKENS
+        return self.position + read + window_of(len(self.tokens))
 
     def read_on(self) -> None:
         self.reads = None

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from cluster.link.framing import FrameReader, to_frame
-from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION, WINDOW_TOKENS
+from cluster.protocol.link import MIN_LINK_VERSION, WINDOW_TOKENS
 from wire import common_pb2, link_pb2
 from worker.link.routers import Routers
 from worker.link.session import Session
@@ -34,7 +34,7 @@ class LinkedRouter:
         self._session = Session(routers, facts, self, lambda: 1)
         hello = link_pb2.LinkHello(
             min_version=MIN_LINK_VERSION,
-            max_version=LINK_VERSION,
+            max_version=MIN_LINK_VERSION,  # each choice has a whole window: it has no need of an attempt's number of them
             router_id="r",
             incarnation=1,
             serial=1,

@@ -21,6 +21,7 @@ class LinkedWorker:
     epoch: int
     on_cancel: Callable[[bytes], None] = lambda transfer_id: None
     peers: Peers = field(default_factory=Peers)
+    host: str = "127.0.0.1"
     hangs: bool = False
     cancelled: list[bytes] = field(default_factory=list)
     credited: list[bytes] = field(default_factory=list)
@@ -28,7 +29,7 @@ class LinkedWorker:
     def __post_init__(self) -> None:
         self.handles: dict[bytes, Handle] = {}
         self.routers = Routers(cancel=self._cancel, forget=self.forget, credited=self.credited.append)
-        self._listener = LinkListener("127.0.0.1", "127.0.0.1", self.peers)
+        self._listener = LinkListener(self.host, self.host, self.peers)
 
     async def start(self, port: int = 0) -> None:
         self._listener.bind(port)
@@ -47,7 +48,7 @@ class LinkedWorker:
         """Raises InvalidRequestError or StaleTransferError."""
         key = key_of(reference)
         self.routers.check_free(key)
-        handle = self.handles[transfer_id] = Handle(key, transfer_id, spec, self.routers.changed)
+        handle = self.handles[transfer_id] = Handle(key, transfer_id, spec)
         self.routers.open(handle)
         return handle.log
 

@@ -39,11 +39,11 @@ def test_positions_begin_behind_prompt_and_output():
 
 def test_a_full_window_of_one_choice_fills_the_log():
     log = log_of(2)
-    for i in range(WINDOW_TOKENS):
+    for i in range(WINDOW_TOKENS // 2):
         assert not log.full
         log.add(1, FIRST + i, i)
     assert log.full
-    assert log.credit(1, FIRST + 10 + WINDOW_TOKENS) and not log.full
+    assert log.credit(1, FIRST + 10 + WINDOW_TOKENS // 2) and not log.full
 
 
 def test_acknowledged_tokens_and_their_log_probabilities_are_dropped():
@@ -120,3 +120,15 @@ def test_tokens_that_were_acknowledged_are_not_kept():
     gc.collect()
     assert sys.getallocatedblocks() - before < count / 100
     assert log.count == count and log.all_sent
+
+
+def test_tokens_of_a_log_that_is_due_are_not_reported_again():
+    """A step makes tokens for many choices; its link is told once for the next frame."""
+    changes: list[int] = []
+    log = AttemptLog(0, 2, FIRST, lambda: changes.append(1))
+    log.add(0, FIRST, 1)
+    log.is_due = True
+    log.add(1, FIRST, 1)
+    assert len(changes) == 1
+    log.end(done())
+    assert len(changes) == 2

@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def schedule(self) -> None:
-        if not self._scheduled and not self._blocked:
+        if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._flush)
 

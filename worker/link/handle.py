@@ -7,8 +7,8 @@ OPEN → ENDED → FORGOTTEN                 the end was sent; on Close, or the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 from cluster.errors import InvalidRequestError
 from cluster.state_machine import StateMachine
@@ -39,22 +39,28 @@ def key_of(reference: common_pb2.HandleRef) -> Key:
     return reference.incarnation, reference.number
 
 
+class Sends(Protocol):
+    """The link of a handle's router."""
+
+    def due(self, handle: Handle) -> None:
+        """The handle has something to send."""
+
+
 class Handle:
     """`number` stands for the attempt in every frame of its router's links."""
 
-    __slots__ = ("cancelling", "incarnation", "log", "machine", "number", "timer", "transfer_id")
+    __slots__ = ("cancelling", "incarnation", "log", "machine", "number", "session", "timer", "transfer_id")
 
     def __init__(
         self,
         key: Key,
         transfer_id: bytes,
         spec: common_pb2.GenerateSpec,
-        changed: Callable[[Handle], None],
-    ):
-        """`changed` is called when its log has more to send."""
+    ) -> None:
         self.incarnation, self.number = key
         self.transfer_id = transfer_id
-        self.log = AttemptLog.of(spec, lambda: changed(self))
+        self.log = AttemptLog.of(spec, self._changed)
+        self.session: Sends | None = None  # the link that sends its tokens, while it is open
         self.machine = StateMachine(HandleState.DETACHED, TRANSITIONS, f"handle {self.number}")
         self.timer: asyncio.TimerHandle | None = None  # while its router has no link
         self.cancelling = False
@@ -62,6 +68,17 @@ class Handle:
     @property
     def key(self) -> Key:
         return self.incarnation, self.number
+
+    def _changed(self) -> None:
+        """Its log has more to send, perhaps."""
+        if self.session is not None:
+            self.session.due(self)
+
+    def to(self, state: HandleState, session: Sends | None = None) -> None:
+        """`session`: the link that sends its tokens from now on, if it is open."""
+        if self.machine.state is not state:
+            self.machine.to(state)
+        self.session = session
 
     def stop_timer(self) -> None:
         if self.timer is not None:
@@ -81,9 +98,7 @@ class Handle:
     @property
     def waits(self) -> bool:
         """Something could be sent now."""
-        if any(choice.sent < min(choice.end, choice.limit) for choice in self.log.choices):
-            return True
-        return self.end_due
+        return self.log.may_send or self.end_due
 
     @property
     def end_due(self) -> bool:

@@ -34,6 +34,7 @@ class Outgoing:
 
     def due(self, handle: Handle) -> None:
         self._due[handle.number] = handle
+        handle.log.is_due = True
 
     def beat(self, engine_step: int) -> None:
         self._beat = engine_step
@@ -92,26 +93,30 @@ class Outgoing:
         """Fresh tokens of all handles, then more of those that are behind, in turns; ends where nothing is left."""
         rows = _Rows(frame, left)
         ended: list[Handle] = []
-        behind: dict[int, Handle] = {}
-        for number in list(self._due):
+        behind: list[Handle] = []
+        due = iter(self._due.values())
+        self._due = {}
+        for handle in due:
             if rows.full(MAX_ROWS):
+                self._due[handle.number] = handle
+                self._due.update((one.number, one) for one in due)
                 break
-            handle = self._due.pop(number)
-            rows.take(handle, 1)
-            if self._end(frame, rows, handle):
+            handle.log.is_due = False
+            waits = rows.take_next(handle)
+            if handle.log.end_event is not None and self._end(frame, rows, handle):
                 ended.append(handle)
-            elif handle.waits:
-                behind[number] = handle
+            elif waits or handle.end_due:
+                behind.append(handle)
         fresh = max(0, rows.left - REPLAY_BYTES)
         rows.left -= fresh
-        for number, handle in behind.items():
+        for handle in behind:
             if not rows.full(MAX_REPLAY_ROWS):
                 rows.take(handle, max(1, MAX_REPLAY_ROWS // (len(behind) * len(handle.log.choices))))
                 if self._end(frame, rows, handle):
                     ended.append(handle)
                     continue
             if handle.waits:
-                self._due[number] = handle
+                self.due(handle)
         rows.finish()
         return ended
 
@@ -151,6 +156,24 @@ class _Rows:
 
     def fits(self, size: int) -> bool:
         return size + ENTRY_BYTES <= self.left
+
+    def take_next(self, handle: Handle) -> bool:
+        """One token of each choice. Whether more of its tokens could be sent."""
+        log = handle.log
+        if len(log.choices) > 1 or log.choices[0].extras:
+            self.take(handle, 1)
+            return log.may_send
+        (choice,) = log.choices
+        at, sent = choice.sent - choice.first, choice.sent
+        due = min(len(choice.tokens) - at, choice.limit - sent)
+        if due > 0:  # there is room: the frame is not full
+            self._handles.append(handle.number)
+            self._choices.append(choice.choice)
+            self._positions.append(sent)
+            self._tokens.append(choice.tokens[at])
+            self.left -= ROW_BYTES
+            choice.sent = sent + 1
+        return due > 1
 
     def take(self, handle: Handle, most: int) -> None:
         """At most `most` tokens of each choice."""

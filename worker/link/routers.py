@@ -11,6 +11,7 @@ from typing import Protocol
 
 from cluster.background_tasks import BackgroundTasks
 from cluster.errors import InvalidRequestError, StaleTransferError
+from cluster.protocol.link import SHARED_WINDOW_VERSION
 from cluster.protocol.times import DETACH_SECONDS
 from wire import link_pb2
 from worker.link.handle import Handle, HandleState, Key
@@ -25,6 +26,7 @@ class Session(Protocol):
 
     incarnation: int
     serial: int
+    version: int
 
     def due(self, handle: Handle) -> None:
         """The handle has something to send."""
@@ -94,21 +96,16 @@ class Routers:
         router = self._routers.setdefault(handle.incarnation, Router(handle.incarnation))
         router.handles[handle.number] = handle
         if router.session is not None:
-            handle.machine.to(HandleState.OPEN)
+            self._fit(handle, router.session)
+            handle.to(HandleState.OPEN, router.session)
         else:
             self._wait(handle, self._give_up)
-
-    def changed(self, handle: Handle) -> None:
-        """Its log has more to send, perhaps."""
-        router = self._routers.get(handle.incarnation)
-        if router is not None and router.session is not None and handle.machine.state is HandleState.OPEN:
-            router.session.due(handle)
 
     def closed(self, handle: Handle) -> None:
         """The attempt is forgotten."""
         handle.stop_timer()
         if handle.machine.may(HandleState.FORGOTTEN):
-            handle.machine.to(HandleState.FORGOTTEN)
+            handle.to(HandleState.FORGOTTEN)
         router = self._routers.get(handle.incarnation)
         if router is None:
             return
@@ -158,14 +155,20 @@ class Routers:
         else:  # its Run may come before the list is complete
             session.answer(link_pb2.HandleState(handle=attach.handle))
 
+    @staticmethod
+    def _fit(handle: Handle, session: Session) -> None:
+        """Keep what the session's router expects to be kept."""
+        if session.version < SHARED_WINDOW_VERSION:
+            handle.log.widen()
+
     def _attach(self, session: Session, handle: Handle, attach: link_pb2.LinkAttach) -> None:
+        self._fit(handle, session)
         if not handle.log.resume(attach.next, attach.limit):
             session.answer(link_pb2.HandleState(handle=handle.number))
             self._give_up(handle)
             return
         handle.stop_timer()
-        if handle.machine.state is not HandleState.OPEN:
-            handle.machine.to(HandleState.OPEN)
+        handle.to(HandleState.OPEN, session)
         session.answer(handle.state())
         session.due(handle)
         self._credited(handle.transfer_id)
@@ -184,7 +187,9 @@ class Routers:
                 handle.machine.state is HandleState.DETACHED
             ):  # dispatched since it was named, or since the list was made
                 handle.stop_timer()
-                handle.machine.to(HandleState.OPEN)
+                self._fit(handle, session)
+                handle.to(HandleState.OPEN, session)
+                self._credited(handle.transfer_id)
             session.due(handle)
         router.named.clear()
 
@@ -199,7 +204,7 @@ class Routers:
 
     def sent_end(self, handle: Handle) -> None:
         """It is kept until Close, because the frame may be lost with its link."""
-        handle.machine.to(HandleState.ENDED)
+        handle.to(HandleState.ENDED)
 
     # --- frames of a router --------------------------------------------------------------------------------
 
@@ -269,7 +274,7 @@ class Routers:
     def _detach(self, router: Router) -> None:
         for handle in router.handles.values():
             if handle.machine.state is HandleState.OPEN:
-                handle.machine.to(HandleState.DETACHED)
+                handle.to(HandleState.DETACHED)
                 self._wait(handle, self._give_up)
             elif handle.machine.state is HandleState.ENDED and handle.timer is None:
                 self._wait(handle, self._read)

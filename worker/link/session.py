@@ -80,6 +80,7 @@ class Session:
         self.router_id = ""
         self.incarnation = 0
         self.serial = 0
+        self.version = 0
 
     @property
     def state(self) -> State:
@@ -161,7 +162,7 @@ class Session:
         )
         self._wire.write(to_frame(link_pb2.WorkerFrame(welcome=welcome)))
         self.router_id = hello.router_id[:MAX_ROUTER_ID]
-        self.incarnation, self.serial = hello.incarnation, hello.serial
+        self.incarnation, self.serial, self.version = hello.incarnation, hello.serial, version
         addressed = (hello.worker_id, hello.epoch) == (self._facts.worker_id, self._facts.epoch)
         if not version or not addressed or not hello.incarnation or not self._routers.greeted(self):
             self.end()

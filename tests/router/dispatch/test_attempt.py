@@ -381,11 +381,11 @@ async def test_the_arbiter_is_asked_by_a_call_of_its_own(world):
     attempt.start()
     await until(lambda: world.links.up() == 2, "both links are up")
 
-    async def cut(link: Any) -> Any:
+    async def cut(seconds: float) -> Any:
         raise ConnectionResetError
 
     for link in world.links._links.values():
-        link._opener.greet = lambda link, seconds: cut(link)
+        link._opener._reach = cut
         link._connection.abort()
     await until(lambda: world.links.up() == 0, "no link is up")
     assert not await asyncio.wait_for(attempt.abort_unless_committed(), LONG)

@@ -287,3 +287,24 @@ async def test_workers_that_could_not_meet_are_kept_apart_until_they_meet(text, 
     assert not world.services.pairs.any_unreachable
     await deliver(world)
     assert world.excluded[3:] == [set()]
+
+
+async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(text, monkeypatch):
+    """They do not look for stop strings: the decode worker goes on until its window is full, and then waits."""
+    world = World(text, [])
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    monkeypatch.setattr(Scripted, "start", lambda made: made.came(D, token(PROMPT)))
+    prompt = list(range(3, 3 + PROMPT))
+    stop = text.detokenizer(prompt).add(token(PROMPT).token_id)
+    assert stop, "it has a text"
+    sampling = common_pb2.SamplingParams(max_tokens=NEW)
+    completion = Completion("r", "m", prompt, sampling, stop=(stop,), deadline_seconds=60.0)
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    async with asyncio.timeout(10):
+        (delta,) = await deltas.take()
+        assert delta.finish == "stop" and not await deltas.take()
+    assert running.complete
+    await world.services.finish(5.0)
+    assert world.attempts[0].closed, "its workers are told"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import LINK_VERSION, SHARED_WINDOW_VERSION, WINDOW_TOKENS
 from router.dispatch.attempt import Attempt, Source
 from router.dispatch.choice import ChoiceStream
 from router.request.completion import Completion
@@ -28,16 +28,19 @@ class Detokenizer:
 
 
 class Streams:
-    """An attempt at two choices and the worker's log of it; `deliver` is what the link does."""
+    """An attempt at several choices, the first of which stops, and the worker's log of it; `deliver` is what the link
+    does."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices: int = 2, version: int = LINK_VERSION) -> None:
         completion = Completion(
-            "r", "m", [1] * PROMPT, common_pb2.SamplingParams(max_tokens=TOKENS), n=2, stop=("STOP",)
+            "r", "m", [1] * PROMPT, common_pb2.SamplingParams(max_tokens=TOKENS), n=choices, stop=("STOP",)
         )
         text: Any = SimpleNamespace(detokenizer=lambda prompt: Detokenizer())
-        self.choices = [ChoiceStream(i, completion, text) for i in range(2)]
-        spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * PROMPT), n=2)
+        self.choices = [ChoiceStream(i, completion, text) for i in range(choices)]
+        spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * PROMPT), n=choices)
         self.log = AttemptLog.of(spec, lambda: None)
+        if version < SHARED_WINDOW_VERSION:
+            self.log.widen()
         nothing: Any = None
         self.when_drained: list[Callable[[], None]] = []
         placed: Any = SimpleNamespace(prefill=None)
@@ -58,12 +61,15 @@ class Streams:
     def step(self, number: int) -> None:
         """A step of the engine, which pauses the whole request while the window of a choice is full."""
         assert not self.log.full, f"paused after {number} steps"
-        for choice in (0, 1):
+        for choice in range(len(self.choices)):
             stops = choice == 0 and number == STOPS_AT
             self.log.add(choice, PROMPT + number, STOP if stops else 5)
         self.deliver()
+        self.client_reads()
+
+    def client_reads(self) -> None:
         calls, self.when_drained[:] = list(self.when_drained), []
-        for call in calls:  # the client has read everything
+        for call in calls:
             call()
 
     def deliver(self) -> None:
@@ -75,13 +81,40 @@ class Streams:
                 choice.sent += 1
 
 
-async def test_the_others_go_on_beyond_the_window() -> None:
-    streams = Streams()
+@pytest.mark.parametrize("version", [1, LINK_VERSION])
+@pytest.mark.parametrize("choices", [2, 3, 16, 128])
+async def test_the_others_go_on_beyond_the_window(choices: int, version: int) -> None:
+    streams = Streams(choices, version)
     for number in range(TOKENS):
         streams.step(number)
-    stopped, other = streams.choices
+    stopped, *others = streams.choices
     assert (stopped.finish, stopped.new_tokens) == ("stop", STOPS_AT + 1)
-    assert other.finish is None and other.new_tokens == TOKENS
+    for other in others:
+        assert other.finish is None and other.new_tokens == TOKENS
+
+
+@pytest.mark.parametrize("choices", [2, 16, 128])
+async def test_one_choice_goes_on_where_the_others_have_ended_at_the_worker(choices: int) -> None:
+    """Its tokens alone ask for its credit."""
+    streams = Streams(choices)
+    for position in range(PROMPT, PROMPT + TOKENS):
+        assert not streams.log.full, f"paused at {position}"
+        streams.log.add(1, position, 5)
+        streams.deliver()
+        streams.client_reads()
+    assert streams.choices[1].new_tokens == TOKENS
+
+
+@pytest.mark.parametrize("choices", [1, 2, 16])
+async def test_a_client_that_does_not_read_holds_the_same_of_many_choices_as_of_one(choices: int) -> None:
+    streams = Streams(choices)
+    for position in range(PROMPT, PROMPT + WINDOW_TOKENS):
+        if streams.log.full:
+            break
+        for choice in range(choices):
+            streams.log.add(choice, position, 5)
+        streams.deliver()
+    assert streams.log.full and sum(one.new_tokens for one in streams.choices) == WINDOW_TOKENS
 
 
 @pytest.mark.parametrize("steps", [STOPS_AT + 5, WINDOW_TOKENS, 2 * WINDOW_TOKENS])

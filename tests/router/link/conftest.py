@@ -12,7 +12,7 @@ import pytest
 
 from cluster.errors import BatonError
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import window_of
 from router.link.links import Links
 from router.link.token import Token
 from tests.harness.linked_worker import LinkedWorker
@@ -54,12 +54,13 @@ class Reading:
     error: BatonError | None = None
     taken_in: bool = True  # False: its worker may not have it yet
     fails: bool = False
-    limit: int = PROMPT + WINDOW_TOKENS
+    limit: int = 0
     handle: Any = None
     log: Any = None
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.choices)]
+        self.limit = self.limit or PROMPT + window_of(self.choices)
 
     def positions(self) -> list[int]:
         return [PROMPT + len(one) for one in self.tokens]

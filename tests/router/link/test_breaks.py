@@ -61,6 +61,48 @@ async def test_a_reset_that_lasts_loses_the_worker_in_time(pair, network):
     assert not pair.links.suspects
 
 
+async def test_a_connection_that_stands_when_the_time_is_over_is_waited_for(pair, network, monkeypatch):
+    """A worker under load answers a hello late: with half a second of reset before, no time would be left for it."""
+    monkeypatch.setattr(opener, "WELCOME_SECONDS", 30.0)
+    one = pair.read()
+    await pair.up()
+    network.cut([], [], "both")
+    pair.cut()
+    await asyncio.sleep(LINK_LOST_SECONDS + 0.2)
+    assert one.error is None
+    network.heal()
+    tokens(one.log, 0, 5)
+    end(one.log)
+    await until(lambda: one.end is not None or one.error is not None, "it ended")
+    assert one.error is None and one.tokens == [list(range(5))]
+
+
+async def test_a_connection_that_stands_is_not_waited_for_without_end(pair, network):
+    one = pair.read()
+    await pair.up()
+    network.cut([], [], "both")
+    pair.cut()
+    began = time.monotonic()
+    await until(lambda: one.error is not None, "it is lost")
+    assert time.monotonic() - began >= LINK_LOST_SECONDS
+    assert isinstance(one.error, PeerLostError) and "no link to d" in str(one.error)
+    network.heal()
+    await pair.up()
+
+
+async def test_what_the_router_is_late_does_not_count(pair, monkeypatch):
+    sleep = asyncio.sleep
+
+    async def late(seconds: float) -> None:
+        await sleep(seconds + opener.MAX_LATE_SECONDS)
+
+    one = pair.read()
+    await pair.up()
+    monkeypatch.setattr(opener, "asyncio", Paused(late))
+    assert await pair.link._opener._sleep(0.01) == opener.MAX_LATE_SECONDS, "no more than that"
+    assert one.error is None
+
+
 async def test_each_try_is_a_fresh_connection_after_its_pause(pair, network, monkeypatch):
     one = pair.read()
     await pair.up()

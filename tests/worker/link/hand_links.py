@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from cluster.link.framing import FrameReader, to_frame
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import LINK_VERSION, WINDOW_TOKENS, window_of
 from wire import common_pb2, link_pb2
 from worker.attempt_log import AttemptLog
 from worker.link.handle import Handle, key_of
@@ -48,7 +48,7 @@ class HandWorker:
         key = key_of(reference)
         self.routers.check_free(key)
         transfer_id = transfer(number, incarnation)
-        handle = Handle(key, transfer_id, common_pb2.GenerateSpec(n=choices), self.routers.changed)
+        handle = Handle(key, transfer_id, common_pb2.GenerateSpec(n=choices))
         self.handles[transfer_id] = handle
         self.routers.open(handle)
         return handle.log
@@ -61,7 +61,9 @@ def transfer(number: int, incarnation: int = INCARNATION) -> bytes:
 class HandLink:
     """One connection of a router. Implements worker.link.session.Wire."""
 
-    def __init__(self, worker: HandWorker, serial: int, incarnation: int = INCARNATION):
+    def __init__(
+        self, worker: HandWorker, serial: int, incarnation: int = INCARNATION, version: int = LINK_VERSION
+    ):
         self.closed = False
         self.sizes: list[int] = []  # of the frames that came
         self._frames = FrameReader()
@@ -71,7 +73,7 @@ class HandLink:
         self.send(
             hello=link_pb2.LinkHello(
                 min_version=1,
-                max_version=1,
+                max_version=version,
                 router_id="r",
                 incarnation=incarnation,
                 serial=serial,
@@ -86,12 +88,13 @@ class HandLink:
             pass
 
     def attach(self, numbers: list[int], *, next_handle: int = 1000, choices: int = 1, at: int = 0) -> None:
+        window = window_of(choices) if self.session.version > 1 else WINDOW_TOKENS
         attaches = [
             link_pb2.LinkAttach(
                 transfer_id=transfer(number, self.incarnation),
                 handle=number,
                 next=[at] * choices,
-                limit=[at + WINDOW_TOKENS] * choices,
+                limit=[at + window] * choices,
             )
             for number in numbers
         ]

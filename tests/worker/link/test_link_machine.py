@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cluster.errors import BatonError, OverloadedError, StaleTransferError
 from cluster.link.framing import FrameReader, to_frame
-from cluster.protocol.link import WINDOW_TOKENS
+from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION, window_of
 from tests.harness.virtual_time import VirtualLoop
 from wire import common_pb2, link_pb2
 from worker.attempt_log import AttemptLog
@@ -50,7 +50,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.choices)]
-        self.granted = [WINDOW_TOKENS] * self.choices
+        self.granted = [window_of(self.choices)] * self.choices
 
     @property
     def transfer_id(self) -> bytes:
@@ -208,8 +208,8 @@ class LinkMachine(RuleBasedStateMachine):
         link.send(
             link_pb2.RouterFrame(
                 hello=link_pb2.LinkHello(
-                    min_version=1,
-                    max_version=1,
+                    min_version=MIN_LINK_VERSION,
+                    max_version=LINK_VERSION,
                     router_id="r",
                     incarnation=INCARNATION,
                     serial=self.serial,
@@ -272,7 +272,7 @@ class LinkMachine(RuleBasedStateMachine):
 
     def take(self, link: Link, frame: link_pb2.WorkerFrame) -> None:
         if frame.HasField("welcome"):
-            assert frame.welcome.version == 1
+            assert frame.welcome.version == LINK_VERSION
             self.attach(link)
             return
         columns = frame.tokens
@@ -308,7 +308,7 @@ class LinkMachine(RuleBasedStateMachine):
         if reading is None or self.attached is None:
             return
         for choice, tokens in enumerate(reading.tokens):
-            limit = max(reading.granted[choice], len(tokens) - back + WINDOW_TOKENS)
+            limit = max(reading.granted[choice], len(tokens) - back + window_of(reading.choices))
             if not lose and (repeat or limit > reading.granted[choice]):
                 reading.granted[choice] = limit
                 credit = link_pb2.LinkCredit(handle=number, choice=choice, limit=limit)
@@ -350,7 +350,7 @@ class LinkMachine(RuleBasedStateMachine):
         assert len(self.cancelled) == len(set(self.cancelled)), "cancelled twice"
         for attempt in self.attempts.all():
             for choice in attempt.log.choices:
-                assert len(choice.tokens) <= WINDOW_TOKENS + AFTER_PAUSE
+                assert len(choice.tokens) <= choice.window + AFTER_PAUSE
                 assert choice.first <= choice.sent <= choice.end
         up = [link for link in self.links if link.session.state is State.UP]
         assert len(up) <= 1 or not all(link.cut is False for link in up), "one link owns the handles"

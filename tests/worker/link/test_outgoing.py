@@ -9,6 +9,7 @@ from cluster.protocol.link import WINDOW_TOKENS
 from tests.worker.link.hand_links import HandLink, HandWorker, done, rows
 from wire import common_pb2, link_pb2
 from worker.attempt_log import AttemptLog
+from worker.link.outgoing import MAX_ROWS
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def fill(log: AttemptLog, count: int, *, extras: bool = False) -> None:
 async def test_frames_stay_within_their_size_whatever_they_hold(worker, base):
     """Many handles of many choices, with and without log probabilities, with answers and cancels between."""
     numbers = list(range(base, base + 1499))
-    link = HandLink(worker, 1)
+    link = HandLink(worker, 1, version=1)
     for number in numbers[:40]:
         fill(worker.open(number, 128 if number < base + 7 else 2), 30, extras=number % 2 == 0)
     for begin in range(0, len(numbers), 100):
@@ -73,7 +74,7 @@ def _attach(number: int, choices: int) -> link_pb2.LinkAttach:
 
 async def test_columns_come_before_ends_and_ends_of_what_is_complete_only(worker):
     logs = [worker.open(number) for number in (1, 2)]
-    link = HandLink(worker, 1)
+    link = HandLink(worker, 1, version=1)
     link.attach([1, 2])
     link.read()
     fill(logs[0], 1)
@@ -95,7 +96,7 @@ async def test_what_is_sent_again_takes_half_of_a_frame_and_fresh_tokens_the_res
     for log in behind:
         fill(log, 250, extras=extras)
     fresh = [worker.open(number) for number in range(41, 61)]
-    link = HandLink(worker, 1)
+    link = HandLink(worker, 1, version=1)
     link.attach(list(range(1, 61)))
     frames = []
     for step in range(5):
@@ -121,7 +122,7 @@ async def test_one_handle_of_many_choices_leaves_room_for_the_others(worker):
     wide, narrow = worker.open(1, 128), worker.open(2)
     fill(wide, 250)
     fill(narrow, 250)
-    link = HandLink(worker, 1)
+    link = HandLink(worker, 1, version=1)
     link.send(attach=[_attach(1, 128)])
     link.attach([2])
     came = rows([link.read_one()])
@@ -130,7 +131,7 @@ async def test_one_handle_of_many_choices_leaves_room_for_the_others(worker):
 
 async def test_steps_merge_while_a_frame_is_unwritten(worker):
     log = worker.open(1)
-    link = HandLink(worker, 1)
+    link = HandLink(worker, 1, version=1)
     link.attach([1])
     link.read()
     for position in range(50):
@@ -141,7 +142,7 @@ async def test_steps_merge_while_a_frame_is_unwritten(worker):
 
 async def test_a_token_larger_than_a_frame_goes_in_pieces_between_others(worker):
     large, small = worker.open(1), worker.open(2)
-    link = HandLink(worker, 1)
+    link = HandLink(worker, 1, version=1)
     link.attach([1, 2])
     link.read()
     token = whole(0, 0, alternatives=20_000)
@@ -161,3 +162,33 @@ async def test_a_token_larger_than_a_frame_goes_in_pieces_between_others(worker)
     for piece in pieces:
         assert (piece.token.token_id, piece.token.logprob) == (token.token_id, token.logprob)
     assert [end.handle for frame in frames for end in frame.ends] == [1], "behind its tokens"
+
+
+async def test_what_comes_behind_a_frame_is_due_again(worker):
+    logs = [worker.open(number) for number in (1, 2)]
+    link = HandLink(worker, 1, version=1)
+    link.attach([1, 2])
+    link.read()
+    for step in range(3):
+        for log in logs:
+            log.add(0, step, 7)
+            assert log.is_due
+        assert sorted(rows(link.read())) == [(1, 0, step), (2, 0, step)]
+        assert not any(log.is_due for log in logs) and link.session._outgoing.empty
+
+
+async def test_a_step_of_more_handles_than_a_frame_has_rows_leaves_in_turn(worker):
+    numbers = list(range(1, MAX_ROWS + 500))
+    logs = [worker.open(number) for number in numbers]
+    link = HandLink(worker, 1, version=1)
+    for begin in range(0, len(numbers), 1000):
+        link.send(attach=[_attach(number, 1) for number in numbers[begin : begin + 1000]])
+    link.attach([], next_handle=1)
+    link.read()
+    for log in logs:
+        log.add(0, 0, 7)
+    first = rows([link.read_one()])
+    logs[0].add(0, 1, 7)
+    second = rows([link.read_one()])
+    assert [handle for handle, _, _ in first + second[:-1]] == numbers and len(first) == MAX_ROWS
+    assert second[-1] == (1, 0, 1), "behind those that have waited"

@@ -109,6 +109,7 @@ async def test_a_handle_of_another_transfer_is_unknown(worker):
 
 
 async def test_a_list_over_several_frames_is_complete_with_its_last(worker):
+    worker.routers._detach_seconds = 1e6  # what the list does not name does not wait for its timer
     for number in (1, 2, 3):
         worker.open(number)
     link = HandLink(worker, 1)
@@ -201,28 +202,48 @@ async def test_without_a_link_an_ended_handle_goes_after_the_detach_time(worker)
     assert not worker.cancelled
 
 
-@pytest.mark.parametrize("choices", [1, 4])
-async def test_at_most_a_window_is_kept_and_sent_per_choice_extras_included(worker, choices):
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("version", "choices", "window"),
+    [(1, 1, 256), (1, 4, 256), (2, 1, 256), (2, 4, 64), (2, 16, 16), (2, 128, 16)],
+)
+async def test_at_most_a_window_is_kept_and_sent_of_all_choices_extras_included(
+    worker, version, choices, window, early
+):
+    """Of each one to a router of link version 1. `early`: the attempt comes before its router's list, or not in it."""
     from wire import common_pb2
 
-    log = worker.open(1, choices)
-    link = HandLink(worker, 1)
-    link.attach([1], choices=choices)
-    for position in range(WINDOW_TOKENS):
+    log = worker.open(1, choices) if early else None
+    link = HandLink(worker, 1, version=version)
+    link.attach([1] if early else [], choices=choices, next_handle=1)
+    log = log or worker.open(1, choices)
+    acknowledged = window // 4
+    for position in range(window):
         for choice in range(choices):
-            assert not log.full or position == WINDOW_TOKENS - 1
+            assert not log.full or position == window - 1
             token = common_pb2.Token(choice=choice, position=position, token_id=7, logprob=-1.0)
             log.add(choice, position, 7, token)
     assert log.full, "the request pauses"
-    assert len(rows(link.read())) == choices * WINDOW_TOKENS
+    assert len(rows(link.read())) == choices * window
     credits = [
-        link_pb2.LinkCredit(handle=1, choice=choice, limit=100 + WINDOW_TOKENS) for choice in range(choices)
+        link_pb2.LinkCredit(handle=1, choice=choice, limit=acknowledged + window) for choice in range(choices)
     ]
     link.send(credit=credits)
     for one in log.choices:
-        assert len(one.tokens) == len(one.extras) == WINDOW_TOKENS - 100
-        assert min(one.extras) == one.first == 100
+        assert len(one.tokens) == len(one.extras) == window - acknowledged
+        assert min(one.extras) == one.first == acknowledged
     assert not log.full and worker.credited
+
+
+async def test_a_handle_without_a_link_is_cancelled_after_the_detach_time(worker):
+    worker.open(1)
+    link = up(worker, 1)
+    await asyncio.sleep(0.3)  # longer than the detach time
+    assert not worker.cancelled
+    link.session.closed()
+    assert not worker.cancelled
+    await until(lambda: worker.cancelled == [transfer(1)], "it is cancelled")
+    assert not worker.handles
 
 
 # --- rules 9 and 10 ----------------------------------------------------------------------------------------

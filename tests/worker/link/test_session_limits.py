@@ -63,7 +63,7 @@ class World:
 
     def open(self, number: int) -> Handle:
         spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4))
-        handle = Handle((7, number), number.to_bytes(16, "big"), spec, self.routers.changed)
+        handle = Handle((7, number), number.to_bytes(16, "big"), spec)
         self.routers.open(handle)
         return handle
 
