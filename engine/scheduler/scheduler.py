@@ -52,7 +52,8 @@ class Scheduler:
         self._refusals = Refusals()
         self._left = LeftSeats()
         self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
-        self._alone: Sequence | None = None  # waits for a step of its own, and gets the next one
+        self._alone: Sequence | None = None  # waits for a step of its own
+        self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
         self._victims: Victims | None = None  # of the present step, once one is preempted
         self.short_of_blocks = False  # in the last step, for waiting sequences
 
@@ -190,7 +191,7 @@ class Scheduler:
     def schedule(self) -> StepDecision:
         decision = StepDecision()
         self._begin_step()
-        if self._alone is not None and self._compute_alone(decision):
+        if self._compute_alone(decision):
             return decision
         budget = self._config.max_batch_tokens
         ordered = sorted(self.running, key=attrgetter("order"))
@@ -276,14 +277,17 @@ class Scheduler:
         return budget
 
     def _compute_alone(self, decision: StepDecision) -> bool:
-        """Compute the prompt that waits for a step of its own; False if it no longer waits, or lacks blocks."""
+        """Compute the prompt that waits for a step of its own, in a quarter of the steps. False if none does, or it lacks
+        blocks."""
         sequence, self._alone = self._alone, None
-        if sequence is None or sequence not in self.waiting or sequence.paused:
+        self._together += 1
+        if self._together < KEPT_FOR_PROMPTS or sequence not in self.waiting or sequence.paused:
             return False
         seats = self._seats()
         if not self._admit(sequence, self._config.max_batch_tokens, decision, {}):
             return False
         seats.take(sequence)
+        self._together = 0
         return True
 
     def _age(self) -> None:
