@@ -88,7 +88,7 @@ class Scheduler:
         before: dict[Claimant, int] = {
             one: self._blocks.claim(one)
             for one in self._first_waiting()
-            if not self._refusals.first(request, one)
+            if one.rank < rank or not self._refusals.first(request, one)
         }
         room = self._blocks.room(held, need, request, rank, before)
         if need > room:

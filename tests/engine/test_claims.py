@@ -277,3 +277,11 @@ def test_blocks_that_a_tenants_sequences_share_count_once() -> None:
     assert shares.of(b.request) == 0
     parts.scheduler._preempt(a, StepDecision())
     assert round(shares.of(a.request), 6) == 8, "the others hold them still"
+
+
+def test_a_refused_hand_off_does_not_come_before_a_later_prompt_of_a_higher_class() -> None:
+    flow = refused()
+    assert not add_and_step(flow, "high", 8, priority=1)
+    flow.parts.scheduler.remove("holds too")
+    with pytest.raises(BlocksExhaustedError):
+        flow.parts.hand_off("comes again", blocks=10)
