@@ -48,7 +48,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         self.admission = Admission(
             2 * parts.config.engine.max_batch_tokens,
             parts.config.batch_aging_seconds,
-            batch_full=parts.host.batch_full,
+            engine_full=parts.host.full,
         )
         self.counts = RequestCounts()  # of requests that are prefilled here
         self._at_tokens = parts.faults.point(Point.DECODE_TOKENS)

@@ -156,9 +156,9 @@ class Engine:
         return self._scheduler.has_work
 
     @property
-    def batch_full(self) -> bool:
-        """Whether a tenant with running requests gets no seat for a waiting one. Any thread."""
-        return self._scheduler.batch_full
+    def full(self) -> bool:
+        """Whether a waiting request of a tenant that has others gets no seat, or no blocks. Any thread."""
+        return self._scheduler.batch_full or self._scheduler.short_of_blocks
 
     def step(self) -> StepOutput:
         began, self.step_items = time.monotonic(), []

@@ -6,9 +6,9 @@ before it is needed, and fix the order of requests too early. A request that has
 class, where its tenant's weight applies again, if its tenant has had no turn in its class meanwhile: no class starves
 another, and a tenant's backlog of a lower class does not outrank the requests of others.
 
-At a decode worker the prompts inside may belong to a tenant whose other requests fill the batch: they wait for a seat as
-long as those run, where the engine has extra seats for other tenants. So while the batch is full, a tenant with nothing
-inside enters beyond the bound.
+At a decode worker the prompts inside may belong to a tenant whose other requests fill the batch, or hold the KV blocks:
+they wait as long as those run, where the engine has extra seats and blocks for other tenants. So while it is full, a
+tenant with nothing inside enters beyond the bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ CLASSES = ("high", "normal", "batch")
 class Admission:
     """Bounds the tokens between `enter` and `leave`. A request larger than the bound enters alone.
 
-    `batch_full`: whether the engine gives no seats to the tenants that have some; call `look` when that may have changed.
+    `engine_full`: whether the engine gives no seats, or no blocks, to tenants that have some; call `look` when that may
+    have changed.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class Admission:
         max_tokens: int,
         aging_seconds: float = AGING_SECONDS,
         clock: Callable[[], float] = time.monotonic,
-        batch_full: Callable[[], bool] = lambda: False,
+        engine_full: Callable[[], bool] = lambda: False,
     ):
         self._max_tokens = max_tokens
         self._aging_seconds = aging_seconds
         self._clock = clock
-        self._batch_full = batch_full
+        self._engine_full = engine_full
         self._inside_tokens = 0
         self._inside: Counter[str] = Counter()  # tokens by tenant
         self._order = itertools.count()
@@ -110,8 +111,8 @@ class Admission:
         self._admit()
 
     def look(self) -> None:
-        """Admit a tenant with nothing inside if the batch has become full."""
-        if any(map(len, self._queues)) and self._batch_full():
+        """Admit a tenant with nothing inside if the engine has become full."""
+        if any(map(len, self._queues)) and self._engine_full():
             self._admit()
 
     def _release(self, waiting: Waiting) -> None:
@@ -142,7 +143,7 @@ class Admission:
             return None
         if not self._inside_tokens or self._inside_tokens + queue.first.tokens <= self._max_tokens:
             return queue.pop()
-        if not self._batch_full():
+        if not self._engine_full():
             return None
         return next((found for queue in self._queues if (found := queue.pop_other(self._inside))), None)
 

@@ -85,8 +85,8 @@ class EngineHost:
         since = self._busy_since
         return since is None or self.clock() - since < self.step_stall_seconds
 
-    def batch_full(self) -> bool:
-        return self.engine.batch_full
+    def full(self) -> bool:
+        return self.engine.full
 
     def busy_seconds(self) -> float:
         """Duration of the step in progress; 0 between steps."""

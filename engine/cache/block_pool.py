@@ -79,6 +79,10 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
+    def held_by(self, blocks: Iterable[int]) -> float:
+        """How many blocks a sequence with these holds: of one with several references a part."""
+        return sum(1 / self._refs[block] for block in blocks)
+
     def shared(self, block: int) -> bool:
         return self._refs[block] > 1
 

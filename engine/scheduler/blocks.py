@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 from engine.cache.block_pool import BlockPool
 from engine.plan import BlockCopy
 from engine.request import EngineRequest
 from engine.scheduler.growth import GrowthClaims
 from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.refusals import Refusal
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.shares import Shares
+
+Claimant: TypeAlias = Sequence | Refusal
 
 
 class Blocks:
@@ -41,11 +45,12 @@ class Blocks:
 
     def allocate(self, sequence: Sequence, held: list[int], total: int) -> None:
         """`total` blocks, of which the prefix cache holds the first ones, `held`."""
+        free = self._pool.num_free
         self._pool.retain(held)
         sequence.blocks = held + self._pool.allocate(total - len(held))
         sequence.cached_tokens = len(held) * self._page
         sequence.registered_blocks = len(held)
-        self._changed(sequence, total)
+        self._changed(sequence, free)
 
     def wanted(self, sequence: Sequence, tokens: int) -> int:
         """How many a running sequence takes for its first `tokens` tokens: one more if it writes to a shared block."""
@@ -64,13 +69,15 @@ class Blocks:
             sequence.blocks[tail] = copy.target
         if (more := self.count(tokens) - len(sequence.blocks)) > 0:
             sequence.blocks.extend(self._pool.allocate(more))
-            self._changed(sequence, more)
+        if self._shares is not None:
+            self._shares.add(sequence.request, max(0, more) + (copy is not None))
         return copy
 
     def release(self, sequence: Sequence) -> None:
-        self._changed(sequence, -len(sequence.blocks))
+        free = self._pool.num_free
         self._pool.free(sequence.blocks)
         sequence.blocks = []
+        self._changed(sequence, free)
 
     # --- for newcomers -----------------------------------------------------------------------------------
 
@@ -84,21 +91,21 @@ class Blocks:
         return total - len(held) + self._pool.free_among(held)
 
     def room(
-        self, need: int, held: list[int], request: EngineRequest, rank: int, before: Mapping[Sequence, int]
+        self, held: list[int], need: int, request: EngineRequest, rank: int, before: Mapping[Claimant, int]
     ) -> int:
-        """Blocks available to a newcomer of class `rank` that takes `need` ones beside the cached `held`: the free ones to
-        which no other has a claim, neither running sequences nor those that wait `before` it.
+        """Blocks available to a newcomer of class `rank` that takes the cached ones `held` and `need` others: free ones to
+        which no other has a claim, neither running sequences nor those `before` it.
 
         A claim does not count against a newcomer of its class whose tenant holds no more for its weight, with what the
         newcomer takes, than the tenant of the claim.
         """
-        claims = self._claims.of(rank)
-        claims.update((one, count) for one, count in before.items() if one.rank <= rank)
+        claims: dict[Claimant, int] = {one: count for one, count in before.items() if one.rank <= rank}
+        claims.update(self._claims.of(rank).items())
         free = self.free(held)
         room = free - sum(claims.values())
         if need <= room or need > free:
             return room
-        share = self.shares.of(request, len(held) + need)
+        share = self.shares.of(request, need + self._pool.num_free - free)
         for one, count in claims.items():
             if one.rank == rank and self.shares.of(one.request) >= share:
                 room += count
@@ -107,13 +114,13 @@ class Blocks:
     @property
     def shares(self) -> Shares:
         if self._shares is None:
-            self._shares = Shares(self._sequences())
+            self._shares = Shares(self._sequences(), self._pool.held_by)
         return self._shares
 
     def begin(self) -> None:
         """Of a step or a reservation: count anew, and only if blocks turn out to be short."""
         self._shares = None
 
-    def _changed(self, sequence: Sequence, blocks: int) -> None:
+    def _changed(self, sequence: Sequence, free_before: int) -> None:
         if self._shares is not None:
-            self._shares.add(sequence.request, blocks)
+            self._shares.add(sequence.request, free_before - self._pool.num_free)

@@ -19,10 +19,11 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError
 from engine.cache.block_pool import BlockPool
 from engine.request import EngineRequest
-from engine.scheduler.blocks import Blocks
+from engine.scheduler.blocks import Blocks, Claimant
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.growth import GrowthClaims
 from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.refusals import Refusals
 from engine.scheduler.reservations import Reservations
 from engine.scheduler.seats import LeftSeats, Seats
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
@@ -48,10 +49,13 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by `order`
         self.running: dict[Sequence, None] = {}
         self.reservations = Reservations()
+        self._refusals = Refusals()
         self._left = LeftSeats()
         self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
-        self._alone: Sequence | None = None  # waits for a step of its own, and gets the next one
+        self._alone: Sequence | None = None  # waits for a step of its own
+        self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
         self._victims: Victims | None = None  # of the present step, once one is preempted
+        self.short_of_blocks = False  # in the last step, for waiting sequences
 
     @property
     def has_work(self) -> bool:
@@ -80,11 +84,19 @@ class Scheduler:
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
         self._blocks.begin()
-        before = {one: self._blocks.claim(one) for one in self._first_waiting()}
-        room = self._blocks.room(need, held, request, rank_of(request.priority), before)
+        rank = rank_of(request.priority)
+        before: dict[Claimant, int] = {
+            one: self._blocks.claim(one)
+            for one in self._first_waiting()
+            if one.rank < rank or not self._refusals.first(request, one)
+        }
+        room = self._blocks.room(held, need, request, rank, before)
         if need > room:
+            if need <= self._pool.total:
+                self._refusals.refused(request, rank, need, next(self._arrivals))
             what = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
             raise BlocksExhaustedError(what, retry_after_seconds=0.05)
+        self._refusals.taken(request)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self.reservations.add(sequence)
         self._blocks.allocate(sequence, held, total)
@@ -161,12 +173,7 @@ class Scheduler:
 
     def _first_waiting(self) -> list[Sequence]:
         """Of each tenant the first waiting sequence that may join, in their order."""
-        first: dict[str, Sequence] = {}
-        if self.waiting:
-            seats = self._seats()
-            while (sequence := seats.next(self.waiting, first)) is not None:
-                first[sequence.request.tenant] = sequence
-        return list(first.values())
+        return self._seats().first_of_each(self.waiting) if self.waiting else []
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.waits_since = time.monotonic()
@@ -184,7 +191,7 @@ class Scheduler:
     def schedule(self) -> StepDecision:
         decision = StepDecision()
         self._begin_step()
-        if self._alone is not None and self._compute_alone(decision):
+        if self._compute_alone(decision):
             return decision
         budget = self._config.max_batch_tokens
         ordered = sorted(self.running, key=attrgetter("order"))
@@ -199,8 +206,9 @@ class Scheduler:
     def _begin_step(self) -> None:
         self._claims.begin_step()
         self.reservations.begin_step()
+        self._refusals.begin_step(self.waiting)
         self._blocks.begin()
-        self._victims = None
+        self._victims, self.short_of_blocks = None, False
         if self.waiting:
             self._age()
         else:
@@ -256,7 +264,7 @@ class Scheduler:
         """
         if not self.waiting or budget <= 0:
             return budget
-        seats, blocked, tenants = self._seats(), dict[Sequence, int](), set[str]()
+        seats, blocked, tenants = self._seats(), dict[Claimant, int](), set[str]()
         while budget > 0 and (sequence := seats.next(self.waiting, tenants)) is not None:
             count = self._admit(sequence, budget, decision, blocked)
             if count:
@@ -269,14 +277,17 @@ class Scheduler:
         return budget
 
     def _compute_alone(self, decision: StepDecision) -> bool:
-        """Compute the prompt that waits for a step of its own; False if it no longer waits, or lacks blocks."""
+        """Compute the prompt that waits for a step of its own, in a quarter of the steps. False if none does, or it lacks
+        blocks."""
         sequence, self._alone = self._alone, None
-        if sequence is None or sequence not in self.waiting or sequence.paused:
+        self._together += 1
+        if self._together < KEPT_FOR_PROMPTS or sequence not in self.waiting or sequence.paused:
             return False
         seats = self._seats()
         if not self._admit(sequence, self._config.max_batch_tokens, decision, {}):
             return False
         seats.take(sequence)
+        self._together = 0
         return True
 
     def _age(self) -> None:
@@ -289,7 +300,7 @@ class Scheduler:
             self.waiting.sort(key=lambda s: s.order)
 
     def _admit(
-        self, sequence: Sequence, budget: int, decision: StepDecision, blocked: dict[Sequence, int]
+        self, sequence: Sequence, budget: int, decision: StepDecision, blocked: dict[Claimant, int]
     ) -> int:
         """Returns how many of its tokens the step computes. 0 if it must wait: for blocks, and is one of those `blocked`
         then, with what it needs; or for a step of its own."""
@@ -298,9 +309,12 @@ class Scheduler:
         need = total - len(held)
         room = self._blocks.free(held)
         if need <= room:
-            room = self._blocks.room(need, held, sequence.request, sequence.rank, blocked)
+            before = dict(blocked)
+            before.update((one, one.need) for one in self._refusals.precede(sequence))
+            room = self._blocks.room(held, need, sequence.request, sequence.rank, before)
         if need > room:
             blocked[sequence] = self._blocks.claim(sequence)
+            self.short_of_blocks = True
             return 0
         if missing > budget and not self._config.chunked_prefill:
             if decision.scheduled:

@@ -71,6 +71,14 @@ class Seats:
             (s for s in waiting if not s.paused and s.request.tenant not in passed and self._allows(s)), None
         )
 
+    def first_of_each(self, waiting: Seq[Sequence]) -> list[Sequence]:
+        """Of each tenant the first that may join."""
+        first: dict[str, Sequence] = {}
+        for s in waiting:
+            if not s.paused and s.request.tenant not in first and self._allows(s):
+                first[s.request.tenant] = s
+        return list(first.values())
+
     def take(self, sequence: Sequence) -> None:
         tenant, seats = sequence.request.tenant, sequence.seats
         if not self.full:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 from engine.request import EngineRequest
 from engine.scheduler.sequence import Sequence
@@ -11,14 +11,14 @@ from engine.scheduler.sequence import SequenceState as S
 
 
 class Shares:
-    """Of all sequences at one moment, running or not; `add` what changes afterwards."""
+    """Of all sequences at one moment, running or not; `add` what changes afterwards. `held_by`: what blocks count."""
 
-    def __init__(self, holders: Iterable[Sequence]):
-        self._blocks: Counter[str] = Counter()
+    def __init__(self, holders: Iterable[Sequence], held_by: Callable[[list[int]], float] = len):
+        self._blocks: dict[str, float] = defaultdict(float)
         for one in holders:
-            self._blocks[one.request.tenant] += len(one.blocks)
+            self._blocks[one.request.tenant] += held_by(one.blocks)
 
-    def of(self, request: EngineRequest, more: int = 0) -> float:
+    def of(self, request: EngineRequest, more: float = 0) -> float:
         """What the request's tenant holds for its weight, with `more` blocks."""
         return (self._blocks[request.tenant] + more) / request.weight
 

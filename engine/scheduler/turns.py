@@ -19,8 +19,6 @@ from collections.abc import Sequence as Seq
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence
 
 AGING_STEPS = 64
-
-
 KEPT_FOR_PROMPTS = 4  # a step whose budget does not cover all keeps this part of it, a quarter, for prompts
 
 

@@ -145,8 +145,8 @@ class Core:
             for happens in after:
                 happens()
 
-    def batch_full(self) -> bool:
-        return self.engine.batch_full
+    def full(self) -> bool:
+        return self.engine.full
 
     def beat_step(self) -> int:
         return 1

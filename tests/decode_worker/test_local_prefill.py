@@ -54,8 +54,8 @@ class Core:
 
     def check_accepting(self) -> None: ...
 
-    def batch_full(self) -> bool:
-        return self.engine.batch_full
+    def full(self) -> bool:
+        return self.engine.full
 
     def beat_step(self) -> int:
         return 1
@@ -89,10 +89,11 @@ class Local:
         priority: int = 0,
         deadline_ms: int = 60_000,
         new: int = 2,
+        tokens: int = PROMPT,
     ) -> bytes:
         number = len(self._names)
         spec = common_pb2.GenerateSpec(
-            prompt_tokens=pack_tokens([3 + number % 90, 3 + number // 90] * (PROMPT // 2)),
+            prompt_tokens=pack_tokens([3 + number % 90, 3 + number // 90] * (tokens // 2)),
             sampling=common_pb2.SamplingParams(max_tokens=new, ignore_eos=True),
             salt=bytes(16),
             tenant=tenant,
@@ -261,3 +262,46 @@ async def test_one_that_has_waited_long_is_computed_before_later_ones(inside, pr
         await local.step()
     assert "other" in local.first, f"{len(local.first)} others went before it"
     await local.run()
+
+
+async def test_a_tenants_prompts_that_wait_for_blocks_keep_no_other_tenant_out():
+    """Its running requests hold the blocks, its waiting ones the bound: another tenant holds less, and gets its own."""
+    local = Local(blocks=16)
+    for index in range(2):
+        local.ask(f"runs{index}", "crowd", new=40)
+    while len(local.first) < 2:
+        await local.step()
+    local.core.engine.reserve(
+        EngineRequest("reserved", [3] * 4, SamplingParams(), tenant="crowd"), [], growth_tokens=12
+    )
+    for index in range(4):
+        local.ask(f"waits{index}", "crowd")
+    await local.step()
+    assert not local.core.engine._scheduler.batch_full and local.core.engine.full
+    local.ask("other", "alone", new=1, tokens=8)
+    for _ in range(3):
+        await local.step()
+    assert local.first == ["runs0", "runs1", "other"]
+    assert local.role.attempts.admission.waiting == 2, "the crowd's own prompts stay within the bound"
+    local.core.engine.abort("reserved")
+    await local.run()
+    local.check_nothing_is_left()
+
+
+async def test_a_tenants_prompts_that_wait_beside_turns_keep_no_other_tenant_out():
+    """The batch has free seats, but its sequences take every token of a step."""
+    local = Local(max_batch_requests=100)
+    for index in range(BUDGET):
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        request = EngineRequest(f"direct{index}", [3 + index], sampling, tenant="crowd")
+        local.core.engine.add(request)
+    await local.step()
+    for index in range(4):
+        local.ask(f"waits{index}", "crowd")
+    await local.step()
+    local.ask("other", "alone")
+    for _ in range(8):
+        await local.step()
+    assert local.first == ["other"]
+    await local.run()
+    local.check_nothing_is_left()

@@ -176,3 +176,112 @@ def test_a_large_prompt_is_not_passed_by_small_ones_for_ever() -> None:
         if flow.got["waits"]:
             return
     raise AssertionError("it waits for ever")
+
+
+def test_hand_offs_run_beside_local_prompts_that_take_every_block() -> None:
+    """Small prompts, some of which always wait, and a large hand-off that is offered again now and then."""
+    parts = Parts(24)
+    got: Counter[str] = Counter()
+    taken = 0
+    for number in range(400):
+        while len(parts.scheduler.waiting) < 8:
+            parts.scheduler.add(request(f"local {number} {len(parts.scheduler.waiting)}", [3], 100))
+        if number % 10 == 0:
+            try:
+                parts.hand_off(f"hand-off {number}", blocks=12)
+                taken += 1
+            except BlocksExhaustedError:
+                pass
+        got += parts.step(check=False)
+        for name in [name for name in parts.scheduler.requests if got[name] >= 12]:
+            parts.scheduler.remove(name)
+    parts.check()
+    assert taken >= 4, "as often as those that waited before it have had their blocks"
+    assert sum(got[name] >= 12 for name in got if name.startswith("local")) >= 50
+
+
+def refused(tenant: str = "") -> Flow:
+    """A hand-off of ten blocks was refused: 34 of 40 are held."""
+    flow = Flow()
+    flow.parts.hand_off("holds", blocks=30, tenant=tenant)
+    flow.parts.hand_off("holds too", blocks=4, tenant=tenant)
+    with pytest.raises(BlocksExhaustedError):
+        flow.parts.hand_off("refused", blocks=10, tenant=tenant)
+    return flow
+
+
+def add_and_step(flow: Flow, name: str, blocks: int, **more: Any) -> bool:
+    """Whether a prompt of so many blocks joins in the next step."""
+    flow.parts.scheduler.add(request(name, [7] * blocks * PAGE, 100, **more))
+    flow.parts.step()
+    return flow.parts.choices(name)[0].state is S.RUNNING
+
+
+def test_a_later_prompt_leaves_a_refused_hand_off_its_blocks_for_some_steps() -> None:
+    flow = refused()
+    assert not add_and_step(flow, "waits", 1)
+    flow.parts.scheduler.remove("holds too")
+    flow.parts.step()
+    assert flow.parts.choices("waits")[0].state is S.WAITING, "ten are free, all for the hand-off"
+    for _ in range(70):
+        flow.parts.step()
+    assert flow.parts.choices("waits")[0].state is S.RUNNING
+
+
+def test_a_refused_hand_off_comes_before_later_prompts_and_after_earlier_ones() -> None:
+    flow = refused()
+    assert not add_and_step(flow, "later", 4)
+    flow.parts.scheduler.remove("holds too")
+    flow.parts.hand_off("comes again", blocks=10)
+    flow = Flow()
+    flow.parts.hand_off("holds", blocks=34)
+    assert not add_and_step(flow, "earlier", 8)
+    assert not flow.offer()
+    flow.parts.scheduler.remove("holds")
+    with pytest.raises(BlocksExhaustedError):
+        flow.parts.hand_off("comes again", blocks=34)
+
+
+def test_a_hand_off_that_comes_again_ends_what_was_kept_for_it() -> None:
+    flow = refused()
+    flow.parts.scheduler.remove("holds too")
+    flow.parts.hand_off("comes again", blocks=8)
+    assert add_and_step(flow, "next", 1)
+
+
+def test_a_hand_off_larger_than_the_cache_is_not_waited_for() -> None:
+    flow = Flow()
+    with pytest.raises(BlocksExhaustedError):
+        flow.parts.hand_off("never", n=3, blocks=BLOCKS)
+    assert add_and_step(flow, "next", 4)
+
+
+def test_a_refused_hand_off_keeps_out_no_tenant_that_holds_less() -> None:
+    assert add_and_step(refused("a"), "other", 2, tenant="b")
+    assert not add_and_step(refused("a"), "own", 2, tenant="a")
+    assert add_and_step(refused("a"), "high", 2, tenant="a", priority=1)
+
+
+def test_blocks_that_a_tenants_sequences_share_count_once() -> None:
+    """Sixteen choices with one prompt do not hold sixteen times its blocks."""
+    parts = Parts(40)
+    parts.scheduler.add(request("a", [3] * 8 * PAGE, n=16, tenant="a"))
+    parts.process(parts.scheduler.schedule(), [13])
+    assert len(parts.scheduler.running) == 16 and parts.pool.num_free == 32
+    parts.hand_off("b", blocks=12, tenant="b")
+    a, b = parts.choices("a")[0], parts.choices("b")[0]
+    parts.scheduler._blocks.begin()
+    shares = parts.scheduler._blocks.shares
+    assert (round(shares.of(a.request), 6), shares.of(b.request)) == (8, 12)
+    parts.scheduler.remove("b")
+    assert shares.of(b.request) == 0
+    parts.scheduler._preempt(a, StepDecision())
+    assert round(shares.of(a.request), 6) == 8, "the others hold them still"
+
+
+def test_a_refused_hand_off_does_not_come_before_a_later_prompt_of_a_higher_class() -> None:
+    flow = refused()
+    assert not add_and_step(flow, "high", 8, priority=1)
+    flow.parts.scheduler.remove("holds too")
+    with pytest.raises(BlocksExhaustedError):
+        flow.parts.hand_off("comes again", blocks=10)

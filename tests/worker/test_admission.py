@@ -245,3 +245,17 @@ async def test_few_requests_age_at_a_time_and_the_oldest_of_all_is_found():
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert admission.waiting == 0
+
+
+async def test_the_oldest_request_counts_though_another_has_the_first_turn():
+    now = 0.0
+    admission = Admission(10, clock=lambda: now)
+    await enter(admission, 10)
+    waiting = [await enter(admission, 10, tenant="large")]
+    now = 5.0
+    waiting.append(await enter(admission, 1, tenant="small"))
+    now = 7.0
+    assert admission.oldest_seconds() == 7.0
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

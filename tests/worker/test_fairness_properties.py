@@ -86,7 +86,7 @@ class RandomAdmission:
             self.rng.choice((10, 50, 100)),
             self.rng.choice((0.5, 5.0, 30.0)),
             clock=self.loop.time,
-            batch_full=lambda: self.full,
+            engine_full=lambda: self.full,
         )
         self.sizes = self.rng.choice(((1, 2, 1000), (10,), (3, 7, 40), tuple(range(1, 60))))
         self.weights = {

@@ -10,6 +10,7 @@ import yaml
 
 from baton.autoscaler.config import AutoscalingConfig, ServeAutoscalingConfig
 from baton.cli.autoscale import AutoscaleConfig
+from baton.local.options import RECOMPUTE_LIMIT_TOKENS
 from baton.ray_pools.policy_adapter import PoolsPolicy
 from baton.ray_pools.serve_app import AppArguments
 from cluster.config.router import RouterConfig
@@ -161,7 +162,14 @@ def test_settings_by_their_own_names_reach_the_files(renderer: Renderer) -> None
 
 
 @pytest.mark.parametrize(
-    ("prefill", "given", "limit"), [(None, None, 256), (2, None, 256), (0, None, 0), (0, 9, 9), (None, 0, 0)]
+    ("prefill", "given", "limit"),
+    [
+        (None, None, RECOMPUTE_LIMIT_TOKENS),
+        (2, None, RECOMPUTE_LIMIT_TOKENS),
+        (0, None, 0),
+        (0, 9, 9),
+        (None, 0, 0),
+    ],
 )
 def test_long_preempted_requests_go_back_where_there_are_prefill_workers(
     prefill: int | None, given: int | None, limit: int, renderer: Renderer
