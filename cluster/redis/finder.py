@@ -81,13 +81,21 @@ class Finder:
         """`find`, off the event loop. Concurrent callers share a search; it goes on if all of them give up, and serves the
         next one."""
         if self._finding is None or not self._usable(self._finding):
-            self._finding = asyncio.ensure_future(asyncio.to_thread(self._find_at))
+            self._finding = self._in_thread()
             self._finding.add_done_callback(_retrieved)
         search = self._finding
         address, _ = await asyncio.shield(search)
         if self._finding is search:
             self._finding = None
         return address
+
+    def _in_thread(self) -> asyncio.Future[tuple[Address, float]]:
+        """In one of its own: while all seeds are silent, searches would fill the few threads that resolve names."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="redis-search")
+        try:
+            return asyncio.get_running_loop().run_in_executor(pool, self._find_at)
+        finally:
+            pool.shutdown(wait=False)
 
     def _find_at(self) -> tuple[Address, float]:
         return self.find(), time.monotonic()

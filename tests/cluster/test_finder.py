@@ -168,6 +168,22 @@ async def test_the_loop_runs_while_a_seed_thinks(fake) -> None:
     assert (await searching).port == 5
 
 
+async def test_searches_take_no_thread_from_others(fake) -> None:
+    """The loop's own threads, which resolve names."""
+    go = threading.Event()
+
+    def answer(command: list[str]) -> bytes:
+        go.wait(20)
+        return names_master(5)
+
+    finders = [finder_of(fake(answer)) for _ in range(40)]
+    searches = [asyncio.create_task(finder.find_async()) for finder in finders]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(1.0):  # a search ends later
+        await asyncio.to_thread(go.set)
+    assert {found.port for found in await asyncio.gather(*searches)} == {5}
+
+
 async def test_a_search_outlives_its_callers_and_serves_the_next(fake) -> None:
     go = threading.Event()
 
