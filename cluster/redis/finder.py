@@ -114,7 +114,10 @@ class Finder:
         try:
             return Address(*asked.discover_master(self._seeds.name))  # type: ignore[no-untyped-call]
         except MasterNotFoundError as error:
-            raise NotFoundError(f"names none that is alive ({error})") from error
+            _, failed, reason = str(error).rpartition(
+                " - "
+            )  # of the call, behind the client's representation
+            raise NotFoundError(reason if failed else "no live master of this name") from error
         finally:
             for client in asked.sentinels:
                 client.close()
@@ -124,12 +127,12 @@ class Finder:
             nodes = NodesManager([ClusterNode(*seed)], **self._options)  # type: ignore[no-untyped-call]
         except RedisClusterException as error:
             raise NotFoundError(
-                f"tells no slots (its user needs +cluster|slots): {error.__cause__}"
+                f"CLUSTER SLOTS failed (the user needs +cluster|slots): {error.__cause__ or error}"
             ) from error
         try:
             node = nodes.get_node_from_slot(key_slot(f"{{{self._seeds.name}}}".encode()))
         except RedisClusterException as error:
-            raise NotFoundError("names no node for the slot") from error
+            raise NotFoundError("no node serves the slot") from error
         finally:
             nodes.close()
         return Address(str(node.host), int(node.port))
