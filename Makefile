@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers bench-routers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -127,6 +127,9 @@ bench: $(STAMP)  ## Measure beside the machine's own limits; writes out/bench/re
 
 bench-peers: $(STAMP)  ## The same workloads against vLLM's CPU build, in turns
 	$(BIN)/python -m bench.peers
+
+bench-routers: $(STAMP)  ## Processor time of Baton's router, Dynamo's frontend and sglang-router before stub workers, in turns
+	$(BIN)/python -m bench.peers --router --rounds 5
 
 gpu-check:  ## Correctness and figures on this machine's CUDA card, with the Python and torch found here
 	@python3 -m tests.gpu $(MORE)

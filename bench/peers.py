@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from bench import machine, report, vllm_peer
+from bench import machine, report, router_peers, vllm_peer
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
@@ -43,9 +43,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--environment", type=Path, default=Path("out/peers/vllm"))
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
+    parser.add_argument(
+        "--router",
+        action="store_true",
+        help="routers alone, in front of stub workers (bench/router_peers.py)",
+    )
     parser.add_argument("--quick", action="store_true", help="short runs, to check that everything works")
     given = parser.parse_args(arguments)
     context = Context(given.out, Console(), given.quick)
+    if given.router:
+        return router_peers.main(context, given.rounds)
     context.say("installing vLLM, once")
     binaries = vllm_peer.install(given.environment, given.torch_index)
     facts = machine.describe()

@@ -10,7 +10,6 @@ from redis.crc import key_slot
 
 from baton.autoscaler.rights import rights as of_autoscaler
 from baton.doctor.checks import Check, Finding
-from cluster.errors import ConfigError
 from cluster.redis.connect import connect
 from cluster.redis.memory import ADVICE, RedisMemory
 from cluster.redis.rights import Component, Rights, lacking
@@ -34,22 +33,26 @@ def check_redis(url: str) -> Check:
             memory = RedisMemory.of(client.info("memory"))
         finally:
             client.close()
-    except redis.exceptions.NoPermissionError as error:
-        advice = "give --redis-url with the user of a router or worker, or add +info to this one's rights"
-        return Check("Redis", "warning", f"{without_password(url)}: {error}", advice)
     except (redis.RedisError, ValueError) as error:
-        found = f"{without_password(url)}: {error}"
-        return Check("Redis", "missing", found, "check its address, user and network policy")
+        return _unread("Redis", url, error)
     limit = f"{memory.max_bytes / 2**20:,.0f} MiB" if memory.max_bytes else "no maxmemory"
     found = f"{memory.policy or 'unknown policy'}, {limit}, {memory.used_bytes / 2**20:,.0f} MiB used"
     advice = ""
     if not memory.evicts_index_only:
-        advice = f"{ADVICE}: otherwise a full prefix index fails every other write"
+        advice = f"{ADVICE}: otherwise a full Redis {memory.when_full}"
     elif not memory.max_bytes:
         advice = "set maxmemory: without it only the one-hour TTL bounds the prefix index"
     elif memory.pressed:
         advice = "raise maxmemory: above 70 % placements are not predicted"
     return Check("Redis", "warning" if advice else "ok", found, advice)
+
+
+def _unread(name: str, url: str, error: Exception) -> Check:
+    found = f"{without_password(url)}: {error}"
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        advice = "give --redis-url with the user of a router or worker, or add +info to this one's rights"
+        return Check(name, "warning", found, advice)
+    return Check(name, "missing", found, "check its address, user and network policy")
 
 
 def check_server(url: str, namespace: str) -> Check:
@@ -60,10 +63,8 @@ def check_server(url: str, namespace: str) -> Check:
             info = client.info()
         finally:
             client.close()
-    except (redis.RedisError, OSError, ConfigError, ValueError) as error:
-        return Check(
-            "Redis server", "missing", f"{without_password(url)}: {error}", "check its address and user"
-        )
+    except (redis.RedisError, ValueError) as error:
+        return _unread("Redis server", url, error)
     seeds = seeds_of(url)
     found = f"Redis {info['redis_version']}, {info['role']}"
     if seeds is not None and seeds.kind == "cluster":

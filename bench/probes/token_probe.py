@@ -41,8 +41,8 @@ class Counted(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(self._body)}\r\n\r\n"
-        transport.write(head.encode() + self._body)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        transport.write(f"{head}content-length: {len(self._body)}\r\n\r\n".encode() + self._body)
 
     def data_received(self, data: bytes) -> None:
         came = self._rest + data

@@ -81,13 +81,21 @@ class Finder:
         """`find`, off the event loop. Concurrent callers share a search; it goes on if all of them give up, and serves the
         next one."""
         if self._finding is None or not self._usable(self._finding):
-            self._finding = asyncio.ensure_future(asyncio.to_thread(self._find_at))
+            self._finding = self._in_thread()
             self._finding.add_done_callback(_retrieved)
         search = self._finding
         address, _ = await asyncio.shield(search)
         if self._finding is search:
             self._finding = None
         return address
+
+    def _in_thread(self) -> asyncio.Future[tuple[Address, float]]:
+        """In one of its own: while all seeds are silent, searches would fill the few threads that resolve names."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="redis-search")
+        try:
+            return asyncio.get_running_loop().run_in_executor(pool, self._find_at)
+        finally:
+            pool.shutdown(wait=False)
 
     def _find_at(self) -> tuple[Address, float]:
         return self.find(), time.monotonic()
@@ -106,7 +114,10 @@ class Finder:
         try:
             return Address(*asked.discover_master(self._seeds.name))  # type: ignore[no-untyped-call]
         except MasterNotFoundError as error:
-            raise NotFoundError(f"names none that is alive ({error})") from error
+            _, failed, reason = str(error).rpartition(
+                " - "
+            )  # of the call, behind the client's representation
+            raise NotFoundError(reason if failed else "no live master of this name") from error
         finally:
             for client in asked.sentinels:
                 client.close()
@@ -116,12 +127,12 @@ class Finder:
             nodes = NodesManager([ClusterNode(*seed)], **self._options)  # type: ignore[no-untyped-call]
         except RedisClusterException as error:
             raise NotFoundError(
-                f"tells no slots (its user needs +cluster|slots): {error.__cause__}"
+                f"CLUSTER SLOTS failed (the user needs +cluster|slots): {error.__cause__ or error}"
             ) from error
         try:
             node = nodes.get_node_from_slot(key_slot(f"{{{self._seeds.name}}}".encode()))
         except RedisClusterException as error:
-            raise NotFoundError("names no node for the slot") from error
+            raise NotFoundError("no node serves the slot") from error
         finally:
             nodes.close()
         return Address(str(node.host), int(node.port))

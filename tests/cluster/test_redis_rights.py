@@ -14,7 +14,7 @@ import redis
 from baton.autoscaler import leader
 from baton.autoscaler.rights import rights as of_autoscaler
 from baton.cli.serve import report_redis
-from baton.doctor.redis_check import RIGHTS, check_redis, check_rights
+from baton.doctor.redis_check import RIGHTS, check_redis, check_rights, check_server
 from cluster.index.scripts import report
 from cluster.membership import scripts
 from cluster.membership.reader import look_at_workers, read_workers
@@ -161,9 +161,10 @@ def test_asking_changes_nothing_even_for_a_user_that_may_do_anything(server):
 
 
 def test_the_doctor_names_a_user_that_may_not_read_the_memory(server):
-    check = check_redis(limited(server, of_autoscaler("n")))
-    assert check.grade == "warning" and "+info" in check.advice
-    assert PASSWORD not in check.found
+    url = limited(server, of_autoscaler("n"))
+    for check in (check_redis(url), check_server(url, "n")):
+        assert check.grade == "warning" and "+info" in check.advice
+        assert PASSWORD not in check.found
 
 
 def test_the_doctor_finds_no_server():

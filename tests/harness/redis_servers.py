@@ -236,7 +236,8 @@ class RedisCluster:
         """
         slot, source = self.slot(namespace), self.owner(namespace)
         target = self.others(namespace)[0]
-        with client(source) as old, client(target) as new:
+        # Names of index keys are no text.
+        with client(source, decode_responses=False) as old, client(target) as new:
             new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", self.ids[source])
             old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.ids[target])
             while names := old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 64):

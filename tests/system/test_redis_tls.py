@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,12 +15,14 @@ from baton.client import Client
 from baton.local.certs import make_certs
 from baton.processes.ports import free_ports
 from cluster.redis.connect import connect
-from tests.harness.redis_servers import run_server
+from router.placement.script_call import ScriptCall
+from tests.harness.redis_servers import Server, run_server
 from tests.harness.router import run_router, stub_workers
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.system
 PASSWORD = f"pass-{secrets.token_hex(8)}"
+OF_SENTINEL = f"pass-{secrets.token_hex(8)}"
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,47 @@ def test_only_tls_with_certificate_and_password_gets_in(secured):
     for url in wrong.values():
         with connect(url) as client, pytest.raises(redis.RedisError):
             client.ping()
+
+
+def test_a_sentinel_over_tls_with_a_password_of_its_own(secured, tmp_path):
+    master = port_of(secured)
+    folder, (port,) = Path(secured.partition("ssl_ca_certs=")[2].partition("/ca.pem")[0]), free_ports(1)
+    lines = [
+        *("port 0", f"tls-port {port}", "tls-replication yes", "tls-auth-clients yes", "bind 127.0.0.1"),
+        *(f"tls-cert-file {folder}/router.pem", f"tls-key-file {folder}/router.key"),
+        *(f"tls-ca-cert-file {folder}/ca.pem", f"requirepass {OF_SENTINEL}"),
+        *(f"sentinel monitor baton 127.0.0.1 {master} 1", f"sentinel auth-pass baton {PASSWORD}"),
+    ]
+    (tmp_path / "sentinel.conf").write_text("\n".join(lines) + "\n")
+    server = Server(tmp_path, ["sentinel.conf", "--sentinel"], ready="Sentinel ID is")
+    server.start()
+    try:
+        url = secured.replace("rediss", "rediss+sentinel").replace(f":{master}/0", f":{port}/baton")
+        with connect(url) as client, pytest.raises(redis.RedisError, match="Authentication") as caught:
+            client.ping()
+        assert PASSWORD not in str(caught.value)
+        with connect(f"{url}&sentinel_password={OF_SENTINEL}") as client:
+            wait_for(client.ping, 20, "the Sentinel names the master")
+            assert client.info("replication")["role"] == "master"
+        plain = f"{url.partition('?')[0]}?sentinel_password={OF_SENTINEL}"
+        with connect(plain) as client, pytest.raises(redis.RedisError):
+            client.ping()  # without the authority
+        assert asyncio.run(answers(f"{url}&sentinel_password={OF_SENTINEL}"))
+    finally:
+        server.stop()
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition("@")[2].partition("/")[0].rpartition(":")[2])
+
+
+async def answers(url: str) -> bool:
+    """Whether the pipelined connection of placements works too."""
+    script = ScriptCall(url, "return 1")
+    try:
+        return bool(await script([], [], 20.0) == 1)
+    finally:
+        await script.close()
 
 
 def test_a_router_and_workers_over_it(secured, checkpoint, tmp_path):

@@ -17,7 +17,9 @@ import redis
 from baton.client import Client
 from cluster.membership.reader import read_workers
 from cluster.redis.connect import connect
+from cluster.redis.rights import lacking
 from cluster.redis.urls import with_hash_tag
+from router.rights import rights
 from tests.harness.redis_servers import (
     RedisCluster,
     SentinelGroup,
@@ -252,6 +254,22 @@ def test_a_half_moved_slot_stops_no_request(nodes, namespace, by_cluster) -> Non
         BACK_SECONDS,
         "the workers are registered",
     )
+
+
+def test_a_user_of_a_cluster_needs_one_right_more(nodes, namespace) -> None:
+    needed = rights(namespace)
+    for port in nodes.servers:
+        with client(port) as node:
+            node.execute_command("ACL", "SETUSER", "router", "reset", "on", ">word", *needed.rules.split())
+    url = with_hash_tag(nodes.url.replace("://", "://router:word@"), namespace)
+    with connect(url) as limited, pytest.raises(redis.ConnectionError, match=r"\+cluster\|slots") as caught:
+        limited.ping()
+    assert "word" not in str(caught.value)
+    for port in nodes.servers:
+        with client(port) as node:
+            node.execute_command("ACL", "SETUSER", "router", "+cluster|slots")
+    with connect(url) as limited:
+        assert lacking(limited, needed) == []
 
 
 def test_keys_of_a_namespace_share_a_slot(nodes, namespace, by_cluster) -> None:

@@ -21,8 +21,8 @@ def server(tmp_path):
     ("policy", "most", "grade", "says"),
     [
         ("volatile-lru", 1 << 30, "ok", ""),
-        ("noeviction", 1 << 30, "warning", "volatile-lru"),
-        ("allkeys-lru", 1 << 30, "warning", "volatile-lru"),
+        ("noeviction", 1 << 30, "warning", "volatile-lru: otherwise a full Redis takes no new entries"),
+        ("allkeys-lru", 1 << 30, "warning", "volatile-lru: otherwise a full Redis evicts leases"),
         ("volatile-lru", 0, "warning", "maxmemory"),
         ("volatile-lru", 1, "warning", "raise maxmemory"),
     ],
