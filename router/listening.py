@@ -36,16 +36,17 @@ _DROP_SYN = (
 
 def listen_http(config: RouterConfig) -> socket.socket:
     """Raises ConfigError where the port is not free."""
+    sock = _socket(config.host)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client leaves
+    # unread must stop its request soon, not fill megabytes of kernel memory.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
-        sock = _socket(config.host)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client
-        # leaves unread must stop its request soon, not fill megabytes of kernel memory.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.bind((config.host.strip("[]"), config.http_port))
         sock.listen(BACKLOG)
     except OSError as error:
+        sock.close()
         raise ConfigError(
             f"--http-port {config.http_port} on {config.host}: {error}", field="http_port"
         ) from error
@@ -58,6 +59,8 @@ def reserve_grpc(config: RouterConfig) -> socket.socket:
     Raises ConfigError where something else has the port.
     """
     host = config.host.strip("[]")
+    sock = _socket(config.host)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         with _socket(config.host) as alone:
             # Without SO_REUSEPORT, which would share the port with another router of the same user.
@@ -65,10 +68,9 @@ def reserve_grpc(config: RouterConfig) -> socket.socket:
             alone.bind((host, config.grpc_port))
             alone.listen(1)
             port = alone.getsockname()[1]
-        sock = _socket(config.host)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
     except OSError as error:
+        sock.close()
         raise ConfigError(
             f"--grpc-port {config.grpc_port} on {config.host}: {error}", field="grpc_port"
         ) from error

@@ -98,7 +98,7 @@ async def test_a_killed_process_gives_back_its_places_and_is_replaced(group: Rou
             one.cancel()
         await asyncio.gather(*ended, return_exceptions=True)
     group.wait_ready("both processes serve")
-    assert group.samples()["baton_router_process_restarts_total", ()] == 1
+    assert group.samples()["baton_process_restarts_total", ()] == 1
 
 
 async def test_clients_of_one_address_lose_no_token_to_a_killed_process(group: RouterGroup) -> None:
@@ -132,13 +132,13 @@ def test_a_stopped_process_is_named_and_nothing_else_waits_for_it(group: RouterG
         for _ in range(10):
             assert group.get("/v1/models")[0] == 200
         shown = group.samples()
-        assert shown["baton_router_processes", ()] == 1
+        assert shown["baton_processes", ()] == 1
         key = "baton_requests_total", (("outcome", "ok"),)
         assert shown[key] >= before[key]
     finally:
         group.signal(0, signal.SIGCONT)
     group.wait_ready("it goes on")
-    assert group.pids()[0] and group.samples()["baton_router_processes", ()] == 2
+    assert group.pids()[0] and group.samples()["baton_processes", ()] == 2
 
 
 def test_the_processes_end_with_their_parent(group: RouterGroup) -> None:
