@@ -8,6 +8,7 @@ import ctypes
 import os
 import select
 import socket
+import stat
 import struct
 import sys
 import time
@@ -84,19 +85,21 @@ def _socket(host: str) -> socket.socket:
 def own_listeners(port: int) -> list[socket.socket]:
     """Duplicates of this process's listening sockets on a port: those that a library has opened."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            sock = socket.socket(fileno=os.dup(int(name)))
-            if _listens(sock) and sock.getsockname()[1] == port:
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and (sock := _listener(os.dup(fd), port)):
                 found.append(sock)
-            else:
-                sock.close()
     return found
 
 
-def _listens(sock: socket.socket) -> bool:
+def _listener(fd: int, port: int) -> socket.socket | None:
+    """Takes the descriptor, and closes it where the socket does not listen on that port."""
+    sock = socket.socket(fileno=fd)
     inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-    return inet and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    if inet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[1] == port:
+        return sock
+    sock.close()
+    return None
 
 
 def refuse_connections(sock: socket.socket) -> None:
