@@ -84,12 +84,20 @@ def _socket(host: str) -> socket.socket:
 
 def own_listeners(port: int) -> list[socket.socket]:
     """Duplicates of this process's listening sockets on a port: those that a library has opened."""
+    # All before the first is duplicated: the list has a descriptor of its own, whose number is free again.
+    sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd)]
     found = []
-    for fd in map(int, os.listdir("/proc/self/fd")):
+    for fd in sockets:
         with contextlib.suppress(OSError):  # closed meanwhile
-            if stat.S_ISSOCK(os.fstat(fd).st_mode) and (sock := _listener(os.dup(fd), port)):
+            if sock := _listener(os.dup(fd), port):
                 found.append(sock)
     return found
+
+
+def _is_socket(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    return False
 
 
 def _listener(fd: int, port: int) -> socket.socket | None:
