@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-long check test-system chaos chaos-links soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-processes soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,9 @@ chaos: $(STAMP)  ## Random faults on a cluster under load, every token checked: 
 
 chaos-links: $(STAMP)  ## The same for the links between routers and workers: cut, silent, broken at named points
 	$(BIN)/python -m tests.chaos --kinds links --faults $(FAULTS) --seed links-$(SEED)
+
+chaos-processes: $(STAMP)  ## The same for the processes of routers: killed, stopped, their parent killed
+	$(BIN)/python -m tests.chaos --kinds processes --processes 2 --faults $(FAULTS) --seed processes-$(SEED)
 
 CASES ?= 20000
 attack: $(STAMP)  ## Every attack of tests/security/attacks, and lying peers; prints what held (ONLY=name)

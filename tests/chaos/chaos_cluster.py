@@ -33,7 +33,11 @@ class ChaosCluster:
 
 @contextlib.contextmanager
 def run_chaos_cluster(
-    directory: Path, model: Path, replicas: int = REPLICAS, tensor_parallel: int = 1
+    directory: Path,
+    model: Path,
+    replicas: int = REPLICAS,
+    tensor_parallel: int = 1,
+    processes: int = 1,
 ) -> Iterator[ChaosCluster]:
     # SIGTERM ends it as Ctrl-C does: nothing that it started is left behind.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -41,7 +45,10 @@ def run_chaos_cluster(
     orders.mkdir(parents=True)
     environment = {f"BATON_TRANSFER__{name}": str(value) for name, value in SMALL_RING.items()}
     environment["BATON_FAULT_ORDERS"] = str(orders)
-    counts = ("--routers", str(replicas), "--prefill", str(replicas), "--decode", str(replicas))
+    counts = (
+        *("--routers", str(replicas), "--prefill", str(replicas), "--decode", str(replicas)),
+        *("--processes", str(processes)),
+    )
     ranks = ("--prefill-tp", str(tensor_parallel), "--decode-tp", str(tensor_parallel))
     memory = ("--kv-memory", f"{KV_KIB // tensor_parallel}KiB")
     with run_proxy() as network, contextlib.ExitStack() as stack:
@@ -49,7 +56,7 @@ def run_chaos_cluster(
         with _environment({**environment, **network.environment}):
             running = run_cluster(directory / "cluster", model, *FLAGS, *counts, *ranks, *memory)
             cluster = stack.enter_context(running)
-        target = Target(directory / "cluster" / "state.json", replicas, orders, tensor_parallel)
+        target = Target(directory / "cluster" / "state.json", replicas, orders, tensor_parallel, processes)
         logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"
         try:
             yield ChaosCluster(target, network, orders, logs, up_log)
