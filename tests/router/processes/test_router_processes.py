@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.client import AsyncClient
+from baton.client import AsyncClient, Client
 from tests.harness import router_process
 from tests.harness.router import KeyFile
 from tests.harness.router_group import HttpStream, RouterGroup, run_group
@@ -176,7 +176,13 @@ def test_a_process_that_does_not_start_ends_the_router_with_its_reason(tmp_path:
         pass
 
 
-def test_a_router_listens_on_an_ipv6_address(router_model: Path, tmp_path: Path) -> None:
-    with run_group(tmp_path, router_model, 2, host="::1") as group:
-        assert group.http.startswith("http://[::1]:") and group.grpc.startswith("[::1]:")
+@pytest.mark.parametrize("host", ["::1", "0.0.0.0", "::"])
+def test_a_router_listens_on_the_address_that_it_is_given(
+    host: str, router_model: Path, tmp_path: Path
+) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    with run_group(tmp_path, router_model, 2, host=host) as group:
+        assert group.http.startswith(f"http://{shown}:") and group.grpc.startswith(f"{shown}:")
         assert group.get("/v1/models")[0] == 200
+        with Client(group.grpc) as client:
+            assert client.models()
