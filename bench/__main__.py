@@ -18,6 +18,7 @@ SECTIONS = (
     "digests",
     "router",
     "token_path",
+    "routers",
     "prefix",
     "interference",
     "concurrent8",

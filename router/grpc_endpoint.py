@@ -100,9 +100,11 @@ class GrpcEndpoint:
 
     async def _accept_last(self) -> None:
         """Take no further connections, but accept those that wait: closing the port would reset them."""
-        listeners = await asyncio.to_thread(own_listeners, self._port) if self._port else []
-        for one in listeners:
-            refuse_connections(one)
-        await asyncio.gather(*map(accepted_all, listeners))
-        for one in listeners:
-            one.close()
+        listeners = own_listeners(self._port) if self._port else []
+        try:
+            for one in listeners:
+                refuse_connections(one)
+            await asyncio.gather(*map(accepted_all, listeners))
+        finally:
+            for one in listeners:
+                one.close()

@@ -8,6 +8,7 @@ import ctypes
 import os
 import select
 import socket
+import stat
 import struct
 import sys
 import time
@@ -36,16 +37,17 @@ _DROP_SYN = (
 
 def listen_http(config: RouterConfig) -> socket.socket:
     """Raises ConfigError where the port is not free."""
+    sock = _socket(config.host)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client leaves
+    # unread must stop its request soon, not fill megabytes of kernel memory.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
-        sock = _socket(config.host)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client
-        # leaves unread must stop its request soon, not fill megabytes of kernel memory.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.bind((config.host.strip("[]"), config.http_port))
         sock.listen(BACKLOG)
     except OSError as error:
+        sock.close()
         raise ConfigError(
             f"--http-port {config.http_port} on {config.host}: {error}", field="http_port"
         ) from error
@@ -58,6 +60,8 @@ def reserve_grpc(config: RouterConfig) -> socket.socket:
     Raises ConfigError where something else has the port.
     """
     host = config.host.strip("[]")
+    sock = _socket(config.host)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         with _socket(config.host) as alone:
             # Without SO_REUSEPORT, which would share the port with another router of the same user.
@@ -65,10 +69,9 @@ def reserve_grpc(config: RouterConfig) -> socket.socket:
             alone.bind((host, config.grpc_port))
             alone.listen(1)
             port = alone.getsockname()[1]
-        sock = _socket(config.host)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
     except OSError as error:
+        sock.close()
         raise ConfigError(
             f"--grpc-port {config.grpc_port} on {config.host}: {error}", field="grpc_port"
         ) from error
@@ -81,20 +84,30 @@ def _socket(host: str) -> socket.socket:
 
 def own_listeners(port: int) -> list[socket.socket]:
     """Duplicates of this process's listening sockets on a port: those that a library has opened."""
+    # All before the first is duplicated: the list has a descriptor of its own, whose number is free again.
+    sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd)]
     found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            sock = socket.socket(fileno=os.dup(int(name)))
-            if _listens(sock) and sock.getsockname()[1] == port:
+    for fd in sockets:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if sock := _listener(os.dup(fd), port):
                 found.append(sock)
-            else:
-                sock.close()
     return found
 
 
-def _listens(sock: socket.socket) -> bool:
+def _is_socket(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    return False
+
+
+def _listener(fd: int, port: int) -> socket.socket | None:
+    """Takes the descriptor, and closes it where the socket does not listen on that port."""
+    sock = socket.socket(fileno=fd)
     inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-    return inet and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    if inet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[1] == port:
+        return sock
+    sock.close()
+    return None
 
 
 def refuse_connections(sock: socket.socket) -> None:

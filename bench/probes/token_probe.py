@@ -128,15 +128,17 @@ async def open_http(bench: router_process.RouterBench, body: bytes) -> Counted:
 
 
 class Clocks:
-    """Processor seconds of the router and of its stub workers."""
+    """Processor seconds of the router, with all its processes, and of its stub workers."""
 
     def __init__(self, bench: router_process.RouterBench):
-        self._router = psutil.Process(bench.pid)
+        parent = psutil.Process(bench.pid)
+        self._router = [parent, *parent.children()]
         children = psutil.Process().children(recursive=True)
         (self._workers,) = [one for one in children if "token_stubs" in " ".join(one.cmdline())]
 
     def read(self) -> tuple[float, float]:
-        return tuple(sum(one.cpu_times()[:2]) for one in (self._router, self._workers))  # type: ignore[return-value]
+        router = sum(sum(one.cpu_times()[:2]) for one in self._router)
+        return router, sum(self._workers.cpu_times()[:2])
 
 
 async def tokens(bench: router_process.RouterBench, given: argparse.Namespace) -> dict[str, float]:
@@ -201,6 +203,7 @@ def main() -> None:
     parser.add_argument("--protocol", choices=["http", "grpc"], default="http")
     parser.add_argument("--streams", type=int, default=0, help="0: whole requests instead")
     parser.add_argument("--workers", type=int, default=1, help="of each role")
+    parser.add_argument("--processes", type=int, default=1, help="of the router; trees before them have one")
     parser.add_argument("--gap", type=float, default=0.1, help="seconds between two tokens of a stream")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--cached", action="store_true")
@@ -212,9 +215,10 @@ def main() -> None:
         "--gap",
         str(given.gap if given.streams else 0.0001),
     )
+    processes = {"processes": given.processes} if given.processes > 1 else {}
     with (
         tempfile.TemporaryDirectory(prefix="token-probe-") as out,
-        router_process.run(Path(out), given.model, stubs) as bench,
+        router_process.run(Path(out), given.model, stubs, **processes) as bench,
     ):
         measure = tokens if given.streams else requests
         json.dump(asyncio.run(measure(bench, given)), sys.stdout)

@@ -45,6 +45,7 @@ class MergedMetrics:
         self._own = own
         self._last: dict[Source, Snapshot] = {}
         self._ended: Snapshot = {}
+        self._shown: Snapshot = {}
         self._collecting = asyncio.Lock()
 
     def add(self, source: Source) -> None:
@@ -59,7 +60,8 @@ class MergedMetrics:
     async def collect(self) -> Snapshot:
         """Waits SCRAPE_SECONDS at most for processes, all of them at once."""
         async with self._collecting:
-            return await self._collect()
+            self._shown = snapshots.without_rounding(await self._collect(), self._shown)
+            return self._shown
 
     async def _collect(self) -> Snapshot:
         asked = list(self._last)

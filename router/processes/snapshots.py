@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -83,6 +84,16 @@ def total(snapshots: Iterable[Snapshot]) -> Snapshot:
                 before = into.samples.get(key)
                 into.samples[key] = sample if before is None else _combined(into, before, sample)
     return together
+
+
+def without_rounding(snapshot: Snapshot, before: Snapshot) -> Snapshot:
+    """Sums that are less than they were by a rounding error stay: the parts were added in another order."""
+    for name, family in only_grown(snapshot).items():
+        for key, former in before[name].samples.items() if name in before else ():
+            sample = family.samples.get(key)
+            if sample is not None and sample.value < former.value and isclose(sample.value, former.value):
+                family.samples[key] = sample._replace(value=former.value)
+    return snapshot
 
 
 def _combined(family: Family, before: Sample, sample: Sample) -> Sample:

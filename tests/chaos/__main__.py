@@ -41,13 +41,14 @@ def main(
     faults: Annotated[int, typer.Option(help="Faults in all, with those of earlier runs of this seed.")] = 50,
     seed: Annotated[str, typer.Option(help="Names the schedule.")] = "1",
     kinds: Annotated[
-        str, typer.Option(help="Only these rows; links, redis, redis-cluster: all of theirs.")
+        str, typer.Option(help="Only these rows; links, processes, redis, redis-cluster: all of theirs.")
     ] = "",
     baton_clients: Annotated[int, typer.Option()] = 5,
     openai_clients: Annotated[int, typer.Option()] = 2,
     tensor_parallel: Annotated[
         int, typer.Option(envvar="TP", min=1, help="Ranks of each worker; above 1 they are victims too.")
     ] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Of each router.")] = 1,
     out: Annotated[Path, typer.Option(help="Directory of results and logs.")] = OUT,
 ) -> None:
     names = expanded([name.strip() for name in kinds.split(",") if name.strip()]) or usual(tensor_parallel)
@@ -64,7 +65,8 @@ def main(
 
     if first < faults:
         with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-            plan = Plan(seed, first, faults, names, baton_clients, openai_clients, tensor_parallel, out)
+            counts = baton_clients, openai_clients, tensor_parallel, processes
+            plan = Plan(seed, first, faults, names, *counts, out)
             run(Path(scratch), plan, on_result)
     if any(result.wrong for result in done):
         done = look_again(out, seed, done)
@@ -96,16 +98,15 @@ class Plan:
     baton_clients: int
     openai_clients: int
     tensor_parallel: int
+    processes: int
     out: Path
 
 
 def run(scratch: Path, plan: Plan, on_result: Callable[[Result], None]) -> None:
     """A cluster, a workload and a campaign; the cluster's logs are kept."""
     model = make_checkpoint(scratch / "model")
-    running = run_chaos_cluster(
-        scratch / "chaos", model, tensor_parallel=plan.tensor_parallel, redis=redis_of(plan.names)
-    )
-    with running as cluster:
+    counts = {"tensor_parallel": plan.tensor_parallel, "processes": plan.processes}
+    with run_chaos_cluster(scratch / "chaos", model, **counts, redis=redis_of(plan.names)) as cluster:
         checker = Checker(model)
         try:
             asyncio.run(_campaign(cluster, checker, plan, on_result))

@@ -35,7 +35,12 @@ class ChaosCluster:
 
 @contextlib.contextmanager
 def run_chaos_cluster(
-    directory: Path, model: Path, replicas: int = REPLICAS, tensor_parallel: int = 1, redis: str = ""
+    directory: Path,
+    model: Path,
+    replicas: int = REPLICAS,
+    tensor_parallel: int = 1,
+    processes: int = 1,
+    redis: str = "",
 ) -> Iterator[ChaosCluster]:
     """`redis`: see `run_redis`."""
     # SIGTERM ends it as Ctrl-C does: nothing that it started is left behind.
@@ -44,7 +49,10 @@ def run_chaos_cluster(
     orders.mkdir(parents=True)
     environment = {f"BATON_TRANSFER__{name}": str(value) for name, value in SMALL_RING.items()}
     environment["BATON_FAULT_ORDERS"] = str(orders)
-    counts = ("--routers", str(replicas), "--prefill", str(replicas), "--decode", str(replicas))
+    counts = (
+        *("--routers", str(replicas), "--prefill", str(replicas), "--decode", str(replicas)),
+        *("--processes", str(processes)),
+    )
     ranks = ("--prefill-tp", str(tensor_parallel), "--decode-tp", str(tensor_parallel))
     memory = ("--kv-memory", f"{KV_KIB // tensor_parallel}KiB")
     with run_proxy() as network, contextlib.ExitStack() as stack:
@@ -54,7 +62,7 @@ def run_chaos_cluster(
         with _environment({**environment, **network.environment}):
             running = run_cluster(directory / "cluster", model, *FLAGS, *counts, *ranks, *memory, *store)
             cluster = stack.enter_context(running)
-        target = Target(directory / "cluster" / "state.json", replicas, orders, tensor_parallel)
+        target = Target(directory / "cluster" / "state.json", replicas, orders, tensor_parallel, processes)
         logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"
         try:
             faults = RedisFaults(servers, target.redis_url) if servers is not None else None

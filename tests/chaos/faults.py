@@ -151,7 +151,7 @@ class FaultInjector:
         pids = sorted(self._target.pids(fault.row.role))
         if not live or fault.row.everyone or fault.row.role == "redis":
             return pids if live else []
-        if fault.row.role == "router":
+        if fault.row.role in ("router", "process"):
             return [fault.rng.choice(pids)]
         busy = {self._target.pid_of(worker) for stream in live for worker in stream.workers} & set(pids)
         leaders = sorted(pid for pid in busy if pid is not None)
@@ -260,7 +260,7 @@ class FaultInjector:
 
 
 def _endpoints(routers: Iterable[dict[str, Any]], pids: Sequence[int]) -> tuple[str, ...]:
-    return tuple(one["http"] for one in routers if one["pid"] in pids)
+    return tuple(one["http"] for one in routers if not {one["pid"], *one["processes"]}.isdisjoint(pids))
 
 
 def _send(pids: Sequence[int], number: int) -> None:

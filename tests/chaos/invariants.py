@@ -93,7 +93,7 @@ def _processes(target: Target) -> list[str]:
     state = target.state()
     directory = str(Path(state["logs"]).parent)
     known = {state["pid"], state["redis"]["pid"]}
-    known |= {one["pid"] for role in ("router", *ROLES) for one in state[role]}
+    known |= {one["pid"] for role in ("router", *ROLES) for one in state[role]} | set(target.pids("process"))
     orphans = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         command = process.info["cmdline"] or []

@@ -78,7 +78,7 @@ class Row:
     `bound_seconds`: the longest silence a Baton client may see; None: none is promised.
     """
 
-    role: str  # router, prefill, decode, redis, client, pair, link
+    role: str  # router, process (one of a router's), prefill, decode, redis, client, pair, link
     act: str  # kill, stop, cancel, cut, attach, crowd, nothing, or an Act of the fault points
     matrix: str = ""
     points: tuple[str, ...] = (ANY_MOMENT,)
@@ -129,6 +129,13 @@ _LINKS: dict[str, Row] = {
         hold_seconds=10.0,
         new_attempts=NewAttempts.OF_DEAD,
     ),
+}
+
+# `--kinds processes`, with `--processes 2` or more
+_PROCESSES: dict[str, Row] = {
+    "kill router process": Row("process", "kill", points=(ANY_MOMENT, *_names(*ROUTING)), cards=0),
+    "stop router process": Row("process", "stop", bound_seconds=STOP_SECONDS, cards=0),
+    "kill router parent": Row("router", "kill", cards=0),
 }
 LINK_POINTS = (Point.LINK_FRAME, Point.LINK_CREDIT, Point.LINK_ATTACH)
 
@@ -203,6 +210,7 @@ ROWS: dict[str, Row] = {
     **_LINKS,
     **_BEHIND_SENTINELS,
     **_IN_CLUSTER,
+    **_PROCESSES,
     # What the machine alone does to a stream: the other rows' recoveries hold this much of it. Not in the deck.
     "nothing": Row("client", "nothing", bound_seconds=None, cards=0),
 }
@@ -227,8 +235,13 @@ def usual(tensor_parallel: int) -> list[str]:
 
 
 def expanded(names: Sequence[str]) -> list[str]:
-    """`links`, `redis` and `redis-cluster` stand for all their rows."""
-    decks = {"links": _LINKS, "redis": _BEHIND_SENTINELS, "redis-cluster": _IN_CLUSTER}
+    """`links`, `processes`, `redis` and `redis-cluster` stand for all their rows."""
+    decks = {
+        "links": _LINKS,
+        "processes": _PROCESSES,
+        "redis": _BEHIND_SENTINELS,
+        "redis-cluster": _IN_CLUSTER,
+    }
     return [row for name in names for row in decks.get(name, (name,))]
 
 

@@ -26,6 +26,7 @@ class Target:
     replicas: int  # of each of routers, prefill and decode workers
     orders: Path  # directory from which its processes take fault orders
     tensor_parallel: int = 1  # ranks of a worker
+    processes: int = 1  # of a router
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(self.state_file.read_text())
@@ -48,10 +49,12 @@ class Target:
         return str(self.state()["redis"]["url"])
 
     def pids(self, role: str) -> list[int]:
-        """`role`: router, prefill, decode or redis."""
+        """`role`: router, process, prefill, decode or redis."""
         state = self.state()
         if role == "redis":
             return [state["redis"]["pid"]]
+        if role == "process":
+            return [pid for router in state["router"] for pid in router["processes"]]
         return [one["pid"] for one in state[role]]
 
     def pid_of(self, worker_id: str) -> int | None:
@@ -105,6 +108,8 @@ class Target:
             return "a router is missing"
         if not all(psutil.pid_exists(one["pid"]) for role in ("router", *ROLES) for one in state[role]):
             return "a process has exited"
+        if self.processes > 1 and not all(map(psutil.pid_exists, self.pids("process"))):
+            return "a process of a router has exited"
         expected = self.workers(state, "prefill") | self.workers(state, "decode")
         if len(expected) < 2 * self.replicas:
             return f"{2 * self.replicas - len(expected)} workers are missing"

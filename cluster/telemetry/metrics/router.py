@@ -21,9 +21,9 @@ REQUESTS = counter("baton_requests_total", "requests", "Requests by how they end
 REQUESTS_IN_FLIGHT = gauge(
     "baton_requests_in_flight", "requests", "Requests now in the router", together="sum"
 )
-PROCESSES = gauge("baton_router_processes", "processes", "Processes of the router that serve", together="sum")
+PROCESSES = gauge("baton_processes", "processes", "Processes of the router that serve", together="sum")
 PROCESS_RESTARTS = counter(
-    "baton_router_process_restarts_total",
+    "baton_process_restarts_total",
     "processes",
     "Processes of the router that have ended and were replaced",
 )

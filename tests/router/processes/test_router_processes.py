@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.client import AsyncClient
+from baton.client import AsyncClient, Client
 from tests.harness import router_process
 from tests.harness.router import KeyFile
 from tests.harness.router_group import HttpStream, RouterGroup, run_group
@@ -98,7 +98,7 @@ async def test_a_killed_process_gives_back_its_places_and_is_replaced(group: Rou
             one.cancel()
         await asyncio.gather(*ended, return_exceptions=True)
     group.wait_ready("both processes serve")
-    assert group.samples()["baton_router_process_restarts_total", ()] == 1
+    assert group.samples()["baton_process_restarts_total", ()] == 1
 
 
 async def test_clients_of_one_address_lose_no_token_to_a_killed_process(group: RouterGroup) -> None:
@@ -132,13 +132,13 @@ def test_a_stopped_process_is_named_and_nothing_else_waits_for_it(group: RouterG
         for _ in range(10):
             assert group.get("/v1/models")[0] == 200
         shown = group.samples()
-        assert shown["baton_router_processes", ()] == 1
+        assert shown["baton_processes", ()] == 1
         key = "baton_requests_total", (("outcome", "ok"),)
         assert shown[key] >= before[key]
     finally:
         group.signal(0, signal.SIGCONT)
     group.wait_ready("it goes on")
-    assert group.pids()[0] and group.samples()["baton_router_processes", ()] == 2
+    assert group.pids()[0] and group.samples()["baton_processes", ()] == 2
 
 
 def test_the_processes_end_with_their_parent(group: RouterGroup) -> None:
@@ -176,7 +176,13 @@ def test_a_process_that_does_not_start_ends_the_router_with_its_reason(tmp_path:
         pass
 
 
-def test_a_router_listens_on_an_ipv6_address(router_model: Path, tmp_path: Path) -> None:
-    with run_group(tmp_path, router_model, 2, host="::1") as group:
-        assert group.http.startswith("http://[::1]:") and group.grpc.startswith("[::1]:")
+@pytest.mark.parametrize("host", ["::1", "0.0.0.0", "::"])
+def test_a_router_listens_on_the_address_that_it_is_given(
+    host: str, router_model: Path, tmp_path: Path
+) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    with run_group(tmp_path, router_model, 2, host=host) as group:
+        assert group.http.startswith(f"http://{shown}:") and group.grpc.startswith(f"{shown}:")
         assert group.get("/v1/models")[0] == 200
+        with Client(group.grpc) as client:
+            assert client.models()

@@ -112,6 +112,20 @@ async def test_what_a_process_that_ended_had_counted_stays(
     assert (await shown(merged))[OK] == 6, "kept once"
 
 
+async def test_a_sum_does_not_fall_by_rounding(merged: MergedMetrics) -> None:
+    """0.1 + 0.2 + 0.3 is more than 0.2 + 0.3 + 0.1."""
+    processes = [Process() for _ in range(3)]
+    for process, seconds in zip(processes, (0.1, 0.2, 0.3), strict=True):
+        merged.add(process)
+        process.ttft.observe(seconds)
+    before = await shown(merged)
+    merged.ended(processes[0])
+    assert grown(await shown(merged)) == grown(before)
+    processes[1].ttft.observe(1.0)
+    key = "baton_time_to_first_token_seconds_sum", ()
+    assert (await shown(merged))[key] == pytest.approx(1.6)
+
+
 async def test_a_process_that_does_not_answer_counts_as_it_did_last(
     merged: MergedMetrics, pair: tuple[Process, Process]
 ) -> None:

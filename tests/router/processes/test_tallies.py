@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from cluster.errors import OverloadedError
 from cluster.security.keys import Caller
 from router.admission.admission import FREE_BYTES, Admission
 from router.admission.tally import ALL, Tallies
-from router.processes.memory import Figure, SharedMemory
-from router.processes.tallies import key_of, shared_tallies
+from router.processes.memory import Fence, Figure, SharedMemory
+from router.processes.tallies import SharedTotal, key_of, shared_tallies
 
 TENANTS = ("a", "b", "c")
 ROUNDS = 3000
@@ -94,6 +95,36 @@ def test_a_tenant_takes_no_cell_once_nothing_of_it_is_in_flight() -> None:
         with first.admit(Caller(tenant=f"t{number}")) as held:
             held.grow_to(FREE_BYTES + 1)
     assert [memory.slot(0).key(cell) for cell in range(2)] == [0, 0]
+
+
+def test_a_cell_is_kept_while_either_of_its_counts_is_not_0() -> None:
+    memory = SharedMemory.create(2, 2)
+    first, second = (shared_tallies(memory, index) for index in range(2))
+    first.requests.add(ALL, 1)
+    first.tenant_bytes.add("a", 10)
+    first.tenant_requests.add("a", 1)
+    first.tenant_requests.add("a", -1)
+    assert second.tenant_bytes.add("a", 1) == 11
+    assert first.tenant_bytes.here("a") == 10
+
+
+class Between(Fence):
+    """Lets another process act between the two halves of an addition."""
+
+    def __init__(self, act: Callable[[], None]):
+        super().__init__()
+        self._act = act
+
+    def pass_(self) -> None:
+        self._act()
+
+
+def test_a_process_takes_its_place_before_it_reads_the_others() -> None:
+    memory, sums = SharedMemory.create(2, 2), list[int]()
+    second = SharedTotal(memory, 1, Figure.IN_FLIGHT, Fence())
+    first = SharedTotal(memory, 0, Figure.IN_FLIGHT, Between(lambda: sums.append(second.add(ALL, 1))))
+    sums.append(first.add(ALL, 1))
+    assert sums == [2, 2], "each sees the other"
 
 
 def test_more_tenants_than_cells_are_refused() -> None:

@@ -15,7 +15,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $router := .Values.router -}}
 {{- $config := dict
     "http_port" (int $router.httpPort) "grpc_port" (int $router.grpcPort) "metrics_port" (int $router.metricsPort)
-    "namespace" (include "baton.namespaceKey" .) "model" (include "baton.modelPath" .)
+    "processes" (int $router.processes) "namespace" (include "baton.namespaceKey" .) "model" (include "baton.modelPath" .)
     "served_model_name" (include "baton.servedName" .) "max_model_len" (int .Values.model.maxModelLen)
     "page_size" (int .Values.model.pageSize) "local_prefill" $router.localPrefill
     "share_prefixes_across_tenants" $router.sharePrefixesAcrossTenants "drain_seconds" (int $router.drainSeconds)

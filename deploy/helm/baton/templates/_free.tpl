@@ -6,7 +6,7 @@
 {{- $names := dict "namespace" "the release's name and namespace" "otlp_endpoint" "observability.otlpEndpoint" -}}
 {{- $router := dict
     "host" "router.listenAddress" "http_port" "router.httpPort" "grpc_port" "router.grpcPort" "metrics_port" "router.metricsPort"
-    "router_id" "nothing: it is the pod's name" "model" "model.source" "served_model_name" "model.servedName"
+    "processes" "router.processes" "router_id" "nothing: it is the pod's name" "model" "model.source" "served_model_name" "model.servedName"
     "max_model_len" "model.maxModelLen" "page_size" "model.pageSize" "local_prefill" "router.localPrefill"
     "share_prefixes_across_tenants" "router.sharePrefixesAcrossTenants" "drain_seconds" "router.drainSeconds"
     "drain_delay_seconds" "router.drainDelaySeconds" "max_connection_seconds" "router.maxConnectionSeconds"

@@ -1,0 +1,91 @@
+"""Listening sockets that are closed without a reset connection."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigError
+from router.listening import (
+    QUIET_SECONDS,
+    accepted_all,
+    listen_http,
+    own_listeners,
+    refuse_connections,
+    reserve_grpc,
+)
+
+CONFIG = RouterConfig(model=Path("m"), http_port=0, grpc_port=0)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with listen_http(CONFIG) as made:
+        yield made
+
+
+def test_after_the_refusal_the_queue_does_not_grow(listener: socket.socket) -> None:
+    address = listener.getsockname()
+    listener.settimeout(10)
+    with socket.create_connection(address) as waiting:
+        refuse_connections(listener)
+        with socket.socket() as late:
+            late.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                late.connect(address)
+            accepted, _ = listener.accept()
+            with accepted:
+                waiting.sendall(b"on an open connection packets still arrive")
+                assert accepted.recv(2) == b"on"
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+
+async def test_it_is_quiet_once_nothing_has_waited_for_a_while(listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_connection(listener.getsockname()):
+        waiting = asyncio.create_task(accepted_all(listener))
+        await asyncio.sleep(3 * QUIET_SECONDS)
+        assert not waiting.done(), "a connection waits"
+        began = loop.time()
+        listener.accept()[0].close()
+        await waiting
+        assert loop.time() - began >= QUIET_SECONDS * 0.9
+
+
+def test_a_process_finds_its_own_listeners(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    with socket.create_connection(listener.getsockname()), socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        before = set(os.listdir("/proc/self/fd"))
+        (found,) = own_listeners(port)
+        assert found.getsockname() == listener.getsockname()
+        found.close()
+        assert len(os.listdir("/proc/self/fd")) == len(before), "no other descriptor stays"
+
+
+def test_a_reserved_port_is_taken_for_others_and_free_for_the_routers_own() -> None:
+    with reserve_grpc(CONFIG) as reserved:
+        port = reserved.getsockname()[1]
+        with socket.socket() as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            own.bind(("127.0.0.1", port))
+            own.listen()
+            with pytest.raises(ConfigError, match=f"--grpc-port {port}") as caught:
+                reserve_grpc(CONFIG.model_copy(update={"grpc_port": port}))
+            assert caught.value.field == "grpc_port"
+
+
+def test_a_port_that_is_taken_is_named(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"--http-port {port}") as caught:
+        listen_http(CONFIG.model_copy(update={"http_port": port}))
+    assert caught.value.field == "http_port"
