@@ -59,7 +59,8 @@ class Decision:
 def script_source() -> str:
     """The placement script, whole."""
     files = resources.files("router.placement")
-    own = (files.joinpath(name).read_text() for name in ("charges.lua", "place.lua"))
+    names = "charges.lua", "place.lua", "candidates.lua", "choose.lua", "charge.lua"
+    own = (files.joinpath(name).read_text() for name in names)
     return "".join((scripts.walk(), SETS, *own))
 
 

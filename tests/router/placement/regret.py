@@ -190,7 +190,7 @@ class Trial:
         return Outcome(float(chosen), float(costs.min()), placed.terms["cost"])
 
     def _costs(self, call: PlaceCall, ps: list[WorkerInfo], ds: list[WorkerInfo]) -> np.ndarray:
-        """Of every pair, by the formula of place.lua: wait, prefill, hand-off beyond what overlaps, decode penalty."""
+        """Of every pair, by the formula of choose.lua: wait, prefill, hand-off beyond what overlaps, decode penalty."""
         L = call.tokens
         hit = {one.slot: min(self.fleet.held.get(one.slot, 0) * PAGE, L - 1) for one in (*ps, *ds)}
         index = {one.slot: at for at, one in enumerate(self.fleet.workers)}
