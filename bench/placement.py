@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import secrets
-import struct
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -14,24 +13,45 @@ import redis
 from cluster.config.worker import Role
 from cluster.index import scripts
 from cluster.membership import keys
+from cluster.membership.facts import pack
+from cluster.membership.scripts import SETS
+from cluster.membership.topology import Location
 from cluster.membership.types import WorkerInfo
 from cluster.redis.embedded import EmbeddedRedis
-from router.placement.candidates import Candidates
+from router.placement.eligibility import Eligibility
 from router.placement.keys import PlacementKeys
-from router.placement.place_script import script_source
+from router.placement.kv_groups import kv_group_of
+from router.placement.place_script import Decision, script_source
+from router.placement.settlement import settle_source
+from router.placement.types import PlacementRequest
+from tests.harness.place_call import PlaceCall, decision
 
 NAMESPACE, MODEL_ID, PAGE = "bench", "m", 16
 KEY_BYTES = 8
-PLACES = 8
 SYSTEM_PROMPTS, SYSTEM_BLOCKS = 20, 16
 SLOWER_THAN_MICROSECONDS = 15  # the log holds scripts, not the commands inside them
 TTL_MS, PREDICT_MS = 3_600_000, 10_000
-BANDWIDTHS = struct.pack(">5d", *[1e10] * 5)  # the same at every topological distance
+
+
+# Near is faster, so that the candidates of one place and rack are looked at
+BANDWIDTHS = (1e11, 5e10, 1e10, 5e9, 5e9)
+_ENTER = (
+    SETS
+    + """
+local t = redis.call('TIME')
+for i = 2, #ARGV, 3 do
+  redis.call('HSET', ARGV[1] .. 'facts', ARGV[i], ARGV[i + 1])
+  redis.call('HSET', ARGV[1] .. 'owners', ARGV[i + 2], ARGV[i])
+  redis.call('ZADD', ARGV[1] .. 'leases', t[1] * 1000 + 3600000, string.sub(ARGV[i], 1, -18))
+  enter(ARGV[1], ARGV[i], ARGV[i + 1])
+end
+"""
+)
 
 
 @dataclass
 class Fleet:
-    """Workers of both roles that exist only in the index; every prefill worker before every decode worker."""
+    """Workers of both roles that exist only in Redis; every prefill worker before every decode worker."""
 
     client: redis.Redis
     pairs: int
@@ -41,59 +61,81 @@ class Fleet:
     def __post_init__(self) -> None:
         roles: tuple[Role, Role] = ("prefill", "decode")
         self.workers = [self._worker(role, n, slot) for slot, (role, n) in enumerate(self._names(roles), 1)]
-        self.candidates = Candidates(self.workers[: self.pairs], self.workers[self.pairs :], "never")
+        self.by_name = {worker.name: worker for worker in self.workers}
+        request = PlacementRequest(b"", b"", 0, 0, kv_group=kv_group_of(self.workers[0]))
+        self.candidates = Eligibility(self.workers, "never").for_script(request, listed=False)
         self.tag = f"{{{NAMESPACE}}}:"
         self.prefix = scripts.prefix(NAMESPACE, MODEL_ID)
+        self.keys = PlacementKeys(NAMESPACE, "router")
         self._place = self.client.register_script(script_source())
+        self._settle = self.client.register_script(settle_source())
         self._report = self.client.register_script(scripts.report())
         self._numbers = count(1)
-        for worker in self.workers:
-            self.client.hset(keys.slot_owners(NAMESPACE), str(worker.slot), worker.name)
+        self.enter()
+        self.run = int(self._settle(keys=self.keys.settle(0), args=["router", TTL_MS, 0, 0, 0, "", 0, 0]))
+        self._settled = 0
+
+    def enter(self) -> None:
+        """Put all workers among the candidates, with the load that they have."""
+        parts = ((one.name, pack(one), one.slot) for one in self.workers)
+        self.client.eval(_ENTER, 0, self.tag, *(part for one in parts for part in one))
 
     def _names(self, roles: tuple[Role, Role]) -> list[tuple[Role, int]]:
         return [(role, n) for role in roles for n in range(self.pairs)]
 
     @staticmethod
     def _worker(role: Role, number: int, slot: int) -> WorkerInfo:
-        place = f"host-{number % PLACES}"
-        name = f"{role}-{number}"
+        where = Location(host=f"host-{number // 8}", rack=f"rack-{number // 32}", zone="zone")
         return WorkerInfo(
-            name, secrets.randbits(64), slot, role, MODEL_ID, "", "", b"", place, place, 131072, 65536
+            *(f"{role}-{number}", secrets.randbits(64), slot, role, MODEL_ID, "", "", b"", where.host, "pod"),
+            *(131072, 65536, PAGE, where),
         )
 
     def load_everybody(self) -> None:
         """Load every worker, as in a busy cluster."""
         self.client.hset(self.tag + "load", "", "0" * 65)
-        for index, worker in enumerate(self.candidates.workers):
+        for index, worker in enumerate(self.workers):
             kind = "p:" if index < self.pairs else "d:"
             self.client.hset(self.tag + "load", kind + worker.name, str(self.rng.randrange(1, 8000)))
+        self.enter()
 
-    def place(self, chain: bytes) -> tuple[WorkerInfo, WorkerInfo]:
-        tokens = len(chain) // KEY_BYTES * PAGE + 5
-        answer = self._place(
-            keys=PlacementKeys(NAMESPACE, "router").place(1),
-            args=[
-                *(self.prefix, "router", chain, tokens, PAGE, 256, "never", self.rng.random()),
-                *(
-                    1e-4,
-                    1e-9,
-                    32768.0,
-                    struct.pack(">5d", *[1e10] * 5),
-                    2e-8,
-                    "hybrid",
-                    TTL_MS,
-                    PREDICT_MS,
-                    1e4,
-                    "normal",
-                    0,
-                    0,
-                ),
-                *(1, next(self._numbers), TTL_MS, secrets.token_bytes(16)),
-                *self.candidates.arguments,
-            ],
+    def place(self, chain: bytes, transfer_id: bytes = b"") -> tuple[WorkerInfo, WorkerInfo]:
+        call = PlaceCall(
+            NAMESPACE,
+            MODEL_ID,
+            chain=chain,
+            tokens=len(chain) // KEY_BYTES * PAGE + 5,
+            output=256,
+            random=self.rng.random(),
+            a=1e-4,
+            b=1e-9,
+            token_bytes=32768.0,
+            bandwidths=BANDWIDTHS,
+            per_token=2e-8,
+            rate=1e4,
+            ttl_ms=TTL_MS,
+            predict_ms=PREDICT_MS,
+            lease_ms=TTL_MS,
+            transfer_id=transfer_id or secrets.token_bytes(16),
         )
-        workers = self.candidates.workers
-        return workers[int(answer[0]) - 1], workers[int(answer[1]) - 1]
+        arguments = call.arguments(self.run, next(self._numbers), self.candidates)
+        placed = decision(self._place(keys=self.keys.place(self.run), args=arguments))
+        assert isinstance(placed, Decision), placed
+        return self.by_name[placed.prefill], self.by_name[placed.decode]
+
+    def settle(self, prefilled: list[bytes], released: list[bytes]) -> None:
+        self._settled += 1
+        head: list[str | bytes | int] = [
+            "router",
+            TTL_MS,
+            self.run,
+            self._settled,
+            0,
+            "",
+            len(prefilled),
+            len(released),
+        ]
+        self._settle(keys=self.keys.settle(self.run), args=[*head, *prefilled, *released])
 
     def report(self, worker: WorkerInfo, chain: bytes) -> None:
         """Report that the worker holds the whole chain."""
@@ -105,8 +147,9 @@ class Fleet:
         )
 
 
-def script_seconds(directory: Path, pairs: int, blocks: int, calls: int) -> list[float]:
-    """Seconds of each call inside Redis: chains of about `blocks` blocks, most of them indexed, all workers loaded."""
+def script_seconds(directory: Path, pairs: int, blocks: int, calls: int, *, hot: bool = False) -> list[float]:
+    """Seconds of each call inside Redis: chains of about `blocks` blocks, most of them indexed, all workers loaded.
+    `hot`: every worker holds every system prompt."""
     server = EmbeddedRedis.start(directory)
     client = redis.Redis.from_url(server.url)
     try:
@@ -117,6 +160,9 @@ def script_seconds(directory: Path, pairs: int, blocks: int, calls: int) -> list
         chains = [
             rng.choice(systems) + rng.randbytes(known * KEY_BYTES) for _ in range(min(400, 400_000 // blocks))
         ]
+        for worker in fleet.workers if hot else []:
+            for system in systems:
+                fleet.report(worker, system)
         for chain in chains:
             for worker in (rng.choice(fleet.workers[:pairs]), rng.choice(fleet.workers[pairs:])):
                 fleet.report(worker, chain)
@@ -130,6 +176,34 @@ def script_seconds(directory: Path, pairs: int, blocks: int, calls: int) -> list
         return [
             e["duration"] / 1e6 for e in client.slowlog_get(4 * calls) if e["command"].startswith(b"EVALSHA")
         ]
+    finally:
+        client.close()
+        server.stop()
+
+
+def settle_seconds(directory: Path, held: int, calls: int) -> list[float]:
+    """Seconds of each settling inside Redis: of a router with `held` attempts on 64+64 workers, 5 of which have computed
+    their prompt and 5 of which have ended since the last one, as at 100 requests per second."""
+    server = EmbeddedRedis.start(directory)
+    client = redis.Redis.from_url(server.url)
+    try:
+        fleet = Fleet(client, 64, random.Random(0))
+        ids = [b"%016d" % number for number in range(held + 5 * calls)]
+        for transfer_id in ids[:held]:
+            fleet.place(b"", transfer_id)
+        client.config_set("slowlog-max-len", 2 * calls)
+        taken = []
+        for number in range(calls):
+            for transfer_id in ids[held + 5 * number : held + 5 * number + 5]:
+                fleet.place(b"", transfer_id)
+            client.slowlog_reset()
+            client.config_set("slowlog-log-slower-than", 1)
+            fleet.settle(ids[held + 5 * number - 5 : held + 5 * number], ids[5 * number : 5 * number + 5])
+            client.config_set("slowlog-log-slower-than", -1)
+            taken += [
+                e["duration"] / 1e6 for e in client.slowlog_get(9) if e["command"].startswith(b"EVALSHA")
+            ]
+        return taken
     finally:
         client.close()
         server.stop()

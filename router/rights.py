@@ -14,13 +14,19 @@ def rights(namespace: str) -> Rights:
     placement = PlacementKeys(namespace, "*")
     own = {*placement.place("*"), *placement.settle("*"), *script_keys(namespace, "*", "*")}
     own -= {placement.charges("*")}
-    own |= {placement.all_charges, keys.router_reports(namespace), prefix(namespace, "*") + "*"}
+    own |= {
+        placement.all_charges,
+        keys.sets(namespace),
+        keys.router_reports(namespace),
+        prefix(namespace, "*") + "*",
+    }
     registry = keys.registry(namespace)
     return Rights(
         "router",
         keys=(*registry, *sorted(own - {*registry})),
         commands=(
-            "append decr del eval evalsha exists get hdel hexists hget hgetall hincrby hmget hscan hset incr info "
-            "pexpireat script|load set time zadd zrangebyscore zrem zremrangebyrank zscore"
+            "append decr del eval evalsha exists get hdel hexists hget hgetall hincrby hlen hmget hrandfield hscan hset "
+            "hsetnx incr info pexpireat script|load set time zadd zcard zcount zmscore zrange zrangebyscore zrem "
+            "zremrangebyrank zscore"
         ),
     )

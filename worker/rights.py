@@ -11,9 +11,10 @@ def rights(namespace: str) -> Rights:
     """With those of `baton drain --self`, which runs beside it."""
     return Rights(
         "worker",
-        keys=(*keys.registry(namespace), prefix(namespace, "*") + "*"),
+        keys=(*keys.registry(namespace), keys.sets(namespace), prefix(namespace, "*") + "*"),
+        read_keys=(keys.load(namespace),),
         commands=(
             "append del eval evalsha exists get hdel hexists hget hgetall hmget hset incr info pexpireat "
-            "script|load set time zadd zrem zscore"
+            "script|load set time zadd zcard zrange zrem zscore"
         ),
     )

@@ -14,6 +14,12 @@ def tree() -> str:
 
 
 @cache
+def walk() -> str:
+    """The tree, and how a placement reads it."""
+    return tree() + resources.files("cluster.index").joinpath("walk.lua").read_text()
+
+
+@cache
 def report() -> str:
     return tree() + resources.files("cluster.index").joinpath("report.lua").read_text()
 

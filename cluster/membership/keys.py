@@ -18,9 +18,18 @@ drains = _key(
 )  # hash: worker_id → process:then, of workers that drain or are to drain: no more requests
 slot_owners = _key("owners")  # hash: slot → worker_id@epoch; a slot that is missing is stale
 sequences = _key("sequences")  # hash: slot → sequence number of the next batch of index reports
+facts = _key("facts")  # hash: worker_id@epoch → what placement needs of it, packed (facts.py)
+generation = _key("generation")  # another number whenever a worker comes, goes, drains or is found dead
+load = _key("load")  # hash: p:… and d:worker_id@epoch → tokens that routers have charged
 router_reports = _key("router_reports")  # hash: router_id → time of writing, and its counts for the live view
+
+
+def sets(namespace: str) -> str:
+    """ACL pattern of the sorted sets of candidates (sets.lua)."""
+    return f"{{{namespace}}}:set:*"
 
 
 def registry(namespace: str) -> list[str]:
     """KEYS of every script of the registry, in this order."""
-    return [key(namespace) for key in (members, leases, status, slots, slot_owners, drains, sequences)]
+    named = (members, leases, status, slots, slot_owners, drains, sequences, facts, generation)
+    return [key(namespace) for key in named]

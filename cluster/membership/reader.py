@@ -96,6 +96,8 @@ def _check(facts: Mapping[str, Any]) -> None:
     for name in _TEXTS:
         if name in facts:
             facts[name].encode()
+    for name in vars(facts["location"]).values():
+        name.encode()
     if facts["role"] not in get_args(Role):
         raise ValueError(f"role: {facts['role']!r}")
     common_pb2.KvLayout.FromString(facts["layout"])

@@ -10,6 +10,7 @@ import redis
 
 from cluster.errors import ConfigError
 from cluster.membership import keys, scripts
+from cluster.membership.facts import pack
 from cluster.membership.reader import read_workers
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Then, WorkerInfo
@@ -40,7 +41,8 @@ class Registry:
     def register(self, info: WorkerInfo, status: WorkerStatus, drain: Then | None) -> int:
         """Register, and return the worker's new slot."""
         published = json.dumps(status.encode())
-        arguments = [info.worker_id, info.name, encode(info), published, info.process, drain or ""]
+        arguments: list[str | bytes] = [info.worker_id, info.name, encode(info), published, info.process]
+        arguments += [drain or "", pack(info)]
         return int(self._register(keys=self._keys, args=arguments))
 
     def renew(self, info: WorkerInfo, status: WorkerStatus) -> Then | Literal[""] | None:

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-# KEYS: members leases status slots owners drains sequences
-# ARGV: worker_id name(worker@epoch) registration status process "exit" | "stay" | "" (it drains; does not)
+from importlib import resources
+
+# In front of every script: the sets of candidates, and `tag`, the prefix of all keys.
+SETS = resources.files("cluster.membership").joinpath("sets.lua").read_text()
+_HEAD = (
+    SETS
+    + """
+local tag = string.sub(KEYS[1], 1, -8)
+-- The worker that a registration is of, and its facts, are removed from the candidates.
+local function no_candidate(id, registration, forget)
+  local epoch = string.match(registration, '"epoch": ?"(%x+)"')
+  local name = epoch and id .. '@' .. epoch
+  local facts = name and redis.call('HGET', KEYS[8], name)
+  if not facts then return end
+  exit(tag, name, facts)
+  if forget then redis.call('HDEL', KEYS[8], name) end
+end
+"""
+)
+
+# KEYS: members leases status slots owners drains sequences facts generation
+# ARGV: worker_id name(worker@epoch) registration status process "exit" | "stay" | "" (it drains; does not) facts
 # → slot. A worker that registers again gets a new slot, so index entries under its old one are stale at once. A request to
 # drain an earlier process of this name is deleted.
-REGISTER = """
+REGISTER = (
+    _HEAD
+    + """
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then
+  no_candidate(ARGV[1], old, true)
   local last = string.match(old, '"slot": ?(%d+)')
   if last then
     redis.call('HDEL', KEYS[5], last)
@@ -29,24 +52,40 @@ if ARGV[6] ~= '' then
 elseif drain and string.match(drain, '^[^:]*') ~= ARGV[5] then
   redis.call('HDEL', KEYS[6], ARGV[1])
 end
+local facts = with_slot(ARGV[7], slot)
+redis.call('HSET', KEYS[8], ARGV[2], facts)
+if redis.call('HEXISTS', KEYS[6], ARGV[1]) == 0 then enter(tag, ARGV[2], facts) end
+changed(tag)
 return slot
 """
+)
 
 # Same keys   ARGV: worker_id name slot status
 # → "exit" | "stay" (it is to drain), "" renewed, false: register again (Redis lost it or a part of it, was rolled back, or
-# another epoch has the name)
-RENEW = """
+# another epoch has the name). A worker that was found dead is a candidate again.
+RENEW = (
+    _HEAD
+    + """
 if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return false end
 local registration, epoch = redis.call('HGET', KEYS[1], ARGV[1]), string.match(ARGV[2], '[^@]*$')
 if not registration or not string.find(registration, '"' .. epoch .. '"', 1, true) then return false end
+local facts, drain = redis.call('HGET', KEYS[8], ARGV[2]), redis.call('HGET', KEYS[6], ARGV[1])
+if not facts then return false end
+if not drain and not is_in(tag, ARGV[2], facts) then
+  enter(tag, ARGV[2], facts)
+  changed(tag)
+end
 local now = redis.call('TIME')
 redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
-return string.match(redis.call('HGET', KEYS[6], ARGV[1]) or '', '[^:]*$')
+return string.match(drain or '', '[^:]*$')
 """
+)
 
 # Same keys   ARGV: worker_id name slot
-LEAVE = """
+LEAVE = (
+    _HEAD
+    + """
 if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return 0 end
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -54,26 +93,38 @@ redis.call('HDEL', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[5], ARGV[3])
 redis.call('HDEL', KEYS[7], ARGV[3])
 redis.call('HDEL', KEYS[6], ARGV[1])
+local facts = redis.call('HGET', KEYS[8], ARGV[2])
+if facts then exit(tag, ARGV[2], facts) end
+redis.call('HDEL', KEYS[8], ARGV[2])
+changed(tag)
 return 1
 """
+)
 
 # Same keys   ARGV: worker_id "exit" | "stay"
 # → 0 not registered, 1 marked, 2 was marked already. It gets no more requests from now on.
-DRAIN = """
+DRAIN = (
+    _HEAD
+    + """
 local registration = redis.call('HGET', KEYS[1], ARGV[1])
 if not registration then return 0 end
 local process = string.match(registration, '"process": ?"([^"]*)"') or ''
 local old = redis.call('HGET', KEYS[6], ARGV[1])
 if old and string.match(old, '^[^:]*') == process then return 2 end
 redis.call('HSET', KEYS[6], ARGV[1], process .. ':' .. ARGV[2])
+no_candidate(ARGV[1], registration, false)
+changed(tag)
 return 1
 """
+)
 
 # Same keys   ARGV: forget_after_ms
 # → now_ms, the last slot assigned, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?)
 # for each. Workers dead for long are deleted. The first call has no effect on a master, but a replica refuses it: a router
 # must not act on the view of a server that was demoted.
-READ = """
+READ = (
+    _HEAD
+    + """
 redis.call('HDEL', KEYS[1], '')
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
@@ -84,6 +135,8 @@ for i = 1, #all, 2 do
   local seen = tonumber(redis.call('ZSCORE', KEYS[2], id) or '0')
   if ms - seen > tonumber(ARGV[1]) then
     local slot = string.match(all[i + 1], '"slot": ?(%d+)')
+    no_candidate(id, all[i + 1], true)
+    changed(tag)
     redis.call('HDEL', KEYS[1], id)
     redis.call('ZREM', KEYS[2], id)
     redis.call('HDEL', KEYS[3], id)
@@ -102,3 +155,4 @@ for i = 1, #all, 2 do
 end
 return out
 """
+)

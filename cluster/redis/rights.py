@@ -33,9 +33,23 @@ _KEYLESS = {
 }
 # Arguments behind the key, by their number; their values do not matter, as nothing is executed.
 _BEHIND_KEY = (
-    frozenset({"decr", "del", "exists", "get", "hgetall", "incr"}),
-    frozenset({"append", "hdel", "hexists", "hget", "hmget", "hscan", "pexpireat", "set", "zrem", "zscore"}),
-    frozenset({"hincrby", "hset", "zadd", "zrange", "zrangebyscore", "zremrangebyrank"}),
+    frozenset({"decr", "del", "exists", "get", "hgetall", "hlen", "hrandfield", "incr", "zcard"}),
+    frozenset(
+        {
+            "append",
+            "hdel",
+            "hexists",
+            "hget",
+            "hmget",
+            "hscan",
+            "pexpireat",
+            "set",
+            "zmscore",
+            "zrem",
+            "zscore",
+        }
+    ),
+    frozenset({"hincrby", "hset", "hsetnx", "zadd", "zcount", "zrange", "zrangebyscore", "zremrangebyrank"}),
 )
 
 

@@ -29,9 +29,32 @@ local function count(class, prefill, decode, p, d)
   change('d:' .. d, decode)
 end
 
--- Writes the changes to `load`.
-local function apply(load)
+-- Writes the changes to `load`, and moves the workers in their sets. known: facts of workers that the caller has read, or
+-- false: the sets are left as they are.
+local function apply(tag, known)
+  local load = tag .. 'load'
+  local kinds, names, values, unknown = {}, {}, {}, {}
   for field, amount in pairs(deltas) do
-    if amount ~= 0 and redis.call('HINCRBY', load, field, amount) == 0 then redis.call('HDEL', load, field) end
+    if amount ~= 0 then
+      local value = redis.call('HINCRBY', load, field, amount)
+      if value == 0 then redis.call('HDEL', load, field) end
+      local kind = string.sub(field, 1, 1)
+      if known and (kind == 'p' or kind == 'd') then
+        local name = string.sub(field, 3)
+        kinds[#kinds + 1], names[#names + 1], values[#values + 1] = kind, name, value
+        if known[name] == nil then
+          known[name] = false
+          unknown[#unknown + 1] = name
+        end
+      end
+    end
+  end
+  if #unknown > 0 then
+    local facts = redis.call('HMGET', tag .. 'facts', unpack(unknown))
+    for i = 1, #unknown do known[unknown[i]] = facts[i] end
+  end
+  for i = 1, #names do
+    local facts = known[names[i]]
+    if facts then follow(tag, kinds[i], names[i], facts, values[i]) end
   end
 end

@@ -27,7 +27,7 @@ class AttemptCharge:
 
     @property
     def packed(self) -> bytes:
-        """The value of a field of `chg:…`, as place.lua writes it."""
+        """The value of a field of `chg:…`, as charge.lua writes it."""
         p, d = self.prefill.encode(), self.decode.encode()
         head = FORMAT, CLASSES.index(self.priority_class), self.prefill_tokens, self.decode_tokens
         return struct.pack(f">BBIIH{len(p)}sH{len(d)}s", *head, len(p), p, len(d), d)

@@ -7,16 +7,22 @@ standing is excluded, the exclusions do not count.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.config.worker import Role
+from cluster.membership.facts import group_id
 from cluster.membership.types import Lease, WorkerInfo
 from cluster.protocol.link import common_version
-from router.placement.candidates import Candidates
+from router.placement.candidates import Candidates, Heads
 from router.placement.kv_groups import KvGroups, kv_group_of
 from router.placement.types import KvGroup, Mode, PlacementRequest, Reason
 
 MAX_CANDIDATES_KEPT = 8  # candidate lists, one per KV group and set of excluded workers
+MAX_LISTED = 64  # workers of a role that are named one by one; of more the sorted sets' heads are taken
+MAX_SAMPLED = 32  # workers of a role that are named where the sets do not help
+MAX_PASSED_OVER = 512  # workers that the script passes over in the sets
 _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
@@ -28,6 +34,8 @@ class Eligibility:
 
     def __init__(self, workers: Sequence[WorkerInfo], mode: Mode):
         self.workers = workers
+        self.by_name = {worker.name: worker for worker in workers}
+        self._by_id = {worker.worker_id: worker for worker in workers}
         self._mode = mode
         ready = [worker for worker in workers if worker.state == "ready" and _has_link(worker)]
         self._best_lease: dict[Role, Lease] = {
@@ -39,7 +47,8 @@ class Eligibility:
         self.prefill = self._of_good_standing("prefill")
         self.decode = self._of_good_standing("decode")
         self.kv_groups = KvGroups(self.prefill, self.decode, mode)
-        self._kept: dict[tuple[KvGroup | None, frozenset[str]], Candidates] = {}
+        self._kept: dict[tuple[KvGroup | None, frozenset[str], bool], Candidates | Heads] = {}
+        self._pools: dict[KvGroup | None, _Pool] = {}
 
     def why_not(self, worker: WorkerInfo, request: PlacementRequest) -> Reason | None:
         """Why the request is not placed on the worker; None: it may be."""
@@ -56,19 +65,79 @@ class Eligibility:
         return eligible or [one for one in workers if self._standing(one, request.kv_group) is None]
 
     def candidates(self, request: PlacementRequest) -> Candidates:
-        """For the script; kept for the next requests, since while a worker is suspect every request excludes it."""
-        wanted = request.kv_group, frozenset(request.excluded)
-        known = self._kept.pop(wanted, None) or self._candidates(request)
+        """All of them."""
+        return Candidates(*self._all(request))
+
+    def _all(self, request: PlacementRequest) -> tuple[list[WorkerInfo], list[WorkerInfo]]:
+        prefill, decode = self.usable("prefill", request), self.usable("decode", request)
+        if self._mode != "never" and prefill and self.why_not(prefill[0], request):
+            prefill = []  # every one is excluded: decode workers prefill
+        return prefill, decode
+
+    def for_script(self, request: PlacementRequest, *, listed: bool) -> Candidates | Heads:
+        """Kept for the next requests, since while a worker is suspect every request excludes it. `listed`: Redis's sets
+        name no live worker, so the router names some."""
+        wanted = request.kv_group, frozenset(request.excluded), listed
+        known = self._kept.pop(wanted, None)
+        if known is None:
+            known = (None if listed else self._heads(request)) or self._sampled(request)
         self._kept[wanted] = known  # moves it to the end: the least recently used is dropped first
         if len(self._kept) > MAX_CANDIDATES_KEPT:
             del self._kept[next(iter(self._kept))]
         return known
 
-    def _candidates(self, request: PlacementRequest) -> Candidates:
-        prefill, decode = self.usable("prefill", request), self.usable("decode", request)
-        if self._mode != "never" and prefill and self.why_not(prefill[0], request):
-            prefill = []  # every one is excluded: decode workers prefill
-        return Candidates(prefill, decode, self._mode)
+    def _heads(self, request: PlacementRequest) -> Heads | None:
+        """None: the fleet is small, or the sets do not help."""
+        pool = self.pool(request.kv_group)
+        small = max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED
+        if small or pool.group is None or set(self._best_lease.values()) != {"live"}:
+            return None
+        found = (self._by_id.get(name) or self.by_name.get(name) for name in request.excluded)
+        excluded = {worker.name for worker in found if worker is not None}
+        prefill, decode = pool.prefill & excluded, pool.decode & excluded
+        wanted = len(prefill) < len(pool.prefill) or (bool(prefill) and self._mode == "never")
+        if len(prefill) == len(pool.prefill):
+            prefill = frozenset()
+        if len(decode) == len(pool.decode):
+            decode = frozenset()
+        if len(prefill) + len(decode) + len(pool.barred_prefill) + len(pool.barred_decode) > MAX_PASSED_OVER:
+            return None
+        return Heads(
+            *(group_id(pool.group.model_id, pool.group.page_size, pool.group.layout), pool.group.model_id),
+            prefill=wanted,
+            without_prefill=[*prefill, *pool.barred_prefill],
+            without_decode=[*decode, *pool.barred_decode],
+        )
+
+    def _sampled(self, request: PlacementRequest) -> Candidates:
+        """All, or of many some at random: the best of 32 are nearly as good as the best of all."""
+        prefill, decode = self._all(request)
+        pool = self.pool(request.kv_group)
+        if max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED:
+            return Candidates(prefill, decode)
+        return Candidates(_some(prefill), _some(decode), of_many=True)
+
+    def pool(self, kv_group: KvGroup | None) -> _Pool:
+        """What does not depend on a request's exclusions."""
+        known = self._pools.get(kv_group)
+        if known is None:
+            known = self._pools[kv_group] = self._pool_of(kv_group)
+        return known
+
+    def _pool_of(self, kv_group: KvGroup | None) -> _Pool:
+        groups = {kv_group_of(worker) for worker in (*self.prefill, *self.decode)}
+        group = kv_group or (next(iter(groups)) if len(groups) == 1 else None)
+        good: dict[Role, list[str]] = {"prefill": [], "decode": []}
+        barred: dict[Role, list[str]] = {"prefill": [], "decode": []}
+        for worker in self.workers:
+            reason = self._standing(worker, kv_group)
+            if reason is None:
+                good[worker.role].append(worker.name)
+            elif reason in (Reason.SUSPECT, Reason.DEAD, Reason.LINK):
+                barred[worker.role].append(worker.name)
+        return _Pool(
+            group, frozenset(good["prefill"]), frozenset(good["decode"]), barred["prefill"], barred["decode"]
+        )
 
     def explain(self, request: PlacementRequest) -> dict[str, Reason]:
         """The reason against each worker that has one, by worker_id."""
@@ -96,6 +165,21 @@ class Eligibility:
         if kv_group is not None and kv_group_of(worker) != kv_group:
             return Reason.KV_GROUP
         return None
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The workers of a KV group by name: those of good standing, and others that may be in Redis's sets."""
+
+    group: KvGroup | None  # None: there are several
+    prefill: frozenset[str]
+    decode: frozenset[str]
+    barred_prefill: list[str]
+    barred_decode: list[str]
+
+
+def _some(workers: list[WorkerInfo]) -> list[WorkerInfo]:
+    return workers if len(workers) <= MAX_SAMPLED else random.sample(workers, MAX_SAMPLED)
 
 
 def _has_link(worker: WorkerInfo) -> bool:

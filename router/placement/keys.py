@@ -10,7 +10,8 @@ class PlacementKeys:
         tag = f"{{{namespace}}}:"
         self._tag, self._router_id = tag, router_id
         self._owners, self._drains = keys.slot_owners(namespace), keys.drains(namespace)
-        self.load, self.calls = tag + "load", tag + "calls"
+        self._facts, self._leases = keys.facts(namespace), keys.leases(namespace)
+        self.load, self.calls = keys.load(namespace), tag + "calls"
         self._routers, self._answers = tag + "routers", tag + "answers:" + router_id
 
     def charges(self, run: int | str) -> str:
@@ -25,7 +26,7 @@ class PlacementKeys:
     def place(self, run: int | str) -> list[str]:
         return [
             *(self._owners, self.load, self._routers, self.calls),
-            *(self.charges(run), self._drains, self._answers),
+            *(self.charges(run), self._drains, self._answers, self._facts, self._leases),
         ]
 
     def settle(self, run: int | str) -> list[str]:

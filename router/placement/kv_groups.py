@@ -9,24 +9,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 from cluster.errors import UnavailableError
+from cluster.membership.facts import comparable
 from cluster.membership.types import WorkerInfo
 from router.placement.types import KvGroup, Mode
-from wire import common_pb2
 
 
 def kv_group_of(worker: WorkerInfo) -> KvGroup:
-    return KvGroup(worker.model_id, worker.page_size, _comparable(worker.layout))
-
-
-@lru_cache(maxsize=256)
-def _comparable(layout: bytes) -> bytes:
-    """Heads are re-sharded on the way: the degree of tensor parallelism may differ."""
-    parsed = common_pb2.KvLayout.FromString(layout)
-    parsed.tensor_parallel = 0
-    return parsed.SerializeToString(deterministic=True)
+    return KvGroup(worker.model_id, worker.page_size, comparable(worker.layout))
 
 
 class KvGroups:

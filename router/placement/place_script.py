@@ -7,6 +7,8 @@ import random
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 from importlib import resources
 
 import redis
@@ -14,29 +16,52 @@ import redis
 from cluster.config.router import RouterConfig
 from cluster.errors import OverloadedError
 from cluster.index import scripts
+from cluster.membership.scripts import SETS
 from cluster.membership.topology import LEVELS
-from cluster.protocol.times import ROUTER_LEASE_SECONDS
+from cluster.protocol.times import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS, ROUTER_LEASE_SECONDS
 from cluster.telemetry.metrics import router as metrics
 from router.placement.calibration import Calibration
-from router.placement.candidates import Candidates
+from router.placement.candidates import Candidates, Heads
 from router.placement.keys import PlacementKeys
 from router.placement.memory_watch import MemoryWatch
 from router.placement.script_call import Argument, RedisBackoff, ScriptCall
 from router.placement.settlement import SCRIPT_SECONDS
-from router.placement.types import Placed, PlacementRequest
+from router.placement.types import PlacementRequest
 
 log = logging.getLogger(__name__)
 PREDICT_SECONDS = 10.0
 RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer
+LEASE_AGES_MS = int(LEASE_SUSPECT_SECONDS * 1000), int(LEASE_DEAD_SECONDS * 1000)
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
-_TOO_LATE, _LEAVING, _VOID = -3, -4, -5
+_TOO_LATE, _VOID = -3, -5
+
+
+class Unplaced(IntEnum):
+    """Why the script has placed nothing, though another call may."""
+
+    LEAVING = -4  # the best worker is leaving, or has left
+    NOBODY = -6  # no live worker of a role is among the heads of the sets
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Workers by worker_id@epoch."""
+
+    prefill: str  # "": the decode worker prefills
+    decode: str
+    cached_prefill_tokens: int
+    cached_decode_tokens: int
+    uncached_tokens: int
+    terms: dict[str, float]  # seconds
 
 
 def script_source() -> str:
     """The placement script, whole."""
     files = resources.files("router.placement")
-    return scripts.tree() + "".join(files.joinpath(name).read_text() for name in ("charges.lua", "place.lua"))
+    names = "charges.lua", "place.lua", "candidates.lua", "choose.lua", "charge.lua"
+    own = (files.joinpath(name).read_text() for name in names)
+    return "".join((scripts.walk(), SETS, *own))
 
 
 class PlaceScript:
@@ -66,21 +91,22 @@ class PlaceScript:
         return self._backoff.may_ask()
 
     async def __call__(
-        self, request: PlacementRequest, candidates: Candidates, run: int, number: int
-    ) -> Placed | None:
-        """`run`, `number`: of this call (router/placement/settlement.py). None: the best worker is leaving, or has left.
+        self, request: PlacementRequest, candidates: Candidates | Heads, run: int, number: int
+    ) -> Decision | Unplaced:
+        """`run`, `number`: of this call (router/placement/settlement.py).
 
         Raises OverloadedError where the first token would come too late, and TimeoutError, redis.RedisError or OSError.
         """
         arguments = [
             *self._arguments(request, candidates.model_id),
-            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), request.transfer_id),
+            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), request.transfer_id, *LEASE_AGES_MS),
             *candidates.arguments,
         ]
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
-            if int(answer[0]) == _VOID:
+            refused = answer[0] if isinstance(answer[0], int) else 0
+            if refused == _VOID:
                 raise TimeoutError(
                     f"another router uses the id {self._config.router_id!r}: give each its own router_id"
                 )
@@ -89,17 +115,16 @@ class PlaceScript:
             raise
         self.seconds.observe(time.monotonic() - began)
         self._answered()  # also where it refuses
-        if int(answer[0]) == _TOO_LATE:
+        if refused == _TOO_LATE:
             raise too_late(request, float(answer[1]))
-        if int(answer[0]) == _LEAVING:
-            return None
-        p, d, hit, decode_hit, uncached = map(int, answer[:5])
+        if refused:
+            return Unplaced(refused)
+        prefill, decode = answer[0].decode(), answer[1].decode()
         terms = {name: float(value) for name, value in zip(_TERMS, answer[5:], strict=True)}
         for name, value in terms.items():
             self.cost_terms[name].observe(value)
-        workers = candidates.workers
-        prefill = workers[p - 1] if p else None
-        return Placed(prefill, workers[d - 1], hit, decode_hit, True, terms, uncached)
+        hit, decode_hit, uncached = map(int, answer[2:5])
+        return Decision(prefill, decode, hit, decode_hit, uncached, terms)
 
     def _failed(self, error: Exception) -> None:
         self.errors += 1

@@ -13,12 +13,12 @@ from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.reader import Members
 from cluster.redis.connect import connect_async
 from router.placement.calibration import Calibration
-from router.placement.candidates import Candidates
+from router.placement.candidates import Candidates, Heads
 from router.placement.charges import Charges
 from router.placement.eligibility import Eligibility
 from router.placement.keys import PlacementKeys
 from router.placement.memory_watch import MemoryWatch
-from router.placement.place_script import PlaceScript
+from router.placement.place_script import Decision, PlaceScript, Unplaced
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
 from router.placement.standalone_placement import StandalonePlacement
 from router.placement.types import KvGroup, Mode, Placed, PlacementRequest
@@ -75,10 +75,10 @@ class Placement:
     async def place(self, request: PlacementRequest) -> Placed:
         """One script call. Raises UnavailableError when a role that is needed has no worker, OverloadedError when the
         first token would come too late; then nothing was charged."""
-        candidates = self._candidates(request)
+        self._check_roles(request)
         self.calls += 1
         try:
-            placed = await self._place_among(candidates, request)
+            placed = await self._place(request)
         except OverloadedError:
             self.refused["too_late"] += 1
             raise
@@ -88,41 +88,43 @@ class Placement:
             placed = replace(placed, why_not=self.eligibility.explain(request))
         return placed
 
-    async def _place_among(self, candidates: Candidates, request: PlacementRequest) -> Placed:
+    async def _place(self, request: PlacementRequest) -> Placed:
+        listed = False
         for _ in range(MAX_VIEWS):
             if not self.settlement.run or not self.script.may_ask():
                 break
             try:
-                placed = await self._ask(request, candidates)
+                placed = await self._ask(request, self.eligibility.for_script(request, listed=listed))
             except (redis.RedisError, TimeoutError, OSError):
                 break
-            if placed is not None:
+            if isinstance(placed, Placed):
                 return placed
+            listed = listed or placed is Unplaced.NOBODY
             await self._members.refresh()
-            candidates = self._candidates(request)
-        placed = self._standalone.place(request, candidates)
+            self._check_roles(request)
+        placed = self._standalone.place(request, self.eligibility.candidates(request))
         self._charge(request, placed, in_redis=False)
         return placed
 
-    def _candidates(self, request: PlacementRequest) -> Candidates:
+    def _check_roles(self, request: PlacementRequest) -> None:
         """Raises UnavailableError when a role that is needed has no worker."""
-        candidates = self.eligibility.candidates(request)
-        missing = "decode" if not candidates.decode else ""
-        if not candidates.prefill and self.mode == "never":
+        pool = self.eligibility.pool(request.kv_group)
+        missing = "decode" if not pool.decode else ""
+        if not pool.prefill and self.mode == "never":
             missing = missing or "prefill"
         if missing:
             self.refused[f"no_{missing}_worker"] += 1
             raise UnavailableError(f"no {missing} worker is available", retry_after_seconds=1.0)
-        return candidates
 
-    async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
-        """None: the best of them is leaving, or has left."""
+    async def _ask(self, request: PlacementRequest, candidates: Candidates | Heads) -> Placed | Unplaced:
         number, heard = self.settlement.begin_placement(request.transfer_id), False
         run = self.settlement.run
         try:
-            placed = await self.script(request, candidates, run, number)
-            heard = True
-            if placed is not None:
+            decision = await self.script(request, candidates, run, number)
+            placed = decision if isinstance(decision, Unplaced) else await self._placed(decision)
+            # A charge at workers that this router does not find is taken off like one that was not heard of.
+            heard = isinstance(decision, Unplaced) or isinstance(placed, Placed)
+            if isinstance(placed, Placed):
                 # A run that was lost meanwhile is not the one that the charge is in.
                 self._charge(request, placed, in_redis=run == self.settlement.run)
         except OverloadedError:
@@ -131,6 +133,24 @@ class Placement:
         finally:
             self.settlement.end_placement(number, heard=heard)
         return placed
+
+    async def _placed(self, decision: Decision) -> Placed | Unplaced:
+        """The sets name a worker before this router has read its registration."""
+        names = [name for name in (decision.prefill, decision.decode) if name]
+        if any(name not in self.eligibility.by_name for name in names):
+            await self._members.refresh()
+        found = self.eligibility.by_name
+        if any(name not in found for name in names):
+            return Unplaced.LEAVING
+        return Placed(
+            found[decision.prefill] if decision.prefill else None,
+            found[decision.decode],
+            decision.cached_prefill_tokens,
+            decision.cached_decode_tokens,
+            from_redis=True,
+            terms=decision.terms,
+            uncached_tokens=decision.uncached_tokens,
+        )
 
     def _charge(self, request: PlacementRequest, placed: Placed, *, in_redis: bool) -> None:
         computes = placed.prefill or placed.decode

@@ -1,5 +1,5 @@
 -- A router tells which of its attempts have computed their prompt, which have ended, and which Redis does not have, with
--- its lease. charges.lua is put in front.
+-- its lease. sets.lua and charges.lua are put in front.
 -- KEYS: load, routers, chg:<router>:<run>, answers:<router>, runs
 -- ARGV:
 --   1 router, 2 lease_ms, 3 run (0: none yet), 4 number of this call, 5 number of the oldest placement still awaited
@@ -121,5 +121,5 @@ end
 
 -- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
 call('HSET', KEYS[1], '', string.rep('0', 65))
-apply(KEYS[1])
+apply(string.sub(KEYS[1], 1, -5), {})
 return {0, skipped, more, cursor, unpack(ids)}

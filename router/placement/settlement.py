@@ -11,6 +11,7 @@ from typing import Any
 import redis
 
 from cluster.config.router import RouterConfig
+from cluster.membership.scripts import SETS
 from cluster.protocol.times import ROUTER_LEASE_SECONDS
 from router.placement.charges import Charges
 from router.placement.keys import PlacementKeys
@@ -27,7 +28,7 @@ _LATER_RUN, _LOST_TABLE = -1, -2  # settle.lua's answers
 def settle_source() -> str:
     """The script that applies changes of a router's charges."""
     files = resources.files("router.placement")
-    return "".join(files.joinpath(name).read_text() for name in ("charges.lua", "settle.lua"))
+    return SETS + "".join(files.joinpath(name).read_text() for name in ("charges.lua", "settle.lua"))
 
 
 class Calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.membership import keys, scripts
+from cluster.membership.facts import group_id, pack
 from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.times import FORGET_SECONDS
@@ -14,11 +15,12 @@ INFO = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host",
 def test_a_worker_dead_for_long_leaves_no_keys(redis_url, namespace):
     registry = keys.registry(namespace)
     with connect(redis_url) as client:
-        slot = client.eval(
-            scripts.REGISTER, len(registry), *registry, "w", INFO.name, encode(INFO), "{}", "p", "exit"
-        )
+        named = "w", INFO.name, encode(INFO), "{}", "p"
+        slot = client.eval(scripts.REGISTER, len(registry), *registry, *named, "", pack(INFO))
+        assert client.exists(f"{{{namespace}}}:set:{group_id('m', 16, b'').decode()}:p")
         client.hset(keys.sequences(namespace), str(slot), 5)
         long_ago = client.time()[0] * 1000 - int(FORGET_SECONDS * 1000) - 1000
         client.zadd(keys.leases(namespace), {"w": long_ago})
         client.eval(scripts.READ, len(registry), *registry, int(FORGET_SECONDS * 1000))
-        assert [key.decode() for key in client.scan_iter(f"{{{namespace}}}:*")] == [keys.slots(namespace)]
+        left = {key.decode() for key in client.scan_iter(f"{{{namespace}}}:*")}
+        assert left == {keys.slots(namespace), keys.generation(namespace)}

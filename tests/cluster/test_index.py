@@ -16,9 +16,13 @@ from cluster.redis.connect import connect
 PAGE = 2
 SALT = make_salt("m")
 _PROBE = """
-local cover = match(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0)
-local out = {}
-for slot, blocks in pairs(cover) do out[#out + 1] = tostring(slot); out[#out + 1] = blocks end
+local nodes = walk(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0, tonumber(ARGV[3]))
+local slots, out = {}, {}
+for slot = 1, 99 do slots[slot] = slot end
+for slot, blocks in pairs(covered(nodes, slots, now_ms())) do
+  out[#out + 1] = tostring(slot)
+  out[#out + 1] = blocks
+end
 return out
 """
 _PREDICT = """
@@ -41,7 +45,7 @@ class Index:
         self.redis = connect(url)
         name = f"index-{next(self._numbers)}-{random.random()}"
         self.prefix, self.owners, self.sequences = f"{{{name}}}:m:", f"{{{name}}}:owners", f"{{{name}}}:seq"
-        self._probe = self.redis.register_script(scripts.tree() + _PROBE)
+        self._probe = self.redis.register_script(scripts.walk() + _PROBE)
         self._predict = self.redis.register_script(scripts.tree() + _PREDICT)
         self._report = self.redis.register_script(scripts.report())
         self._sequence: dict[str, int] = {}
@@ -65,7 +69,13 @@ class Index:
         self._predict(args=[self.prefix, b"".join(blocks), slot, len(blocks), until_ms])
 
     def match(self, blocks: tuple[bytes, ...]) -> dict[str, int]:
-        answer = self._probe(keys=[self.owners], args=[self.prefix, b"".join(blocks)])
+        """Whether nodes are read whole or slot by slot."""
+        whole, by_slot = self._match(blocks, 1000), self._match(blocks, 1)
+        assert whole == by_slot
+        return whole
+
+    def _match(self, blocks: tuple[bytes, ...], wide: int) -> dict[str, int]:
+        answer = self._probe(keys=[self.owners], args=[self.prefix, b"".join(blocks), wide])
         found = {answer[i].decode(): int(answer[i + 1]) for i in range(0, len(answer), 2)}
         return {slot: blocks for slot, blocks in found.items() if blocks}
 
@@ -174,7 +184,8 @@ def test_slots_without_an_owner_are_swept_from_the_nodes_that_are_visited(index)
         index.redis.hdel(index.owners, str(slot))
     index.report("1", blocks, 4)
     sweep = index.redis.register_script(
-        scripts.tree() + "match(ARGV[1], ARGV[2], tonumber(ARGV[3]), now_ms() + 60000, KEYS[1], 16) return 1"
+        scripts.walk()
+        + "walk(ARGV[1], ARGV[2], tonumber(ARGV[3]), now_ms() + 60000, KEYS[1], 16, 1000) return 1"
     )
     for visit in range(40):
         sweep(keys=[index.owners], args=[index.prefix, b"".join(blocks), visit * 7])

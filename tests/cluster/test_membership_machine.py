@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from cluster.membership import keys, scripts
+from cluster.membership.facts import group_id, pack
 from cluster.membership.reader import decode
 from cluster.membership.registry import encode
+from cluster.membership.scripts import SETS
 from cluster.membership.types import WorkerInfo
 from tests.harness.redis_text import decoded
 
@@ -39,6 +41,9 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
             super().__init__()
             tag = f"test-{secrets.token_hex(4)}"
             self.keys = keys.registry(tag)
+            self.tag = f"{{{tag}}}:"
+            self.sets = [f"{self.tag}set:{group_id('m', 16, b'').decode()}:{kind}" for kind in "rfl"]
+            self.seen_generations: dict[bytes, Any] = {}
             self.lives: dict[str, list[WorkerInfo]] = {"w0": [], "w1": [], "w2": []}  # with their slots
             # The model: which workers are registered, and which process is to drain.
             self.here: dict[str, WorkerInfo] = {}
@@ -64,7 +69,7 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
 
         def register(self, info: WorkerInfo) -> None:
             answer = self.call(
-                scripts.REGISTER, info.worker_id, info.name, encode(info), "{}", info.process, ""
+                scripts.REGISTER, info.worker_id, info.name, encode(info), "{}", info.process, "", pack(info)
             )
             slot = int(answer)
             if self.leaving.get(info.worker_id) != info.process:
@@ -105,7 +110,7 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
 
         @rule()
         def redis_comes_back_empty(self) -> None:
-            client.delete(*self.keys)
+            self.empty()
             self.here.clear()
             self.leaving.clear()
 
@@ -124,8 +129,56 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
             assert all(one.lease == "live" for one in seen)
             assert {one.worker_id for one in seen if one.state == "draining"} == set(self.leaving)
 
+        @rule(worker=WORKERS)
+        def is_found_dead(self, worker: str) -> None:
+            """As by a placement: it is no candidate until it renews its lease."""
+            life = self.here.get(worker)
+            if life is not None and worker not in self.leaving:
+                dead = SETS + "exit(ARGV[1], ARGV[2], ARGV[3]) changed(ARGV[1])"
+                client.eval(dead, 0, self.tag, life.name, pack(life))
+                self.renews(worker, 0)
+
+        @rule(worker=WORKERS, load=st.integers(0, 1000))
+        def is_loaded(self, worker: str, load: int) -> None:
+            life = self.here.get(worker)
+            if life is not None:
+                move = SETS + "redis.call('HSET', ARGV[1]..'load', 'd:'..ARGV[2], ARGV[4]) "
+                move += "follow(ARGV[1], 'd', ARGV[2], ARGV[3], tonumber(ARGV[4]))"
+                client.eval(move, 0, self.tag, life.name, pack(life), load)
+
+        @invariant()
+        def the_candidates_are_those_that_do_not_drain_with_the_scores_of_the_load(self) -> None:
+            load = {decoded(name): int(held) for name, held in client.hgetall(self.tag + "load").items()}
+            wanted = {
+                life.name: load.get("d:" + life.name, 0)
+                for worker, life in self.here.items()
+                if worker not in self.leaving
+            }
+            read: list[Any] = [client.zrange(name, 0, -1, withscores=True) for name in self.sets]
+            found = [dict(one) for one in read]
+            resident, free, pending = ({decoded(name): score for name, score in one.items()} for one in found)
+            assert resident == wanted
+            assert free == {name: score - 4 * 16 for name, score in wanted.items()}
+            assert pending == dict.fromkeys(wanted, 0)
+            facts = {decoded(name): packed for name, packed in client.hgetall(self.tag + "facts").items()}
+            assert facts == {life.name: pack(life) for life in self.here.values()}
+
+        @invariant()
+        def a_generation_names_one_state(self) -> None:
+            """A router that has seen it need not read again."""
+            state = {
+                worker: (life.name, life.slot, worker in self.leaving) for worker, life in self.here.items()
+            }
+            generation: Any = client.get(self.tag + "generation") or b""
+            if generation:
+                assert self.seen_generations.setdefault(generation, state) == state
+
+        def empty(self) -> None:
+            for key in client.scan_iter(self.tag + "*"):
+                client.delete(key)
+
         def teardown(self) -> None:
-            client.delete(*self.keys)
+            self.empty()
 
     return Membership
 

@@ -63,6 +63,7 @@ NONSENSE: list[dict[str, Any]] = [
     {"address": 7},
     {"worker_id": "\ud800"},
     {"place": ["here"]},
+    {"location": {"rack": 7}},
     {"model_id": None},
     {"layout": "ff"},
 ]
@@ -73,7 +74,7 @@ def test_a_file_with_invalid_values_does_not_affect_the_others(wrong):
     """They are packed together for every placement."""
     workers = decode(answer(facts("a"), facts("broken") | wrong, facts("c")))
     assert [worker.worker_id for worker in workers] == ["a", "c"]
-    Candidates(workers, workers, "auto")
+    Candidates(workers, workers)
 
 
 @pytest.mark.parametrize(

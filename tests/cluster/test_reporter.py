@@ -20,9 +20,8 @@ from tests.harness.waiting import wait_for
 
 SECONDS = 60.0
 _PROBE = """
-local cover, most = match(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0), 0
-for slot, blocks in pairs(cover) do if slot == tonumber(ARGV[3]) or slot == ARGV[3] then most = blocks end end
-return most
+local nodes = walk(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0, 1000)
+return covered(nodes, {tonumber(ARGV[3])}, now_ms())[tonumber(ARGV[3])] or 0
 """
 
 
@@ -40,7 +39,7 @@ class Worker:
         self.reporter = ChainReporter(url, namespace, "m", self.registration, held)
         self.failures: list[str | None] = []
         self._client = connect(url)
-        self._probe = self._client.register_script(scripts.tree() + _PROBE)
+        self._probe = self._client.register_script(scripts.walk() + _PROBE)
         self._owners, self._prefix = keys.slot_owners(namespace), scripts.prefix(namespace, "m")
         script = self.reporter._script
 

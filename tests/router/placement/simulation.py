@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 import random
-import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.config.worker import Role
 from cluster.index import scripts
@@ -17,15 +17,15 @@ from cluster.redis.connect import connect
 from router.placement.candidates import Candidates
 from router.placement.charges import Charges
 from router.placement.keys import PlacementKeys
-from router.placement.place_script import script_source
+from router.placement.place_script import Decision, script_source
 from router.placement.settlement import SETTLE_SECONDS, Calls, settle_source
 from router.placement.types import PlacementRequest
+from tests.harness.place_call import PlaceCall, decision
 
 PAGE = 16
 KEY_BYTES = 8
 STEP_SECONDS = 0.02
 HOUR_MS = 3_600_000
-BANDWIDTHS = struct.pack(">5d", *[1e12] * 5)  # the same at every topological distance
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Simulation:
         ]
         for worker in workers:
             self._redis.hset(keys.slot_owners(namespace), str(worker.slot), worker.name)
-        self._candidates = Candidates(workers[:pairs], workers[pairs:], "never")
+        self._candidates = Candidates(workers[:pairs], workers[pairs:])
+        self._by_name = {worker.name: worker for worker in workers}
         self._free_at = dict.fromkeys((worker.name for worker in workers), 0.0)
         self._holds: dict[str, set[bytes]] = {worker.name: set() for worker in workers}
         self._sequence: Counter[int] = Counter()
@@ -125,9 +126,11 @@ class Simulation:
         answer = self._place(
             keys=router.keys(self._namespace).place(router.calls.run), args=self._arguments(router, request)
         )
-        p, d = (self._candidates.workers[int(index) - 1] for index in answer[:2])
-        uncached = int(answer[4])
-        seen.cached.append(int(answer[2]))
+        placed = decision(answer)
+        assert isinstance(placed, Decision)
+        p, d = self._by_name[placed.prefill], self._by_name[placed.decode]
+        uncached = placed.uncached_tokens
+        seen.cached.append(placed.cached_prefill_tokens)
         begun = max(request.at, self._free_at[p.name])
         first = begun + self._uncomputed(p, request) / self._rate
         self._free_at[p.name] = first
@@ -157,25 +160,22 @@ class Simulation:
             held += PAGE
         return max(1, request.tokens - held)
 
-    def _arguments(self, router: Router, request: Request) -> list[bytes | str | int | float]:
+    def _arguments(self, router: Router, request: Request) -> list[Any]:
         router.calls.end(number := router.calls.begin(b""), heard=True)
-        return [
-            *(scripts.prefix(self._namespace, "m"), router.name, request.chain, request.tokens, PAGE),
-            *(
-                request.output,
-                "never",
-                self._rng.random(),
-                1 / self._rate,
-                0.0,
-                1.0,
-                struct.pack(">5d", *[1e12] * 5),
-                1e-9,
-                "hybrid",
-            ),
-            *(HOUR_MS, HOUR_MS, self._rate, "normal", 0, 0),
-            *(router.calls.run, number, HOUR_MS, router.next_id),
-            *self._candidates.arguments,
-        ]
+        call = PlaceCall(
+            self._namespace,
+            router=router.name,
+            chain=request.chain,
+            tokens=request.tokens,
+            output=request.output,
+            random=self._rng.random(),
+            a=1 / self._rate,
+            rate=self._rate,
+            predict_ms=HOUR_MS,
+            lease_ms=HOUR_MS,
+            transfer_id=router.next_id,
+        )
+        return call.arguments(router.calls.run, number, self._candidates)
 
     def _changed(self, router: Router) -> None:
         if not router.beats:

@@ -13,15 +13,19 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.membership import keys
+from cluster.membership.facts import pack
+from cluster.membership.scripts import SETS
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement import eligibility, place_script
 from router.placement.candidates import Candidates
-from router.placement.eligibility import MAX_CANDIDATES_KEPT
+from router.placement.eligibility import MAX_CANDIDATES_KEPT, MAX_LISTED, MAX_SAMPLED
 from router.placement.placement import Placement
 from router.placement.script_call import RedisBackoff
-from router.placement.types import PlacementRequest, Reason
+from router.placement.types import Placed, PlacementRequest, Reason
+from tests.harness.redis_text import decoded
 from tests.harness.waiting import until
+from tests.router.placement.regret import FILL
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
 
@@ -33,7 +37,11 @@ def fleet(pairs: int) -> Any:
         replace(INFO, worker_id=f"{role}-{n}", slot=slot, role=role, host=f"h{n}")  # type: ignore[arg-type]
         for slot, (role, n) in enumerate(names, 1)
     ]
-    return SimpleNamespace(all=workers)
+
+    async def refresh() -> None:
+        """The view stays."""
+
+    return SimpleNamespace(all=workers, refresh=refresh)
 
 
 def request(*excluded: str) -> PlacementRequest:
@@ -66,9 +74,9 @@ async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make
     placement, built = await make(4), []
     build = Candidates
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> Any:
         built.append(arguments)
-        return build(*arguments)
+        return build(*arguments, **more)
 
     monkeypatch.setattr(eligibility, "Candidates", counted)
     suspect = f"prefill-0@{1:016x}"
@@ -81,15 +89,116 @@ async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make
     assert len(placement.eligibility._kept) <= MAX_CANDIDATES_KEPT, "what is kept has a bound"
 
 
-async def test_more_workers_than_lua_can_take_at_once(make, monkeypatch):
-    monkeypatch.setattr(place_script, "SCRIPT_SECONDS", 30.0)
-    placement = await make(4100)
-    placed = await placement.place(request())
-    assert placed.from_redis
-    assert placed.prefill is not None and placed.prefill.role == "prefill" and placed.decode.role == "decode"
-    again = await placement.place(request())
-    assert again.from_redis and (again.prefill, again.decode) != (placed.prefill, placed.decode)
-    assert not placement.script.errors
+def register(client: Any, namespace: str, workers: list[WorkerInfo]) -> None:
+    """As workers do, in one call."""
+    parts = ((one.name, 0, 0, pack(one), one.slot) for one in workers)
+    client.eval(FILL, 0, f"{{{namespace}}}:", *(part for one in parts for part in one))
+
+
+def call_of(placement: Placement, one: PlacementRequest) -> int:
+    """How many arguments of its own the call for a request has."""
+    return len(placement.eligibility.for_script(one, listed=False).arguments)
+
+
+@pytest.fixture
+async def many(make, redis_url, namespace):
+    """A router of 300 + 300 registered workers."""
+    placement = await make(300)
+    with connect(redis_url) as client:
+        register(client, namespace, placement._members.all)
+    return placement
+
+
+async def test_of_many_workers_a_call_names_only_those_to_pass_over(many):
+    assert call_of(many, request()) < 10
+    assert call_of(many, request("decode-1", "prefill-2")) < 10
+    seen = [await many.place(request()) for _ in range(40)]
+    assert all(placed.from_redis for placed in seen)
+    assert len({placed.prefill.worker_id for placed in seen}) == 40, "each goes where no other waits"
+    assert len({placed.decode.worker_id for placed in seen}) == 40
+
+
+@pytest.mark.parametrize("count", [1, 8, 70, 299, 300])
+async def test_excluded_workers_of_many_get_nothing_while_others_are_left(many, count):
+    out = [f"{role}-{n}" for role in ("prefill", "decode") for n in range(count)]
+    for _ in range(12):
+        placed = await many.place(request(*out))
+        assert placed.from_redis
+        if count < 300:
+            assert placed.prefill.worker_id not in out and placed.decode.worker_id not in out
+    assert call_of(many, request(*out)) < 2 * 2 * MAX_SAMPLED + 10, "bounded, however many are excluded"
+
+
+async def test_a_holder_of_the_prefix_is_found_among_many_whatever_is_excluded(many):
+    chain = random.Random(3).randbytes(8 * 100)
+
+    async def placed(*excluded: str) -> Placed:
+        one = replace(request(*excluded), chain=chain, token_count=1700)
+        found = await many.place(one)
+        many.release(one.transfer_id)
+        await many.settlement.settle()
+        return found
+
+    first = await placed()
+    assert first.prefill is not None
+    others = [f"prefill-{n}" for n in range(300) if f"prefill-{n}" != first.prefill.worker_id]
+    for count in (0, 1, 60, 200):
+        again = await placed(*others[:count])
+        assert again.prefill == first.prefill and again.cached_prefill_tokens == 1600
+    assert (await placed(first.prefill.worker_id)).prefill != first.prefill
+
+
+async def test_a_fleet_that_grows_is_scored_anew(make, redis_url, namespace):
+    """Placements of a small fleet do not move the sets."""
+    placement = await make(65)
+    few, last = placement._members.all[:64] + placement._members.all[65:-1], placement._members.all[64]
+    with connect(redis_url) as client:
+        register(client, namespace, few)
+        placement._members.all = few
+        assert call_of(placement, request()) > MAX_LISTED
+        for _ in range(20):
+            await placement.place(request())
+        register(client, namespace, [last])
+        load = {
+            decoded(name): int(held) for name, held in client.hgetall(keys.load(namespace)).items() if name
+        }
+        assert sum(load.values()) == 20 * (100 + 110)
+        for kind, field in (("p", "p:"), ("r", "d:")):
+            (key,) = client.keys(f"{{{namespace}}}:set:*:{kind}")
+            scores: Any = client.zrange(key, 0, -1, withscores=True)
+            assert {decoded(name): score for name, score in scores if score} == {
+                name[2:]: held for name, held in load.items() if name.startswith(field) and held
+            }
+
+
+def test_routers_and_scripts_agree_on_what_a_small_fleet_is():
+    assert f"local SMALL = {MAX_LISTED}\n" in SETS
+
+
+async def test_a_worker_without_a_lease_is_no_candidate_any_more(many, redis_url, namespace):
+    """Found by the placement that would have taken it, not by all."""
+    dead, *others = many._members.all  # prefill-0 is the best, as nothing waits there
+    with connect(redis_url) as client:
+        parts = ((one.name, 500, 500, pack(one), one.slot) for one in others)
+        client.eval(FILL, 0, f"{{{namespace}}}:", *(part for one in parts for part in one))
+        client.zadd(keys.leases(namespace), {dead.worker_id: client.time()[0] * 1000 - 60_000})
+        before = client.get(keys.generation(namespace))
+        placed = await many.place(request())
+        assert placed.from_redis and placed.prefill != dead
+        assert client.get(keys.generation(namespace)) != before, "routers read the membership again"
+        sets = client.keys(f"{{{namespace}}}:set:*")
+        assert not any(client.zscore(name, dead.name) is not None for name in sets)
+
+
+async def test_where_every_lease_has_run_out_nothing_is_removed(many, redis_url, namespace):
+    """The fault is taken to be Redis's: the router names candidates by its last view."""
+    with connect(redis_url) as client:
+        sets = client.keys(f"{{{namespace}}}:set:*")
+        before = {name: client.zcard(name) for name in sets}
+        client.zadd(keys.leases(namespace), {one.worker_id: 1 for one in many._members.all})
+        placed = await many.place(request())
+        assert placed.from_redis
+        assert {name: client.zcard(name) for name in sets} == before
 
 
 async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -14,8 +13,9 @@ import pytest
 import redis
 
 from cluster.config.router import RouterConfig
-from cluster.index import scripts
 from cluster.membership import keys
+from cluster.membership.facts import group_id, pack
+from cluster.membership.scripts import SETS
 from cluster.membership.types import WorkerInfo
 from router.placement import table_walk
 from router.placement.candidates import Candidates
@@ -24,6 +24,7 @@ from router.placement.keys import PlacementKeys
 from router.placement.place_script import script_source
 from router.placement.settlement import Settlement, settle_source
 from router.placement.types import PlacementRequest, PriorityClass
+from tests.harness.place_call import PlaceCall, decision
 from tests.harness.redis_text import decoded
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 1000)
@@ -63,30 +64,18 @@ class Cluster:
         return f"{worker_id[0]}:{self.by_id[worker_id].name}"
 
     def place(self, tokens: int = 100, *, output: int = 10, number: int | None = None, **more: Any) -> Any:
-        candidates = Candidates(self.workers[:2], self.workers[2:], "never")
+        candidates = Candidates(self.workers[:2], self.workers[2:])
         script_keys = PlacementKeys(self.namespace, self.router).place(self.run)
         number = next(self.numbers) if number is None else number
-        transfer_id = more.get("transfer_id", b"t%d" % number)
-        arguments = [
-            *(scripts.prefix(self.namespace, "m"), self.router, more.get("chain", b""), tokens, 16, output),
-            *(
-                "never",
-                more.get("random", 0.0),
-                1e-3,
-                0.0,
-                1.0,
-                struct.pack(">5d", *[1e12] * 5),
-                1e-9,
-                "hybrid",
-            ),
-            *(TTL_MS, PREDICT_MS, 1000.0, more.get("priority_class", "normal"), 0, 0),
-            *(self.run, number, LEASE_MS, transfer_id),
-            *candidates.arguments,
-        ]
-        answer = self.client.eval(script_source(), len(script_keys), *script_keys, *arguments)
-        if int(answer[0]) < 0:
-            return int(answer[0])
-        return tuple(candidates.workers[int(index) - 1].worker_id for index in answer[:2])
+        call = PlaceCall(
+            self.namespace, tokens=tokens, output=output, **{"transfer_id": b"t%d" % number, **more}
+        )
+        arguments = call.arguments(self.run, number, candidates)
+        answer: Any = self.client.eval(script_source(), len(script_keys), *script_keys, *arguments)
+        found = decision(answer)
+        if isinstance(found, int):
+            return found
+        return tuple(name.partition("@")[0] for name in (found.prefill, found.decode))
 
     def settle(self, **more: Any) -> Settled:
         """One call of settle.lua; changes by the names of its arguments."""
@@ -417,6 +406,33 @@ def test_a_walk_finds_every_charge_in_bounded_steps(cluster):
         cursor, steps = step.cursor, steps + 1
         found |= set(step.ids)
     assert found == set(names) and steps >= 4
+
+
+def test_scores_follow_the_load_and_never_bring_back_a_worker_that_left(cluster):
+    client, tag = cluster.client, cluster.tag
+    p, d = cluster.by_id["p1"], cluster.by_id["d1"]
+    for one in (p, d):
+        client.eval(
+            SETS + "redis.call('HSET', ARGV[1]..'facts', ARGV[2], ARGV[3]) enter(ARGV[1], ARGV[2], ARGV[3])",
+            *(0, tag, one.name, pack(one)),
+        )
+    sets = f"{tag}set:{group_id('m', 16, b'').decode()}:"
+
+    def scores() -> list[float | None]:
+        return [
+            client.zscore(sets + kind, one.name) for kind, one in (("p", p), ("r", d), ("f", d), ("l", d))
+        ]
+
+    cluster.settle(added={b"1": charge(p.name, d.name, 100, 150), b"2": charge(d.name, d.name, 7, 9)})
+    assert scores() == [100, 159, 159 - 16_000, 7]
+    cluster.settle(prefilled=[b"2"])
+    cluster.settle(released=[b"1"])
+    assert scores() == [0, 9, 9 - 16_000, 0]
+    for one in (p, d):
+        client.eval(SETS + "exit(ARGV[1], ARGV[2], ARGV[3])", 0, tag, one.name, pack(one))
+    cluster.settle(released=[b"2"])
+    assert scores() == [None] * 4
+    assert not client.keys(sets + "*")
 
 
 # --- a router's side --------------------------------------------------------------------------------------------

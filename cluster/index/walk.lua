@@ -1,0 +1,110 @@
+-- Reading the tree for a placement; tree.lua is put in front.
+-- Forgets slots that belong to nobody any more: looks at `budget` of a node's slots, others each time.
+local function sweep(node, now, owners, budget)
+  local size = #node.fields / 2
+  local looks = math.min(budget, size)
+  local slots, start = {}, now % size
+  for i = 1, looks do slots[i] = node.fields[2 * ((start + i) % size) + 1] end
+  local names = redis.call('HMGET', owners, unpack(slots))
+  for i = 1, looks do
+    if not names[i] and slots[i] ~= 'c' then redis.call('HDEL', node.at, slots[i]) end
+  end
+  return budget - looks
+end
+
+-- Leading blocks of a node's run that a slot holds, of the `m` that the chain shares with it.
+local function held_of(packed, m, now)
+  local have, predicted, until_ms = struct.unpack(PACK, packed)
+  if predicted > have and until_ms > now then have = predicted end
+  return have < m and have or m
+end
+
+-- The nodes along `chain`, while some worker may hold a whole run, and their labels, which spare a later insert of the same
+-- chain from reading them. Of a node: at (its key), pos, run, m (blocks shared), fields (of a node with many slots some of
+-- them), and slots and held (blocks of each, slots without an owner among them), which a node with more than `wide` lacks. expire_at: false where an insert of the same chain follows.
+local function walk(prefix, chain, now, expire_at, owners, budget, wide)
+  local nodes, labels = {}, {}
+  local total, pos = #chain / KEY, 0
+  while pos < total do
+    local key = node_key(chain, pos)
+    local label = redis.call('GET', prefix .. 'n:' .. key)
+    if not label then break end
+    labels[key] = label
+    local run = #label / KEY
+    local m = shared(label, chain, pos)
+    local node = {at = prefix .. 'w:' .. key, pos = pos, run = run, m = m}
+    nodes[#nodes + 1] = node
+    local size = redis.call('HLEN', node.at)
+    local onward = size > wide
+    if onward then
+      node.fields = redis.call('HRANDFIELD', node.at, -wide, 'WITHVALUES')
+    else
+      local fields, slots, held, count = redis.call('HGETALL', node.at), {}, {}, 0
+      node.fields, node.slots, node.held = fields, slots, held
+      local number, unpacked = tonumber, struct.unpack  -- the loop runs for every worker that holds a common prefix
+      for i = 1, #fields, 2 do
+        local slot = number(fields[i])  -- nil: the mark of a node with children
+        if slot then
+          local have, predicted, until_ms = unpacked(PACK, fields[i + 1])
+          if predicted > have and until_ms > now then have = predicted end
+          if have > m then have = m end
+          count = count + 1
+          slots[count], held[count] = slot, have
+          if have == run then onward = true end
+        end
+      end
+    end
+    if budget > 0 and size > 0 then budget = sweep(node, now, owners, budget) end
+    if expire_at then touch(prefix, key, expire_at) end
+    if m < run or not onward then break end
+    pos = pos + run
+  end
+  return nodes, labels
+end
+
+-- At most `most` slots that hold something of the deepest nodes, the deepest first. `random` decides where a node has more.
+local function holders(nodes, most, random, now)
+  local found, seen = {}, {}
+  local function take(slot, have)
+    if slot and have > 0 and not seen[slot] and #found < most then
+      seen[slot] = true
+      found[#found + 1] = slot
+    end
+  end
+  for n = #nodes, 1, -1 do
+    local node = nodes[n]
+    local fields = node.fields
+    local size = #fields / 2
+    local start = math.floor(random * size)
+    for i = 0, size - 1 do
+      local at = 2 * ((start + i) % size) + 1
+      local slot = tonumber(fields[at])
+      if slot then take(slot, held_of(fields[at + 1], node.m, now)) end
+    end
+    if #found >= most then break end
+  end
+  return found
+end
+
+-- Slot -> leading blocks of the chain that it covers, of `slots` at least; nil: none.
+local function covered(nodes, slots, now)
+  local cover = {}
+  for n = 1, #nodes do
+    local node = nodes[n]
+    local pos, asked, held = node.pos, node.slots, node.held
+    if not asked then
+      asked, held = {}, {}
+      for i = 1, #slots do
+        if pos == 0 or cover[slots[i]] == pos then asked[#asked + 1] = slots[i] end
+      end
+      if #asked == 0 then break end
+      local packed = redis.call('HMGET', node.at, unpack(asked))
+      for i = 1, #asked do held[i] = packed[i] and held_of(packed[i], node.m, now) end
+    end
+    for i = 1, #asked do
+      local slot, have = asked[i], held[i]
+      if have and (pos == 0 or cover[slot] == pos) then cover[slot] = pos + have end
+    end
+  end
+  return cover
+end

@@ -1,0 +1,59 @@
+-- Last part of the placement script: the pair is checked and charged, and the blocks expected there are recorded.
+local p, d, cost, ship, gone = nil, nil, nil, nil, {}
+for _ = 1, TRIES do
+  p, d, cost, ship = choose()
+  if not p then return refused({-6}) end
+  local winners = winners_of(p, d)
+  local why = reasons(winners)
+  if not why[1] and not why[2] then break end
+  if listed then return refused({-4}) end
+  for k = 1, #winners do
+    if why[k] then bad[winners[k]] = true end
+    if why[k] == 'dead' then gone[#gone + 1] = winners[k] end
+  end
+  p = nil
+end
+if not p then return refused({-6}) end
+for k = 1, #gone do exit(tag, names[gone[k]], facts[gone[k]]) end
+if #gone > 0 then changed(tag) end
+
+local at = p > 0 and p or d  -- who prefills
+local u = L - hits[at]
+local compute = prefill_seconds(u)
+local pending = 'p:' .. name_of(at)
+-- What waits there before this request: lower classes wait behind it. Their share is counted in fields of their own.
+local waits = p > 0 and wait[p] or queue[d]
+local ahead = waits
+if waits > 0 and priority_class ~= 'batch' then
+  local own = priority_class == 'high' and 'high:' or 'batch:'
+  local part = math.max(0, tonumber(call('HGET', KEYS[2], own .. pending) or 0)) / rate
+  ahead = priority_class == 'high' and part or waits - part
+end
+-- Refusing helps only where waiting is what makes it late: an idle worker takes whatever comes, and a long prompt
+-- may wait as long as it computes.
+local first = ahead + compute + wait[d]
+if (deadline > 0 and first > deadline and ahead > 0) or (target > 0 and first > target and ahead > compute) then
+  return {-3, tostring(first)}
+end
+
+local class = CLASSES[priority_class]
+if call('HSETNX', KEYS[5], transfer_id, pack_charge(class, u, need, name_of(at), name_of(d))) == 0 then
+  return refused({-5})  -- the router has placed it by itself meanwhile
+end
+count(class, u, need, name_of(at), name_of(d))
+apply(tag, not small and known)
+-- The lease expires the charges of a router that dies before it ever settles.
+call('ZADD', KEYS[3], 'NX', now + lease, router .. ':' .. life)
+
+if records then
+  local winners = winners_of(p, d)
+  for k = 1, #winners do winners[k] = string.format('%d', slots[winners[k]]) end
+  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, labels)
+end
+
+local answer = {
+  p > 0 and name_of(p) or '', name_of(d), hits[at], hits[d], u, tostring(cost), tostring(waits), tostring(compute),
+  tostring(ship), tostring(wait[d]), tostring(first),
+}
+call('HSET', KEYS[7], 'run', life, number % ANSWERS, cmsgpack.pack({number, answer}))
+return answer

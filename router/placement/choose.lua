@@ -1,0 +1,193 @@
+-- Third part of the placement script: the pair that costs least.
+local cover = covered(nodes, slots, now)
+
+local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
+local ship_rate = token_bytes / fast  -- at its best: whom it is paired with is not known yet
+local score, hits, wait, living, queue, computes = {}, {}, {}, {}, {}, {}  -- computes: seconds of a prefill there
+local cold = prefill_seconds(L)
+for k = 1, np do
+  local i = ps[k]
+  local load = load_of[i]
+  local seconds = load and load / rate or 0
+  if seconds < 0 then seconds = 0 end
+  local blocks = cover[slots[i]]
+  wait[i] = seconds
+  local held, compute = 0, cold
+  if blocks then
+    held = math.min(blocks * page, L - 1)
+    compute = prefill_seconds(L - held)
+  end
+  hits[i], computes[i], score[i] = held, compute, seconds + compute
+end
+local longest, longest_hit = nil, 0
+local cold_ship, need = L * ship_rate, L + out
+for k = 1, nd do
+  local i = ds[k]
+  local load = load_of[i]
+  load = load and load + 0 or 0  -- a number without a call
+  if load < 0 then load = 0 end
+  local penalty, lack = per_token * load, need + load - capacities[i]
+  if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i]) end
+  living[i], wait[i] = load, penalty
+  if may_local then queue[i] = math.max(0, tonumber(load_of[total + i] or 0)) / rate end
+  local blocks = cover[slots[i]]
+  if blocks then
+    local held = math.min(blocks * page, L - 1)
+    hits[i], score[i] = held, penalty + (L - held) * ship_rate
+    if held > longest_hit then longest, longest_hit = i, held end
+  else
+    hits[i], score[i] = 0, penalty + cold_ship
+  end
+end
+
+-- Racks count where they are faster than what lies beyond.
+local racks = {}
+if bandwidths[3] > bandwidths[4] then
+  for i = 1, total do racks[i] = sub(facts_of(i), 27, 38) end
+end
+
+-- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place and rack.
+local bad = {}
+local function best(list)
+  local chosen, size, by_place, by_rack, bound = {}, 0, {}, {}, math.huge
+  local score, places = score, places  -- Lua reads a function's own locals faster than its surroundings'
+  for n = 1, #list do
+    local i = list[n]
+    if not bad[i] then
+      local s, top = score[i], by_place[places[i]]
+      if not top or s < score[top] then by_place[places[i]] = i end
+      local rack = racks[i]
+      if rack and rack ~= NOWHERE and (not by_rack[rack] or s < score[by_rack[rack]]) then by_rack[rack] = i end
+      if s < bound then
+        if size < BEST then size = size + 1 end
+        local k = size
+        while k > 1 and s < score[chosen[k - 1]] do
+          chosen[k] = chosen[k - 1]
+          k = k - 1
+        end
+        chosen[k] = i
+        if size == BEST then bound = score[chosen[BEST]] end
+      end
+    end
+  end
+  local among = {}
+  for k = 1, size do among[chosen[k]] = true end
+  return chosen, among, by_place, by_rack
+end
+
+-- What a pair shares at least: 1 a clique, 2 a host, 3 a rack, 4 a zone, 5 nothing.
+local function level(p, d)
+  if places[p] == places[d] then return byte(facts_of(p), 2) end
+  local rack = sub(facts_of(p), 27, 38)
+  if rack ~= NOWHERE and rack == sub(facts_of(d), 27, 38) then return 3 end
+  local zone = sub(facts_of(p), 39, 50)
+  return zone ~= NOWHERE and zone == sub(facts_of(d), 39, 50) and 4 or 5
+end
+
+-- Index of the prefill worker (0 = local), of the decode worker, seconds, seconds that the hand-off adds; nil: no pair.
+local function choose()
+  local best_ps, among_ps, p_places, p_racks = best(ps)
+  local best_ds, among_ds, d_places, d_racks = best(ds)
+  if longest and not bad[longest] and not among_ds[longest] then
+    best_ds[#best_ds + 1] = longest
+    among_ds[longest] = true
+  end
+  local cp, cd, cost, shipping, choices = {}, {}, {}, {}, 0
+  local cheapest = math.huge
+  local function consider(p, d, seconds, ship)
+    choices = choices + 1
+    cp[choices], cd[choices], cost[choices], shipping[choices] = p, d, seconds, ship
+    if seconds < cheapest then cheapest = seconds end
+  end
+  -- ready: seconds until p has computed it, `compute` of them its own.
+  local function join(p, d, ready, compute)
+    local ship = (L - hits[d]) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
+    if ship < 0 then ship = 0 end
+    consider(p, d, ready + wait[d] + ship, ship)
+  end
+  local function pair(p, d)
+    local compute = computes[p]
+    local ready = wait[p] + compute
+    if ready + wait[d] <= cheapest * TIE then join(p, d, ready, compute) end
+  end
+  for i = 1, #best_ps do
+    local p = best_ps[i]
+    local compute = computes[p]
+    local ready = wait[p] + compute
+    for k = 1, #best_ds do  -- beyond the tie already, most of them: whatever the hand-off adds
+      local d = best_ds[k]
+      if ready + wait[d] <= cheapest * TIE then join(p, d, ready, compute) end
+    end
+  end
+  -- Those beside one of them, and the own best two of a place or rack, may win by lying together.
+  local function together(p_best, d_best, where)
+    for here, p in pairs(p_best) do
+      local d = d_best[here]
+      if d and not (among_ps[p] and among_ds[d]) then pair(p, d) end
+    end
+    for i = 1, #best_ps do
+      local d = d_best[where[best_ps[i]]]
+      if d and not among_ds[d] then pair(best_ps[i], d) end
+    end
+    for k = 1, #best_ds do
+      local p = p_best[where[best_ds[k]]]
+      if p and not among_ps[p] then pair(p, best_ds[k]) end
+    end
+  end
+  together(p_places, d_places, places)
+  if racks[1] then together(p_racks, d_racks, racks) end
+  if may_local then
+    local function locally(d)
+      -- Its own running batch waits for the chunks: prefill here costs those streams too.
+      local slow = living[d] > 0 and 2 or 1
+      consider(0, d, queue[d] + slow * prefill_seconds(L - hits[d]) + wait[d], 0)
+    end
+    for k = 1, #best_ds do locally(best_ds[k]) end
+  end
+  if choices == 0 then return nil end
+  -- What lies within 5 % of the cheapest is a tie. Of equal times the one with most of the prompt cached costs the
+  -- cluster least; chance decides the rest.
+  local reuse, equal = -1, 0
+  local tied = {}
+  for c = 1, choices do
+    if cost[c] <= cheapest * TIE then
+      local cached = (cp[c] > 0 and hits[cp[c]] or 0) + hits[cd[c]]
+      if cached > reuse then reuse, equal = cached, 0 end
+      if cached == reuse then
+        equal = equal + 1
+        tied[equal] = c
+      end
+    end
+  end
+  local pick = tied[1 + math.floor(random * equal)]
+  return cp[pick], cd[pick], cost[pick], shipping[pick]
+end
+
+-- Why the winners cannot be taken: a router's own view may be a moment old; sets name workers that have died since; a holder
+-- of the prefix may drain.
+local function winners_of(p, d) return p > 0 and {d, p} or {d} end
+local function reasons(winners)
+  local ids, winner_slots, found = {}, {}, {}
+  for k = 1, #winners do
+    ids[k], winner_slots[k] = sub(name_of(winners[k]), 1, -18), slots[winners[k]]
+  end
+  if listed then
+    local owners = call('HMGET', KEYS[1], unpack(winner_slots))
+    for k = 1, #winners do
+      if owners[k] ~= name_of(winners[k]) then found[k] = 'left' end
+    end
+  else
+    local leases = call('ZMSCORE', KEYS[9], unpack(ids))
+    for k = 1, #winners do
+      local age = now - tonumber(leases[k] or 0)
+      if age >= tonumber(ARGV[25]) then found[k] = age >= tonumber(ARGV[26]) and 'dead' or 'suspect' end
+    end
+  end
+  if listed or is_holder[winners[1]] or is_holder[winners[2]] then
+    local leaving = call('HMGET', KEYS[6], unpack(ids))
+    for k = 1, #winners do
+      if leaving[k] then found[k] = 'drains' end
+    end
+  end
+  return found
+end

@@ -1,0 +1,58 @@
+"""Arguments of place.lua, for calls that no router makes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.index import scripts
+from router.placement.candidates import Candidates, Heads
+from router.placement.place_script import LEASE_AGES_MS, Decision
+
+
+@dataclass
+class PlaceCall:
+    """The cost model's and the request's arguments; the defaults are those of a small prompt in an idle cluster."""
+
+    namespace: str
+    model_id: str = "m"
+    router: str = "router"
+    chain: bytes = b""
+    tokens: int = 100
+    page: int = 16
+    output: int = 10
+    mode: str = "never"
+    random: float = 0.0
+    a: float = 1e-3
+    b: float = 0.0
+    token_bytes: float = 1.0
+    bandwidths: tuple[float, ...] = (1e12,) * 5
+    per_token: float = 1e-9
+    feeds: str = "hybrid"
+    ttl_ms: int = 3_600_000
+    predict_ms: int = 10_000
+    rate: float = 1000.0
+    priority_class: str = "normal"
+    target: float = 0.0
+    deadline: float = 0.0
+    lease_ms: int = 60_000
+    transfer_id: bytes = b"t"
+
+    def arguments(self, run: int, number: int, candidates: Candidates | Heads) -> list[Any]:
+        return [
+            *(scripts.prefix(self.namespace, self.model_id), self.router, self.chain, self.tokens, self.page),
+            *(self.output, self.mode, self.random, self.a, self.b, self.token_bytes),
+            *(struct.pack(">5d", *self.bandwidths), self.per_token, self.feeds, self.ttl_ms, self.predict_ms),
+            *(self.rate, self.priority_class, self.target, self.deadline),
+            *(run, number, self.lease_ms, self.transfer_id, *LEASE_AGES_MS, *candidates.arguments),
+        ]
+
+
+def decision(answer: list[Any]) -> Decision | int:
+    """The script's answer; a number where it has placed nothing."""
+    if isinstance(answer[0], int):
+        return answer[0]
+    hit, decode_hit, uncached = map(int, answer[2:5])
+    terms = {"cost": float(answer[5])}
+    return Decision(answer[0].decode(), answer[1].decode(), hit, decode_hit, uncached, terms)
