@@ -106,8 +106,8 @@ def _share(kind, dim8, job, first, last):
         )
     else:
         kernels.attend_tokens(
-            kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last,
-            a[7], a[8], a[9], a[10], a[11], a[12], dim8, a[13], _number(a[14]),
+            kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
+            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]),
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from engine.ops.cpu_llvm import as_f32, as_u32, compiled, integers, prefetch_line
+from engine.ops.cpu_llvm import as_f32, as_u32, compiled, indices, integers, prefetch_line
 
 F = np.float32
 _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
@@ -248,23 +248,27 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
 
 @compiled
 def attend_tokens(
-    kind, q, q_stride, out, rows, tables, width, ends, first, last,
+    kind, q, q_stride, out, singles, starts, rows, ends, table, width, first, last,
     cache, layer, block_stride, kv, group, page, dim8, window, scale,
 ):  # fmt: skip
-    """One query row for each of the items [first, last): all its heads against its own blocks, oldest first.
+    """One query row for each of singles[first, last): all its heads against its own blocks, oldest first.
 
-    rows[item]: its row in q (rows `q_stride` elements apart) and in out [row, heads · dim]; tables [item, width]:
-    block numbers; ends[item]: its tokens. A block's keys lie together for all heads, so blocks are the outer loop.
+    Of item i, starts[i] is its row in q (rows `q_stride` elements apart) and in out [row, heads · dim], rows[i] its row
+    in table [row, width] of block numbers, ends[i] its tokens.
+    A block's keys lie together for all heads, so blocks are the outer loop.
     """
     dim, heads = 8 * len(dim8), kv * group
     size = _size(kind)
     queries, mixed = _at(q, kind), _at(out, kind)
-    row_of, table, end_of = integers(rows), integers(tables), integers(ends)
+    item_of, row_of, end_of = indices(singles), indices(starts), indices(ends)
+    table_row, table = indices(rows), indices(table)
     values = kv * page * dim
     scaled = np.empty((heads, dim), np.float32)
     acc = np.empty((heads, dim), np.float32)
     for item in range(first, last):
-        end, row = end_of[item], row_of[item]
+        number = item_of[item]
+        end, row = np.int64(end_of[number]), np.int64(row_of[number])
+        own = np.int64(table_row[number]) * width
         begin = max(0, end - window) if window else 0
         low, high = begin // page, (end + page - 1) // page
         weights = np.empty((heads, (high - low) * page), np.float32)
@@ -273,15 +277,15 @@ def attend_tokens(
                 scaled[head, i] = _load(queries, row * q_stride + head * dim + i) * F(scale)
                 acc[head, i] = F(0.0)
         for index in range(low, high):
-            block = cache + (table[item * width + index] * block_stride + layer) * size
-            after = table[item * width + index + 1] if index + 1 < high else table[item * width + low]
+            block = cache + (np.int64(table[own + index]) * block_stride + layer) * size
+            after = np.int64(table[own + index + 1]) if index + 1 < high else np.int64(table[own + low])
             coming = cache + (after * block_stride + layer + (0 if index + 1 < high else values)) * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
             _scores(_at(block, kind), coming, size, kv, group, page, used, dim8, scaled, part)
         _softmax(weights, heads, begin - low * page, end - low * page)
         for index in range(low, high):
-            block = cache + (table[item * width + index] * block_stride + layer + values) * size
-            after = table[item * width + min(index + 1, high - 1)]
+            block = cache + (np.int64(table[own + index]) * block_stride + layer + values) * size
+            after = np.int64(table[own + min(index + 1, high - 1)])
             coming = cache + (after * block_stride + layer + values) * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
             _mix(_at(block, kind), coming, size, kv, group, page, used, dim8, part, acc)

@@ -17,7 +17,7 @@ from operator import attrgetter
 from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError
 from engine.cache.block_pool import BlockPool
-from engine.plan import BlockCopy
+from engine.plan import BlockCopy, table_rows
 from engine.request import EngineRequest
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.extra_seats import ExtraSeats
@@ -25,6 +25,7 @@ from engine.scheduler.growth import GrowthClaims, choose_victim, reservation_for
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 from engine.scheduler.sequence import SequenceState as S
+from engine.scheduler.table_rows import TableRows
 from engine.scheduler.turns import Turns
 
 # After so long in one class a waiting sequence counts as of the next higher one, so that no class starves another.
@@ -41,6 +42,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._claims = GrowthClaims(config.page_size, config.max_model_len)
         self._turns = Turns()
+        self.rows = TableRows(table_rows(config.max_batch_tokens, pool.total))
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -169,6 +171,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         self._claims.remove(sequence)
+        self.rows.release(sequence)
 
     # --- a step ----------------------------------------------------------------------------------------
 
@@ -287,6 +290,7 @@ class Scheduler:
             decision.copies.append(BlockCopy(sequence.blocks[tail], target))
             self._pool.free([sequence.blocks[tail]])
             sequence.blocks[tail] = target
+            sequence.blocks_in_row = min(sequence.blocks_in_row, tail)
         if need > 0:
             sequence.blocks.extend(self._pool.allocate(need))
         return True
@@ -335,6 +339,7 @@ class Scheduler:
                 self.finish(choice)
             return
         self.running.remove(victim)
+        self.rows.release(victim)
         self._pool.free(victim.blocks)
         victim.blocks = []
         victim.num_computed = victim.registered_blocks = 0
