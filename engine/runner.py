@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +13,15 @@ from engine.attention.base import AttentionBackend
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
+from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
 from engine.sampling import draw
 from engine.step_buffers import StepBuffers
 from engine.step_delta import StepDelta
+
+if TYPE_CHECKING:
+    from engine.decode_jobs import DecodeJobs
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class LoadedModel:
     attention: AttentionBackend
     kv_cache: Tensor
     group: TpGroup
+    team: Team
 
     @property
     def kv_head_range(self) -> tuple[int, int]:
@@ -55,6 +61,7 @@ class ModelRunner:
         self._group = model.group
         self._export_sink = export_sink
         self._buffers = self._make_buffers()
+        self._decode_jobs = _decode_jobs(model, self._buffers)
 
     def _make_buffers(self) -> StepBuffers:
         config = self.config
@@ -96,6 +103,8 @@ class ModelRunner:
             self.kv_cache[target].copy_(self.kv_cache[source])
         step = self._buffers
         step.load(delta)
+        if self._decode_jobs is not None and not delta.exports and self._decode_jobs.takes(step):
+            return self._decode_jobs.run()
         self._ops.begin(step.positions, step.slots)
         self._attention.begin(step)
         sink = self._export_sink
@@ -118,3 +127,12 @@ class ModelRunner:
         self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, 0, 1)], []))
         logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, 0, 1)], []))
         draw.warm_up(logits)
+
+
+def _decode_jobs(model: LoadedModel, step: StepBuffers) -> DecodeJobs | None:
+    """None where something of the model is not computed by the CPU's own kernels."""
+    if not isinstance(model.team, KernelTeam):
+        return None
+    from engine.decode_jobs import DecodeJobs
+
+    return DecodeJobs.make(model.decoder, model.ops, model.attention, model.team, step)

@@ -12,7 +12,7 @@ from engine.ops import cpu_jobs as jobs
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
-from engine.ops.team import KernelTeam, bits_of
+from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import Chunk, StepBuffers
 
 
@@ -36,18 +36,20 @@ class PagedCpuBackend(SdpaBackend):
         return step.chunks
 
     def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
-        step = self._step
-        if step is None or not step.num_singles:
-            return
+        if self._step is not None and self._step.num_singles:
+            self._kernels.run(*self.tokens_job(self._step, layer, q.data_ptr(), q.stride(0), out.data_ptr()))
+
+    def tokens_job(self, step: StepBuffers, layer: int, q: int, q_stride: int, out: int) -> Job:
+        """Attention of the step's single tokens; q, whose rows are `q_stride` elements apart, and out by address."""
         s, cache, table = self._shape, self._cache, step.table
         at = (
-            q.data_ptr(), q.stride(0), out.data_ptr(),
+            q, q_stride, out,
             step.singles.data_ptr(), step.cu_q.data_ptr(), step.rows.data_ptr(), step.ends.data_ptr(),
             table.data_ptr(), table.stride(0),
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), s.num_kv_heads, self._group,
             s.page_size, s.windows[layer], bits_of(self._scale),
         )  # fmt: skip
-        self._kernels.run(jobs.ATTEND, step.num_singles, at)
+        return jobs.ATTEND, step.num_singles * s.num_kv_heads, at
 
     def _attend_prompt(
         self, q: Tensor, keys: Tensor, values: Tensor, begin: int, window: int, out: Tensor

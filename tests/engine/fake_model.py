@@ -44,7 +44,7 @@ class FakeRunner:
         self.cache = torch.zeros(num_blocks, PAGE, dtype=torch.int64)
         rows = table_rows(self.config.max_batch_tokens, num_blocks)
         self.leader, self.follower = (
-            StepBuffers(rows, CONTEXT // PAGE, 2 * CONTEXT, PAGE, self.cache.device, staged=staged)
+            StepBuffers(rows, num_blocks, 2 * num_blocks * PAGE, PAGE, self.cache.device, staged=staged)
             for staged in (False, True)
         )
         self.sick: set[str] = set()  # requests whose logits are NaN

@@ -129,6 +129,35 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads
             row += 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 25])
+def test_single_tokens_are_the_same_on_any_number_of_threads(window, dtype):
+    """Threads take the KV heads of a sequence from each other; what a head gives does not depend on it."""
+    heads, kv, dim = 6, 3, 16
+    torch.manual_seed(0)
+    cache = torch.randn(40, LAYERS, 2, kv, PAGE, dim).to(dtype)
+    ends = [1, 70, 16, 33]
+    items = [
+        PlanItem(str(row), [5], end - 1, torch.randperm(40)[: -(-end // PAGE)].tolist(), row, 1)
+        for row, end in enumerate(ends)
+    ]
+    q, k, v = (torch.randn(len(items), n, dim).to(dtype) for n in (heads, kv, kv))
+    found = []
+    for threads in (1, 2, 3):
+        backend = PagedCpuBackend(
+            AttentionShape(heads, kv, dim, PAGE, (window,) * LAYERS), cache, KernelTeam(threads, dtype, dim)
+        )
+        backend.begin(buffers_of(items, PAGE))
+        found.append([backend.attend(layer, q, k, v) for layer in range(LAYERS)])
+        alone = []
+        for row, item in enumerate(items):
+            backend.begin(buffers_of([item], PAGE))
+            alone.append(backend.attend(0, q[row : row + 1], k, v))
+        assert torch.equal(torch.cat(alone), found[-1][0])
+    for some in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(some, found[0], strict=True))
+
+
 def test_the_flash_adapter_calls_by_keyword():
     calls = []
 
