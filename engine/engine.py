@@ -171,6 +171,7 @@ class Engine:
         output = StepOutput([], done, decision.evicted_reservations, began)
         if not decision.scheduled:
             return output
+        self._scheduler.rows.assign(decision.scheduled)
         plan = decision.plan()
         self.step_items = plan.items
         logits = self._runner.execute(plan)
@@ -207,4 +208,6 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Between two steps: every reference on a block is held by a sequence."""
-        self._pool.check_integrity(Counter(block for s in self._scheduler.sequences() for block in s.blocks))
+        sequences = self._scheduler.sequences()
+        self._pool.check_integrity(Counter(block for s in sequences for block in s.blocks))
+        self._scheduler.rows.check_integrity(sequences)

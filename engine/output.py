@@ -42,7 +42,7 @@ class OutputProcessor:
     def process(
         self, decision: StepDecision, plan: StepPlan, logits: Tensor, span: StepSpan, output: StepOutput
     ) -> None:
-        """Add the step's tokens and ends to `output`. `logits` is [items of `plan` that want them, vocab]."""
+        """Add the step's tokens and ends to `output`. `logits` is [tokens of `plan` that want them, vocab]."""
         for sequence, count in decision.scheduled.items():
             if sequence.state is not S.RUNNING:  # another choice of its request has failed
                 continue
@@ -50,7 +50,7 @@ class OutputProcessor:
                 self._advance(sequence, count, span)
             except Exception as error:
                 self._fail(sequence, engine_request_error(error), output)
-        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.wants_logits]
+        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.num_logits]
         draws = [
             Draws(sequence, row, self._new_choices(sequence))
             for row, sequence in enumerate(sampled)
@@ -95,6 +95,7 @@ class OutputProcessor:
                 counters.prefill_chunks += 1
             work.chunks.append(PromptChunk(span.began, span.ended, count))
         sequence.num_computed += count
+        sequence.blocks_in_row = len(sequence.blocks)
         self._prefixes.register(sequence, sequence.num_computed)
 
     def _new_choices(self, sequence: Sequence) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +13,15 @@ from engine.attention.base import AttentionBackend
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
+from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
-from engine.plan import ExportSink, PlanItem, StepPlan
+from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
 from engine.sampling import draw
+from engine.step_buffers import StepBuffers
+from engine.step_delta import StepDelta
+
+if TYPE_CHECKING:
+    from engine.decode_jobs import DecodeJobs
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class LoadedModel:
     attention: AttentionBackend
     kv_cache: Tensor
     group: TpGroup
+    team: Team
 
     @property
     def kv_head_range(self) -> tuple[int, int]:
@@ -53,6 +60,19 @@ class ModelRunner:
         self._attention = model.attention
         self._group = model.group
         self._export_sink = export_sink
+        self._buffers = self._make_buffers()
+        self._decode_jobs = _decode_jobs(model, self._buffers)
+
+    def _make_buffers(self) -> StepBuffers:
+        config = self.config
+        most = config.max_batch_tokens if config.chunked_prefill else config.max_model_len
+        return StepBuffers(
+            table_rows(config.max_batch_tokens, self.num_blocks),
+            -(-config.max_model_len // config.page_size),
+            max(most, config.max_batch_tokens),
+            config.page_size,
+            self.kv_cache.device,
+        )
 
     @property
     def arrivals(self) -> Arrivals:
@@ -61,62 +81,58 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:
-        """float32 logits [items that want them, vocab], in the order of the items."""
-        self._group.share(plan)
-        return self._run(plan)
+        """float32 logits [tokens that want them, vocab], in the order of the items."""
+        delta = StepDelta.of(plan)
+        if self._group.size > 1:
+            self._group.share(delta.to_bytes())
+        return self._run(delta)
 
     @torch.inference_mode()
     def serve(self) -> None:
         """Run the leader's plans on another rank, until the leader stops the group."""
-        while (plan := self._group.share(None)) is not None:
-            self._run(plan)
+        while content := self._group.share(None):
+            self._run(StepDelta.from_bytes(content))
 
     def stop_ranks(self) -> None:
         """End `serve` on the other ranks. On the leader, after its last step."""
         if self._group.size > 1 and self._group.rank == 0:
             self._group.share(None)
 
-    def _run(self, plan: StepPlan) -> Tensor:
-        for copy in plan.copies:
-            self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
-        items = plan.items
-        device = self.kv_cache.device
-        tokens = torch.tensor([token for item in items for token in item.token_ids], device=device)
-        where = [position for item in items for position in range(item.begin, item.end)]
-        slots = [slot for item in items for slot in self._slots(item)]
+    def _run(self, delta: StepDelta) -> Tensor:
+        for source, target in delta.copies.tolist():
+            self.kv_cache[target].copy_(self.kv_cache[source])
+        step = self._buffers
+        step.load(delta)
+        if self._decode_jobs is not None and not delta.exports and self._decode_jobs.takes(step):
+            return self._decode_jobs.run()
+        self._ops.begin(step.positions, step.slots)
+        self._attention.begin(step)
         sink = self._export_sink
-        exporting = [item for item in items if item.export] if sink is not None else []
-        self._ops.begin(torch.tensor(where, device=device), torch.tensor(slots, device=device))
-        self._attention.begin(items)
+        exports = step.exports() if sink is not None else []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             mixed = self._attention.attend(layer, q, k, v)
-            for item in exporting:
-                assert sink is not None, "only a sink has items"
-                sink.layer_computed(item.request_id, layer, item.begin, item.end, item.block_ids)
+            for request_id, begin, end, block_ids in exports:
+                assert sink is not None, "only a sink has exports"
+                sink.layer_computed(request_id, layer, begin, end, block_ids)
             return mixed
 
-        hidden = self._decoder.forward(tokens, self._ops, attention)
-        return self._decoder.logits(hidden[self._rows_of_logits(items)])
-
-    def _slots(self, item: PlanItem) -> Iterator[int]:
-        """Where each token's KV goes: block · page_size + offset."""
-        page = self.page_size
-        return (item.block_ids[p // page] * page + p % page for p in range(item.begin, item.end))
-
-    @staticmethod
-    def _rows_of_logits(items: Sequence[PlanItem]) -> list[int]:
-        rows, row = [], 0
-        for item in items:
-            row += len(item.token_ids)
-            if item.wants_logits:
-                rows.append(row - 1)
-        return rows
+        hidden = self._decoder.forward(step.tokens, self._ops, attention)
+        return self._decoder.logits(hidden[step.logit_rows])
 
     def warm_up(self) -> None:
         """Compute one prompt and one token in the first blocks, so that the first request does not pay for first calls."""
-        prompt = [0] * min(2 * self.page_size, self.config.max_model_len - 1)
+        prompt = [0] * min(2 * self.page_size, self.config.max_model_len - 1, self.config.max_batch_tokens)
         blocks = list(range(min(3, self.num_blocks)))
-        self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, True)], []))
-        logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, True)], []))
+        self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, 0, 1)], []))
+        logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, 0, 1)], []))
         draw.warm_up(logits)
+
+
+def _decode_jobs(model: LoadedModel, step: StepBuffers) -> DecodeJobs | None:
+    """None where something of the model is not computed by the CPU's own kernels."""
+    if not isinstance(model.team, KernelTeam):
+        return None
+    from engine.decode_jobs import DecodeJobs
+
+    return DecodeJobs.make(model.decoder, model.ops, model.attention, model.team, step)

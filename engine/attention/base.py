@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.plan import PlanItem
+from engine.step_buffers import StepBuffers
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def begin(self, items: Sequence[PlanItem]) -> None:
-        """Prepare what all layers of the step share: block tables, positions."""
+    def begin(self, step: StepBuffers) -> None:
+        """Prepare what all layers of the step share. The buffers stay as they are until its last layer."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim]; k, v [tokens, kv_heads, dim], rotated, already in the cache.

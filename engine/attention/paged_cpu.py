@@ -3,8 +3,6 @@ on CPUs with an instruction for it by a kernel (engine/ops/cpu_prompts), in half
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -14,43 +12,44 @@ from engine.ops import cpu_jobs as jobs
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
-from engine.ops.team import KernelTeam, bits_of
-from engine.plan import PlanItem
+from engine.ops.team import Job, KernelTeam, bits_of
+from engine.step_buffers import Chunk, StepBuffers
 
 
 class PagedCpuBackend(SdpaBackend):
     name = "cpu"
-    separate_tokens = True
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
         self._kernels = team
         self._kind = kernels.kind_of(kv_cache.dtype)
-        self._rows = self._ends = self._tables = torch.empty(0, dtype=torch.int64)
+        self._step: StepBuffers | None = None
         fits = kv_cache.dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0
         self._by_kernel = fits and products.supported()
         self._panels = kv_cache.new_empty(0)
 
-    def begin(self, items: Sequence[PlanItem]) -> None:
-        super().begin(items)
-        single = self._tokens
-        width = max((-(-item.end // self._shape.page_size) for _, item in single), default=0)
-        self._rows = torch.tensor([row for row, _ in single], dtype=torch.int64)
-        self._ends = torch.tensor([item.end for _, item in single], dtype=torch.int64)
-        tables = [item.block_ids[:width] + [0] * (width - len(item.block_ids)) for _, item in single]
-        self._tables = torch.tensor(tables, dtype=torch.int64)
+    def begin(self, step: StepBuffers) -> None:
+        super().begin(step)
+        self._step = step
+
+    def _chunks(self, step: StepBuffers) -> list[Chunk]:
+        return step.chunks
 
     def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
-        if not len(self._rows):
-            return
-        s, cache, tables = self._shape, self._cache, self._tables
+        if self._step is not None and self._step.num_singles:
+            self._kernels.run(*self.tokens_job(self._step, layer, q.data_ptr(), q.stride(0), out.data_ptr()))
+
+    def tokens_job(self, step: StepBuffers, layer: int, q: int, q_stride: int, out: int) -> Job:
+        """Attention of the step's single tokens; q, whose rows are `q_stride` elements apart, and out by address."""
+        s, cache, table = self._shape, self._cache, step.table
         at = (
-            q.data_ptr(), q.stride(0), out.data_ptr(),
-            self._rows.data_ptr(), tables.data_ptr(), tables.shape[1], self._ends.data_ptr(),
+            q, q_stride, out,
+            step.singles.data_ptr(), step.cu_q.data_ptr(), step.rows.data_ptr(), step.ends.data_ptr(),
+            table.data_ptr(), table.stride(0),
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), s.num_kv_heads, self._group,
             s.page_size, s.windows[layer], bits_of(self._scale),
         )  # fmt: skip
-        self._kernels.run(jobs.ATTEND, len(self._rows), at)
+        return jobs.ATTEND, step.num_singles * s.num_kv_heads, at
 
     def _attend_prompt(
         self, q: Tensor, keys: Tensor, values: Tensor, begin: int, window: int, out: Tensor

@@ -6,7 +6,7 @@ arguments have another meaning, which gives wrong output without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from engine.attention.base import AttentionShape
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import Kernel, VarlenBackend
 from engine.ops.team import Team
-from engine.plan import PlanItem
+from engine.plan import PlanItem, StepPlan
+from engine.step_buffers import StepBuffers
+from engine.step_delta import StepDelta
 
 HEADS, KV_HEADS, BLOCKS = 4, 2, 5
 TOLERANCE = 5e-2  # absolute; for bf16 values of magnitude 1
@@ -39,16 +41,16 @@ def why_not(
 
 def _steps(page: int) -> list[list[PlanItem]]:
     """Two steps: a chunk that crosses blocks beside a single token, and single tokens only."""
-    chunk = PlanItem("chunk", [0] * 6, page - 3, [3, 1], True)
+    chunk = PlanItem("chunk", [0] * 6, page - 3, [3, 1], 0, 1)
     return [
-        [chunk, PlanItem("token", [0], 4, [4], True)],
-        [PlanItem("long", [0], 2 * page - 2, [0, 2], True), PlanItem("token", [0], 4, [4], True)],
+        [chunk, PlanItem("token", [0], 4, [4], 1, 1)],
+        [PlanItem("long", [0], 2 * page - 2, [0, 2], 0, 1), PlanItem("token", [0], 4, [4], 1, 1)],
     ]
 
 
 @torch.inference_mode()
 def _right(
-    kernel: Kernel, shape: AttentionShape, items: Sequence[PlanItem], device: torch.device, dtype: torch.dtype
+    kernel: Kernel, shape: AttentionShape, items: list[PlanItem], device: torch.device, dtype: torch.dtype
 ) -> bool:
     random = torch.Generator().manual_seed(len(items[0].token_ids))
     page, dim = shape.page_size, shape.head_dim
@@ -60,10 +62,12 @@ def _right(
     places = [(item.block_ids[at // page], at % page) for item in items for at in range(item.begin, item.end)]
     k, v = (torch.stack([cache[block, 0, which, :, offset] for block, offset in places]) for which in (0, 1))
     q = draw(len(places), HEADS, dim)
+    buffers = StepBuffers(2, 2, len(places), page, device)
+    buffers.load(StepDelta.of(StepPlan(items, [])))
     paged = VarlenBackend(shape, cache, kernel)
-    paged.begin(items)
+    paged.begin(buffers)
     got = paged.attend(0, q, k, v)
     plain = SdpaBackend(shape, cache.float(), Team(1))
-    plain.begin(items)
+    plain.begin(buffers)
     expected = plain.attend(0, q.float(), k.float(), v.float())
     return torch.allclose(got.float(), expected, atol=TOLERANCE, rtol=TOLERANCE)

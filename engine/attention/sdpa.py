@@ -8,7 +8,6 @@ large tensor costs page faults).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionShape
 from engine.ops.team import Team
-from engine.plan import PlanItem
+from engine.step_buffers import Chunk, StepBuffers
 
 QUERY_BLOCK = 256  # rows of one product: one head's scores stay in the second-level cache
 
@@ -28,7 +27,7 @@ class _Span:
     rows: slice
     begin: int
     end: int
-    blocks: Tensor | None  # int64; None: a whole prompt, whose keys are arguments of `attend`
+    blocks: Tensor | None  # int32; None: a whole prompt, whose keys are arguments of `attend`
 
     @property
     def is_token(self) -> bool:
@@ -47,8 +46,6 @@ class Piece:
 
 class SdpaBackend:
     name = "sdpa"
-    # True in subclasses that compute single tokens separately, from `_tokens`
-    separate_tokens = False
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: Team):
         self._shape = shape
@@ -57,34 +54,31 @@ class SdpaBackend:
         self._scale = shape.head_dim**-0.5
         self._group = shape.num_heads // shape.num_kv_heads
         self._spans: list[_Span] = []
-        self._tokens: list[tuple[int, PlanItem]] = []  # (row, item)
         self._pages = kv_cache.new_empty(0)
         self._flat = kv_cache.new_empty(0)
         # Of this step: all its layers need the same few.
         self._masks: dict[tuple[int, int, int, int], Tensor] = {}
 
-    def begin(self, items: Sequence[PlanItem]) -> None:
+    def begin(self, step: StepBuffers) -> None:
         page = self._shape.page_size
-        self._spans, self._tokens, row, longest = [], [], 0, 0
+        self._spans, longest = [], 0
         self._masks.clear()
-        for item in items:
-            count = len(item.token_ids)
-            if count == 1 and self.separate_tokens:
-                self._tokens.append((row, item))
-                row += 1
-                continue
+        for chunk in self._chunks(step):
             blocks = None
-            if item.begin > 0 or count == 1:
-                used = -(-item.end // page)
+            if chunk.begin > 0 or chunk.is_token:
+                used = -(-chunk.end // page)
                 longest = max(longest, used)
-                blocks = torch.tensor(item.block_ids[:used], device=self._cache.device)
-            self._spans.append(_Span(slice(row, row + count), item.begin, item.end, blocks))
-            row += count
+                blocks = step.table[chunk.row, :used]
+            self._spans.append(_Span(chunk.tokens, chunk.begin, chunk.end, blocks))
         if longest > self._pages.shape[0]:
             s = self._shape
             shape = (longest + 64, 2, s.num_kv_heads, page, s.head_dim)
             self._pages = self._cache.new_empty(shape)
             self._flat = self._cache.new_empty(self._pages.numel())
+
+    def _chunks(self, step: StepBuffers) -> list[Chunk]:
+        """Those that are computed here, one after the other."""
+        return step.chunks + step.single_chunks()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

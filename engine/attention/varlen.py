@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from cluster.errors import ConfigError
 from engine.attention.base import AttentionShape
-from engine.plan import PlanItem
+from engine.step_buffers import StepBuffers
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 # torch's own FlashAttention 2 refuses smaller pages when it is called.
@@ -42,20 +41,15 @@ class VarlenBackend:
         self._values = [kv_cache[:, layer, 1].transpose(1, 2) for layer in range(kv_cache.shape[1])]
         self._step: dict[str, Any] = {}
 
-    def begin(self, items: Sequence[PlanItem]) -> None:
-        device = self._keys[0].device
-        counts = [len(item.token_ids) for item in items]
-        ends = [item.end for item in items]
-        page = self._shape.page_size
-        width = max(-(-end // page) for end in ends)
-        table = [(item.block_ids[: -(-item.end // page)] + [0] * width)[:width] for item in items]
+    def begin(self, step: StepBuffers) -> None:
+        width = -(-step.longest // self._shape.page_size)
         self._step = {
-            "cu_seqlens_q": torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
-            "cu_seqlens_k": torch.tensor([0, *accumulate(ends)], dtype=torch.int32, device=device),
-            "seqused_k": torch.tensor(ends, dtype=torch.int32, device=device),
-            "max_seqlen_q": max(counts),
-            "max_seqlen_k": max(ends),
-            "block_table": torch.tensor(table, dtype=torch.int32, device=device),
+            "cu_seqlens_q": step.cu_q,
+            "cu_seqlens_k": step.cu_k,
+            "seqused_k": step.ends,
+            "max_seqlen_q": step.most_tokens,
+            "max_seqlen_k": step.longest,
+            "block_table": torch.index_select(step.table[:, :width], 0, step.rows),
             "softmax_scale": self._shape.head_dim**-0.5,
         }
 

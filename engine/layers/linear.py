@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.ops.team import KernelTeam
+from engine.ops.team import Job, KernelTeam
 
 Linear = Callable[[Tensor], Tensor]  # y = x Wᵀ + b; x [tokens, in]
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # of weight and bias
@@ -56,16 +56,19 @@ class PanelLinear:
         from engine.ops import cpu_jobs, cpu_products
 
         self._run, self._code = team.run, cpu_jobs.MULTIPLY
-        self._outputs, self._inputs = weight.shape
+        self.out_features, self._inputs = weight.shape
         self._panels = cpu_products.pack(weight)
         self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
         if bias is not None:
-            self._bias[: self._outputs] = bias
+            self._bias[: self.out_features] = bias
         self._at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        out = x.new_empty(rows, self._outputs)
-        at = (x.data_ptr(), rows, *self._at, out.data_ptr(), self._outputs)
-        self._run(self._code, len(self._panels), at)
+        out = x.new_empty(rows, self.out_features)
+        self._run(*self.job(rows, x.data_ptr(), out.data_ptr()))
         return out
+
+    def job(self, rows: int, x: int, out: int) -> Job:
+        """The product as a job; tensors by address."""
+        return self._code, len(self._panels), (x, rows, *self._at, out, self.out_features)

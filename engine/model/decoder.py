@@ -39,7 +39,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, group: TpGroup, linear: MakeLinear):
         c = self.config = config
-        self._group = group
+        self.group = group
         size, rank = group.size, group.rank
         self.num_heads = c.num_heads // size
         self.kv_heads = head_range(rank, size, c.num_kv_heads)
@@ -47,20 +47,20 @@ class Decoder:
         share = c.vocab_size // size
         self._vocab = slice(rank * share, (rank + 1) * share)
         name = "model.embed_tokens.weight"
-        self._embedding = checkpoint.get(name, c.vocab_size, c.hidden_size, rows=self._vocab)
-        self._norm = checkpoint.get("model.norm.weight", c.hidden_size)
-        head = self._embedding
+        self.embedding = checkpoint.get(name, c.vocab_size, c.hidden_size, rows=self._vocab)
+        self.final_norm = checkpoint.get("model.norm.weight", c.hidden_size)
+        head = self.embedding
         if not c.tie_embeddings:
             head = checkpoint.get("lm_head.weight", c.vocab_size, c.hidden_size, rows=self._vocab)
-        self._head = linear(head, None)
+        self.head = linear(head, None)
         self.layers = [self._layer(checkpoint, index, linear) for index in range(c.num_layers)]
 
     def _layer(self, checkpoint: Checkpoint, index: int, linear: MakeLinear) -> Layer:
         c, get, p = self.config, checkpoint.get, f"model.layers.{index}."
-        rank, dim, hidden, inner = self._group.rank, c.head_dim, c.hidden_size, c.intermediate_size
+        rank, dim, hidden, inner = self.group.rank, c.head_dim, c.hidden_size, c.intermediate_size
         q_rows = slice(rank * self.num_heads * dim, (rank + 1) * self.num_heads * dim)
         kv_rows = slice(self.kv_heads[0] * dim, self.kv_heads[1] * dim)
-        width = inner // self._group.size
+        width = inner // self.group.size
         mine = slice(rank * width, (rank + 1) * width)
         q_all, kv_all = c.num_heads * dim, c.num_kv_heads * dim
         parts = (("q_proj", q_all, q_rows), ("k_proj", kv_all, kv_rows), ("v_proj", kv_all, kv_rows))
@@ -94,7 +94,7 @@ class Decoder:
         """tokens: int64 [T] → hidden states [T, hidden] after the final norm. Call `ops.begin` first."""
         x = self._embed(tokens)
         y = ops.norm(x, self.layers[0].input_norm)
-        following = [layer.input_norm for layer in self.layers[1:]] + [self._norm]
+        following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, layer in enumerate(self.layers):
             q, k, v = ops.heads(index, layer.qkv(y), layer.q_norm, layer.k_norm)
             mixed = layer.output(attention(index, q, k, v))
@@ -105,15 +105,15 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        return self._group.gather_last(self._head(hidden)).float()
+        return self.group.gather_last(self.head(hidden)).float()
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        if self._group.size == 1:
-            return F.embedding(tokens, self._embedding)
+        if self.group.size == 1:
+            return F.embedding(tokens, self.embedding)
         inside = (tokens >= self._vocab.start) & (tokens < self._vocab.stop)
         local = torch.where(inside, tokens - self._vocab.start, 0)
-        return self._group.all_reduce(F.embedding(local, self._embedding) * inside[:, None])
+        return self.group.all_reduce(F.embedding(local, self.embedding) * inside[:, None])
 
     def _sum(self, share: Tensor, bias: Tensor | None) -> Tensor:
-        whole = self._group.all_reduce(share)
+        whole = self.group.all_reduce(share)
         return whole if bias is None else whole + bias

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from engine.ops.cpu_llvm import as_f32, as_u32, compiled, integers, prefetch_line
+from engine.ops.cpu_llvm import as_f32, as_u32, compiled, indices, integers, prefetch_line
 
 F = np.float32
 _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
@@ -107,6 +107,16 @@ def _exp(x):
 
 
 # --- between the products ---------------------------------------------------------------------------------
+
+
+@compiled
+def copy_rows(kind, table, rows, out, width, first, last):
+    """out[i] = table[rows[i]] for i in [first, last); rows are int64, `width` elements each."""
+    source, target, row_of = _at(table, kind), _at(out, kind), integers(rows)
+    for row in range(first, last):
+        at = row_of[row] * width
+        for i in range(width):
+            target[row * width + i] = source[at + i]
 
 
 @compiled
@@ -248,46 +258,54 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
 
 @compiled
 def attend_tokens(
-    kind, q, q_stride, out, rows, tables, width, ends, first, last,
+    kind, q, q_stride, out, singles, starts, rows, ends, table, width, first, last,
     cache, layer, block_stride, kv, group, page, dim8, window, scale,
 ):  # fmt: skip
-    """One query row for each of the items [first, last): all its heads against its own blocks, oldest first.
+    """One query row for each of `singles`, against its own blocks, oldest first: [first, last) of all their KV heads.
 
-    rows[item]: its row in q (rows `q_stride` elements apart) and in out [row, heads · dim]; tables [item, width]:
-    block numbers; ends[item]: its tokens. A block's keys lie together for all heads, so blocks are the outer loop.
+    Of item i, starts[i] is its row in q (rows `q_stride` elements apart) and in out [row, heads · dim], rows[i] its row
+    in table [row, width] of block numbers, ends[i] its tokens. A block's keys lie together for all heads, so blocks are
+    the outer loop over those heads of an item that are in the range.
     """
     dim, heads = 8 * len(dim8), kv * group
     size = _size(kind)
     queries, mixed = _at(q, kind), _at(out, kind)
-    row_of, table, end_of = integers(rows), integers(tables), integers(ends)
+    item_of, row_of, end_of = indices(singles), indices(starts), indices(ends)
+    table_row, table = indices(rows), indices(table)
     values = kv * page * dim
     scaled = np.empty((heads, dim), np.float32)
     acc = np.empty((heads, dim), np.float32)
-    for item in range(first, last):
-        end, row = end_of[item], row_of[item]
+    unit = first
+    while unit < last:
+        head = unit % kv  # the first of `some` KV heads
+        number, some = item_of[unit // kv], min(kv - head, last - unit)
+        unit += some
+        row, own = np.int64(row_of[number]), np.int64(table_row[number]) * width
+        end = np.int64(end_of[number])
         begin = max(0, end - window) if window else 0
         low, high = begin // page, (end + page - 1) // page
-        weights = np.empty((heads, (high - low) * page), np.float32)
-        for head in range(heads):
+        count, at = some * group, (row * heads + head * group) * dim
+        weights = np.empty((count, (high - low) * page), np.float32)
+        for one in range(count):
             for i in range(dim):
-                scaled[head, i] = _load(queries, row * q_stride + head * dim + i) * F(scale)
-                acc[head, i] = F(0.0)
+                scaled[one, i] = _load(queries, row * q_stride + (head * group + one) * dim + i) * F(scale)
+                acc[one, i] = F(0.0)
+        keys = layer + head * page * dim
         for index in range(low, high):
-            block = cache + (table[item * width + index] * block_stride + layer) * size
-            after = table[item * width + index + 1] if index + 1 < high else table[item * width + low]
-            coming = cache + (after * block_stride + layer + (0 if index + 1 < high else values)) * size
+            block = cache + (np.int64(table[own + index]) * block_stride + keys) * size
+            following = np.int64(table[own + (index + 1 if index + 1 < high else low)]) * block_stride + keys
+            coming = cache + (following + (0 if index + 1 < high else values)) * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
-            _scores(_at(block, kind), coming, size, kv, group, page, used, dim8, scaled, part)
-        _softmax(weights, heads, begin - low * page, end - low * page)
+            _scores(_at(block, kind), coming, size, some, group, page, used, dim8, scaled, part)
+        _softmax(weights, count, begin - low * page, end - low * page)
         for index in range(low, high):
-            block = cache + (table[item * width + index] * block_stride + layer + values) * size
-            after = table[item * width + min(index + 1, high - 1)]
-            coming = cache + (after * block_stride + layer + values) * size
+            block = cache + (np.int64(table[own + index]) * block_stride + keys + values) * size
+            following = np.int64(table[own + min(index + 1, high - 1)]) * block_stride + keys + values
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
-            _mix(_at(block, kind), coming, size, kv, group, page, used, dim8, part, acc)
-        for head in range(heads):
+            _mix(_at(block, kind), cache + following * size, size, some, group, page, used, dim8, part, acc)
+        for one in range(count):
             for i in range(dim):
-                _store(mixed, (row * heads + head) * dim + i, acc[head, i])
+                _store(mixed, at + one * dim + i, acc[one, i])
 
 
 @compiled

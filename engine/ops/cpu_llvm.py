@@ -55,7 +55,9 @@ def _pointer_to(element: types.Type) -> Any:
     return pointer
 
 
-integers, words, floats = (_pointer_to(kind) for kind in (types.int64, types.uint32, types.float32))
+integers, indices, words, floats = (
+    _pointer_to(kind) for kind in (types.int64, types.int32, types.uint32, types.float32)
+)
 
 
 def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.ops import cpu_jobs as jobs
 from engine.ops.base import OpsShape
-from engine.ops.team import KernelTeam, bits_of
+from engine.ops.team import Job, KernelTeam, bits_of
 
 
 class CpuOps:
@@ -17,7 +17,6 @@ class CpuOps:
         self._cache = kv_cache
         self._team = team
         self._eps = bits_of(shape.norm_eps)
-        self._layer_stride, self._block_stride = kv_cache.stride(1), kv_cache.stride(0)
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
 
     def begin(self, positions: Tensor, slots: Tensor) -> None:
@@ -31,28 +30,49 @@ class CpuOps:
 
     def _norm(self, x: Tensor, delta: int, weight: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        rows, width = x.shape
-        at = (x.data_ptr(), delta, weight.data_ptr(), out.data_ptr(), width, self._eps)
-        self._team.run(jobs.ADD_NORM, rows, at)
+        self._team.run(*self.norm_job(x.shape[0], x.data_ptr(), delta, weight, out.data_ptr()))
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        self._team.run(jobs.GATE, rows, (gate_up.data_ptr(), out.data_ptr(), width))
+        self._team.run(*self.gate_job(rows, width, gate_up.data_ptr(), out.data_ptr()))
         return out
 
     def heads(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         s = self._shape
+        at = (self._positions.data_ptr(), self._slots.data_ptr())
+        self._team.run(*self.heads_job(qkv.shape[0], layer, qkv.data_ptr(), *at, q_norm, k_norm))
         heads, kv = s.num_heads, s.num_kv_heads
-        at = (
-            qkv.data_ptr(), heads, kv,
-            self._cos.data_ptr(), self._sin.data_ptr(), self._positions.data_ptr(), self._slots.data_ptr(),
-            self._cache.data_ptr(), layer * self._layer_stride, self._block_stride, self._cache.shape[4],
-            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), self._eps,
-        )  # fmt: skip
-        self._team.run(jobs.HEADS, qkv.shape[0], at)
         qkv = qkv.view(-1, heads + 2 * kv, s.head_dim)
         return qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
+
+    # --- as jobs; tensors by address --------------------------------------------------------------------
+
+    def norm_job(self, rows: int, x: int, delta: int, weight: Tensor, out: int) -> Job:
+        """`delta` 0: nothing is added."""
+        return jobs.ADD_NORM, rows, (x, delta, weight.data_ptr(), out, weight.shape[0], self._eps)
+
+    def gate_job(self, rows: int, width: int, gate_up: int, out: int) -> Job:
+        return jobs.GATE, rows, (gate_up, out, width)
+
+    def heads_job(
+        self,
+        rows: int,
+        layer: int,
+        qkv: int,
+        positions: int,
+        slots: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Job:
+        s, cache = self._shape, self._cache
+        at = (
+            qkv, s.num_heads, s.num_kv_heads,
+            self._cos.data_ptr(), self._sin.data_ptr(), positions, slots,
+            cache.data_ptr(), layer * cache.stride(1), cache.stride(0), cache.shape[4],
+            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), self._eps,
+        )  # fmt: skip
+        return jobs.HEADS, rows, at

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 # Of one job: few enough to cost nothing, and the wait for the last one is short.
 MAX_SHARES = 16
 # Polls of a helper before it sleeps, about 0.2 ms: it is awake throughout a step and asleep between steps.
 IDLE_POLLS = 8192
+
+Job = tuple[int, int, tuple[int, ...]]  # code (engine/ops/cpu_jobs.py), number of items, arguments
 
 
 class Team:
@@ -55,24 +59,42 @@ class KernelTeam(Team):
         self._work = cpu_jobs.work
         self._kind, self._dim8 = kind_of(dtype), (0,) * (head_dim // 8)
         self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
-        self._job = ctypes.addressof(self._row)
+        self._at = ctypes.addressof(self._row)
         self._begin, self._stop = cpu_jobs.CODE * 8, cpu_jobs.STOP
         self._serving: list[Future[Any]] = []
 
     def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
         """Run a job over the items [0, total); returns when it is done."""
-        shares = 1 if self._helpers is None else min(total, MAX_SHARES)
+        shares = self._shares(total)
         struct.pack_into(f"{3 + len(arguments)}q", self._row, self._begin, code, total, shares, *arguments)
         if shares > 1:
             self._wake()
-        self._work(self._kind, self._dim8, self._job, 0)
+        self._work(self._kind, self._dim8, self._at, 0, 0, 0)
+
+    def _shares(self, total: int) -> int:
+        return 1 if self._helpers is None else min(total, MAX_SHARES)
+
+    def compile(self, jobs: Sequence[Job]) -> NDArray[np.int64]:
+        """The form of these jobs that `run_all` takes."""
+        from engine.ops.cpu_jobs import JOB
+
+        listed = np.zeros((len(jobs), JOB), np.int64)
+        for row, (code, total, arguments) in zip(listed, jobs, strict=True):
+            row[: 3 + len(arguments)] = (code, total, self._shares(total), *arguments)
+        return listed
+
+    def run_all(self, listed: NDArray[np.int64]) -> None:
+        """Run the jobs one after the other; returns when all are done."""
+        if self._helpers is not None:
+            self._wake()
+        self._work(self._kind, self._dim8, self._at, 0, listed.ctypes.data, len(listed))
 
     def _wake(self) -> None:
         assert self._helpers is not None, "only helpers are woken"
         self._serving = [one for one in self._serving if not one.done()]
         for _ in range(self.threads - 1 - len(self._serving)):
             self._serving.append(
-                self._helpers.submit(self._work, self._kind, self._dim8, self._job, IDLE_POLLS)
+                self._helpers.submit(self._work, self._kind, self._dim8, self._at, IDLE_POLLS, 0, 0)
             )
 
     def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:

@@ -15,18 +15,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cluster.addresses import interface_of, source_address
 from cluster.errors import InternalError, SetupError
-from engine.plan import StepPlan
 
 # An idle leader sends no plan, so collectives have no time-out. A dead leader is noticed by its pipe to the rank
 # (worker/ranks/process.py), a rank that hangs by its beats and arrivals (worker/ranks/watch.py).
 IDLE_SECONDS = 10 * 365 * 86400
+# A message up to this size, its length included, is one broadcast: a step of 256 single tokens is 6 KB.
+FRAME_BYTES = 16384
 JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they join
 
 
@@ -56,8 +57,8 @@ class TpGroup(Protocol):
     def gather_last(self, x: Tensor) -> Tensor:
         """Concatenate the ranks' last dimensions, in order of rank."""
 
-    def share(self, plan: StepPlan | None) -> StepPlan | None:
-        """Return the leader's plan on every rank; None = stop."""
+    def share(self, message: bytes | None) -> bytes | memoryview | None:
+        """Return the leader's message on every rank, None for none; of other ranks the argument is None."""
 
 
 class NullGroup:
@@ -73,8 +74,8 @@ class NullGroup:
     def gather_last(self, x: Tensor) -> Tensor:
         return x
 
-    def share(self, plan: StepPlan | None) -> StepPlan | None:
-        return plan
+    def share(self, message: bytes | None) -> bytes | memoryview | None:
+        return message
 
 
 class _Together:
@@ -141,8 +142,7 @@ class DistributedGroup:
         self.arrivals = Arrivals()
         self._together = _Together(self.arrivals)
         self._device = device
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(StepPlan | None)
+        self._frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._together:
@@ -155,21 +155,31 @@ class DistributedGroup:
             dist.all_gather(pieces, own)
         return torch.cat(pieces, -1)
 
-    def share(self, plan: StepPlan | None) -> StepPlan | None:
-        """As msgpack: torch broadcasts objects as pickles, and the backends' sockets have no authentication."""
-        encoded = self._encoder.encode(plan) if self.rank == 0 else b""
-        size = torch.tensor([len(encoded)], device=self._device)
+    def share(self, message: bytes | None) -> bytes | memoryview | None:
+        """The length, so much of the message as a frame holds, and in a second broadcast the rest."""
+        frame = self._frame.numpy()
+        if self.rank == 0:
+            content = message or b""
+            frame[:8] = np.frombuffer(struct.pack("<q", len(content)), np.uint8)
+            first = content[: FRAME_BYTES - 8]
+            frame[8 : 8 + len(first)] = np.frombuffer(first, np.uint8)
+        received = self._broadcast(self._frame).numpy()
+        (size,) = struct.unpack("<q", received[:8].tobytes())
+        more = size - (FRAME_BYTES - 8)
+        if more <= 0:
+            return message if self.rank == 0 else received[8 : 8 + size].data or None
+        rest = torch.empty(more, dtype=torch.uint8)
+        if self.rank == 0:
+            rest.numpy()[:] = np.frombuffer(content[FRAME_BYTES - 8 :], np.uint8)
+        tail = self._broadcast(rest).numpy()
+        return message if self.rank == 0 else np.concatenate([received[8:], tail]).data
+
+    def _broadcast(self, content: Tensor) -> Tensor:
+        """The leader's bytes, in memory of the host."""
+        there = content.to(self._device)
         with self._together:
-            dist.broadcast(size, src=0)
-        content = (
-            torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            if encoded
-            else torch.empty(int(size), dtype=torch.uint8)
-        )
-        content = content.to(self._device)
-        with self._together:
-            dist.broadcast(content, src=0)
-        return plan if self.rank == 0 else self._decoder.decode(content.cpu().numpy().data)
+            dist.broadcast(there, src=0)
+        return there.cpu()
 
     def close(self) -> None:
         dist.destroy_process_group()

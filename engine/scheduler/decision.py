@@ -30,8 +30,10 @@ class StepDecision:
                 token_ids=s.tokens[s.num_computed : s.num_computed + count],
                 begin=s.num_computed,
                 block_ids=s.blocks,
-                wants_logits=count == s.missing,
+                row=s.row,
+                num_logits=int(count == s.missing),
                 export=s.request.export,
+                blocks_in_row=s.blocks_in_row,
             )
             for s, count in self.scheduled.items()
         ]

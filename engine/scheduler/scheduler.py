@@ -18,6 +18,7 @@ from operator import attrgetter
 from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError
 from engine.cache.block_pool import BlockPool
+from engine.plan import table_rows
 from engine.request import EngineRequest
 from engine.scheduler.blocks import Blocks, Claimant
 from engine.scheduler.decision import StepDecision
@@ -29,6 +30,7 @@ from engine.scheduler.seats import LeftSeats, Seats
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Victims
+from engine.scheduler.table_rows import TableRows
 from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns
 
 # After so long in one class a waiting sequence counts as of the next higher one, so that no class starves another.
@@ -45,6 +47,7 @@ class Scheduler:
         self._claims = GrowthClaims(config.page_size, config.max_model_len)
         self._blocks = Blocks(pool, prefixes, self._claims, self.sequences)
         self._turns = Turns()
+        self.rows = TableRows(table_rows(config.max_batch_tokens, pool.total))
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
         self.waiting: list[Sequence] = []  # by `order`
         self.running: dict[Sequence, None] = {}
@@ -185,6 +188,7 @@ class Scheduler:
         self.running.pop(sequence, None)
         self.reservations.remove(sequence)
         self._claims.remove(sequence)
+        self.rows.release(sequence)
 
     # --- a step ----------------------------------------------------------------------------------------
 
@@ -344,6 +348,7 @@ class Scheduler:
                 return False
         if (copy := self._blocks.grow(sequence, tokens)) is not None:
             decision.copies[sequence] = copy
+            sequence.blocks_in_row = min(sequence.blocks_in_row, sequence.num_computed // self._page)
         return True
 
     # --- when blocks are short -------------------------------------------------------------------------
@@ -383,6 +388,7 @@ class Scheduler:
             return
         decision.drop(victim)
         del self.running[victim]
+        self.rows.release(victim)
         self._claims.preempted(victim)
         self._blocks.release(victim)
         victim.num_computed = victim.registered_blocks = 0

@@ -15,6 +15,7 @@ from cluster.state_machine import StateMachine
 from engine.request import EngineRequest, PromptChunk
 
 HIGHEST_RANK = -1  # of the class high
+NO_ROW = -1
 
 
 class SequenceState(Enum):
@@ -66,6 +67,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     registered_blocks: int = 0  # leading blocks that are in the prefix cache
+    row: int = NO_ROW  # of the ranks' block tables
+    blocks_in_row: int = 0  # leading blocks that the row holds
     cached_tokens: int = 0
     prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False

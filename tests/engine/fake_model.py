@@ -15,7 +15,9 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from engine.model.config import ModelConfig
-from engine.plan import StepPlan
+from engine.plan import StepPlan, table_rows
+from engine.step_buffers import StepBuffers
+from engine.step_delta import StepDelta
 
 VOCAB = 97
 PAGE = 4
@@ -40,6 +42,11 @@ class FakeRunner:
         self.page_size = PAGE
         self.config = EngineConfig(model=Path("/fake"), max_model_len=CONTEXT, page_size=PAGE, **settings)  # type: ignore[arg-type]
         self.cache = torch.zeros(num_blocks, PAGE, dtype=torch.int64)
+        rows = table_rows(self.config.max_batch_tokens, num_blocks)
+        self.leader, self.follower = (
+            StepBuffers(rows, num_blocks, 2 * num_blocks * PAGE, PAGE, self.cache.device, staged=staged)
+            for staged in (False, True)
+        )
         self.sick: set[str] = set()  # requests whose logits are NaN
         self.model_config = ModelConfig(
             family="fake",
@@ -68,15 +75,31 @@ class FakeRunner:
         for position, token in enumerate(tokens, begin):
             self.cache[block_ids[position // PAGE], position % PAGE] = token
 
+    def _load(self, plan: StepPlan) -> None:
+        """As a leader, and as a rank that follows it. Each item's row must be its blocks on both."""
+        delta = StepDelta.of(plan)
+        self.leader.load(delta)
+        self.follower.load(StepDelta.from_bytes(delta.to_bytes()))
+        for buffers in (self.leader, self.follower):
+            for item in plan.items:
+                assert buffers.table[item.row, : len(item.block_ids)].tolist() == item.block_ids, item
+
     def execute(self, plan: StepPlan) -> Tensor:
+        """Reads and writes the cache by the follower's buffers alone."""
+        self._load(plan)
+        step = self.follower
         for copy in plan.copies:
             self.cache[copy.target] = self.cache[copy.source]
-        logits = []
-        for item in plan.items:
-            self.store(item.block_ids, item.begin, item.token_ids)
-        for item in plan.items:
-            if item.wants_logits:
-                used = self.cache[item.block_ids[: -(-item.end // PAGE)]].flatten()[: item.end].tolist()
+        self.cache.view(-1)[step.slots] = step.tokens
+        logits, wanted = [], iter(step.logit_rows.tolist())
+        for index, item in enumerate(plan.items):
+            if item.num_logits:
+                end = int(step.ends[index])
+                assert (
+                    next(wanted) == int(step.cu_q[index + 1]) - 1
+                    and int(step.positions[step.cu_q[index + 1] - 1]) == end - 1
+                )
+                used = self.cache[step.blocks_of(int(step.rows[index]), end)].flatten()[:end].tolist()
                 row = torch.zeros(VOCAB)
                 row[next_token(used)] = 1.0
                 if item.request_id in self.sick:

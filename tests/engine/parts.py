@@ -50,7 +50,7 @@ class Parts:
                 row[:] = value
             else:
                 row[value] = 1.0
-        assert len(rows) == sum(item.wants_logits for item in plan.items)
+        assert len(rows) == sum(item.num_logits for item in plan.items)
         span = StepSpan(10.0, 12.0, sum(decision.scheduled.values()))
         self.outputs.process(decision, plan, logits, span, output)
         self.check()

@@ -20,6 +20,7 @@ from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, flash_varlen, torch_varlen
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem
+from tests.engine.steps import buffers_of
 
 HEADS, KV, DIM, PAGE, LAYERS = 4, 2, 8, 16, 2
 
@@ -52,9 +53,9 @@ def step() -> tuple[Tensor, list[PlanItem], Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     cache = torch.randn(20, LAYERS, 2, KV, PAGE, DIM)
     items = [
-        PlanItem("fresh", list(range(21)), 0, [3, 7], True),
-        PlanItem("chunk", list(range(9)), 30, [1, 2, 9, 4], True),
-        PlanItem("decode", [5], 40, [11, 12, 13], True),
+        PlanItem("fresh", list(range(21)), 0, [3, 7], 0, 1),
+        PlanItem("chunk", list(range(9)), 30, [1, 2, 9, 4], 1, 1),
+        PlanItem("decode", [5], 40, [11, 12, 13], 2, 1),
     ]
     tokens = sum(len(item.token_ids) for item in items)
     q, k, v = torch.randn(tokens, HEADS, DIM), torch.randn(tokens, KV, DIM), torch.randn(tokens, KV, DIM)
@@ -79,7 +80,7 @@ def test_cpu_and_cuda_backends_mean_the_same(window):
     ]
     outputs = []
     for backend in backends:
-        backend.begin(items)
+        backend.begin(buffers_of(items, PAGE))
         outputs.append(backend.attend(1, q, k, v))
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-4)
@@ -93,10 +94,10 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads
     torch.manual_seed(0)
     cache = torch.randn(40, LAYERS, 2, kv, PAGE, dim).bfloat16()
     items = [
-        PlanItem("fresh", list(range(77)), 0, [3, 7, 12, 13, 14], True),
-        PlanItem("chunk", list(range(70)), 30, [1, 2, 9, 4, 20, 21, 22], True),
-        PlanItem("short", list(range(5)), 60, [30, 31, 32, 33, 34], True),
-        PlanItem("tile", list(range(12)), 0, [5], True),
+        PlanItem("fresh", list(range(77)), 0, [3, 7, 12, 13, 14], 0, 1),
+        PlanItem("chunk", list(range(70)), 30, [1, 2, 9, 4, 20, 21, 22], 1, 1),
+        PlanItem("short", list(range(5)), 60, [30, 31, 32, 33, 34], 2, 1),
+        PlanItem("tile", list(range(12)), 0, [5], 3, 1),
     ]
     tokens = sum(len(item.token_ids) for item in items)
     qkv = torch.randn(tokens, heads + 2 * kv, dim).bfloat16()  # as in the model: parts of one row
@@ -110,7 +111,7 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads
     backend = PagedCpuBackend(
         AttentionShape(heads, kv, dim, PAGE, (0, window)), cache, KernelTeam(threads, torch.bfloat16, dim)
     )
-    backend.begin(items)
+    backend.begin(buffers_of(items, PAGE))
     mixed = backend.attend(1, q, k, v).view(tokens, heads, dim).double()
     row = 0
     for item in items:
@@ -128,6 +129,35 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads
             row += 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 25])
+def test_single_tokens_are_the_same_on_any_number_of_threads(window, dtype):
+    """Threads take the KV heads of a sequence from each other; what a head gives does not depend on it."""
+    heads, kv, dim = 6, 3, 16
+    torch.manual_seed(0)
+    cache = torch.randn(40, LAYERS, 2, kv, PAGE, dim).to(dtype)
+    ends = [1, 70, 16, 33]
+    items = [
+        PlanItem(str(row), [5], end - 1, torch.randperm(40)[: -(-end // PAGE)].tolist(), row, 1)
+        for row, end in enumerate(ends)
+    ]
+    q, k, v = (torch.randn(len(items), n, dim).to(dtype) for n in (heads, kv, kv))
+    found = []
+    for threads in (1, 2, 3):
+        backend = PagedCpuBackend(
+            AttentionShape(heads, kv, dim, PAGE, (window,) * LAYERS), cache, KernelTeam(threads, dtype, dim)
+        )
+        backend.begin(buffers_of(items, PAGE))
+        found.append([backend.attend(layer, q, k, v) for layer in range(LAYERS)])
+        alone = []
+        for row, item in enumerate(items):
+            backend.begin(buffers_of([item], PAGE))
+            alone.append(backend.attend(0, q[row : row + 1], k, v))
+        assert torch.equal(torch.cat(alone), found[-1][0])
+    for some in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(some, found[0], strict=True))
+
+
 def test_the_flash_adapter_calls_by_keyword():
     calls = []
 
@@ -139,9 +169,9 @@ def test_the_flash_adapter_calls_by_keyword():
     cache, items, q, k, v = step()
     shape = AttentionShape(HEADS, KV, DIM, PAGE, (0,) * LAYERS)
     backend = VarlenBackend(shape, cache, flash_varlen(flash), name="flash")
-    backend.begin(items)
+    backend.begin(buffers_of(items, PAGE))
     direct = VarlenBackend(shape, cache, reference)
-    direct.begin(items)
+    direct.begin(buffers_of(items, PAGE))
     assert torch.equal(backend.attend(0, q, k, v), direct.attend(0, q, k, v))
     assert calls[0]["block_table"].dtype is torch.int32
 
@@ -174,8 +204,8 @@ def test_the_torch_adapter_calls_what_torch_has(window, monkeypatch):
     cache, items, q, k, v = step()
     shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS)
     backend, direct = VarlenBackend(shape, cache, torch_varlen()), VarlenBackend(shape, cache, reference)
-    backend.begin(items)
-    direct.begin(items)
+    backend.begin(buffers_of(items, PAGE))
+    direct.begin(buffers_of(items, PAGE))
     for layer in range(LAYERS):
         assert torch.equal(backend.attend(layer, q, k, v), direct.attend(layer, q, k, v))
     assert len(calls) == LAYERS
@@ -231,13 +261,14 @@ from engine.attention.base import AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.ops.team import KernelTeam
 from engine.plan import PlanItem
+from tests.engine.steps import buffers_of
 
 tokens, dim, dtype = 3000, 32, torch.{dtype}
 blocks = list(range(tokens // 16 + 2))
 cache = torch.zeros(len(blocks), 1, 2, 1, 16, dim, dtype=dtype)
 backend = PagedCpuBackend(AttentionShape(1, 1, dim, 16, (0,)), cache, KernelTeam(2, dtype, dim))
-for item in (PlanItem("prompt", list(range(tokens)), 0, blocks, True), PlanItem("token", [1], tokens, blocks, True)):
-    backend.begin([item])
+for item in (PlanItem("prompt", list(range(tokens)), 0, blocks, 0, 1), PlanItem("token", [1], tokens, blocks, 0, 1)):
+    backend.begin(buffers_of([item], 16))
     q, k, v = (torch.randn(len(item.token_ids), 1, dim, dtype=dtype) for _ in range(3))
     assert not backend.attend(0, q, k, v).isnan().any()
 print("whole")

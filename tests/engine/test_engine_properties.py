@@ -10,6 +10,7 @@ from cluster.errors import BlocksExhaustedError
 from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.engine import Engine
 from engine.request import EngineRequest, EngineReservation, SamplingParams, TokenOutput
+from engine.scheduler.sequence import NO_ROW
 from tests.engine.fake_model import PAGE, FakeRunner, continuation
 
 SECRET, SALT = b"p", bytes(16)
@@ -126,6 +127,17 @@ class World:
             with pytest.raises(BlocksExhaustedError):  # all of it had come, and the commit was under way
                 self.engine.commit(name, [TokenOutput(name, 0, 1, 3)])
 
+    def check(self) -> None:
+        """Also every row of the block tables, on the leader and on a rank that follows it."""
+        self.engine.check_integrity()
+        for s in self.engine._scheduler.sequences():
+            if s.row == NO_ROW:
+                assert s.blocks_in_row == 0
+                continue
+            for buffers in (self.runner.leader, self.runner.follower):
+                assert buffers.table[s.row, : s.blocks_in_row].tolist() == s.blocks[: s.blocks_in_row]
+            assert s.blocks_in_row >= self.engine._scheduler.blocks_for(s.num_computed)
+
     def last_part(self) -> None:
         """It lands only now; then no write is left, and the reservation is released."""
         if self.evicted:
@@ -144,7 +156,7 @@ class World:
             if turn % 3 == 0:
                 self.last_part()
             self.step()
-            self.engine.check_integrity()
+            self.check()
         assert not self.engine.has_work
 
 
@@ -175,7 +187,7 @@ def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, t
     world = World(blocks, budget, chunked, limit, batch, tenants)
     for name, *arguments in steps:
         getattr(world, name)(*arguments)
-        world.engine.check_integrity()
+        world.check()
     world.finish()
     for key, tokens in world.expected.items():
         assert world.got[key] == tokens, key

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from cluster.errors import SetupError
-from engine.parallel.group import DistributedGroup, _listening, listen_at, listening_meanwhile
-from engine.plan import BlockCopy, PlanItem, StepPlan
+from engine.parallel.group import FRAME_BYTES, DistributedGroup, _listening, listen_at, listening_meanwhile
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -28,23 +27,23 @@ def test_a_rank_whose_peers_do_not_join_reports_it(rank):
         )
 
 
-def run_rank(rank: int, address: str, listener: socket.socket | None, plans: list[Any], sockets: Any) -> None:
+def run_rank(
+    rank: int, address: str, listener: socket.socket | None, messages: list[bytes], sockets: Any
+) -> None:
     group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener)
-    for plan in plans:
-        assert group.share(plan if rank == 0 else None) == plan
+    for message in messages:
+        assert group.share(message if rank == 0 else None) == message
     sockets.put(
         [c.laddr[0] for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     )
-    group.share(None)
+    assert group.share(None) is None
     group.close()
 
 
 def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    plans = [
-        StepPlan([PlanItem("a", [1, 2, 3], 7, [4, 5], True, export=True)], [BlockCopy(1, 2)]),
-        StepPlan([PlanItem(str(i), [i], i, list(range(i)), False) for i in range(300)], []),
-    ]
+    frame = FRAME_BYTES - 8  # the longest message that is one broadcast
+    plans = [b"plan", *(os.urandom(size) for size in (frame - 1, frame, frame + 1, 5 * frame)), b"last"]
     address, listener = listen_at("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     sockets = context.Queue()
@@ -67,8 +66,7 @@ def hold_group(rank: int, address: str, listener: socket.socket | None, ports: A
     found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     ports.put([tuple(one) for one in found if f"{one.ip}:{one.port}" != address])
     assert tried.wait(60)
-    plan = StepPlan([PlanItem("a", [1], 1, [1], True)], [])
-    assert group.share(plan if rank == 0 else None) == plan
+    assert group.share(b"plan" if rank == 0 else None) == b"plan"
     group.share(None)
     group.close()
 

@@ -39,7 +39,7 @@ class HurtRunner(FakeRunner):
             hurt = bool((used == NOT_A_NUMBER).any())
             if hurt:
                 self.store(item.block_ids, item.begin, [NOT_A_NUMBER] * len(item.token_ids))
-            if item.wants_logits:
+            if item.num_logits:
                 row = next(wanting)
                 if hurt:
                     logits[row] = math.nan

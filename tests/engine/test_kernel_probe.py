@@ -18,6 +18,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.varlen import Kernel, VarlenBackend, flash_varlen
 from engine.ops.base import has_numba
 from engine.plan import PlanItem
+from tests.engine.steps import buffers_of
 from tests.engine.test_attention_backends import DIM, HEADS, KV, LAYERS, PAGE, reference, step
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
@@ -131,7 +132,7 @@ def windows(items: list[PlanItem], *of_layers: int) -> list[tuple[int, int]]:
 
     cache = torch.zeros(20, len(of_layers), 2, KV, PAGE, DIM)
     backend = VarlenBackend(AttentionShape(HEADS, KV, DIM, PAGE, of_layers), cache, kernel)
-    backend.begin(items)
+    backend.begin(buffers_of(items, PAGE))
     q = torch.zeros(sum(len(item.token_ids) for item in items), HEADS, DIM)
     for layer in range(len(of_layers)):
         backend.attend(layer, q, q, q)
@@ -139,9 +140,10 @@ def windows(items: list[PlanItem], *of_layers: int) -> list[tuple[int, int]]:
 
 
 def test_a_step_of_single_tokens_names_no_bound() -> None:
-    token = PlanItem("token", [0], 20, [1, 2], True)
-    chunk = PlanItem("chunk", [0, 0], 20, [3, 4], True)
-    assert windows([token, token], 0, 12) == [(-1, -1), (11, 0)]
+    token = PlanItem("token", [0], 20, [1, 2], 0, 1)
+    other = PlanItem("other", [0], 20, [3, 4], 1, 1)
+    chunk = PlanItem("chunk", [0, 0], 20, [3, 4], 1, 1)
+    assert windows([token, other], 0, 12) == [(-1, -1), (11, 0)]
     assert windows([token, chunk], 0, 12) == [(-1, 0), (11, 0)]
 
 
@@ -182,7 +184,7 @@ def test_the_standalone_package_gets_lengths_as_sums() -> None:
     outputs = []
     for kernel in (flash_varlen(standalone), reference):
         backend = VarlenBackend(shape, cache, kernel)
-        backend.begin(items)
+        backend.begin(buffers_of(items, PAGE))
         outputs.append([backend.attend(layer, q, k, v) for layer in range(LAYERS)])
     for got, expected in zip(*outputs, strict=True):
         assert torch.equal(got, expected)

@@ -37,15 +37,16 @@ def test_logits_are_the_references_at_every_position(variant, checkpoint):
     expected = exact_logits(model, tokens)
     own = float((reference_logits(model, tokens) - expected).abs().max())
     within = max(LOGITS_WITHIN, OF_REFERENCES_OWN * own)
-    runner = ModelRunner(load_model(EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES)))
+    config = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES, max_batch_tokens=4096)
+    runner = ModelRunner(load_model(config))
     lengths = range(1, 91)
-    wholes = [PlanItem(str(n), tokens[:n], 0, list(range(6 * n, 6 * n + 6)), True) for n in lengths]
+    wholes = [PlanItem(str(n), tokens[:n], 0, list(range(6 * n, 6 * n + 6)), n, 1) for n in lengths]
     assert_close(logits_of(runner, wholes), expected, within)
     blocks = [5, 2, 9, 1, 30, 7]
-    singles = [[PlanItem("r", [tokens[n - 1]], n - 1, blocks, True)] for n in lengths]
+    singles = [[PlanItem("r", [tokens[n - 1]], n - 1, blocks, 0, 1)] for n in lengths]
     assert_close(torch.cat([logits_of(runner, item) for item in singles]), expected, within)
     cuts = (0, 1, 16, 17, 31, 45, 46, 64, 65, 90)
-    pieces = [PlanItem("r", tokens[a:b], a, blocks, True) for a, b in pairwise(cuts)]
+    pieces = [PlanItem("r", tokens[a:b], a, blocks, 0, 1) for a, b in pairwise(cuts)]
     got = torch.cat([logits_of(runner, [piece]) for piece in pieces])
     assert_close(got, expected[[piece.end - 1 for piece in pieces]], within)
 

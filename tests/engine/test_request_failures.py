@@ -46,7 +46,7 @@ class SickRunner(FakeRunner):
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         logits = super().execute(plan)
-        wanting = [item for item in plan.items if item.wants_logits]
+        wanting = [item for item in plan.items if item.num_logits]
         for row, item in enumerate(wanting):
             if item.request_id == "bad":
                 self.seen += 1
@@ -297,7 +297,7 @@ def test_ranks_stay_in_step_when_a_request_fails(checkpoint, monkeypatch):
         def execute(plan: StepPlan) -> torch.Tensor:
             nonlocal seen
             logits = real(plan).clone()
-            wanting = [item.request_id for item in plan.items if item.wants_logits]
+            wanting = [item.request_id for item in plan.items if item.num_logits]
             if "bad" in wanting:
                 seen += 1
                 if seen == 4:

@@ -26,13 +26,13 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     parts.scheduler.add(request("one", PROMPT, export=True))
     first = parts.scheduler.schedule()
     (item,) = first.plan().items
-    assert (item.request_id, item.begin, item.token_ids, item.wants_logits, item.export) == (
-        ("one", 0, PROMPT[:6], False, True)
+    assert (item.request_id, item.begin, item.token_ids, item.num_logits, item.export) == (
+        ("one", 0, PROMPT[:6], 0, True)
     )
     assert item.block_ids == parts.choices("one")[0].blocks and len(item.block_ids) == 3
     parts.process(first, [])
     (item,) = parts.scheduler.schedule().plan().items
-    assert (item.begin, item.token_ids, item.wants_logits) == (6, PROMPT[6:], True)
+    assert (item.begin, item.token_ids, item.num_logits) == (6, PROMPT[6:], 1)
 
 
 def test_without_chunks_a_long_prompt_waits_for_a_step_of_its_own() -> None:

@@ -17,6 +17,7 @@ from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, make_engine, run, runners
+from tests.engine.steps import buffers_of
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.exactness import assert_greedy
 
@@ -48,7 +49,7 @@ def step(
     items, free = [], list(torch.randperm(200).tolist())
     for number, (begin, count) in enumerate(SPANS):
         blocks = [free.pop() for _ in range(-(-(begin + count) // PAGE))]
-        items.append(PlanItem(str(number), [5] * count, begin, blocks, True))
+        items.append(PlanItem(str(number), [5] * count, begin, blocks, number, 1))
     cache = torch.zeros(200, LAYERS, 2, kv, PAGE, dim, dtype=dtype)
     tokens = sum(len(item.token_ids) for item in items)
     q, k, v = (torch.randn(tokens, n, dim).to(dtype) for n in (heads, kv, kv))
@@ -84,7 +85,7 @@ def test_attention_reads_nothing_beyond_the_length(backend, heads, kv, dim, dtyp
 
     def outputs(kept: Tensor) -> Tensor:
         attention = make(backend, threads, shape, kept)
-        attention.begin(items)
+        attention.begin(buffers_of(items, PAGE))
         return torch.stack([attention.attend(layer, q, k, v).clone() for layer in range(LAYERS)])
 
     clean = outputs(cache)
@@ -96,7 +97,7 @@ def test_attention_reads_nothing_beyond_the_length(backend, heads, kv, dim, dtyp
     # One backend, two steps: buffers that are used again hold nothing of the first.
     attention = make(backend, threads, shape, poisoned(cache, items, math.nan))
     for some in (items, items[::-1][:1], items[:3]):
-        attention.begin(some)
+        attention.begin(buffers_of(some, PAGE))
         rows = [row for item in some for row in rows_of(item, items)]
         got = attention.attend(0, q[rows].contiguous(), k[rows].contiguous(), v[rows].contiguous())
         torch.testing.assert_close(got, clean[0][rows])

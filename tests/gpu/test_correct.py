@@ -19,6 +19,7 @@ from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
+from tests.engine.steps import buffers_of
 from tests.harness.checkpoints import VARIANTS, prompt_ids
 
 pytestmark = pytest.mark.gpu
@@ -113,10 +114,10 @@ def spread_step(heads: tuple[int, int, int], window: int, page: int, backend: st
     spans = [("fresh", 0, 50), ("chunk", 300, 340), ("token", 519, 520)]
     need = [-(-end // page) for _, _, end in spans]
     blocks = torch.randperm(sum(need) + 5).tolist()
-    items = []
+    items: list[PlanItem] = []
     for (name, begin, end), count in zip(spans, need, strict=True):
         mine, blocks = blocks[:count], blocks[count:]
-        items.append(PlanItem(name, [0] * (end - begin), begin, mine, True))
+        items.append(PlanItem(name, [0] * (end - begin), begin, mine, len(items), 1))
     cache = torch.randn(sum(need) + 5, 2, 2, heads[1], page, heads[2]).to(device, torch.bfloat16)
     tokens = sum(len(item.token_ids) for item in items)
     q, k, v = (
@@ -139,7 +140,7 @@ def attend(name: str, shape: AttentionShape, cache: Tensor, items, q: Tensor, k:
     team = KernelTeam(1, cache.dtype, shape.head_dim) if name == "cpu" else Team(1)
     with torch.inference_mode():
         attention = registry.make(name, shape, cache, team)
-        attention.begin(items)
+        attention.begin(buffers_of(items, shape.page_size, device=str(cache.device)))
         return attention.attend(1, q, k, v)
 
 
@@ -160,8 +161,8 @@ def logits(model, **settings) -> Tensor:
     found = []
     for a, b, c, d in steps:
         items = [
-            PlanItem("one", one[a:b], a, [5, 2, 9, 1, 30, 7], True),
-            PlanItem("other", other[c:d], c, [6, 4, 8, 3], True),
+            PlanItem("one", one[a:b], a, [5, 2, 9, 1, 30, 7], 0, 1),
+            PlanItem("other", other[c:d], c, [6, 4, 8, 3], 1, 1),
         ]
         found.append(runner.execute(StepPlan(items, [])).cpu())
     return torch.cat(found)

@@ -1,0 +1,143 @@
+"""A step of single tokens on the CPU as one list of jobs, computed by one call: about 145 hand-overs from Python less.
+
+The list is compiled for a number of rows, over buffers that stay where they are: those of the step (engine/step_buffers)
+and those between the operations, here. The jobs are the ones that the operations run one by one, so the logits are
+the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.paged_cpu import PagedCpuBackend
+from engine.layers.linear import PanelLinear
+from engine.model.decoder import Decoder, Layer
+from engine.ops import cpu_jobs
+from engine.ops.cpu_ops import CpuOps
+from engine.ops.team import Job, KernelTeam
+from engine.step_buffers import StepBuffers
+
+MOST_ROWS = 256  # of a list; the buffers grow to as many
+KEPT_LISTS = 64  # 40 KB each
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What operations hand to each other, [rows, width] each."""
+
+    x: Tensor
+    y: Tensor
+    qkv: Tensor
+    mixed: Tensor
+    delta: Tensor
+    gate_up: Tensor
+    inner: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A decoder whose products and operations are all kernels."""
+
+    decoder: Decoder
+    ops: CpuOps
+    attention: PagedCpuBackend
+    team: KernelTeam
+
+    @property
+    def linears(self) -> list[object]:
+        layers = self.decoder.layers
+        return [self.decoder.head, *(one for x in layers for one in (x.qkv, x.output, x.gate_up, x.down))]
+
+
+class DecodeJobs:
+    """For a whole model: one rank. `fits` says whether it can be made, `takes` whether it computes a step."""
+
+    def __init__(self, parts: _Parts, step: StepBuffers):
+        self._parts = parts
+        self._step = step
+        self._work = self._allocate(1)
+        self._lists: dict[int, NDArray[np.int64]] = {}
+
+    @classmethod
+    def make(
+        cls, decoder: Decoder, ops: object, attention: object, team: object, step: StepBuffers
+    ) -> DecodeJobs | None:
+        """None if something of the model is not computed by kernels of one rank."""
+        kernels = isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend)
+        if not kernels or not isinstance(team, KernelTeam) or decoder.group.size > 1:
+            return None
+        assert isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend), "kernels"
+        parts = _Parts(decoder, ops, attention, team)
+        biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
+        if biased or not all(isinstance(one, PanelLinear) for one in parts.linears):
+            return None
+        return cls(parts, step)
+
+    def takes(self, step: StepBuffers) -> bool:
+        """Whether the step is single tokens whose logits are all wanted."""
+        return step.all_single and step.num_logits == step.num_items <= MOST_ROWS
+
+    def run(self) -> Tensor:
+        """float32 logits [rows, vocab] of the step in the buffers."""
+        rows = self._step.num_items
+        if rows > len(self._work.x):
+            self._work = self._allocate(1 << (rows - 1).bit_length())
+            self._lists.clear()
+        listed = self._lists.get(rows)
+        if listed is None:
+            if len(self._lists) >= KEPT_LISTS:
+                self._lists.clear()
+            listed = self._lists[rows] = self._parts.team.compile(self._jobs(rows))
+        self._parts.team.run_all(listed)
+        return self._work.logits[:rows].float()
+
+    def _allocate(self, rows: int) -> _Work:
+        decoder = self._parts.decoder
+        c, embedding = decoder.config, decoder.embedding
+        heads, kv, inner = decoder.num_heads, decoder.num_kv_heads, c.intermediate_size
+        widths = (
+            c.hidden_size, c.hidden_size, (heads + 2 * kv) * c.head_dim, heads * c.head_dim, c.hidden_size,
+            2 * inner, inner, c.vocab_size,
+        )  # fmt: skip
+        return _Work(*(embedding.new_empty(rows, width) for width in widths))
+
+    def _jobs(self, rows: int) -> list[Job]:
+        decoder, ops, w = self._parts.decoder, self._parts.ops, self._work
+        embedding, x, y = decoder.embedding, w.x.data_ptr(), w.y.data_ptr()
+        width = embedding.shape[1]
+        read = (embedding.data_ptr(), self._step.tokens.data_ptr(), x, width)
+        jobs: list[Job] = [(cpu_jobs.EMBED, rows, read)]
+        jobs.append(ops.norm_job(rows, x, 0, decoder.layers[0].input_norm, y))
+        norms = [layer.input_norm for layer in decoder.layers[1:]] + [decoder.final_norm]
+        for index, (layer, norm) in enumerate(zip(decoder.layers, norms, strict=True)):
+            jobs += self._layer(rows, index, layer, norm)
+        jobs.append(_product(decoder.head, rows, w.y, w.logits))
+        return jobs
+
+    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor) -> list[Job]:
+        """`norm`: the one after this layer."""
+        ops, w, step = self._parts.ops, self._work, self._step
+        x, y, qkv, mixed = (one.data_ptr() for one in (w.x, w.y, w.qkv, w.mixed))
+        delta, gate_up, inner = (one.data_ptr() for one in (w.delta, w.gate_up, w.inner))
+        at = (step.positions.data_ptr(), step.slots.data_ptr())
+        return [
+            _product(layer.qkv, rows, w.y, w.qkv),
+            ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
+            self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
+            _product(layer.output, rows, w.mixed, w.delta),
+            ops.norm_job(rows, x, delta, layer.post_norm, y),
+            _product(layer.gate_up, rows, w.y, w.gate_up),
+            ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
+            _product(layer.down, rows, w.inner, w.delta),
+            ops.norm_job(rows, x, delta, norm, y),
+        ]
+
+
+def _product(linear: object, rows: int, x: Tensor, out: Tensor) -> Job:
+    assert isinstance(linear, PanelLinear), "`make` has checked it"
+    return linear.job(rows, x.data_ptr(), out.data_ptr())

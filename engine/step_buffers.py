@@ -1,0 +1,241 @@
+"""The fixed tensors that every step of a rank writes and its kernels read, made once.
+
+    table  [rows, blocks]   a row a sequence, held while it runs; a step writes new blocks only
+    items                   the step's sequences: row, length, borders of their tokens
+    tokens                  of all items: ids, positions, slots
+
+What kernels read lies in one slab: on CPUs it is written in place, to other devices it is copied once a step. Entries
+behind those of the step are stale.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.step_delta import StepDelta
+
+_LINE = 64  # every array begins at a cache line
+
+
+class Chunk(NamedTuple):
+    """An item, for kernels that are called for one sequence."""
+
+    tokens: slice  # of the step
+    row: int  # of the table
+    begin: int  # position of its first token
+    end: int
+
+    @property
+    def is_token(self) -> bool:
+        return self.end - self.begin == 1
+
+
+class _Slab:
+    """Arrays side by side in host memory, and the tensors of the same on the device."""
+
+    def __init__(self, sizes: dict[str, tuple[int, type]], device: torch.device, staged: bool):
+        offsets, total = {}, 0
+        for name, (count, kind) in sizes.items():
+            offsets[name] = total
+            total += -(-count * np.dtype(kind).itemsize // _LINE) * _LINE
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(total + _LINE, dtype=torch.uint8, pin_memory=pinned)
+        self._host = self._host[-self._host.data_ptr() % _LINE :][:total]
+        self._device = torch.zeros(total, dtype=torch.uint8, device=device) if staged else self._host
+        self._staged = staged
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self.tensors: dict[str, Tensor] = {}
+        for name, (count, kind) in sizes.items():
+            part = slice(offsets[name], offsets[name] + count * np.dtype(kind).itemsize)
+            self.arrays[name] = self._host[part].numpy().view(kind)
+            dtype = torch.int32 if kind is np.int32 else torch.int64
+            self.tensors[name] = self._device[part].view(dtype)
+
+    def upload(self) -> None:
+        """The host's part may be written again when the device has copied it: before the step's logits are read."""
+        if self._staged:
+            self._device.copy_(self._host, non_blocking=True)
+
+
+class StepBuffers:
+    """`load` a step, then read. Tensors of a step are views of the first entries."""
+
+    def __init__(
+        self,
+        rows: int,
+        row_blocks: int,
+        max_tokens: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        staged: bool | None = None,
+    ):
+        """`staged`: whether tensors are copies of the host's arrays; by default on every device but the CPU."""
+        self._page = page_size
+        staged = device.type != "cpu" if staged is None else staged
+        items = dict.fromkeys(("rows", "ends", "singles"), (rows, np.int32))
+        borders = dict.fromkeys(("cu_q", "cu_k"), (rows + 1, np.int32))
+        tokens = dict.fromkeys(("tokens", "positions", "slots", "logit_rows"), (max_tokens, np.int64))
+        self._slab = _Slab({**items, **borders, **tokens}, device, staged)
+        self._table = np.zeros(
+            (rows, row_blocks), np.int32
+        )  # of the system's zero pages: rows unused cost nothing
+        self.table = torch.from_numpy(self._table)
+        if staged:
+            self.table = torch.zeros(rows, row_blocks, dtype=torch.int32, device=device)
+        self.num_items = self.num_tokens = self.num_logits = self.num_singles = 0
+        self.longest = 0  # length of the longest item's sequence, this step's tokens included
+        self.most_tokens = 0  # of one item
+        self.chunks: list[Chunk] = []  # the items of more than one token
+        self._delta: StepDelta | None = None
+
+    # --- the step, as tensors -------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [tokens]."""
+        return self._slab.tensors["tokens"][: self.num_tokens]
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [tokens], in their sequences."""
+        return self._slab.tensors["positions"][: self.num_tokens]
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [tokens]: block · page_size + offset."""
+        return self._slab.tensors["slots"][: self.num_tokens]
+
+    @property
+    def rows(self) -> Tensor:
+        """int32 [items]: rows of `table`."""
+        return self._slab.tensors["rows"][: self.num_items]
+
+    @property
+    def ends(self) -> Tensor:
+        """int32 [items]: lengths with this step's tokens."""
+        return self._slab.tensors["ends"][: self.num_items]
+
+    @property
+    def cu_q(self) -> Tensor:
+        """int32 [items + 1]: borders between the items' tokens."""
+        return self._slab.tensors["cu_q"][: self.num_items + 1]
+
+    @property
+    def cu_k(self) -> Tensor:
+        """int32 [items + 1]: borders between their keys, if these lay side by side."""
+        return self._slab.tensors["cu_k"][: self.num_items + 1]
+
+    @property
+    def singles(self) -> Tensor:
+        """int32 [singles]: the items of one token."""
+        return self._slab.tensors["singles"][: self.num_singles]
+
+    @property
+    def logit_rows(self) -> Tensor:
+        """int64 [logits]: the tokens whose logits are wanted."""
+        return self._slab.tensors["logit_rows"][: self.num_logits]
+
+    @property
+    def all_single(self) -> bool:
+        return self.num_singles == self.num_items
+
+    def single_chunks(self) -> list[Chunk]:
+        """The items of one token."""
+        arrays = self._slab.arrays
+        items = arrays["singles"][: self.num_singles]
+        firsts, rows, ends = (arrays[name][items].tolist() for name in ("cu_q", "rows", "ends"))
+        return [
+            Chunk(slice(at, at + 1), row, end - 1, end)
+            for at, row, end in zip(firsts, rows, ends, strict=True)
+        ]
+
+    def blocks_of(self, row: int, end: int) -> list[int]:
+        """The blocks of positions [0, end) of the sequence in this row."""
+        blocks: list[int] = self._table[row, : -(-end // self._page)].tolist()
+        return blocks
+
+    def exports(self) -> list[tuple[str, int, int, list[int]]]:
+        """Of each exported item: its request's id, [begin, end) of its positions, its blocks."""
+        assert self._delta is not None, "after `load`"
+        ends, rows, begins = (self._slab.arrays["ends"], self._delta.rows, self._delta.begins)
+        return [
+            (name, int(begins[i]), int(ends[i]), self.blocks_of(int(rows[i]), int(ends[i])))
+            for i, name in self._delta.exports
+        ]
+
+    # --- loading --------------------------------------------------------------------------------------
+
+    def load(self, delta: StepDelta) -> None:
+        self._delta = delta
+        self._update_table(delta)
+        count, total = len(delta.rows), len(delta.tokens)
+        self.num_items, self.num_tokens = count, total
+        arrays = self._slab.arrays
+        ends = delta.begins + delta.counts
+        arrays["rows"][:count], arrays["ends"][:count], arrays["tokens"][:total] = (
+            delta.rows,
+            ends,
+            delta.tokens,
+        )
+        arrays["cu_q"][1 : count + 1], arrays["cu_k"][1 : count + 1] = delta.counts.cumsum(), ends.cumsum()
+        self.longest, self.most_tokens = int(ends.max()), int(delta.counts.max())
+        self._load_tokens(delta, arrays["cu_q"])
+        self._load_logit_rows(delta, arrays["cu_q"])
+        self._slab.upload()
+
+    def _update_table(self, delta: StepDelta) -> None:
+        at = 0
+        for row, first, count in delta.updates.tolist():
+            self._table[row, first : first + count] = delta.blocks[at : at + count]
+            at += count
+        if at and self.table.data_ptr() != self._table.ctypes.data:
+            row, first, count = delta.updates.T
+            shift = np.arange(at) - np.repeat(count.cumsum() - count, count)
+            places = np.repeat(row.astype(np.int64) * self._table.shape[1] + first, count) + shift
+            where, blocks = (
+                torch.from_numpy(some).to(self.table.device) for some in (places, delta.blocks.copy())
+            )
+            self.table.view(-1).index_copy_(0, where, blocks)
+
+    def _load_tokens(self, delta: StepDelta, cu_q: NDArray[np.int32]) -> None:
+        count, total, arrays = self.num_items, self.num_tokens, self._slab.arrays
+        if total == count:
+            item_rows, positions = delta.rows, delta.begins
+            arrays["singles"][:count] = np.arange(count)
+            self.num_singles, self.chunks = count, []
+        else:
+            owner = np.repeat(np.arange(count), delta.counts)
+            item_rows = delta.rows[owner]
+            positions = np.arange(total, dtype=np.int32) - cu_q[owner] + delta.begins[owner]
+            singles = np.flatnonzero(delta.counts == 1)
+            self.num_singles = len(singles)
+            arrays["singles"][: len(singles)] = singles
+            self.chunks = [
+                Chunk(slice(first, first + length), row, begin, begin + length)
+                for first, length, row, begin in zip(
+                    cu_q.tolist(),
+                    delta.counts.tolist(),
+                    delta.rows.tolist(),
+                    delta.begins.tolist(),
+                    strict=False,
+                )
+                if length > 1
+            ]
+        page = self._page
+        arrays["positions"][:total] = positions
+        blocks = self._table[item_rows, positions // page].astype(np.int64)
+        arrays["slots"][:total] = blocks * page + positions % page
+
+    def _load_logit_rows(self, delta: StepDelta, cu_q: NDArray[np.int32]) -> None:
+        wanted = delta.logits
+        total = self.num_logits = int(wanted.sum())
+        # The item's last tokens: from cu_q[item + 1] - wanted on.
+        first = cu_q[1 : self.num_items + 1] - wanted
+        shift = np.arange(total) - np.repeat(wanted.cumsum() - wanted, wanted)
+        self._slab.arrays["logit_rows"][:total] = np.repeat(first, wanted) + shift

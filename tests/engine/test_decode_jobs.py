@@ -1,0 +1,164 @@
+"""A decode step as one list of jobs gives the logits of the operations one by one, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.config.worker import EngineConfig
+from engine.build import load_model
+from engine.ops import cpu_jobs, cpu_products
+from engine.ops.team import KernelTeam
+from engine.plan import ExportSink, PlanItem, StepPlan
+from engine.request import EngineRequest, SamplingParams
+from engine.runner import ModelRunner
+from tests.engine.ranks import engine_of, run
+from tests.harness.checkpoints import VARIANTS, prompt_ids
+
+PAGE, BLOCKS = 16, 96
+ADDS_BIASES = "llama-rope-scaled-biases"  # after the sum over ranks: not a kernel
+needs_kernels = pytest.mark.skipif(
+    not cpu_products.supported(), reason="the list is for CPUs with our own products"
+)
+
+
+def make(model: Any, threads: int, sink: ExportSink | None = None) -> ModelRunner:
+    config = EngineConfig(
+        model=model, dtype="bfloat16", kv_memory_bytes=4 << 20, max_model_len=256, threads=threads
+    )
+    runner = ModelRunner(load_model(config), sink)
+    assert runner.num_blocks >= BLOCKS
+    return runner
+
+
+def tokens_after(lengths: list[int]) -> list[PlanItem]:
+    """One token for each sequence, behind so many others; blocks lie anywhere."""
+    free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    items = []
+    for row, length in enumerate(lengths):
+        blocks = [free.pop() for _ in range(length // PAGE + 1)]
+        items.append(PlanItem(str(row), [7 + row], length, blocks, row, 1))
+    return items
+
+
+def filled(runner: ModelRunner, items: list[PlanItem], stale: float) -> None:
+    """The sequences' own keys and values; all else is `stale`."""
+    source = torch.Generator().manual_seed(2)
+    cache = runner.kv_cache
+    cache.fill_(stale)
+    for item in items:
+        for first in range(0, item.begin, PAGE):
+            own = cache[item.block_ids[first // PAGE], ..., : min(PAGE, item.begin - first), :]
+            own.copy_(torch.randn(own.shape, generator=source))
+
+
+def one_by_one(runner: ModelRunner, plan: StepPlan) -> Tensor:
+    jobs, runner._decode_jobs = runner._decode_jobs, None
+    try:
+        return runner.execute(plan)
+    finally:
+        runner._decode_jobs = jobs
+
+
+@torch.inference_mode()
+def poison(runner: ModelRunner) -> None:
+    assert runner._decode_jobs is not None, "the list is what is tested"
+    for buffer in vars(runner._decode_jobs._work).values():
+        buffer.fill_(math.nan)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != ADDS_BIASES])
+def test_logits_are_the_same_to_the_last_bit(variant, threads, checkpoint):
+    runner = make(checkpoint(variant), threads)
+    for lengths in ([40], [0, 5, 16, 31, 32, 100, 7], [3] * 20, [40, 63]):
+        items = tokens_after(lengths)
+        plan = StepPlan(items, [])
+        filled(runner, items, 0.0)
+        expected = one_by_one(runner, plan)
+        written = runner.kv_cache.clone()
+        assert expected.isfinite().all() and expected.shape[0] == len(items)
+        for stale in (0.0, math.nan):
+            for _ in range(2):  # a list that was made before, over what the last step left
+                filled(runner, items, stale)
+                poison(runner)
+                assert torch.equal(runner.execute(plan), expected)
+            own = runner.kv_cache[:BLOCKS]
+            assert torch.equal(own.isfinite() & (own != 0), written[:BLOCKS] != 0)
+
+
+@needs_kernels
+def test_other_steps_are_computed_one_by_one(checkpoint):
+    """Prompts, chunks of one token; and all of a model that has operations without a kernel."""
+    runner = make(checkpoint("llama"), 1)
+    jobs = runner._decode_jobs
+    assert jobs is not None
+    token, other = tokens_after([20, 20])
+    for items, taken in (
+        ([token, other], True),
+        ([token, PlanItem("prompt", [1, 2], 0, other.block_ids, 1, 1)], False),
+        ([token, PlanItem("chunk", [1], 4, other.block_ids, 1, 0)], False),
+    ):
+        runner.execute(StepPlan(items, []))
+        assert jobs.takes(runner._buffers) is taken
+    assert make(checkpoint(ADDS_BIASES), 1)._decode_jobs is None
+
+
+@needs_kernels
+def test_a_chunk_of_one_token_is_exported_layer_by_layer(checkpoint):
+    told = []
+
+    class Sink:
+        def layer_computed(
+            self, request_id: str, layer: int, token_begin: int, token_end: int, block_ids: Sequence[int]
+        ) -> None:
+            told.append((request_id, layer, token_begin, token_end, list(block_ids)))
+
+    runner = make(checkpoint("llama"), 1, Sink())
+    runner.execute(StepPlan([PlanItem("r", [1], 20, [5, 9, 7], 0, 1, export=True)], []))
+    layers = range(runner.model_config.num_layers)
+    assert told == [("r", layer, 20, 21, [5, 9]) for layer in layers]
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_engine_says_the_same_with_and_without_lists(threads, checkpoint):
+    """Requests come and go, so that lists of many sizes are made."""
+    sampling = [SamplingParams(temperature=0.0, max_tokens=6 + 5 * i, ignore_eos=True) for i in range(5)]
+    answers = []
+    for listed in (True, False):
+        runner = make(checkpoint("llama"), threads)
+        if not listed:
+            runner._decode_jobs = None
+        requests = [
+            EngineRequest(str(i), prompt_ids(9 + 8 * i, seed=i), some, n=1 + i % 2)
+            for i, some in enumerate(sampling)
+        ]
+        answers.append(run(engine_of(runner), *requests).tokens)
+    assert answers[0] == answers[1]
+
+
+def test_a_list_runs_its_jobs_in_order():
+    """Each adds to what the one before it wrote: 200 norms of one row, and of many."""
+    for threads, rows in ((1, 1), (2, 1), (2, 40), (3, 40)):
+        team = KernelTeam(threads, torch.float32, 8)
+        x, weight = torch.randn(2, rows, 24), torch.randn(24)
+        expected = x.clone()
+        jobs = []
+        for number in range(200):
+            first, second = x[number % 2], x[1 - number % 2]
+            where = (second.data_ptr(), first.data_ptr(), weight.data_ptr(), first.data_ptr(), 24, 0)
+            jobs.append((cpu_jobs.ADD_NORM, rows, where))
+        listed = team.compile(jobs)
+        team.run_all(listed)
+        got = x.clone()
+        x.copy_(expected)
+        for job in jobs:
+            team.run(*job)
+        assert torch.equal(got, x)
