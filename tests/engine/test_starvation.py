@@ -157,7 +157,7 @@ class World:
         if decision.scheduled:
             assert self.alone(decision.scheduled) or sum(decision.scheduled.values()) <= self.budget
             assert all(s.state is S.RUNNING for s in decision.scheduled)
-            rows = sum(item.wants_logits for item in decision.plan().items)
+            rows = sum(item.num_logits for item in decision.plan().items)
             self.parts.process(decision, [13] * rows)
         self.check_owners()
         self.check_waits()
