@@ -18,6 +18,7 @@ SECTIONS = (
     "digests",
     "router",
     "token_path",
+    "slow_clients",
     "prefix",
     "interference",
     "concurrent8",
