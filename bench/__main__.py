@@ -19,6 +19,7 @@ SECTIONS = (
     "router",
     "token_path",
     "routers",
+    "slow_clients",
     "prefix",
     "interference",
     "concurrent8",

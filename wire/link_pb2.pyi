@@ -121,7 +121,7 @@ class LinkHello(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     min_version: _builtins.int
-    """link versions that the router speaks"""
+    """link versions that the router accepts"""
     max_version: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.int
@@ -129,7 +129,7 @@ class LinkHello(_message.Message):
     serial: _builtins.int
     """grows with every link of an incarnation: the highest owns its handles"""
     worker_id: _builtins.str
-    """the worker that the router means to reach"""
+    """the worker that the router addresses"""
     epoch: _builtins.int
     def __init__(
         self,
@@ -305,7 +305,7 @@ class LinkWelcome(_message.Message):
     worker_id: _builtins.str
     epoch: _builtins.int
     version: _builtins.int
-    """the highest that both speak; 0: none, and the link ends"""
+    """the highest that both accept; 0: none, and the link ends"""
     max_frame: _builtins.int
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One attempt as a router reads it over its link.
+"""An attempt whose tokens a router takes over its link.
 
 OPEN ⇄ DETACHED (1.5 s → cancelled)      with and without a link of its router
 OPEN → ENDED → FORGOTTEN                 the end was sent; on Close, or the detach time after its router's link broke
@@ -86,7 +86,7 @@ class Handle:
             self.timer = None
 
     def state(self) -> link_pb2.HandleState:
-        """What the router is told of it."""
+        """Its state, for the router."""
         if self.log.ended:
             return link_pb2.HandleState(handle=self.number, kind=link_pb2.HandleState.ENDED)
         return link_pb2.HandleState(

@@ -1,6 +1,6 @@
 """One link's protocol at the worker: the router's frames in, the worker's frames out. No I/O of its own.
 
-HELLO → ATTACHING → UP → MOVED      MOVED: a newer link owns the handles; cancels and closes are still obeyed
+HELLO → ATTACHING → UP → MOVED      MOVED: a newer link owns the handles; its cancels and closes still count
    └────────┴────────┴─────┴──► ENDED
 """
 
