@@ -108,6 +108,7 @@ class Views:
 async def _cluster_view(gateway: RequestGateway) -> dict[str, Any]:
     """Workers, load, placement. No secrets, no prompts."""
     services = gateway.services
+    await services.members.refresh_status()
     return {
         "router": {
             "id": gateway.config.router_id,
