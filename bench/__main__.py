@@ -17,6 +17,7 @@ SECTIONS = (
     "handoff",
     "digests",
     "router",
+    "placement",
     "token_path",
     "routers",
     "slow_clients",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -24,8 +25,10 @@ from cluster.periodic import Periodic
 from cluster.protocol.times import (
     FORGET_SECONDS,
     LEASE_DEAD_SECONDS,
+    LEASE_SUSPECT_SECONDS,
     REFRESH_SECONDS,
     REGISTER_AGAIN_SECONDS,
+    RENEW_SECONDS,
 )
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.failover import disconnect_after_failover_async
@@ -44,6 +47,9 @@ _NUMBERS = {
     "link_max_version": (0, 2**31),
 }
 _TEXTS = ("worker_id", "model_id", "address", "metrics_address", "link_address", "place", "host", "process")
+STATUS_SECONDS = 1.0  # between two reads of the statuses while they are shown
+SHOWN_SECONDS = 5.0  # so long after they were shown last
+WHOLE_SECONDS = 10.0  # workers of earlier versions change no generation
 log = logging.getLogger(__name__)
 
 
@@ -150,15 +156,21 @@ def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
 class Members:
     """A router's view of the workers, refreshed every 0.25 s; the last one is kept while Redis does not answer.
 
+    Facts and states are read when the registry's generation is another one, and otherwise only which leases are overdue.
+    Statuses are read with them, and once a second while they are shown. `all` is the same list while nothing changes.
+
     If Redis has lost a slot that it had assigned, it was emptied or rolled back: workers that it no longer names stay in
     the view until they have had time to register again.
     """
 
     def __init__(self, redis_url: str, namespace: str):
         self._client = connect_async(redis_url)
-        self._read = self._client.register_script(scripts.READ)
+        self._read = self._client.register_script(scripts.LOOK)
         self._keys = keys.registry(namespace)
         self._workers: list[WorkerInfo] = []
+        self._named: list[WorkerInfo] = []  # as Redis names them
+        self._generation: str | bytes = ""
+        self._read_whole = self._shown = -math.inf  # when all was read, and when a status was asked for
         self._refreshing = Periodic("reading the registry", REFRESH_SECONDS, self.refresh)
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None  # a read that has not begun
@@ -194,10 +206,28 @@ class Members:
             self._next = None
             await self._read_once()
 
+    def show_status(self) -> None:
+        """The statuses are being shown: read them every second for a while."""
+        self._shown = time.monotonic()
+
+    async def refresh_status(self) -> None:
+        """Read the statuses if those in the view are older than a renewal."""
+        self.show_status()
+        if time.monotonic() - self._read_whole > RENEW_SECONDS:
+            self._generation = ""
+            await self.refresh()
+
     async def _read_once(self) -> None:
+        now = time.monotonic()
+        whole = now - self._read_whole
+        if whole > WHOLE_SECONDS or (whole > STATUS_SECONDS and now - self._shown < SHOWN_SECONDS):
+            self._generation = ""
+        seen, overdue_ms = self._generation, int(LEASE_SUSPECT_SECONDS * 1000)
         try:
             async with asyncio.timeout(LEASE_DEAD_SECONDS / 5):
-                answer = await self._read(keys=self._keys, args=[int(FORGET_SECONDS * 1000)])
+                answer = await self._read(
+                    keys=self._keys, args=[int(FORGET_SECONDS * 1000), seen, overdue_ms]
+                )
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if self.redis_ok:
@@ -207,13 +237,30 @@ class Members:
             self.redis_ok = False
             await disconnect_after_failover_async(self._client, error)
             return
-        now = time.monotonic()
-        slots = int(answer[1])
+        self._take(answer, time.monotonic())
+
+    def _take(self, answer: Sequence[Any], now: float) -> None:
+        generation, everything, *overdue = answer
+        slots = int(everything[1]) if everything else self._slots
         if not self.redis_ok or slots < self._slots:  # emptied or rolled back, perhaps between two reads
             self._back_since = now
-        self.redis_ok, self._slots = True, slots
-        self._workers = self._merge(decode(answer), now)
-        self.refreshed = now
+        self.redis_ok, self._slots, self._generation, self.refreshed = True, slots, generation, now
+        named = decode(everything) if everything else self._with_leases(*overdue)
+        if everything:
+            self._read_whole = now
+        if named is not self._named or len(self._workers) != len(named):
+            self._named = named
+            self._workers = self._merge(named, now)
+
+    def _with_leases(self, now_ms: int, overdue: Sequence[Any]) -> list[WorkerInfo]:
+        """The workers that Redis named last, with the leases of now; the same list if these are the same."""
+        ages = {bytes(name): int(now_ms) - float(at) for name, at in zip(*[iter(overdue)] * 2, strict=True)}
+        if ages and max(ages.values()) > FORGET_SECONDS * 1000:
+            self._generation = ""  # a whole read deletes it
+        leases = [lease_of(ages.get(one.worker_id.encode(), 0.0) / 1000) for one in self._named]
+        if all(one.lease == lease for one, lease in zip(self._named, leases, strict=True)):
+            return self._named
+        return [replace(one, lease=lease) for one, lease in zip(self._named, leases, strict=True)]
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
         """Return the workers that Redis names, and those of the last view that may not have registered again yet. A

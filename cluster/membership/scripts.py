@@ -118,41 +118,62 @@ return 1
 """
 )
 
+_ALL = (
+    _HEAD
+    + """
+redis.call('HDEL', KEYS[1], '')
+local function all(forget_after)
+  local now = redis.call('TIME')
+  local ms = now[1] * 1000 + math.floor(now[2] / 1000)
+  local out = {ms, tonumber(redis.call('GET', KEYS[4]) or '0') or 0}
+  local all = redis.call('HGETALL', KEYS[1])
+  for i = 1, #all, 2 do
+    local id = all[i]
+    local seen = tonumber(redis.call('ZSCORE', KEYS[2], id) or '0')
+    if ms - seen > forget_after then
+      local slot = string.match(all[i + 1], '"slot": ?(%d+)')
+      no_candidate(id, all[i + 1], true)
+      changed(tag)
+      redis.call('HDEL', KEYS[1], id)
+      redis.call('ZREM', KEYS[2], id)
+      redis.call('HDEL', KEYS[3], id)
+      redis.call('HDEL', KEYS[6], id)
+      if slot then
+        redis.call('HDEL', KEYS[5], slot)
+        redis.call('HDEL', KEYS[7], slot)
+      end
+    else
+      out[#out + 1] = id
+      out[#out + 1] = all[i + 1]
+      out[#out + 1] = seen
+      out[#out + 1] = redis.call('HGET', KEYS[3], id) or '{}'
+      out[#out + 1] = string.match(redis.call('HGET', KEYS[6], id) or '', '[^:]*$')
+    end
+  end
+  return out
+end
+"""
+)
+
 # Same keys   ARGV: forget_after_ms
 # → now_ms, the last slot assigned, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?)
 # for each. Workers dead for long are deleted. The first call has no effect on a master, but a replica refuses it: a router
 # must not act on the view of a server that was demoted.
-READ = (
-    _HEAD
+READ = _ALL + "return all(tonumber(ARGV[1]))"
+
+# Same keys   ARGV: forget_after_ms, the generation that was read last ('': none), age_ms of an overdue lease
+# → the generation, then READ's answer if it is another one; else false, now_ms, and worker_id and last renewal of each
+# overdue lease
+LOOK = (
+    _ALL
     + """
-redis.call('HDEL', KEYS[1], '')
+local generation = redis.call('GET', KEYS[9]) or ''
+if generation == '' or generation ~= ARGV[2] then
+  local out = all(tonumber(ARGV[1]))
+  return {redis.call('GET', KEYS[9]) or '', out}
+end
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
-local out = {ms, tonumber(redis.call('GET', KEYS[4]) or '0') or 0}
-local all = redis.call('HGETALL', KEYS[1])
-for i = 1, #all, 2 do
-  local id = all[i]
-  local seen = tonumber(redis.call('ZSCORE', KEYS[2], id) or '0')
-  if ms - seen > tonumber(ARGV[1]) then
-    local slot = string.match(all[i + 1], '"slot": ?(%d+)')
-    no_candidate(id, all[i + 1], true)
-    changed(tag)
-    redis.call('HDEL', KEYS[1], id)
-    redis.call('ZREM', KEYS[2], id)
-    redis.call('HDEL', KEYS[3], id)
-    redis.call('HDEL', KEYS[6], id)
-    if slot then
-      redis.call('HDEL', KEYS[5], slot)
-      redis.call('HDEL', KEYS[7], slot)
-    end
-  else
-    out[#out + 1] = id
-    out[#out + 1] = all[i + 1]
-    out[#out + 1] = seen
-    out[#out + 1] = redis.call('HGET', KEYS[3], id) or '{}'
-    out[#out + 1] = string.match(redis.call('HGET', KEYS[6], id) or '', '[^:]*$')
-  end
-end
-return out
+return {generation, false, ms, redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ms - ARGV[3], 'WITHSCORES')}
 """
 )

@@ -142,7 +142,9 @@ local function choose()
       local slow = living[d] > 0 and 2 or 1
       consider(0, d, queue[d] + slow * prefill_seconds(L - hits[d]) + wait[d], 0)
     end
-    for k = 1, #best_ds do locally(best_ds[k]) end
+    for k = 1, #ds do
+      if not bad[ds[k]] then locally(ds[k]) end
+    end
   end
   if choices == 0 then return nil end
   -- What lies within 5 % of the cheapest is a tie. Of equal times the one with most of the prompt cached costs the

@@ -4,6 +4,7 @@ Redis, names each worker once and never an earlier epoch beside a later one, and
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cluster.membership import reader as module
 from cluster.membership.reader import Members
 from cluster.membership.registry import encode
-from cluster.membership.types import WorkerInfo
+from cluster.membership.types import WorkerInfo, lease_of
 from cluster.protocol.times import (
     FORGET_SECONDS,
     LEASE_DEAD_SECONDS,
@@ -27,6 +28,7 @@ from cluster.protocol.times import (
 from router.placement.eligibility import Eligibility
 from tests.harness.virtual_time import VirtualLoop
 
+REACHED: Counter[str] = Counter()
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
 
 
@@ -46,6 +48,7 @@ class MembersMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(module, "time", mock.Mock(monotonic=self.loop.time))
         self.registry: dict[str, Entry] = {}
+        self.generations: dict[Any, bytes] = {}
         self.slots = self.slots_seen = self.slots_saved = 0  # given out
         self.backup: dict[str, Entry] = {}
         self.newest: dict[str, int] = {}  # epoch of each worker that the router has been shown
@@ -65,17 +68,27 @@ class MembersMachine(RuleBasedStateMachine):
         self.doubt_since = self.loop.time()
 
     async def answer(self, *, keys: Any, args: Any) -> list[Any]:
-        """The answer of the READ script."""
+        """The answer of the LOOK script."""
         if not self.up:
             raise redis.ConnectionError("gone")
         now = int(self.loop.time() * 1000)
+        state = (
+            self.slots,
+            frozenset((name, one.epoch, one.drains) for name, one in self.registry.items()),
+        )
+        generation = self.generations.setdefault(state, b"%d" % len(self.generations))
+        if args[1] == generation:
+            REACHED["leases only"] += 1
+            renewed_at = {name: int(one.renewed * 1000) for name, one in self.registry.items()}
+            overdue = [(name.encode(), b"%d" % at) for name, at in renewed_at.items() if now - at >= args[2]]
+            return [generation, None, now, [part for pair in overdue for part in pair]]
         out: list[Any] = [now, self.slots]
         for worker, entry in self.registry.items():
             role = "prefill" if worker[0] == "p" else "decode"
             info = WorkerInfo(worker, entry.epoch, 1, role, "m", "h:1", "", b"", "", "h", 8, 4)  # type: ignore[arg-type]
             renewed = int(entry.renewed * 1000)
             out += [worker, encode(info), renewed, "{}", b"exit" if entry.drains else b""]
-        return out
+        return [generation, out]
 
     @rule(worker=WORKERS, new_life=st.booleans())
     def registers(self, worker: str, new_life: bool) -> None:
@@ -130,6 +143,7 @@ class MembersMachine(RuleBasedStateMachine):
     def the_router_looks(self) -> None:
         before = {one.name: one for one in self.members.all}
         was_ok = self.members.redis_ok
+        now = self.loop.time()
         self.loop.run(self.members.refresh())
         assert self.members.redis_ok == self.up
         if not self.up:
@@ -142,6 +156,7 @@ class MembersMachine(RuleBasedStateMachine):
         view = {one.worker_id: one for one in self.members.all}
         for worker, entry in self.read.items():
             assert view[worker].epoch == entry.epoch and (view[worker].state == "draining") == entry.drains
+            assert view[worker].lease == lease_of((int(now * 1000) - int(entry.renewed * 1000)) / 1000)
         kept = set(view) - set(self.read)
         if self.loop.time() - self.doubt_since > REGISTER_AGAIN_SECONDS + 1e-6:
             assert not kept, "it is gone, and still in the view"
@@ -190,3 +205,7 @@ class MembersMachine(RuleBasedStateMachine):
 
 MembersMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestMembers = MembersMachine.TestCase
+
+
+def test_leases_alone_were_read() -> None:
+    assert REACHED["leases only"] > 0

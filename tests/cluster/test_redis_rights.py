@@ -34,7 +34,10 @@ EXCHANGE = resources.files("router.observe.live").joinpath("exchange.lua").read_
 QUOTAS = (script_source("charge.lua"), script_source("settle.lua"))
 USED = [
     (of_worker, (*REGISTRY, report())),
-    (of_router, (scripts.READ, scripts.DRAIN, place_source(), settle_source(), EXCHANGE, *QUOTAS)),
+    (
+        of_router,
+        (scripts.READ, scripts.LOOK, scripts.DRAIN, place_source(), settle_source(), EXCHANGE, *QUOTAS),
+    ),
     (of_autoscaler, (leader._HOLD, leader._GIVE_UP)),
 ]
 PASSWORD = f"pass-{secrets.token_hex(8)}"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
 
+from cluster.membership import keys, reader
 from cluster.membership.reader import Members
-from cluster.membership.registry import encode
+from cluster.membership.registry import Registry, encode
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import FORGET_SECONDS
 from cluster.redis.connect import connect
 
 INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
@@ -26,7 +30,7 @@ async def members(redis_url: str, namespace: str) -> AsyncIterator[Members]:
 
 def answer(number: int) -> list[Any]:
     info = encode(INFO).replace('"worker_id": "w"', f'"worker_id": "w{number}"')
-    return [b"1000", b"4", b"w", info.encode(), b"900", b"{}", b""]
+    return [b"generation", [b"1000", b"4", b"w", info.encode(), b"900", b"{}", b""]]
 
 
 async def test_fifty_at_once_are_one_read(members: Members, redis_url: str) -> None:
@@ -106,7 +110,7 @@ async def test_a_read_that_fails_is_followed_by_another(members: Members) -> Non
 
 async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(members: Members) -> None:
     """It answers all the time, and has forgotten slots that it had given out: their workers are there all the same."""
-    answers = [answer(1), [b"1000", b"3"]]
+    answers = [answer(1), [b"generation", [b"1000", b"3"]]]
     members.redis_ok, members._back_since = True, -1e9
 
     async def read(**arguments: Any) -> Any:
@@ -116,3 +120,74 @@ async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(me
     for _ in range(2):
         await members.refresh()
         assert [worker.worker_id for worker in members.all] == ["w1"]
+
+
+async def test_what_has_not_changed_is_not_read_again(
+    members: Members, redis_url: str, namespace: str
+) -> None:
+    """What is derived from the list is derived once."""
+    registry = Registry(redis_url, namespace)
+    one, two = (replace(INFO, worker_id=name, slot=0) for name in ("one", "two"))
+    slot = registry.register(one, WorkerStatus(), None)
+    await members.refresh()
+    before = members.all
+    registry.renew(replace(one, slot=slot), WorkerStatus(running=7))
+    await members.refresh()
+    assert members.all is before
+    registry.register(two, WorkerStatus(), None)
+    await members.refresh()
+    assert [worker.worker_id for worker in members.all] == ["one", "two"]
+    registry.drain("two", "exit")
+    await members.refresh()
+    assert [worker.state for worker in members.all] == ["ready", "draining"]
+    with connect(redis_url) as client:
+        now = client.time()[0] * 1000
+        for age, lease in ((3000, "suspect"), (3000, "suspect"), (9000, "dead"), (0, "live")):
+            client.zadd(keys.leases(namespace), {"one": now - age})
+            before = members.all
+            await members.refresh()
+            assert members.all[0].lease == lease and members.all[0].status.running == 7
+            assert (members.all is before) == (before[0].lease == lease)
+        members._back_since = -1e9
+        client.zadd(keys.leases(namespace), {"two": now - FORGET_SECONDS * 1000 - 5000})
+        for _ in range(2):
+            await members.refresh()
+        assert [worker.worker_id for worker in members.all] == ["one"], "dead for long"
+    registry.close()
+
+
+async def test_a_status_is_read_when_it_is_shown(
+    members: Members, redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "RENEW_SECONDS", 0.0)
+    registry = Registry(redis_url, namespace)
+    slot = registry.register(replace(INFO, slot=0), WorkerStatus(), None)
+    await members.refresh()
+    registry.renew(replace(INFO, slot=slot), WorkerStatus(running=7))
+    await members.refresh()
+    assert members.all[0].status.running == 0
+    await members.refresh_status()
+    assert members.all[0].status.running == 7
+    registry.renew(replace(INFO, slot=slot), WorkerStatus(running=8))
+    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    await members.refresh()
+    assert members.all[0].status.running == 8, "for a while, as it was shown a moment ago"
+    registry.close()
+
+
+async def test_a_redis_that_was_emptied_is_read_again(
+    members: Members, redis_url: str, namespace: str
+) -> None:
+    """Its generations do not begin anew."""
+    registry = Registry(redis_url, namespace)
+    registry.register(replace(INFO, slot=0), WorkerStatus(), None)
+    await members.refresh()
+    members._back_since = -1e9
+    with connect(redis_url) as client:
+        for key in client.scan_iter(f"{{{namespace}}}:*"):
+            client.delete(key)
+    registry.register(replace(INFO, worker_id="other", slot=0), WorkerStatus(), None)
+    members.redis_ok = True
+    await members.refresh()
+    assert "other" in [worker.worker_id for worker in members.all]
+    registry.close()

@@ -113,6 +113,7 @@ class Views:
 async def _cluster_view(gateway: RequestGateway) -> dict[str, Any]:
     """Workers, load, placement. No secrets, no prompts."""
     services = gateway.services
+    await services.members.refresh_status()
     return {
         "router": _router(gateway),
         "redis": {"ok": services.members.redis_ok},

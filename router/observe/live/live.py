@@ -53,6 +53,7 @@ class Live:
 
     def view(self) -> dict[str, Any]:
         members = self._services.members
+        members.show_status()
         own = RouterCounts(self._report(), 0.0)
         routers = {**self._routers, self._services.config.router_id: own}
         return live_view(

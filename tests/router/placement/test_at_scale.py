@@ -22,7 +22,7 @@ from router.placement.candidates import Candidates
 from router.placement.eligibility import MAX_CANDIDATES_KEPT, MAX_LISTED, MAX_SAMPLED
 from router.placement.placement import Placement
 from router.placement.script_call import RedisBackoff
-from router.placement.types import Placed, PlacementRequest, Reason
+from router.placement.types import Mode, Placed, PlacementRequest, Reason
 from tests.harness.redis_text import decoded
 from tests.harness.waiting import until
 from tests.router.placement.regret import FILL
@@ -52,8 +52,8 @@ def request(*excluded: str) -> PlacementRequest:
 async def make(redis_url, namespace):
     made = []
 
-    async def one(pairs: int) -> Placement:
-        config = RouterConfig(model="/m", redis_url=redis_url, namespace=namespace, local_prefill="never")
+    async def one(pairs: int, mode: Mode = "never") -> Placement:
+        config = RouterConfig(model="/m", redis_url=redis_url, namespace=namespace, local_prefill=mode)
         members = fleet(pairs)
         client = connect(redis_url)
         owners = {str(worker.slot): worker.name for worker in members.all}
@@ -146,6 +146,26 @@ async def test_a_holder_of_the_prefix_is_found_among_many_whatever_is_excluded(m
         again = await placed(*others[:count])
         assert again.prefill == first.prefill and again.cached_prefill_tokens == 1600
     assert (await placed(first.prefill.worker_id)).prefill != first.prefill
+
+
+@pytest.mark.parametrize("mode", ["fallback", "auto", "always"])
+async def test_decode_workers_of_many_prefill_where_they_may(make, redis_url, namespace, mode):
+    placement = await make(100, mode)
+    with connect(redis_url) as client:
+        register(client, namespace, placement._members.all)
+        busy = {f"p:{one.name}": 5000 for one in placement._members.all[:-3]}
+        parts = (
+            (one.name, busy.get("p:" + one.name, 0), 0, pack(one), one.slot) for one in placement._members.all
+        )
+        client.eval(FILL, 0, f"{{{namespace}}}:", *(part for one in parts for part in one))
+    placed = await placement.place(request())
+    assert placed.from_redis
+    assert (placed.prefill is None) == (mode != "fallback"), "three decode workers have nothing to prefill"
+    if placed.prefill is None:
+        assert placed.decode in placement._members.all[-3:]
+    out = [f"prefill-{n}" for n in range(100)]
+    placed = await placement.place(request(*out))
+    assert placed.from_redis and placed.prefill is None, "every prefill worker is excluded"
 
 
 async def test_a_fleet_that_grows_is_scored_anew(make, redis_url, namespace):
