@@ -13,9 +13,14 @@ local function add(name, packed)
   role[#role + 1] = total
   return true
 end
--- Of listed candidates these two are made where they are needed: for few of them.
+-- Of listed candidates names and facts are cut out where they are needed: for few of them.
 local function name_of(i) return names[i] or sub(ARGV[LISTED - 1 + i], 3) end
-local function facts_of(i) return facts[i] or sub(ARGV[31], FACTS_SIZE * (i - 1) + 1, FACTS_SIZE * i) end
+local all_facts = listed and ARGV[31]
+local function fact(i, first, last)
+  if not listed then return sub(facts[i], first, last) end
+  local before = FACTS_SIZE * (i - 1)
+  return sub(all_facts, before + first, before + last)
+end
 local fast = math.max(unpack(bandwidths))
 
 if listed then

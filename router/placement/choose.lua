@@ -40,10 +40,10 @@ for k = 1, nd do
   end
 end
 
--- Racks count where they are faster than what lies beyond.
+-- Racks count where they are faster than what lies beyond, and in fleets of many racks only.
 local racks = {}
-if bandwidths[3] > bandwidths[4] then
-  for i = 1, total do racks[i] = sub(facts_of(i), 27, 38) end
+if not listed and bandwidths[3] > bandwidths[4] then
+  for i = 1, total do racks[i] = fact(i, 27, 38) end
 end
 
 -- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place and rack.
@@ -77,11 +77,11 @@ end
 
 -- What a pair shares at least: 1 a clique, 2 a host, 3 a rack, 4 a zone, 5 nothing.
 local function level(p, d)
-  if places[p] == places[d] then return byte(facts_of(p), 2) end
-  local rack = sub(facts_of(p), 27, 38)
-  if rack ~= NOWHERE and rack == sub(facts_of(d), 27, 38) then return 3 end
-  local zone = sub(facts_of(p), 39, 50)
-  return zone ~= NOWHERE and zone == sub(facts_of(d), 39, 50) and 4 or 5
+  if places[p] == places[d] then return byte(fact(p, 2, 2)) end
+  local rack = fact(p, 27, 38)
+  if rack ~= NOWHERE and rack == fact(d, 27, 38) then return 3 end
+  local zone = fact(p, 39, 50)
+  return zone ~= NOWHERE and zone == fact(d, 39, 50) and 4 or 5
 end
 
 -- Index of the prefill worker (0 = local), of the decode worker, seconds, seconds that the hand-off adds; nil: no pair.

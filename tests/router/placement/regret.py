@@ -36,7 +36,7 @@ for i = 2, #ARGV, 5 do
   redis.call('HSET', tag .. 'load', 'p:' .. name, ARGV[i + 1], 'd:' .. name, ARGV[i + 2])
   redis.call('HSET', tag .. 'facts', name, ARGV[i + 3])
   redis.call('HSET', tag .. 'owners', ARGV[i + 4], name)
-  redis.call('ZADD', tag .. 'leases', t[1] * 1000, string.sub(name, 1, -18))
+  redis.call('ZADD', tag .. 'leases', t[1] * 1000 + 3600000, string.sub(name, 1, -18))
   enter(tag, name, ARGV[i + 3])
 end
 """
