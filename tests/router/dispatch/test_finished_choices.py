@@ -126,3 +126,12 @@ async def test_a_link_that_breaks_afterwards_attaches_again(steps: int) -> None:
     for number in range(steps, steps + WINDOW_TOKENS):
         streams.step(number)
     assert streams.choices[1].new_tokens == steps + WINDOW_TOKENS
+
+
+async def test_a_worker_of_link_version_1_may_send_a_whole_window_of_each_choice() -> None:
+    streams = Streams(2, version=1)
+    for position in range(PROMPT, PROMPT + WINDOW_TOKENS):
+        for choice in (0, 1):
+            streams.log.add(choice, position, 5)
+        streams.deliver()
+    assert [one.new_tokens for one in streams.choices] == [WINDOW_TOKENS, WINDOW_TOKENS]
