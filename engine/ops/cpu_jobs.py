@@ -25,7 +25,7 @@ from engine.ops import cpu_prompts as prompts
 from engine.ops.cpu_llvm import as_f32, compiled, integers
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
-NEXT, FINISHED, STOP, LISTED, CODE = 0, 8, 16, 17, 24  # NEXT: shares · 2³² + next share
+NEXT, FINISHED, STOP, LISTED, LEFT, CODE = 0, 8, 16, 17, 18, 24  # NEXT: shares · 2³² + next share
 TOTAL, SHARES, ARGUMENTS = CODE + 1, CODE + 2, CODE + 3
 SIZE = 64
 JOB = SIZE - CODE  # numbers of one job: code, total, shares, arguments
@@ -134,7 +134,9 @@ def _lead(kind, dim8, team):
 
 @njit
 def _help(kind, dim8, team, polls):
-    """Compute shares until `polls` polls in a row found none while no list is computed, or STOP is set."""
+    """Compute shares until `polls` polls in a row found none while no list is computed, or STOP is set. LEFT counts the
+    helpers that have returned: the leader looks there, because a helper that waits for the interpreter's lock to
+    return would be thought to help, and a whole list be computed without it."""
     numbers = integers(team)
     idle = 0
     while True:
@@ -149,8 +151,14 @@ def _help(kind, dim8, team, polls):
                 _add(team + FINISHED * 8, 1)
                 continue
         idle += 1
-        if (idle > polls and not _read(team + LISTED * 8)) or _read(team + STOP * 8):
-            return
+        stop = _read(team + STOP * 8)
+        if stop or (idle > polls and not _read(team + LISTED * 8)):
+            _add(team + LEFT * 8, 1)
+            if stop or not _read(team + LISTED * 8):
+                return
+            _add(
+                team + LEFT * 8, -1
+            )  # a list has begun meanwhile, whose leader may have counted on this helper
         _pause()
 
 
@@ -168,7 +176,6 @@ def _make(sources: str) -> Any:
         if count == 0:
             _lead(kind, dim8, team)
             return
-        _write(team + LISTED * 8, 1)
         for number in range(count):
             job = jobs + number * JOB * 8
             own = integers(job)

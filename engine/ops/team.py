@@ -61,6 +61,8 @@ class KernelTeam(Team):
         self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
         self._at = ctypes.addressof(self._row)
         self._begin, self._stop = cpu_jobs.CODE * 8, cpu_jobs.STOP
+        self._listed, self._left = cpu_jobs.LISTED, cpu_jobs.LEFT
+        self._started = 0  # helpers so far
         self._serving: list[Future[Any]] = []
 
     def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
@@ -86,13 +88,18 @@ class KernelTeam(Team):
     def run_all(self, listed: NDArray[np.int64]) -> None:
         """Run the jobs one after the other; returns when all are done."""
         if self._helpers is not None:
+            self._row[self._listed] = 1  # first: helpers that are there stay
             self._wake()
         self._work(self._kind, self._dim8, self._at, 0, listed.ctypes.data, len(listed))
 
     def _wake(self) -> None:
         assert self._helpers is not None, "only helpers are woken"
+        missing = self.threads - 1 - (self._started - self._row[self._left])
+        if missing <= 0:
+            return
+        self._started += missing
         self._serving = [one for one in self._serving if not one.done()]
-        for _ in range(self.threads - 1 - len(self._serving)):
+        for _ in range(missing):
             self._serving.append(
                 self._helpers.submit(self._work, self._kind, self._dim8, self._at, IDLE_POLLS, 0, 0)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -162,3 +163,23 @@ def test_a_list_runs_its_jobs_in_order():
         for job in jobs:
             team.run(*job)
         assert torch.equal(got, x)
+
+
+def test_a_helper_that_has_left_is_called_again_before_its_thread_is_free():
+    """It returns from the kernels before it has the interpreter's lock: until then its future is not done."""
+    team = KernelTeam(3, torch.float32, 8)
+    called = []
+
+    class Waiting:
+        def submit(self, *call: object) -> Future[None]:
+            called.append(call)
+            return Future()
+
+    team._helpers = Waiting()  # type: ignore[assignment]
+    team._wake()
+    assert len(called) == 2
+    team._wake()
+    assert len(called) == 2
+    team._row[cpu_jobs.LEFT] += 1
+    team._wake()
+    assert len(called) == 3
