@@ -100,9 +100,7 @@ class KernelTeam(Team):
         self._started += missing
         self._serving = [one for one in self._serving if not one.done()]
         for _ in range(missing):
-            self._serving.append(
-                self._helpers.submit(self._work, self._kind, self._dim8, self._at, IDLE_POLLS, 0, 0)
-            )
+            self._serving.append(self._helpers.submit(_help, self._work, self._kind, self._dim8, self._row))
 
     def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:
         self._row[self._stop] = 1
@@ -116,6 +114,11 @@ def bits_of(value: float) -> int:
     """The bits of a float, for a job's argument."""
     (bits,) = struct.unpack("i", struct.pack("f", value))
     return int(bits)
+
+
+def _help(work: Any, kind: int | float, dim8: tuple[int, ...], row: ctypes.Array[ctypes.c_int64]) -> None:
+    """Holds the team's numbers, which the team itself may be gone from while its helper still polls them."""
+    work(kind, dim8, ctypes.addressof(row), IDLE_POLLS, 0, 0)
 
 
 def _one_thread() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -183,3 +185,20 @@ def test_a_helper_that_has_left_is_called_again_before_its_thread_is_free():
     team._row[cpu_jobs.LEFT] += 1
     team._wake()
     assert len(called) == 3
+
+
+def test_a_helper_keeps_the_numbers_that_it_polls():
+    """A team may be gone while its helper still looks for shares."""
+    team, held = KernelTeam(2, torch.float32, 8), []
+
+    class Busy:
+        def submit(self, *call: object) -> Future[None]:
+            held.append(call)
+            return Future()
+
+    team._helpers = Busy()  # type: ignore[assignment]
+    team._wake()
+    numbers = weakref.ref(team._row)
+    del team
+    gc.collect()
+    assert numbers() is not None and held
