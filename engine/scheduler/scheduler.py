@@ -45,7 +45,7 @@ class Scheduler:
         self._page = config.page_size
         self._arrivals = itertools.count()
         self._claims = GrowthClaims(config.page_size, config.max_model_len)
-        self._blocks = Blocks(pool, prefixes, self._claims, self.sequences)
+        self._blocks = Blocks(pool, prefixes, self._claims)
         self._turns = Turns()
         self.rows = TableRows(table_rows(config.max_batch_tokens, pool.total))
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
@@ -86,7 +86,6 @@ class Scheduler:
         length = len(request.prompt_tokens) + len(request.output_tokens)
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        self._blocks.begin()
         rank = rank_of(request.priority)
         before: dict[Claimant, int] = {
             one: self._blocks.claim(one)
@@ -211,7 +210,6 @@ class Scheduler:
         self._claims.begin_step()
         self.reservations.begin_step()
         self._refusals.begin_step(self.waiting)
-        self._blocks.begin()
         self._victims, self.short_of_blocks = None, False
         if self.waiting:
             self._age()

@@ -196,7 +196,6 @@ class World:
 
     def check_shares(self) -> None:
         """Of a tenant that waits for blocks, no other holds more than its part for long while it holds less."""
-        self.scheduler._blocks.begin()
         shares = self.scheduler._blocks.shares
         first: dict[str, Sequence] = {}
         for one in self.scheduler.waiting:

@@ -134,7 +134,7 @@ async def test_calls_waiting_when_the_engine_fails_are_refused_and_not_run():
 async def test_steps_go_on_beside_calls_that_come_again_at_once():
     """As hand-offs do that are refused: there is always one more."""
     engine, stop = FullEngine(), threading.Event()
-    host = make(engine)
+    host = make(engine, clock=lambda: 0.0)
 
     def again(refusal: DrainingError | None = None) -> None:
         if refusal is None and not stop.is_set():
