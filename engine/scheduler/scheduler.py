@@ -52,7 +52,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by `order`
         self.running: dict[Sequence, None] = {}
         self.reservations = Reservations()
-        self._refusals = Refusals()
+        self._refusals = Refusals(pool.total)
         self._left = LeftSeats()
         self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
         self._alone: Sequence | None = None  # waits for a step of its own
@@ -87,18 +87,22 @@ class Scheduler:
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
         rank = rank_of(request.priority)
+        if not self.has_work:
+            self._refusals.no_steps()
         before: dict[Claimant, int] = {
             one: self._blocks.claim(one)
             for one in self._first_waiting()
-            if one.rank < rank or not self._refusals.first(request, one)
+            if one.rank < rank or not self._refusals.first(request, rank, one)
         }
+        arrival = next(self._arrivals)
+        before.update(self._refusals.claims_against(request, rank, arrival))
         room = self._blocks.room(held, need, request, rank, before)
         if need > room:
             if need <= self._pool.total:
-                self._refusals.refused(request, rank, need, next(self._arrivals))
+                self._refusals.refused(request, rank, need, arrival)
             what = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
             raise BlocksExhaustedError(what, retry_after_seconds=0.05)
-        self._refusals.taken(request)
+        self._refusals.taken(request, rank)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self.reservations.add(sequence)
         self._blocks.allocate(sequence, held, total)
@@ -209,7 +213,7 @@ class Scheduler:
     def _begin_step(self) -> None:
         self._claims.begin_step()
         self.reservations.begin_step()
-        self._refusals.begin_step(self.waiting)
+        self._refusals.begin_step()
         self._victims, self.short_of_blocks = None, False
         if self.waiting:
             self._age()
@@ -312,7 +316,7 @@ class Scheduler:
         room = self._blocks.free(held)
         if need <= room:
             before = dict(blocked)
-            before.update((one, one.need) for one in self._refusals.precede(sequence))
+            before.update(self._refusals.claims(sequence.order))
             room = self._blocks.room(held, need, sequence.request, sequence.rank, before)
         if need > room:
             blocked[sequence] = self._blocks.claim(sequence)
