@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from engine.request import EngineRequest
 from engine.scheduler.sequence import Sequence
@@ -97,7 +98,7 @@ class Refusals:
         if self._of.pop(kind, None) is not None:
             self._ordered = None
 
-    def claims(self, before: tuple[int, int]) -> Iterator[tuple[Refusal, int]]:
+    def claims(self, before: tuple[float, int] = (inf, 0)) -> Iterator[tuple[Refusal, int]]:
         """Of refusals whose class and arrival come `before` these, and the blocks that each has a claim to."""
         left = self._most
         for one in self._in_order():

@@ -348,7 +348,7 @@ def test_claims_of_refused_hand_offs_are_at_most_half_of_the_cache() -> None:
 
 
 def claims(flow: Flow) -> int:
-    return sum(1 for _ in flow.parts.scheduler._refusals.claims((9, 0)))
+    return sum(1 for _ in flow.parts.scheduler._refusals.claims())
 
 
 def test_an_offer_renews_a_claim_and_one_that_ends_unused_delays_the_next() -> None:
@@ -408,3 +408,20 @@ def test_a_claim_ends_too_where_the_engine_makes_no_steps() -> None:
     stale(flow, "y", 30)
     now[0] += 1.0
     flow.parts.hand_off("y again", blocks=30, tenant="y")
+
+
+@pytest.mark.parametrize(("free", "refused"), [(0, False), (6, False), (6, True), (1, False)])
+def test_a_step_costs_no_more_per_tenant_with_many_that_wait_for_blocks(free: int, refused: bool) -> None:
+    def calls(tenants: int) -> int:
+        parts = Parts(400)
+        parts.hand_off("holds", blocks=400 - free)
+        for number in range(tenants):
+            if refused:
+                with pytest.raises(BlocksExhaustedError):
+                    parts.hand_off(f"refused {number}", blocks=8, tenant=f"t{number}")
+            parts.scheduler.add(
+                request(f"{number}", [number % 13] * (5 if number else 8) * PAGE, tenant=f"t{number}")
+            )
+        return count_calls(parts.scheduler.schedule)
+
+    assert calls(240) <= 10 * calls(30)
