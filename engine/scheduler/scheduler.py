@@ -242,7 +242,9 @@ class Scheduler:
     def _compute(self, ordered: Seq[Sequence], budget: int, decision: StepDecision) -> int:
         """Schedule running sequences in this order; returns the token budget that is left."""
         for sequence in ordered:
-            if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
+            if budget <= 0:
+                break
+            if sequence.paused or sequence.state is not S.RUNNING:
                 continue
             count = min(sequence.missing, budget)
             if self._grow(sequence, sequence.num_computed + count, decision):

@@ -138,3 +138,13 @@ def test_a_step_that_is_short_of_blocks_costs_no_more_per_sequence_with_many(
     calls: Callable[[int], int],
 ) -> None:
     assert calls(1600) <= 10 * calls(200)
+
+
+def test_a_sequence_beyond_the_budget_costs_a_step_little() -> None:
+    def calls(count: int) -> int:
+        parts = Parts(2 * count, max_batch_tokens=32)
+        for number in range(count):
+            parts.hand_off(f"{number}", tenant=f"t{number % 4}")
+        return calls_of(parts.scheduler)[0]
+
+    assert calls(1064) - calls(64) <= 16 * 1000
