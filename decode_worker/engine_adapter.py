@@ -39,7 +39,9 @@ class HandoffEngineAdapter:
         attempt.choices = max(1, request.spec.n)
         began = time.monotonic()
         attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
-        reservation = await self._parts.host.call(self._reserve_blocks(attempt.engine_id, request))
+        # Refused ones come again and again; commits, aborts and pauses do not wait for all of them.
+        reserve = self._reserve_blocks(attempt.engine_id, request)
+        reservation = await self._parts.host.call(reserve, behind=True)
         try:
             self._reserved(attempt, request, reservation)
         except BaseException:

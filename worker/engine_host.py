@@ -18,11 +18,12 @@ from typing import TypeVar
 from cluster.errors import DrainingError
 from engine.engine import Engine
 from engine.request import StepOutput
+from worker.engine_commands import CommandQueue
 
 T = TypeVar("T")
-Command = Callable[..., None]  # called with a DrainingError if it is refused
 log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
+ROUND_SECONDS = 0.005  # of commands between two steps
 JOIN_LOOK_SECONDS = 0.1
 LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 
@@ -45,8 +46,7 @@ class EngineHost:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        # Bounded by the requests that the worker admits: every command belongs to one.
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands = CommandQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -99,8 +99,8 @@ class EngineHost:
         items = self.engine.step_items
         return not items or any(item.request_id == request_id for item in items)
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run `function(engine)` between two steps and return its result, or raise its error.
+    async def call(self, function: Callable[[Engine], T], *, behind: bool = False) -> T:
+        """Run `function(engine)` between two steps, in order or `behind` others; return its result, or raise its error.
 
         Raises DrainingError once the engine has stopped, so that the router tries another worker.
         """
@@ -119,7 +119,7 @@ class EngineHost:
 
         if self._stopping or self._failed is not None:
             raise _stopped()
-        self._commands.put(command)
+        self._commands.put(command, behind=behind)
         if self._stopping:  # since the check above: the thread may have refused the waiting commands already
             self._refuse_the_rest()
         return await future
@@ -143,9 +143,15 @@ class EngineHost:
             self._refuse_the_rest()
 
     def _run_commands(self) -> None:
-        """Run the waiting commands; wait for the next one only while the engine has nothing to do."""
-        while self._run_command(block=not self.engine.has_work):
-            pass
+        """Wait for commands while the engine has nothing to do, else run those that wait, for ROUND_SECONDS: some come
+        again as soon as they are refused."""
+        while not self.engine.has_work:
+            if not self._run_command(block=True):
+                return
+        end = self.clock() + ROUND_SECONDS
+        for _ in range(len(self._commands)):
+            if not self._run_command(block=False) or self.clock() >= end:
+                return
 
     def _run_command(self, *, block: bool, seconds: float | None = None) -> bool:
         """Run the next command. Returns False if there is none, or the thread is to stop."""
@@ -177,7 +183,7 @@ class EngineHost:
         with self._refusing:
             while True:
                 try:
-                    command = self._commands.get_nowait()
+                    command = self._commands.get(block=False)
                 except queue.Empty:
                     return
                 if command is not None:  # a commit would succeed on an engine that makes no further step

@@ -3,12 +3,13 @@
     allocated  reference count > 0
     free       reference count 0; keeps its hash and contents until it is allocated again (then it is evicted)
 
-free + allocated = total, always.
+free + allocated = total, always. An allocated block is charged to the tenant whose `allocate` or `retain` took its count
+from 0, until it is 0 again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.errors import BlocksExhaustedError
@@ -20,6 +21,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, on_evicted: Evicted = lambda chain, held: None):
         self._refs = [0] * num_blocks
+        self._payer: list[str | None] = [None] * num_blocks
+        self.charged: Counter[str] = Counter()  # blocks by tenant; no zeros
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._parent: dict[bytes, bytes | None] = {}
@@ -48,14 +51,16 @@ class BlockPool:
     def free_among(self, blocks: Iterable[int]) -> int:
         return sum(block in self._free for block in blocks)
 
-    def retain(self, blocks: Iterable[int]) -> None:
+    def retain(self, blocks: Iterable[int], tenant: str = "") -> None:
         """Add a reference to each block."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
+                self._payer[block] = tenant
+                self.charged[tenant] += 1
             self._refs[block] += 1
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, tenant: str = "") -> list[int]:
         """`count` blocks to write to, one reference each. Raises BlocksExhaustedError and allocates none."""
         if count > len(self._free):
             raise BlocksExhaustedError(
@@ -66,7 +71,10 @@ class BlockPool:
             block, _ = self._free.popitem(last=False)
             self._uncache(block)
             self._refs[block] = 1
+            self._payer[block] = tenant
             allocated.append(block)
+        if count > 0:
+            self.charged[tenant] += count
         self._evicted.report()
         return allocated
 
@@ -78,10 +86,15 @@ class BlockPool:
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
+                self._uncharge(block)
 
-    def held_by(self, blocks: Iterable[int]) -> float:
-        """How many blocks a sequence with these holds: of one with several references a part."""
-        return sum(1 / self._refs[block] for block in blocks)
+    def _uncharge(self, block: int) -> None:
+        tenant = self._payer[block]
+        assert tenant is not None, "a block that is held is charged"
+        self._payer[block] = None
+        self.charged[tenant] -= 1
+        if not self.charged[tenant]:
+            del self.charged[tenant]
 
     def shared(self, block: int) -> bool:
         return self._refs[block] > 1
@@ -152,4 +165,10 @@ class BlockPool:
         for block, count in enumerate(self._refs):
             owners = references.get(block, 0)
             assert count == owners, f"block {block} has {count} references, and {owners} holders"
+        charged = Counter(tenant for tenant in self._payer if tenant is not None)
+        assert self.charged == charged and len(self.charged) == len(charged), (
+            "charges differ from a full count"
+        )
+        unequal = [b for b, count in enumerate(self._refs) if (count > 0) != (self._payer[b] is not None)]
+        assert not unequal, f"free and charged, or held and not: {unequal}"
         assert all(self._hash_of[block] == h for h, block in self._block_of.items()), "hash table broken"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from engine.cache.block_pool import BlockPool
@@ -18,21 +18,12 @@ Claimant: TypeAlias = Sequence | Refusal
 
 
 class Blocks:
-    """`sequences`: all that may hold blocks."""
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        prefixes: PrefixCache,
-        claims: GrowthClaims,
-        sequences: Callable[[], Iterable[Sequence]],
-    ):
+    def __init__(self, pool: BlockPool, prefixes: PrefixCache, claims: GrowthClaims):
         self._pool = pool
         self._prefixes = prefixes
         self._claims = claims
-        self._sequences = sequences
         self._page = prefixes.page_size
-        self._shares: Shares | None = None
+        self.shares = Shares(pool.charged)
 
     def count(self, tokens: int) -> int:
         """Blocks for so many tokens."""
@@ -45,12 +36,11 @@ class Blocks:
 
     def allocate(self, sequence: Sequence, held: list[int], total: int) -> None:
         """`total` blocks, of which the prefix cache holds the first ones, `held`."""
-        free = self._pool.num_free
-        self._pool.retain(held)
-        sequence.blocks = held + self._pool.allocate(total - len(held))
+        tenant = sequence.request.tenant
+        self._pool.retain(held, tenant)
+        sequence.blocks = held + self._pool.allocate(total - len(held), tenant)
         sequence.cached_tokens = len(held) * self._page
         sequence.registered_blocks = len(held)
-        self._changed(sequence, free)
 
     def wanted(self, sequence: Sequence, tokens: int) -> int:
         """How many a running sequence takes for its first `tokens` tokens: one more if it writes to a shared block."""
@@ -62,22 +52,18 @@ class Blocks:
     def grow(self, sequence: Sequence, tokens: int) -> BlockCopy | None:
         """Allocate blocks for the first `tokens` tokens. A shared block that is written to is replaced by a copy, which is
         to be made."""
-        copy, tail = None, sequence.num_computed // self._page
+        copy, tail, tenant = None, sequence.num_computed // self._page, sequence.request.tenant
         if tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail]):
-            copy = BlockCopy(sequence.blocks[tail], *self._pool.allocate(1))
+            copy = BlockCopy(sequence.blocks[tail], *self._pool.allocate(1, tenant))
             self._pool.free([copy.source])
             sequence.blocks[tail] = copy.target
         if (more := self.count(tokens) - len(sequence.blocks)) > 0:
-            sequence.blocks.extend(self._pool.allocate(more))
-        if self._shares is not None:
-            self._shares.add(sequence.request, max(0, more) + (copy is not None))
+            sequence.blocks.extend(self._pool.allocate(more, tenant))
         return copy
 
     def release(self, sequence: Sequence) -> None:
-        free = self._pool.num_free
         self._pool.free(sequence.blocks)
         sequence.blocks = []
-        self._changed(sequence, free)
 
     # --- for newcomers -----------------------------------------------------------------------------------
 
@@ -110,17 +96,3 @@ class Blocks:
             if one.rank == rank and self.shares.of(one.request) >= share:
                 room += count
         return room
-
-    @property
-    def shares(self) -> Shares:
-        if self._shares is None:
-            self._shares = Shares(self._sequences(), self._pool.held_by)
-        return self._shares
-
-    def begin(self) -> None:
-        """Of a step or a reservation: count anew, and only if blocks turn out to be short."""
-        self._shares = None
-
-    def _changed(self, sequence: Sequence, free_before: int) -> None:
-        if self._shares is not None:
-            self._shares.add(sequence.request, free_before - self._pool.num_free)

@@ -1,19 +1,28 @@
 """Hand-offs that were refused for lack of blocks.
 
-A refused hand-off comes again, to this worker or another one, and waits nowhere here: sequences that came to the engine
-after its refusal would go before it each time. Once none waits that came before, later ones leave it its blocks for some
-steps. A tenant has one such claim at a time, so that its local prompts and its hand-offs alternate.
+A refused hand-off comes again, to this worker or another one, and waits nowhere here: what came to the engine after its
+refusal would go before it each time. Later ones leave it its blocks for some steps after its last offer. A tenant has one
+such claim in each class, so that its local prompts and its hand-offs alternate; all claims together are at most half of
+the cache.
+
+A claim that ends unused was for a hand-off that has gone elsewhere. Each one in a row doubles the time in which no further
+refusal of the tenant is a claim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from engine.request import EngineRequest
 from engine.scheduler.sequence import Sequence
 
-KEPT_STEPS = 64  # then it has gone to another worker
+KEPT_STEPS = 64  # after the last offer; then it has gone to another worker
+KEPT_SECONDS = 1.0  # the same where the engine has nothing to do and makes no steps
+MOST_DOUBLINGS = 6
+PART_OF_POOL = 2  # the divisor: so much of the cache is claimed at most
 
 
 @dataclass(eq=False)
@@ -22,34 +31,96 @@ class Refusal:
     rank: int
     need: int
     arrival: int  # sequences with a later one came after it
-    steps: int = KEPT_STEPS  # in which it has its turn; then it is forgotten
+    offered: int  # the step of the last offer
+    offered_at: float  # monotonic seconds
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.rank, self.arrival
+
+
+@dataclass
+class Unused:
+    """Claims of a tenant that ended unused, since one of its hand-offs was last taken."""
+
+    count: int
+    until: int  # the step from which its refusals are claims again
 
 
 class Refusals:
-    def __init__(self) -> None:
-        self._of: dict[str, Refusal] = {}  # the first of each tenant
+    def __init__(self, blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._most = blocks // PART_OF_POOL
+        self._step = 0
+        self._of: dict[tuple[str, int], Refusal] = {}  # the first of each tenant and class
+        self._ordered: list[Refusal] | None = None  # by class and arrival; None once one came or left
+        self._unused: dict[str, Unused] = {}
 
-    def begin_step(self, waiting: Collection[Sequence]) -> None:
-        for tenant, one in list(self._of.items()):
-            earlier = (s for s in waiting if s.arrival < one.arrival and s.rank <= one.rank and not s.paused)
-            if next(earlier, None) is None:
-                one.steps -= 1
-                if not one.steps:
-                    del self._of[tenant]
+    def begin_step(self) -> None:
+        self._step += 1
+        self._forget(lambda one: self._step - one.offered >= KEPT_STEPS)
+        if self._step % KEPT_STEPS == 0:
+            longest = KEPT_STEPS << MOST_DOUBLINGS
+            self._unused = {t: one for t, one in self._unused.items() if one.until + longest > self._step}
+
+    def no_steps(self) -> None:
+        """The engine has nothing to do, and a hand-off is offered."""
+        now = self._clock()
+        self._forget(lambda one: now - one.offered_at >= KEPT_SECONDS)
+
+    def _forget(self, is_over: Callable[[Refusal], bool]) -> None:
+        for kind, one in list(self._of.items()):
+            if is_over(one):
+                self._remove(kind)
+                self._not_taken(one.request.tenant)
+
+    def _not_taken(self, tenant: str) -> None:
+        former = self._unused.get(tenant)
+        count = min(MOST_DOUBLINGS, former.count + 1) if former is not None else 0
+        self._unused[tenant] = Unused(count, self._step + (KEPT_STEPS << count))
 
     def refused(self, request: EngineRequest, rank: int, need: int, arrival: int) -> None:
-        if request.tenant not in self._of:
-            self._of[request.tenant] = Refusal(request, rank, need, arrival)
+        kind = (request.tenant, rank)
+        if (one := self._of.get(kind)) is not None:
+            one.offered, one.offered_at = self._step, self._clock()
+            return
+        unused = self._unused.get(request.tenant)
+        if unused is None or self._step >= unused.until:
+            self._of[kind] = Refusal(request, rank, need, arrival, self._step, self._clock())
+            self._ordered = None
 
-    def taken(self, request: EngineRequest) -> None:
-        """The tenant's next hand-off has got its blocks."""
-        self._of.pop(request.tenant, None)
+    def taken(self, request: EngineRequest, rank: int) -> None:
+        """The tenant's next hand-off of its class has got its blocks."""
+        self._remove((request.tenant, rank))
+        self._unused.pop(request.tenant, None)
 
-    def precede(self, sequence: Sequence) -> list[Refusal]:
-        """Those before a waiting sequence."""
-        return [one for one in self._of.values() if one.arrival < sequence.arrival]
+    def _remove(self, kind: tuple[str, int]) -> None:
+        if self._of.pop(kind, None) is not None:
+            self._ordered = None
 
-    def first(self, request: EngineRequest, sequence: Sequence) -> bool:
-        """Whether a hand-off of the request's tenant was refused before the sequence came."""
-        refusal = self._of.get(request.tenant)
+    def claims(self, before: tuple[float, int] = (inf, 0)) -> Iterator[tuple[Refusal, int]]:
+        """Of refusals whose class and arrival come `before` these, and the blocks that each has a claim to."""
+        left = self._most
+        for one in self._in_order():
+            if one.order >= before or not left:
+                return
+            count = min(one.need, left)
+            left -= count
+            yield one, count
+
+    def claims_against(
+        self, request: EngineRequest, rank: int, arrival: int
+    ) -> Iterator[tuple[Refusal, int]]:
+        """Of those that come before a hand-off; it counts as of its tenant's first refusal in its class."""
+        own = self._of.get((request.tenant, rank))
+        return self.claims((rank, arrival if own is None else own.arrival))
+
+    def _in_order(self) -> list[Refusal]:
+        if self._ordered is None:
+            self._ordered = sorted(self._of.values(), key=lambda one: one.order)
+        return self._ordered
+
+    def first(self, request: EngineRequest, rank: int, sequence: Sequence) -> bool:
+        """Whether a hand-off of the request's tenant and class was refused before the sequence came."""
+        refusal = self._of.get((request.tenant, rank))
         return refusal is not None and refusal.arrival < sequence.arrival

@@ -10,7 +10,6 @@ as full. A share of the budget is then kept for prompts: of running sequences, a
 from __future__ import annotations
 
 import itertools
-import time
 from bisect import insort
 from collections.abc import Sequence as Seq
 from operator import attrgetter
@@ -20,6 +19,8 @@ from cluster.errors import BlocksExhaustedError
 from engine.cache.block_pool import BlockPool
 from engine.plan import table_rows
 from engine.request import EngineRequest
+from engine.scheduler.aging import Aging
+from engine.scheduler.ahead import Ahead
 from engine.scheduler.blocks import Blocks, Claimant
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.growth import GrowthClaims
@@ -27,14 +28,11 @@ from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.refusals import Refusals
 from engine.scheduler.reservations import Reservations
 from engine.scheduler.seats import LeftSeats, Seats
-from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
+from engine.scheduler.sequence import Sequence, rank_of
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Victims
 from engine.scheduler.table_rows import TableRows
 from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns
-
-# After so long in one class a waiting sequence counts as of the next higher one, so that no class starves another.
-AGING_SECONDS = 30.0
 
 
 class Scheduler:
@@ -45,15 +43,16 @@ class Scheduler:
         self._page = config.page_size
         self._arrivals = itertools.count()
         self._claims = GrowthClaims(config.page_size, config.max_model_len)
-        self._blocks = Blocks(pool, prefixes, self._claims, self.sequences)
+        self._blocks = Blocks(pool, prefixes, self._claims)
         self._turns = Turns()
         self.rows = TableRows(table_rows(config.max_batch_tokens, pool.total))
         self.requests: dict[str, list[Sequence]] = {}  # the choices of each
         self.waiting: list[Sequence] = []  # by `order`
         self.running: dict[Sequence, None] = {}
         self.reservations = Reservations()
-        self._refusals = Refusals()
+        self._refusals = Refusals(pool.total)
         self._left = LeftSeats()
+        self._aging = Aging()
         self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
         self._alone: Sequence | None = None  # waits for a step of its own
         self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
@@ -86,20 +85,23 @@ class Scheduler:
         length = len(request.prompt_tokens) + len(request.output_tokens)
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        self._blocks.begin()
         rank = rank_of(request.priority)
+        if not self.has_work:
+            self._refusals.no_steps()
         before: dict[Claimant, int] = {
             one: self._blocks.claim(one)
             for one in self._first_waiting()
-            if one.rank < rank or not self._refusals.first(request, one)
+            if one.rank < rank or not self._refusals.first(request, rank, one)
         }
+        arrival = next(self._arrivals)
+        before.update(self._refusals.claims_against(request, rank, arrival))
         room = self._blocks.room(held, need, request, rank, before)
         if need > room:
             if need <= self._pool.total:
-                self._refusals.refused(request, rank, need, next(self._arrivals))
+                self._refusals.refused(request, rank, need, arrival)
             what = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
             raise BlocksExhaustedError(what, retry_after_seconds=0.05)
-        self._refusals.taken(request)
+        self._refusals.taken(request, rank)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self.reservations.add(sequence)
         self._blocks.allocate(sequence, held, total)
@@ -179,7 +181,7 @@ class Scheduler:
         return self._seats().first_of_each(self.waiting) if self.waiting else []
 
     def _enqueue(self, sequence: Sequence) -> None:
-        sequence.waits_since = time.monotonic()
+        sequence.waits_since = self._aging.clock()
         insort(self.waiting, sequence, key=attrgetter("order"))
 
     def _dequeue(self, sequence: Sequence) -> None:
@@ -210,13 +212,12 @@ class Scheduler:
     def _begin_step(self) -> None:
         self._claims.begin_step()
         self.reservations.begin_step()
-        self._refusals.begin_step(self.waiting)
-        self._blocks.begin()
+        self._refusals.begin_step()
         self._victims, self.short_of_blocks = None, False
-        if self.waiting:
-            self._age()
-        else:
+        if not self.waiting:
             self._left.clear()
+        elif self._aging.rise(self.waiting):
+            self.waiting.sort(key=attrgetter("order"))
 
     def _schedule_in_turns(self, ordered: list[Sequence], decision: StepDecision) -> bool:
         """Schedule the step if its budget does not cover all running sequences; returns whether it does not."""
@@ -224,7 +225,9 @@ class Scheduler:
         chunks = [s for s in ordered if s.missing > 1]
         budget, singles = self._config.max_batch_tokens, len(ordered) - len(chunks)
         self._crowded = singles > budget - max(1, budget // KEPT_FOR_PROMPTS)
-        may_join = self._crowded and bool(self.waiting) and self._seats().next(self.waiting) is not None
+        may_join = (
+            self._crowded and bool(self.waiting) and any(True for _ in self._seats().each(self.waiting))
+        )
         kept = self._turns.kept(budget) if chunks or may_join else 0
         if singles <= budget - kept:
             return False
@@ -239,7 +242,9 @@ class Scheduler:
     def _compute(self, ordered: Seq[Sequence], budget: int, decision: StepDecision) -> int:
         """Schedule running sequences in this order; returns the token budget that is left."""
         for sequence in ordered:
-            if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
+            if budget <= 0:
+                break
+            if sequence.paused or sequence.state is not S.RUNNING:
                 continue
             count = min(sequence.missing, budget)
             if self._grow(sequence, sequence.num_computed + count, decision):
@@ -268,17 +273,25 @@ class Scheduler:
         """
         if not self.waiting or budget <= 0:
             return budget
-        seats, blocked, tenants = self._seats(), dict[Claimant, int](), set[str]()
-        while budget > 0 and (sequence := seats.next(self.waiting, tenants)) is not None:
-            count = self._admit(sequence, budget, decision, blocked)
+        seats, ahead, passed = self._seats(), self._ahead(), set[str]()
+        for sequence in seats.each(list(self.waiting), passed):
+            if not self._pool.num_free:
+                self.short_of_blocks = True
+                break
+            count = self._admit(sequence, budget, decision, ahead)
             if count:
                 budget -= count
                 seats.take(sequence)
             elif self._alone is not None:
                 break
             else:
-                tenants.add(sequence.request.tenant)
+                passed.add(sequence.request.tenant)
+            if budget <= 0:
+                break
         return budget
+
+    def _ahead(self) -> Ahead:
+        return Ahead(self._pool, self._blocks.shares, self._claims, self._refusals.claims())
 
     def _compute_alone(self, decision: StepDecision) -> bool:
         """Compute the prompt that waits for a step of its own, in a quarter of the steps. False if none does, or it lacks
@@ -288,36 +301,20 @@ class Scheduler:
         if self._together < KEPT_FOR_PROMPTS or sequence not in self.waiting or sequence.paused:
             return False
         seats = self._seats()
-        if not self._admit(sequence, self._config.max_batch_tokens, decision, {}):
+        if not self._admit(sequence, self._config.max_batch_tokens, decision, self._ahead()):
             return False
         seats.take(sequence)
         self._together = 0
         return True
 
-    def _age(self) -> None:
-        now = time.monotonic()
-        aged = [s for s in self.waiting if s.rank > HIGHEST_RANK and now - s.waits_since >= AGING_SECONDS]
-        for sequence in aged:
-            sequence.set_rank(sequence.rank - 1)
-            sequence.waits_since = now
-        if aged:
-            self.waiting.sort(key=lambda s: s.order)
-
-    def _admit(
-        self, sequence: Sequence, budget: int, decision: StepDecision, blocked: dict[Claimant, int]
-    ) -> int:
-        """Returns how many of its tokens the step computes. 0 if it must wait: for blocks, and is one of those `blocked`
+    def _admit(self, sequence: Sequence, budget: int, decision: StepDecision, ahead: Ahead) -> int:
+        """Returns how many of its tokens the step computes. 0 if it must wait: for blocks, and is `ahead` of later ones
         then, with what it needs; or for a step of its own."""
         held, total = self._blocks.needs(sequence)
         missing = len(sequence.tokens) - len(held) * self._page
         need = total - len(held)
-        room = self._blocks.free(held)
-        if need <= room:
-            before = dict(blocked)
-            before.update((one, one.need) for one in self._refusals.precede(sequence))
-            room = self._blocks.room(held, need, sequence.request, sequence.rank, before)
-        if need > room:
-            blocked[sequence] = self._blocks.claim(sequence)
+        if need > ahead.room(sequence, held, need):
+            ahead.passed(sequence, need + self._pool.free_among(held))
             self.short_of_blocks = True
             return 0
         if missing > budget and not self._config.chunked_prefill:
@@ -326,9 +323,11 @@ class Scheduler:
                 return 0
             budget = missing
         self._blocks.allocate(sequence, held, total)
+        ahead.admitted(sequence.request.tenant)
         sequence.num_computed = sequence.cached_tokens
         decision.cached_tokens += sequence.cached_tokens
         self.waiting.remove(sequence)
+        self._aging.admitted(sequence)
         # What it has aged to was for its turn; running, it would outrank others for as long as it runs.
         sequence.set_rank(rank_of(sequence.request.priority))
         sequence.machine.to(S.RUNNING)

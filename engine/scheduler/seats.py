@@ -16,7 +16,7 @@ tenant's hand-offs alone would, for as long as they keep the batch full.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.scheduler.sequence import Sequence
@@ -63,13 +63,14 @@ class Seats:
     def full(self) -> bool:
         return self._free <= 0
 
-    def next(self, waiting: Seq[Sequence], passed: Collection[str] = ()) -> Sequence | None:
-        """The first waiting sequence that may join, of tenants that are not `passed`; None if there is none."""
-        if self.full and self._extra <= 0 and not self._left:
-            return None
-        return next(
-            (s for s in waiting if not s.paused and s.request.tenant not in passed and self._allows(s)), None
-        )
+    def each(self, waiting: Iterable[Sequence], passed: Collection[str] = ()) -> Iterator[Sequence]:
+        """The waiting sequences that may join, in their order, of tenants that are not `passed` by then. What a sequence
+        takes leaves no seat for an earlier one."""
+        for s in waiting:
+            if self.full and self._extra <= 0 and not self._left:
+                return
+            if not s.paused and s.request.tenant not in passed and self._allows(s):
+                yield s
 
     def first_of_each(self, waiting: Seq[Sequence]) -> list[Sequence]:
         """Of each tenant the first that may join."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 from engine.request import EngineRequest
 from engine.scheduler.sequence import Sequence
@@ -11,19 +10,14 @@ from engine.scheduler.sequence import SequenceState as S
 
 
 class Shares:
-    """Of all sequences at one moment, running or not; `add` what changes afterwards. `held_by`: what blocks count."""
+    """Of what tenants hold at the moment."""
 
-    def __init__(self, holders: Iterable[Sequence], held_by: Callable[[list[int]], float] = len):
-        self._blocks: dict[str, float] = defaultdict(float)
-        for one in holders:
-            self._blocks[one.request.tenant] += held_by(one.blocks)
+    def __init__(self, blocks: Mapping[str, int]):
+        self._blocks = blocks
 
     def of(self, request: EngineRequest, more: float = 0) -> float:
         """What the request's tenant holds for its weight, with `more` blocks."""
-        return (self._blocks[request.tenant] + more) / request.weight
-
-    def add(self, request: EngineRequest, blocks: int) -> None:
-        self._blocks[request.tenant] += blocks
+        return (self._blocks.get(request.tenant, 0) + more) / request.weight
 
     def choose(self, candidates: Iterable[Sequence]) -> Sequence:
         """Of the tenant that holds most, the youngest; of tenants with equal shares the youngest of them all."""

@@ -18,7 +18,7 @@ from cluster.protocol.block_hash import pack_tokens
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
-from engine.scheduler import scheduler
+from engine.scheduler import aging
 from kv_transfer.contract import HandoffState
 from tests.engine.fake_model import VOCAB, FakeRunner
 from tests.harness.linked_router import LinkedRouter
@@ -246,7 +246,7 @@ async def test_a_request_that_the_engine_refuses_returns_its_place(local):
 @pytest.mark.parametrize("priority", [0, -1])
 async def test_one_that_has_waited_long_is_computed_before_later_ones(inside, priority, local, monkeypatch):
     """In the engine too it counts as of the higher class: there all of a class go by their arrival."""
-    monkeypatch.setattr(scheduler, "AGING_SECONDS", 0.05 if inside else 1e6)
+    monkeypatch.setattr(aging, "AGING_SECONDS", 0.05 if inside else 1e6)
     local.role.attempts.admission._aging_seconds = 1e6 if inside else 0.05
     local.ask("high", priority=1, new=1)  # so a step has room for one prompt, and nothing beside it
     if not inside:

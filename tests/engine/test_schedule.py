@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +15,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.fake_model import PAGE, FakeRunner
-from tests.engine.parts import Parts
+from tests.engine.parts import Parts, count_calls
 from tests.engine.parts import request as make
 
 
@@ -41,18 +40,9 @@ def running(count: int, tokens: int) -> Scheduler:
 
 
 def calls_of(scheduler: Scheduler) -> tuple[int, StepDecision]:
-    calls = 0
-
-    def count_calls(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count_calls)
-    try:
-        decision = scheduler.schedule()
-    finally:
-        sys.setprofile(None)
-    return calls, decision
+    decisions: list[StepDecision] = []
+    calls = count_calls(lambda: decisions.append(scheduler.schedule()))
+    return calls, decisions[0]
 
 
 def calls_of_a_step(count: int, tokens: int) -> int:
@@ -148,3 +138,13 @@ def test_a_step_that_is_short_of_blocks_costs_no_more_per_sequence_with_many(
     calls: Callable[[int], int],
 ) -> None:
     assert calls(1600) <= 10 * calls(200)
+
+
+def test_a_sequence_beyond_the_budget_costs_a_step_little() -> None:
+    def calls(count: int) -> int:
+        parts = Parts(2 * count, max_batch_tokens=32)
+        for number in range(count):
+            parts.hand_off(f"{number}", tenant=f"t{number % 4}")
+        return calls_of(parts.scheduler)[0]
+
+    assert calls(1064) - calls(64) <= 16 * 1000

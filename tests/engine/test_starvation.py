@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import BlocksExhaustedError
 from engine.request import TokenOutput
-from engine.scheduler import scheduler as scheduler_module
+from engine.scheduler import aging as aging_module
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from tests.engine.parts import PAGE, Parts, request
@@ -196,7 +196,6 @@ class World:
 
     def check_shares(self) -> None:
         """Of a tenant that waits for blocks, no other holds more than its part for long while it holds less."""
-        self.scheduler._blocks.begin()
         shares = self.scheduler._blocks.shares
         first: dict[str, Sequence] = {}
         for one in self.scheduler.waiting:
@@ -256,12 +255,12 @@ def test_no_sequence_waits_for_ever_with_the_smallest_budgets(budget: int, seed:
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_accounts_hold_with_several_classes(seed: int) -> None:
-    aging = scheduler_module.AGING_SECONDS
-    scheduler_module.AGING_SECONDS = 0.0
+    aging = aging_module.AGING_SECONDS
+    aging_module.AGING_SECONDS = 0.0
     try:
         World(seed, ranks=(-1, 0, 0, 1)).run()
     finally:
-        scheduler_module.AGING_SECONDS = aging
+        aging_module.AGING_SECONDS = aging
 
 
 def test_the_load_is_such_that_blocks_are_short() -> None:

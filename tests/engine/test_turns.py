@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
-from engine.scheduler import scheduler as scheduler_module
+from engine.scheduler import aging as aging_module
 from engine.scheduler import turns
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
@@ -203,7 +203,7 @@ def test_a_class_raised_by_waiting_ends_with_the_first_step(monkeypatch: pytest.
     parts.scheduler.add(request("first", [3]))
     step(parts)
     parts.scheduler.add(request("low", [4], priority=-1))
-    monkeypatch.setattr(scheduler_module, "AGING_SECONDS", 0.0)
+    monkeypatch.setattr(aging_module, "AGING_SECONDS", 0.0)
     parts.scheduler.schedule()
     (low,) = parts.choices("low")
     assert low.rank == 0

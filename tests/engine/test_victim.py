@@ -30,7 +30,14 @@ def sequence(arrival: int, priority: int, tenant: str, blocks: int) -> Sequence:
 
 
 def choose_victim(candidates: list[Sequence], holders: list[Sequence]) -> Sequence:
-    return Victims(candidates, Shares(holders)).next()
+    return Victims(candidates, Shares(held(holders))).next()
+
+
+def held(holders: list[Sequence]) -> Counter[str]:
+    blocks: Counter[str] = Counter()
+    for one in holders:
+        blocks[one.request.tenant] += len(one.blocks)
+    return blocks
 
 
 @given(ones=_ones, chosen=st.data())
@@ -75,10 +82,10 @@ def test_a_spared_one_of_a_lower_class_goes_before_others_of_a_higher_one():
 
 def test_a_second_victim_of_a_step_is_chosen_by_what_is_held_then():
     ones = [sequence(0, 0, "a", 4), sequence(1, 0, "a", 3), sequence(2, 0, "c", 3)]
-    shares = Shares(ones)
-    victims = Victims(ones, shares)
+    blocks = held(ones)
+    victims = Victims(ones, Shares(blocks))
     assert victims.next() is ones[1]
-    shares.add(ones[1].request, -3)
+    blocks["a"] -= 3
     ones[1].machine.to(S.WAITING)
     assert victims.next() is ones[2]
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from cluster.errors import DeadlineError
-from engine.scheduler.scheduler import AGING_SECONDS
+from engine.scheduler.aging import AGING_SECONDS
 from tests.harness.virtual_time import VirtualLoop
 from worker.admission import AGED_TOGETHER, Admission
 

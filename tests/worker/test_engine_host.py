@@ -12,6 +12,7 @@ import pytest
 from cluster.errors import DrainingError
 from engine.request import StepOutput
 from tests.harness.waiting import until
+from worker.engine_commands import MOST_PASSES
 from worker.engine_host import LAST_SECONDS, EngineHost
 
 
@@ -123,11 +124,59 @@ async def test_calls_waiting_when_the_engine_fails_are_refused_and_not_run():
     host.start()
     await until(lambda: host.busy_seconds() > 0, "it steps")
     asked = [asyncio.create_task(host.call(ran.append)) for _ in range(3)]
-    await until(lambda: host._commands.qsize() == 3, "they wait for the step")
+    await until(lambda: len(host._commands) == 3, "they wait for the step")
     engine.came.set()
     answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
     assert [type(one) for one in answers] == 3 * [DrainingError] and not ran
     await host.stop()
+
+
+async def test_steps_go_on_beside_calls_that_come_again_at_once():
+    """As hand-offs do that are refused: there is always one more."""
+    engine, stop = FullEngine(), threading.Event()
+    host = make(engine, clock=lambda: 0.0)
+
+    def again(refusal: DrainingError | None = None) -> None:
+        if refusal is None and not stop.is_set():
+            host._commands.put(again, behind=True)
+
+    for _ in range(3):
+        host._commands.put(again, behind=True)
+    host.start()
+    try:
+        await until(lambda: engine.looks > 3, "the engine makes steps")
+    finally:
+        stop.set()
+        await host.stop()
+
+
+def test_a_round_of_commands_ends_after_some_time():
+    now = [0.0]
+    host = make(FullEngine(), clock=lambda: now[0])
+    ran: list[int] = []
+
+    def command(number: int) -> None:
+        ran.append(number)
+        now[0] += 0.002
+
+    for number in range(9):
+        host._commands.put(lambda number=number: command(number))
+    host._run_commands()
+    assert ran == [0, 1, 2]
+    host._run_commands()
+    assert ran == [0, 1, 2, 3, 4, 5]
+
+
+def test_commands_wait_for_no_reservations_and_these_not_for_ever():
+    host = make(FullEngine())
+    ran: list[str] = []
+    for number in range(2):
+        host._commands.put(lambda number=number: ran.append(f"reserve {number}"), behind=True)
+    for _ in range(MOST_PASSES + 1):
+        host._commands.put(lambda: ran.append("commit"))
+    while len(host._commands):
+        host._run_commands()
+    assert ran == [*["commit"] * MOST_PASSES, "reserve 0", "commit", "reserve 1"]
 
 
 @pytest.mark.parametrize(("items", "blamed"), [([], ["a", "b"]), (["a"], ["a"])])
