@@ -1,5 +1,7 @@
 -- KEYS: owners, sequences   ARGV: prefix, slot, name(worker@epoch), sequence, ttl_ms, then (held, chain) pairs
--- -> 'ok' | 'register' | the sequence number to resend from
+-- -> 'ok' | 'register' | the sequence number to resend from | {how many of the chains were taken}: the rest is to be sent under
+-- the same number, so that a batch of deep chains does not hold Redis. A batch that is repeated is applied again until it is whole.
+local NODES = 512  -- looked at in a call, or those of one chain
 if redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then return 'register' end
 local sequence = tonumber(ARGV[4])
 local expected = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '1')
@@ -7,9 +9,10 @@ local expected = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '1')
 redis.call('HSET', KEYS[2], ARGV[2], expected)
 if sequence > expected then return expected end
 if sequence == expected then
-  local now, slots = now_ms(), {ARGV[2]}
+  local now, slots, visited = now_ms(), {ARGV[2]}, 0
   for i = 6, #ARGV, 2 do
-    insert(ARGV[1], ARGV[i + 1], slots, tonumber(ARGV[i]), true, 0, now + tonumber(ARGV[5]))
+    visited = visited + insert(ARGV[1], ARGV[i + 1], slots, tonumber(ARGV[i]), true, 0, now + tonumber(ARGV[5]))
+    if visited >= NODES and i + 2 < #ARGV then return {(i - 4) / 2} end
   end
   redis.call('HSET', KEYS[2], ARGV[2], expected + 1)
 end

@@ -156,7 +156,9 @@ class ChainReporter:
             if not batch:
                 return
             self._unsaid.append(batch)
-        if self._send(self._unsaid[0]):
+        batch = self._unsaid[0]
+        del batch[: self._send(batch)]
+        if not batch:
             self._unsaid.popleft()
 
     def _look_at_memory(self) -> RedisMemory:
@@ -166,8 +168,10 @@ class ChainReporter:
                 self._memory = RedisMemory.of(self._client.info("memory"))
         return self._memory
 
-    def _send(self, chains: list[Chain]) -> bool:
-        """Send one batch. Returns False if everything must be published again under a new slot."""
+    def _send(self, chains: list[Chain]) -> int:
+        """Send one batch. Returns how many of its chains the index has taken; the rest is sent under the same number.
+
+        0: everything must be published again under a new slot."""
         arguments: list[bytes | str | int] = [
             self._prefix,
             self._slot,
@@ -180,6 +184,8 @@ class ChainReporter:
         answer = self._script(keys=self._keys, args=arguments)
         if answer == b"ok":
             self._sequence += 1
-            return True
+            return len(chains)
+        if isinstance(answer, list):
+            return int(answer[0])
         self._registration.register_again()  # the slot is not registered, or batches were lost
-        return False
+        return 0

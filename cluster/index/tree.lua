@@ -5,6 +5,7 @@
 
 local KEY = 8
 local PACK = '>I4I4I8'
+local DEPTH = 64  -- nodes of a chain that are looked at; what lies deeper is not recorded, and counts as not held
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -99,34 +100,36 @@ end
 
 -- Of `chain`, each of `slots` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut
 -- also clears the slots below the cut. Only as much of the chain as is held creates nodes. labels: of nodes that this
--- script has read and not changed since.
+-- script has read and not changed since. -> how many nodes it has looked at
 local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at, labels)
   local total = #chain / KEY
   local kind = 'predicted'
   if confirmed then kind = held < total and 'cut' or 'whole' end
   local pos = 0
-  local last = nil
+  local last, visited = nil, 0
   while pos < total do
     local key = node_key(chain, pos)
     local label = labels and labels[key] or redis.call('GET', prefix .. 'n:' .. key)
     if not label then
-      if held <= pos then return end
+      if held <= pos then return visited end
       local rest = string.sub(chain, pos * KEY + 1, held * KEY)
       if last and redis.call('HEXISTS', prefix .. 'w:' .. last.key, 'c') == 0 then
         redis.call('APPEND', prefix .. 'n:' .. last.key, rest)
         mark(prefix, last.key, slots, held - last.pos, kind, until_ms)
-      else
+      elseif visited < DEPTH then
         if last then redis.call('HSET', prefix .. 'w:' .. last.key, 'c', '1') end
         redis.call('DEL', prefix .. 'w:' .. key)
         redis.call('SET', prefix .. 'n:' .. key, rest)
         mark(prefix, key, slots, held - pos, kind, until_ms)
         touch(prefix, key, expire_at)
       end
-      return
+      return visited + 1
     end
+    if visited == DEPTH then return visited end
+    visited = visited + 1
     local run = #label / KEY
     local m = shared(label, chain, pos)
-    if m < run and pos + m < total and held > pos + m then
+    if m < run and pos + m < total and held > pos + m and visited < DEPTH then
       split(prefix, key, label, m, expire_at)
       run = m
     end
@@ -139,9 +142,9 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
     local how = kind == 'cut' and m < run and held >= pos + m and 'whole' or kind
     if mine > 0 or how == 'cut' then mark(prefix, key, slots, mine, how, until_ms) end
     touch(prefix, key, expire_at)
-    if m < run then return end
-    if held <= pos and not confirmed then return end
+    if m < run or (held <= pos and not confirmed) then return visited end
     last = {key = key, pos = pos}
     pos = pos + run
   end
+  return visited
 end

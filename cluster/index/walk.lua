@@ -25,7 +25,7 @@ end
 local function walk(prefix, chain, now, expire_at, owners, budget, wide)
   local nodes, labels = {}, {}
   local total, pos = #chain / KEY, 0
-  while pos < total do
+  while pos < total and #nodes < DEPTH do
     local key = node_key(chain, pos)
     local label = redis.call('GET', prefix .. 'n:' .. key)
     if not label then break end

@@ -60,7 +60,7 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     for index in range(2, len(answer), 5):
         try:
             workers.append(_worker(now, *answer[index + 1 : index + 5]))
-        except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, DecodeError) as error:
             # Of another version, or no worker at all: the other workers are used.
             log.debug("the registration of worker %r is ignored: %r", answer[index], error)
     return sorted(workers, key=lambda worker: worker.worker_id)
@@ -76,8 +76,12 @@ def _worker(now: int, registration: bytes, renewed: bytes, status: bytes, drains
 
 @lru_cache(maxsize=4096)
 def _status(status: bytes) -> WorkerStatus:
-    """Cached, because reads are twice as frequent as renewals."""
-    return WorkerStatus.decode(json.loads(status))
+    """Cached, because reads are twice as frequent as renewals. A status is only shown: a worker is used without it."""
+    try:
+        return WorkerStatus.decode(json.loads(status))
+    except (TypeError, ValueError, RecursionError) as error:
+        log.debug("a status is ignored: %r", error)
+        return WorkerStatus()
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ local function add(name, packed)
 end
 -- Of listed candidates names and facts are cut out where they are needed: for few of them.
 local function name_of(i) return names[i] or sub(ARGV[LISTED - 1 + i], 3) end
-local all_facts = listed and ARGV[31]
+local all_facts = listed and ARGV[32]
 local function fact(i, first, last)
   if not listed then return sub(facts[i], first, last) end
   local before = FACTS_SIZE * (i - 1)
@@ -25,9 +25,9 @@ local fast = math.max(unpack(bandwidths))
 
 if listed then
   total = #ARGV - LISTED + 1
-  slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[29])}
-  capacities = {struct.unpack('>' .. string.rep('d', total), ARGV[30])}
-  local packed, wanted = ARGV[31], tonumber(ARGV[28])
+  slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[30])}
+  capacities = {struct.unpack('>' .. string.rep('d', total), ARGV[31])}
+  local packed, wanted = ARGV[32], tonumber(ARGV[29])
   for i = 1, total do
     places[i] = sub(packed, FACTS_SIZE * i - 48, FACTS_SIZE * i - 37)
     if i <= wanted then ps[i] = i else ds[i - wanted] = i end
@@ -41,8 +41,8 @@ else
     end
     return barred
   end
-  local barred_p, barred_d = tonumber(ARGV[31]), tonumber(ARGV[32])
-  local barred = {p = barred_names(ARGV[29], barred_p), d = barred_names(ARGV[30], barred_d)}
+  local barred_p, barred_d = tonumber(ARGV[32]), tonumber(ARGV[33])
+  local barred = {p = barred_names(ARGV[30], barred_p), d = barred_names(ARGV[31], barred_d)}
   -- The first of a set that are not passed over. Where all that were read are equal (an idle cluster), chance decides from
   -- which of the equal ones on.
   local function heads(kind, passed, count)
@@ -63,7 +63,7 @@ else
     end
     return found
   end
-  local p_heads = ARGV[28] == '1' and heads('p', barred.p, barred_p) or {}
+  local p_heads = ARGV[29] == '1' and heads('p', barred.p, barred_p) or {}
   local r_heads = heads('r', barred.d, barred_d)
   local asked = {}
   local function ask(list)
@@ -86,7 +86,7 @@ else
     local packed = call('HMGET', KEYS[8], unpack(asked))
     for i = 1, #asked do
       -- A holder may be of another KV group, or a prefill worker where none is wanted.
-      if i < from or (packed[i] and sub(packed[i], 52, 63) == group and (ARGV[28] == '1' or byte(packed[i], 51) ~= 0)) then
+      if i < from or (packed[i] and sub(packed[i], 52, 63) == group and (ARGV[29] == '1' or byte(packed[i], 51) ~= 0)) then
         if add(asked[i], packed[i]) and i >= from then is_holder[total] = true end
       end
     end

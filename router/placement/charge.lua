@@ -37,9 +37,13 @@ if (deadline > 0 and first > deadline and ahead > 0) or (target > 0 and first > 
 end
 
 local class = CLASSES[priority_class]
-if call('HSETNX', KEYS[5], transfer_id, pack_charge(class, u, need, name_of(at), name_of(d))) == 0 then
-  return refused({-5})  -- the router has placed it by itself meanwhile
+local charged = call('HGET', KEYS[5], transfer_id)
+if charged then
+  if charged ~= ARGV[27] then return refused({-7}) end  -- the router has placed it by itself meanwhile
+  local former, prefill, decode, its_p, its_d = unpack_charge(charged)
+  count(former, -prefill, -decode, its_p, its_d)
 end
+call('HSET', KEYS[5], transfer_id, pack_charge(class, u, need, name_of(at), name_of(d)))
 count(class, u, need, name_of(at), name_of(d))
 apply(tag, not small and known)
 -- The lease expires the charges of a router that dies before it ever settles.

@@ -8,7 +8,7 @@ standing is excluded, the exclusions do not count.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config.worker import Role
@@ -23,6 +23,7 @@ MAX_CANDIDATES_KEPT = 8  # candidate lists, one per KV group and set of excluded
 MAX_LISTED = 64  # workers of a role that are named one by one; of more the sorted sets' heads are taken
 MAX_SAMPLED = 32  # workers of a role that are named where the sets do not help
 MAX_PASSED_OVER = 512  # workers that the script passes over in the sets
+MAX_UNKNOWN = 256  # of them that this router cannot read
 _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
@@ -32,9 +33,11 @@ class Eligibility:
     Only workers with the best lease state of their role are used: if all are suspect or dead, Redis is at fault.
     """
 
-    def __init__(self, workers: Sequence[WorkerInfo], mode: Mode):
+    def __init__(self, workers: Sequence[WorkerInfo], mode: Mode, unknown: Mapping[str, Role] | None = None):
+        """`unknown`: workers in Redis's sets that the view before lacked."""
         self.workers = workers
         self.by_name = {worker.name: worker for worker in workers}
+        self.unknown = {name: role for name, role in (unknown or {}).items() if name not in self.by_name}
         self._by_id = {worker.worker_id: worker for worker in workers}
         self._mode = mode
         ready = [worker for worker in workers if worker.state == "ready" and _has_link(worker)]
@@ -117,6 +120,15 @@ class Eligibility:
             return Candidates(prefill, decode)
         return Candidates(_some(prefill), _some(decode), of_many=True)
 
+    def pass_over(self, unknown: Mapping[str, Role]) -> None:
+        """The script has chosen workers that this view lacks: it chooses them no more. Of too many the first are tried
+        again."""
+        self.unknown.update(unknown)
+        while len(self.unknown) > MAX_UNKNOWN:
+            del self.unknown[next(iter(self.unknown))]
+        self._kept.clear()
+        self._pools.clear()
+
     def pool(self, kv_group: KvGroup | None) -> _Pool:
         """What does not depend on a request's exclusions."""
         known = self._pools.get(kv_group)
@@ -135,6 +147,8 @@ class Eligibility:
                 good[worker.role].append(worker.name)
             elif reason in (Reason.SUSPECT, Reason.DEAD, Reason.LINK):
                 barred[worker.role].append(worker.name)
+        for name, role in self.unknown.items():
+            barred[role].append(name)
         return _Pool(
             group, frozenset(good["prefill"]), frozenset(good["decode"]), barred["prefill"], barred["decode"]
         )

@@ -21,18 +21,19 @@
 --   21  run of the router, 22 number of the call, 23 lease_ms of the router
 --   24  transfer id
 --   25  age_ms of a lease from which a worker is suspect, 26 dead
---   27  KV group whose sets (sets.lua) the candidates are read from, or where they follow: '' these are all, and nobody reads
+--   27  packed charge that a former call for the same placement has made, and this one replaces; '': none
+--   28  KV group whose sets (sets.lua) the candidates are read from, or where they follow: '' these are all, and nobody reads
 --       the sets; '-' some of many
---   28  number of prefill candidates; with a group 1, or 0: none is wanted
---   with a group: 29 names of prefill workers to pass over and 30 of decode workers, each behind a zero byte; 31 how many
---       prefill workers, 32 decode workers these are
---   without: 29 slots of the candidates, prefill workers first (4-byte numbers, packed), 30 their capacities (8-byte doubles,
---       packed), 31 their facts, 32… their fields of `load`
+--   29  number of prefill candidates; with a group 1, or 0: none is wanted
+--   with a group: 30 names of prefill workers to pass over and 31 of decode workers, each behind a zero byte; 32 how many
+--       prefill workers, 33 decode workers these are
+--   without: 30 slots of the candidates, prefill workers first (4-byte numbers, packed), 31 their capacities (8-byte doubles,
+--       packed), 32 their facts, 33… their fields of `load`
 -- -> prefill worker ('' = the decode worker prefills), decode worker, cached tokens at the worker that prefills, at the
 --    decode worker, uncached tokens, cost, terms…
 --    or -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
---    -5: the router no longer waits for this call, or -6: no live worker of a role is among the candidates that the sets
---    name. Then nothing was charged. Calls without a decode worker (-1) or without a pair (-2) are not made.
+--    -5: Redis has a later run of this router, or -6: no live worker of a role is among the candidates that the sets
+--    name, or -7: the router no longer waits for this call, or has charged the attempt by itself. Then nothing was charged. Calls without a decode worker (-1) or without a pair (-2) are not made.
 -- now_ms and insert are those of cluster/index/tree.lua, walk, holders and covered those of walk.lua; sets.lua and charges.lua
 -- are in front, too.
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.
@@ -46,11 +47,11 @@ local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
 local rate = tonumber(ARGV[17])
 local life, number, lease = tonumber(ARGV[21]), tonumber(ARGV[22]), tonumber(ARGV[23])
 local priority_class, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
-local transfer_id, group = ARGV[24], ARGV[27]
+local transfer_id, group = ARGV[24], ARGV[28]
 local small = group == ''
 local listed = small or group == '-'
 local bandwidths = {struct.unpack('>ddddd', ARGV[12])}
-local LISTED = 32
+local LISTED = 33
 local FACTS_SIZE = 63
 local ANSWERS = 256
 local BEST = 8  -- of each role that are paired with each other
@@ -71,7 +72,7 @@ if life > latest then
 elseif kept and kept[1] == number then
   return kept[2]
 elseif number < tonumber(told[2] or 0) then
-  return {-5}
+  return {-7}
 end
 
 call('INCR', KEYS[4])

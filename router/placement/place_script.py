@@ -34,7 +34,7 @@ RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answe
 LEASE_AGES_MS = int(LEASE_SUSPECT_SECONDS * 1000), int(LEASE_DEAD_SECONDS * 1000)
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
-_TOO_LATE, _VOID = -3, -5
+_TOO_LATE, _LATER_RUN = -3, -5
 
 
 class Unplaced(IntEnum):
@@ -42,6 +42,7 @@ class Unplaced(IntEnum):
 
     LEAVING = -4  # the best worker is leaving, or has left
     NOBODY = -6  # no live worker of a role is among the heads of the sets
+    VOID = -7  # Redis takes the call for one that was given up, or has a charge of the attempt
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,28 @@ class PlaceScript:
         return self._backoff.may_ask()
 
     async def __call__(
-        self, request: PlacementRequest, candidates: Candidates | Heads, run: int, number: int
+        self,
+        request: PlacementRequest,
+        candidates: Candidates | Heads,
+        run: int,
+        number: int,
+        replaces: bytes,
     ) -> Decision | Unplaced:
-        """`run`, `number`: of this call (router/placement/settlement.py).
+        """`run`, `number`: of this call (router/placement/settlement.py). `replaces`: the packed charge of a former call
+        for the same placement; b"": none.
 
         Raises OverloadedError where the first token would come too late, and TimeoutError, redis.RedisError or OSError.
         """
         arguments = [
             *self._arguments(request, candidates.model_id),
-            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), request.transfer_id, *LEASE_AGES_MS),
+            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), request.transfer_id, *LEASE_AGES_MS, replaces),
             *candidates.arguments,
         ]
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
             refused = answer[0] if isinstance(answer[0], int) else 0
-            if refused == _VOID:
+            if refused == _LATER_RUN:
                 raise TimeoutError(
                     f"another router uses the id {self._config.router_id!r}: give each its own router_id"
                 )

@@ -9,12 +9,13 @@ from dataclasses import replace
 import redis
 
 from cluster.config.router import RouterConfig
+from cluster.config.worker import Role
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.reader import Members
 from cluster.redis.connect import connect_async
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates, Heads
-from router.placement.charges import Charges
+from router.placement.charges import AttemptCharge, Charges
 from router.placement.eligibility import Eligibility
 from router.placement.keys import PlacementKeys
 from router.placement.memory_watch import MemoryWatch
@@ -65,7 +66,7 @@ class Placement:
         """Of the latest membership."""
         workers = self._members.all
         if self._eligibility.workers is not workers:
-            self._eligibility = Eligibility(workers, self.mode)
+            self._eligibility = Eligibility(workers, self.mode, self._eligibility.unknown)
         return self._eligibility
 
     def kv_group(self, before: KvGroup | None) -> KvGroup:
@@ -89,22 +90,34 @@ class Placement:
         return placed
 
     async def _place(self, request: PlacementRequest) -> Placed:
-        listed = False
-        for _ in range(MAX_VIEWS):
-            if not self.settlement.run or not self.script.may_ask():
-                break
-            try:
-                placed = await self._ask(request, self.eligibility.for_script(request, listed=listed))
-            except (redis.RedisError, TimeoutError, OSError):
-                break
-            if isinstance(placed, Placed):
-                return placed
-            listed = listed or placed is Unplaced.NOBODY
-            await self._members.refresh()
-            self._check_roles(request)
-        placed = self._standalone.place(request, self.eligibility.candidates(request))
-        self._charge(request, placed, in_redis=False)
-        return placed
+        listed, replaces = False, b""
+        unheld: list[int] = []
+        try:
+            for _ in range(MAX_VIEWS):
+                if not self.settlement.run or not self.script.may_ask():
+                    break
+                candidates = self.eligibility.for_script(request, listed=listed)
+                try:
+                    placed = await self._ask(request, candidates, replaces, unheld)
+                except (redis.RedisError, TimeoutError, OSError):
+                    break
+                if isinstance(placed, Placed):
+                    return placed
+                if placed is Unplaced.VOID:
+                    break
+                if isinstance(placed, Decision):
+                    replaces = _charge_of(request, placed).packed
+                    continue
+                listed = listed or placed is Unplaced.NOBODY
+                await self._members.refresh()
+                self._check_roles(request)
+            placed = self._standalone.place(request, self.eligibility.candidates(request))
+            self._charge(request, placed, in_redis=False)
+            return placed
+        finally:
+            # What no later call has replaced, and this router does not add by itself, is taken off.
+            for number in unheld:
+                self.settlement.end_placement(number, heard=False)
 
     def _check_roles(self, request: PlacementRequest) -> None:
         """Raises UnavailableError when a role that is needed has no worker."""
@@ -116,14 +129,17 @@ class Placement:
             self.refused[f"no_{missing}_worker"] += 1
             raise UnavailableError(f"no {missing} worker is available", retry_after_seconds=1.0)
 
-    async def _ask(self, request: PlacementRequest, candidates: Candidates | Heads) -> Placed | Unplaced:
+    async def _ask(
+        self, request: PlacementRequest, candidates: Candidates | Heads, replaces: bytes, unheld: list[int]
+    ) -> Placed | Unplaced | Decision:
+        """A Decision: it is charged at a worker that this router cannot read. Then the call's number is added to
+        `unheld`: until it ends, the settlement leaves the charge to the next call for this placement."""
         number, heard = self.settlement.begin_placement(request.transfer_id), False
-        run = self.settlement.run
+        run, ended = self.settlement.run, True
         try:
-            decision = await self.script(request, candidates, run, number)
+            decision = await self.script(request, candidates, run, number, replaces)
             placed = decision if isinstance(decision, Unplaced) else await self._placed(decision)
-            # A charge at workers that this router does not find is taken off like one that was not heard of.
-            heard = isinstance(decision, Unplaced) or isinstance(placed, Placed)
+            heard, ended = True, not isinstance(placed, Decision)
             if isinstance(placed, Placed):
                 # A run that was lost meanwhile is not the one that the charge is in.
                 self._charge(request, placed, in_redis=run == self.settlement.run)
@@ -131,17 +147,25 @@ class Placement:
             heard = True
             raise
         finally:
-            self.settlement.end_placement(number, heard=heard)
+            if ended:
+                self.settlement.end_placement(number, heard=heard)
+            else:
+                unheld.append(number)
         return placed
 
-    async def _placed(self, decision: Decision) -> Placed | Unplaced:
-        """The sets name a worker before this router has read its registration."""
-        names = [name for name in (decision.prefill, decision.decode) if name]
-        if any(name not in self.eligibility.by_name for name in names):
+    async def _placed(self, decision: Decision) -> Placed | Decision:
+        """The sets name a worker before this router has read its registration, or one whose registration it cannot read:
+        then the decision, and that worker is passed over from now on."""
+        names: list[tuple[str, Role]] = [(decision.decode, "decode")]
+        if decision.prefill:
+            names.append((decision.prefill, "prefill"))
+        if any(name not in self.eligibility.by_name for name, _ in names):
             await self._members.refresh()
         found = self.eligibility.by_name
-        if any(name not in found for name in names):
-            return Unplaced.LEAVING
+        unknown = {name: role for name, role in names if name not in found}
+        if unknown:
+            self.eligibility.pass_over(unknown)
+            return decision
         return Placed(
             found[decision.prefill] if decision.prefill else None,
             found[decision.decode],
@@ -176,3 +200,12 @@ class Placement:
             return int(await self._client.get(self._keys.calls) or 0)
         except (redis.RedisError, TimeoutError, OSError):
             return None
+
+
+def _charge_of(request: PlacementRequest, decision: Decision) -> AttemptCharge:
+    """What the script has charged for it."""
+    return AttemptCharge(
+        *(decision.prefill or decision.decode, decision.decode, decision.uncached_tokens),
+        request.token_count + request.output_tokens,
+        request.priority_class,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -211,3 +212,60 @@ def test_a_node_whose_holders_were_evicted_keeps_its_children(redis_url):
     index.report("1", first, len(first))
     assert index.match(first) == {"1": len(first)}
     index.redis.close()
+
+
+@pytest.mark.parametrize("shortest_first", [True, False])
+def test_of_a_chain_of_many_nodes_the_deepest_are_neither_split_nor_visited(index, shortest_first):
+    """One client makes every block of a prefix a node, by requests alone."""
+    depth, length = 64, 200
+    trunk = [1] * (PAGE * length)
+    whole = chain(trunk)
+    index.own("3")
+    index.report("3", whole, length)
+    for blocks in range(1, length) if shortest_first else range(length - 1, 0, -1):
+        index.report("1", chain(trunk[: PAGE * blocks] + [2] * PAGE), blocks + 1)
+        index.predict("2", chain(trunk[: PAGE * blocks] + [3] * PAGE))
+    nodes = sum(1 for _ in index.redis.scan_iter(index.prefix + "n:*", 10_000))
+    if shortest_first:
+        assert nodes < 4 * depth
+        assert index.match(whole)["3"] == length, "the last node is not split any more"
+    else:
+        assert set(index.match(whole).values()) == {depth}
+    assert index.report("3", whole, 3) == b"ok"
+    assert index.match(whole)["3"] == 3
+
+
+def test_a_chain_of_the_deepest_node_grows(index):
+    trunk = [1] * (PAGE * 63)
+    for blocks in range(1, 64):
+        index.report("1", chain(trunk[: PAGE * blocks] + [2] * PAGE), blocks + 1)
+    for length in (70, 80):
+        grown = chain(trunk + [3] * PAGE * (length - 63))
+        index.report("1", grown, length)
+        assert index.match(grown)["1"] == length
+
+
+def test_a_report_of_deep_chains_is_taken_in_parts(index):
+    depth = 60
+    trunk = [1] * (PAGE * depth)
+    chains = [b"".join(chain(trunk[: PAGE * blocks] + [2] * PAGE)) for blocks in range(1, depth)]
+
+    def report(batch: list[bytes], number: int) -> Any:
+        pairs = [part for one in batch for part in (len(one) // 8, one)]
+        script_keys = [index.owners, index.sequences]
+        return index._report(keys=script_keys, args=[index.prefix, "1", "w1@1", number, 60000, *pairs])
+
+    waiting, calls = list(chains), 0
+    while True:
+        answer, calls = report(waiting, 1), calls + 1
+        if answer == b"ok":
+            break
+        assert 0 < answer[0] < len(waiting)
+        if calls == 1:
+            assert report(waiting, 1)[0] > 0, "a repetition is no later report"
+        del waiting[: answer[0]]
+    assert 2 < calls < 8
+    assert report(chains[:1], 2) == b"ok"
+    for one in chains:
+        held = tuple(one[i : i + 8] for i in range(0, len(one), 8))
+        assert index.match(held) == {"1": len(held)}

@@ -11,6 +11,7 @@ import pytest
 from cluster.membership import keys
 from cluster.membership.reader import Members, decode
 from cluster.membership.registry import encode
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement.candidates import Candidates
@@ -78,11 +79,19 @@ def test_a_file_with_invalid_values_does_not_affect_the_others(wrong):
 
 
 @pytest.mark.parametrize(
-    "status", [b"[]", b"7", b"null", b'"x"', b"{", b'{"running": "many"}', b'{"steps": NaN}']
+    "status", [b"[]", b"7", b"null", b'"x"', b"{", b'{"running": "many"}', b'{"steps": NaN}', b"[" * 100_000]
 )
-def test_a_status_that_is_none(status):
+def test_a_status_that_is_none_counts_as_empty(status):
     told = answer(facts("a"), facts("broken"), facts("c"))
     told[2 + 5 + 3] = status
+    read = decode(told)
+    assert [worker.worker_id for worker in read] == ["a", "broken", "c"]
+    assert read[1].status == WorkerStatus()
+
+
+def test_a_registration_that_is_nested_too_deeply_does_not_affect_the_others():
+    told = answer(facts("a"), facts("broken"), facts("c"))
+    told[2 + 5 + 1] = b"[" * 100_000
     assert [worker.worker_id for worker in decode(told)] == ["a", "c"]
 
 

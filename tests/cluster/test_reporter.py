@@ -60,8 +60,10 @@ class Worker:
         self.reporter.start()
 
     def in_index(self, numbers: range) -> bool:
-        for number in numbers:
-            hashes, held = chain(number)
+        return self.holds([chain(number) for number in numbers])
+
+    def holds(self, chains: list[Chain]) -> bool:
+        for hashes, held in chains:
             args: list[str | bytes | int] = [self._prefix, index_keys(hashes), self.registration.slot]
             if int(self._probe(keys=[self._owners], args=args)) != held:
                 return False
@@ -108,6 +110,22 @@ def test_a_lost_answer_does_not_take_later_reports_along(make: Any) -> None:
     wait_for(lambda: len(worker.failures) < 3, SECONDS, "the first call")
     worker.reporter.report(*chain(1))
     wait_for(lambda: worker.in_index(range(2)), SECONDS, "both are in the index")
+
+
+def test_the_rest_of_a_batch_of_deep_chains_is_sent_too(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes as many as hold Redis for a short time only; the answers of two calls are lost."""
+    monkeypatch.setattr(module, "BATCH_CHAINS", 64)
+    tokens = [[1] * 4 * blocks + [2] * 4 for blocks in range(1, 60)]
+    hashes = [hash_blocks(pack_tokens(one), 4, secret=b"s", salt=make_salt("m")) for one in tokens]
+    chains = [(one, len(one)) for one in hashes]
+    worker = make(lambda: list(chains))
+    worker.failures = [None, "after", None, "after"]
+    worker.start()
+    wait_for(lambda: worker.holds(chains), SECONDS, "all of it is in the index")
+    wait_for(lambda: worker.reporter.waiting == 0, SECONDS, "nothing is left")
+    assert not worker.failures and worker.registration.standing[1] == 1, "in one registration"
+    worker.reporter.report(*chain(0))
+    wait_for(lambda: worker.in_index(range(1)), SECONDS, "what comes later")
 
 
 def test_an_engine_that_does_not_answer_is_asked_again(make: Any) -> None:

@@ -38,6 +38,7 @@ class PlaceCall:
     deadline: float = 0.0
     lease_ms: int = 60_000
     transfer_id: bytes = b"t"
+    replaces: bytes = b""
 
     def arguments(self, run: int, number: int, candidates: Candidates | Heads) -> list[Any]:
         return [
@@ -45,7 +46,8 @@ class PlaceCall:
             *(self.output, self.mode, self.random, self.a, self.b, self.token_bytes),
             *(struct.pack(">5d", *self.bandwidths), self.per_token, self.feeds, self.ttl_ms, self.predict_ms),
             *(self.rate, self.priority_class, self.target, self.deadline),
-            *(run, number, self.lease_ms, self.transfer_id, *LEASE_AGES_MS, *candidates.arguments),
+            *(run, number, self.lease_ms, self.transfer_id, *LEASE_AGES_MS, self.replaces),
+            *candidates.arguments,
         ]
 
 

@@ -210,6 +210,90 @@ async def test_a_worker_without_a_lease_is_no_candidate_any_more(many, redis_url
         assert not any(client.zscore(name, dead.name) is not None for name in sets)
 
 
+@pytest.fixture
+async def unread(many, redis_url, namespace):
+    """The router's view lacks two workers of Redis's sets that are better than all others."""
+    lacking = [many._members.all[0], many._members.all[300]]
+    others = [one for one in many._members.all if one not in lacking]
+    many._members.all = others
+    with connect(redis_url) as client:
+        parts = ((one.name, 5000, 5000, pack(one), one.slot) for one in others)
+        client.eval(FILL, 0, f"{{{namespace}}}:", *(part for one in parts for part in one))
+    return lacking
+
+
+def load_of(client: Any, namespace: str, before: dict[str, int]) -> dict[str, int]:
+    """What has been added since."""
+    kept = {decoded(name): int(held) for name, held in client.hgetall(keys.load(namespace)).items() if name}
+    return {name: more for name, held in kept.items() if (more := held - before.get(name, 0))}
+
+
+async def test_workers_that_the_router_cannot_read_are_passed_over_after_one_try(
+    many, unread, redis_url, namespace
+):
+    with connect(redis_url) as client:
+        before = load_of(client, namespace, {})
+    calls, requests = await many.calls_in_redis(), [request() for _ in range(20)]
+    placed = [await many.place(one) for one in requests]
+    assert all(one.from_redis for one in placed) and many.script.errors == 0
+    assert 21 <= await many.calls_in_redis() - calls <= 22, "one more for each of the two"
+    calls = await many.calls_in_redis()
+    many._members.all = list(many._members.all)  # another view
+    requests.append(request())
+    assert (await many.place(requests[-1])).from_redis
+    assert await many.calls_in_redis() - calls == 1
+    with connect(redis_url) as client:
+        load = load_of(client, namespace, before)
+        assert sum(load.values()) == 21 * 210
+        assert not any(name[2:] == one.name for name in load for one in unread)
+        for one in requests:
+            many.release(one.transfer_id)
+        await many.settlement.settle()
+        assert load_of(client, namespace, before) == {}
+        many._members.all = [*many._members.all, unread[0]]
+        many._members.all.sort(key=lambda one: one.slot)
+        assert (await many.place(request())).prefill == unread[0], "it can be read now"
+
+
+async def test_the_charge_at_a_worker_that_cannot_be_read_is_taken_off_where_the_next_call_fails(
+    many, unread, redis_url, namespace, monkeypatch
+):
+    script, asked = many.script._script, []
+    with connect(redis_url) as client:
+        before = load_of(client, namespace, {})
+
+    async def once(*arguments: Any) -> Any:
+        asked.append(arguments)
+        if len(asked) > 1:
+            raise TimeoutError
+        return await script(*arguments)
+
+    monkeypatch.setattr(many.script, "_script", once)
+    one = request()
+    assert not (await many.place(one)).from_redis
+    await many.settlement.settle()
+    with connect(redis_url) as client:
+        load = load_of(client, namespace, before)
+        assert sum(load.values()) == 210 and not any(name[2:] == w.name for name in load for w in unread)
+        many.release(one.transfer_id)
+        await many.settlement.settle()
+        assert load_of(client, namespace, before) == {}
+    monkeypatch.undo()
+
+
+async def test_a_void_call_is_no_outage(make, monkeypatch, caplog):
+    placement = await make(2)
+
+    async def void(*_: Any) -> Any:
+        return [-7]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(placement.script, "_script", void)
+        assert not (await placement.place(request())).from_redis
+    assert placement.script.errors == 0 and placement.script.may_ask() and not caplog.records
+    assert (await placement.place(request())).from_redis
+
+
 async def test_where_every_lease_has_run_out_nothing_is_removed(many, redis_url, namespace):
     """The fault is taken to be Redis's: the router names candidates by its last view."""
     with connect(redis_url) as client:

@@ -29,7 +29,7 @@ from tests.harness.redis_text import decoded
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 1000)
 PREDICT_MS, TTL_MS, LEASE_MS = 10_000, 3_600_000, 60_000
-LEAVING, VOID = -4, -5
+LEAVING, OTHER_LIFE, VOID = -4, -5, -7
 LATER_RUN, LOST_TABLE = -1, -2
 
 
@@ -245,14 +245,26 @@ def test_a_placement_that_the_router_made_by_itself_meanwhile_is_void(cluster):
     assert cluster.load() == {"p:p": 5, "d:d": 15}
 
 
+def test_a_placement_replaces_the_charge_of_its_former_call_and_no_other(cluster):
+    former = charge("p", "d", 5, 15, "high")
+    cluster.settle(added={b"one": former})
+    assert cluster.place(100, transfer_id=b"one", replaces=OTHER) == VOID
+    assert cluster.place(100, transfer_id=b"one", replaces=former) == ("p1", "d1")
+    assert cluster.load() == {cluster.of("p1"): 100, cluster.of("d1"): 110}
+    cluster.settle(released=[b"one"])
+    assert cluster.load() == {}
+
+
 def test_a_placement_of_an_earlier_run_is_void_and_one_of_a_later_run_is_not(cluster):
     cluster.place(100)
     earlier = cluster.run
     later = cluster.begin()
     cluster.run = earlier
-    assert cluster.place(100) == VOID
+    assert cluster.place(100) == OTHER_LIFE
     for cluster.run in (later, later + 1):
-        assert cluster.place(100) != VOID, "Redis was rolled back: the numbers of the run before mean nothing"
+        assert cluster.place(100) != OTHER_LIFE, (
+            "Redis was rolled back: the numbers of the run before mean nothing"
+        )
     assert sum(cluster.load().values()) == 2 * 210, "the charges of the earlier run are gone"
 
 
