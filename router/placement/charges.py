@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.membership.types import WorkerInfo
 from router.placement.types import PlacementRequest, PriorityClass
 
-FORMAT = 1  # first byte of a packed charge; scripts skip and count charges of another format
+FORMAT = 1  # first byte of a packed charge; a later one only appends fields (charges.lua)
 CLASSES: tuple[PriorityClass, ...] = ("normal", "high", "batch")
 MAX_CHANGES = 256  # of each kind in one call of settle.lua
 
