@@ -42,6 +42,7 @@ class Eligibility:
         self.by_name = {worker.name: worker for worker in workers}
         self.unknown = {name: role for name, role in (unknown or {}).items() if name not in self.by_name}
         self._by_id = {worker.worker_id: worker for worker in workers}
+        self.listed = False  # most workers are not in Redis's sets
         self._mode = mode
         ready = [worker for worker in workers if worker.state == "ready" and _has_link(worker)]
         self._best_lease: dict[Role, Lease] = {
@@ -86,12 +87,13 @@ class Eligibility:
 
     def for_script(self, request: PlacementRequest, *, listed: bool) -> Candidates | Heads:
         """Kept for the next requests, since while a worker is suspect every request excludes it. `listed`: Redis's sets
-        name no live worker, so the router names some."""
-        wanted = request.kv_group, frozenset(request.excluded), listed
+        name no live worker, so the router names some: others for each request, or the load would stay on these."""
+        wanted = request.kv_group, frozenset(request.excluded), listed or self.listed
         known = self._kept.pop(wanted, None)
         if known is None:
-            known = (None if listed else self._heads(request)) or self._sampled(request)
-        _keep(self._kept, wanted, known)
+            known = (None if wanted[2] else self._heads(request)) or self._sampled(request)
+        if isinstance(known, Heads) or not known.of_many:
+            _keep(self._kept, wanted, known)
         return known
 
     def _heads(self, request: PlacementRequest) -> Heads | None:
@@ -115,15 +117,15 @@ class Eligibility:
             prefill=wanted,
             without_prefill=[*prefill, *pool.barred_prefill],
             without_decode=[*decode, *pool.barred_decode],
+            seen=(len(pool.prefill), len(pool.decode)),
         )
 
     def _sampled(self, request: PlacementRequest) -> Candidates:
         """All, or of many some at random: the best of 32 are nearly as good as the best of all."""
-        prefill, decode = self._all(request)
-        pool = self.pool(request.kv_group)
+        whole, pool = self.candidates(request), self.pool(request.kv_group)
         if max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED:
-            return Candidates(prefill, decode)
-        return Candidates(_some(prefill), _some(decode), of_many=True)
+            return whole
+        return Candidates(_some(whole.prefill), _some(whole.decode), of_many=True)
 
     def pass_over(self, unknown: Mapping[str, Role]) -> None:
         """The script has chosen workers that this view lacks: it chooses them no more. Of too many the first are tried

@@ -112,8 +112,8 @@ async def many(make, redis_url, namespace):
 
 
 async def test_of_many_workers_a_call_names_only_those_to_pass_over(many):
-    assert call_of(many, request()) < 10
-    assert call_of(many, request("decode-1", "prefill-2")) < 10
+    assert call_of(many, request()) < 12
+    assert call_of(many, request("decode-1", "prefill-2")) < 12
     seen = [await many.place(request()) for _ in range(40)]
     assert all(placed.from_redis for placed in seen)
     assert len({placed.prefill.worker_id for placed in seen}) == 40, "each goes where no other waits"
@@ -191,6 +191,27 @@ async def test_a_fleet_that_grows_is_scored_anew(make, redis_url, namespace):
             assert {decoded(name): score for name, score in scores if score} == {
                 name[2:]: held for name, held in load.items() if name.startswith(field) and held
             }
+
+
+@pytest.mark.parametrize("old", ["prefill", "decode"])
+async def test_workers_that_are_in_no_set_are_used_while_they_are_many(make, redis_url, namespace, old):
+    """Of an earlier version: as soon as one is in the sets, the script would see no other."""
+    placement = await make(70)
+    late = [one for one in placement._members.all if one.role == old]
+    new = [one for one in placement._members.all if one not in late]
+    with connect(redis_url) as client:
+        register(client, namespace, [*new, *late[:30]])
+        calls = await placement.calls_in_redis()
+        placed = [await placement.place(request()) for _ in range(100)]
+        assert all(one.from_redis for one in placed)
+        used = {getattr(one, old).worker_id for one in placed}
+        assert len(used & {one.worker_id for one in late[30:]}) > 20
+        assert await placement.calls_in_redis() - calls == 100, "a refused call is not counted"
+        register(client, namespace, late[30:40])
+        assert call_of(placement, request()) > 2 * MAX_SAMPLED
+        placement._members.all = list(placement._members.all)  # read again
+        assert (await placement.place(request())).from_redis
+        assert call_of(placement, request()) < 12
 
 
 def test_routers_and_scripts_agree_on_what_a_small_fleet_is():
