@@ -34,6 +34,8 @@ if listed then
   end
 else
   local set = tag .. 'set:' .. group .. ':'
+  local function few(kind, seen) return 2 * call('ZCARD', set .. kind) < tonumber(seen) end
+  if few('r', ARGV[35]) or (ARGV[29] == '1' and few('p', ARGV[34])) then return refused({-8}) end
   local function barred_names(packed, count)
     local barred = {}
     if count > 0 then

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 from cluster.membership import facts
 from cluster.membership.facts import CLIQUE, HOST, place_of
@@ -19,14 +20,27 @@ class Candidates:
     def __init__(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], *, of_many: bool = False):
         self.prefill, self.decode = list(prefill), list(decode)
         self.model_id = decode[0].model_id if decode else ""
-        workers = (*prefill, *decode)
-        self.arguments: list[bytes] = [
-            *(b"-" if of_many else b"", str(len(self.prefill)).encode()),
+        self.of_many = of_many
+
+    @cached_property
+    def arguments(self) -> list[bytes]:
+        """Packed when the script is called: a router that places without Redis needs them not."""
+        workers = (*self.prefill, *self.decode)
+        return [
+            *(b"-" if self.of_many else b"", str(len(self.prefill)).encode()),
             struct.pack(f">{len(workers)}I", *(one.slot for one in workers)),
             struct.pack(f">{len(workers)}d", *(facts.capacity_of(one) for one in workers)),
             b"".join(map(facts.pack, workers)),
             *(f"{one.role[0]}:{one.name}".encode() for one in workers),
         ]
+
+    @cached_property
+    def prefill_by_id(self) -> Mapping[str, WorkerInfo]:
+        return {one.worker_id: one for one in self.prefill}
+
+    @cached_property
+    def decode_by_id(self) -> Mapping[str, WorkerInfo]:
+        return {one.worker_id: one for one in self.decode}
 
 
 class Heads:
@@ -40,8 +54,10 @@ class Heads:
         prefill: bool,
         without_prefill: Collection[str],
         without_decode: Collection[str],
+        seen: tuple[int, int] = (0, 0),
     ):
-        """`prefill`: whether a prefill worker is wanted. The names are worker_id@epoch."""
+        """`prefill`: whether a prefill worker is wanted. The names are worker_id@epoch. `seen`: how many prefill and
+        decode workers the router has: if the sets hold fewer than half of them, it names candidates itself."""
         self.model_id = model_id
         without = (without_prefill, without_decode)
         self.arguments: list[bytes] = [
@@ -49,6 +65,7 @@ class Heads:
             b"1" if prefill else b"0",
             *("".join("\0" + name for name in names).encode() for names in without),
             *(str(len(names)).encode() for names in without),
+            *(str(count).encode() for count in seen),
         ]
 
 

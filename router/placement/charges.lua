@@ -1,7 +1,8 @@
 -- Charges: what attempts add to `load`. `chg:<router>:<run>` holds one field per attempt:
 --   transfer id -> format, class, prefill tokens, decode tokens, worker that prefills, decode worker
--- `load` is the sum of all these tables. router/placement/charges.py packs the same.
-local FORMAT = 1
+-- `load` is the sum of all these tables. router/placement/charges.py packs the same. Later formats only append to these fields,
+-- so that a router of any version takes off what a dead one of another version has charged.
+local FORMAT, FORMATS = 1, 32  -- what is above is text
 local CHARGE = '>BBI4I4I2c0I2c0'
 local CLASSES = {normal = 0, high = 1, batch = 2}
 local CLASS_FIELDS = {'high:', 'batch:'}  -- by class; class 0 has no field of its own
@@ -10,11 +11,10 @@ local function pack_charge(class, prefill, decode, p, d)
   return struct.pack(CHARGE, FORMAT, class, prefill, decode, #p, p, #d, d)
 end
 
--- class, prefill tokens, decode tokens, p, d; nil: of another format
+-- class, prefill tokens, decode tokens, p, d; nil: it is no charge
 local function unpack_charge(packed)
-  if string.byte(packed, 1) ~= FORMAT then return nil end
-  local whole, _, class, prefill, decode, p, d = pcall(struct.unpack, CHARGE, packed)
-  if whole then return class, prefill, decode, p, d end
+  local whole, format, class, prefill, decode, p, d = pcall(struct.unpack, CHARGE, packed)
+  if whole and format >= FORMAT and format < FORMATS then return class, prefill, decode, p, d end
 end
 
 local deltas = {}
@@ -29,7 +29,7 @@ local function count(class, prefill, decode, p, d)
   change('d:' .. d, decode)
 end
 
--- Writes the changes to `load`, and moves the workers in their sets. known: facts of workers that the caller has read, or
+-- Writes the changes so far to `load`, and moves the workers in their sets. known: facts of workers that the caller has read, or
 -- false: the sets are left as they are.
 local function apply(tag, known)
   local load = tag .. 'load'
@@ -57,4 +57,5 @@ local function apply(tag, known)
     local facts = known[names[i]]
     if facts then follow(tag, kinds[i], names[i], facts, values[i]) end
   end
+  deltas = {}
 end

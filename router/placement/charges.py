@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.membership.types import WorkerInfo
 from router.placement.types import PlacementRequest, PriorityClass
 
-FORMAT = 1  # first byte of a packed charge; scripts skip and count charges of another format
+FORMAT = 1  # first byte of a packed charge; a later one only appends fields (charges.lua)
 CLASSES: tuple[PriorityClass, ...] = ("normal", "high", "batch")
 MAX_CHANGES = 256  # of each kind in one call of settle.lua
 
@@ -54,6 +54,9 @@ class Charges:
 
     def __init__(self) -> None:
         self._charges: dict[bytes, AttemptCharge] = {}
+        self.by_worker: Counter[str] = (
+            Counter()
+        )  # tokens by worker_id@epoch, of both kinds; none that has no load
         # Changes that Redis has not confirmed, in the order in which they were made
         self._added: dict[bytes, None] = {}
         self._prefilled: dict[bytes, None] = {}
@@ -70,13 +73,18 @@ class Charges:
     ) -> None:
         """`prefill`: the worker that computes the `uncached` tokens of the prompt, a decode worker too. `in_redis`: the
         script has charged it already."""
-        self._charges[request.transfer_id] = AttemptCharge(
+        former = self._charges.get(request.transfer_id)
+        if former is not None:
+            self._take_off(former)
+        charge = self._charges[request.transfer_id] = AttemptCharge(
             prefill.name,
             decode.name,
             uncached,
             request.token_count + request.output_tokens,
             request.priority_class,
         )
+        self._count(charge.prefill, charge.prefill_tokens)
+        self._count(charge.decode, charge.decode_tokens)
         self._released.pop(request.transfer_id, None)
         if not in_redis:
             self._added[request.transfer_id] = None
@@ -86,14 +94,17 @@ class Charges:
         charge = self._charges.get(transfer_id)
         if charge is None or not charge.prefill_tokens:
             return False
+        self._count(charge.prefill, -charge.prefill_tokens)
         charge.prefill_tokens = 0
         self._prefilled[transfer_id] = None
         return True
 
     def release(self, transfer_id: bytes) -> bool:
         """The attempt has ended. False: it was not charged."""
-        if self._charges.pop(transfer_id, None) is None:
+        charge = self._charges.pop(transfer_id, None)
+        if charge is None:
             return False
+        self._take_off(charge)
         self.disown(transfer_id)
         return True
 
@@ -147,13 +158,14 @@ class Charges:
         """Transfer ids of the charges that Redis has confirmed."""
         return self._charges.keys() - self._added.keys()
 
-    def by_worker(self) -> Counter[str]:
-        """Tokens by worker_id@epoch, of both kinds."""
-        load: Counter[str] = Counter()
-        for charge in self._charges.values():
-            load[charge.prefill] += charge.prefill_tokens
-            load[charge.decode] += charge.decode_tokens
-        return load
+    def _take_off(self, charge: AttemptCharge) -> None:
+        self._count(charge.prefill, -charge.prefill_tokens)
+        self._count(charge.decode, -charge.decode_tokens)
+
+    def _count(self, name: str, tokens: int) -> None:
+        self.by_worker[name] += tokens
+        if not self.by_worker[name]:
+            del self.by_worker[name]
 
     def total(self) -> dict[str, float]:
         """Tokens of attempts that have not ended, by stage."""

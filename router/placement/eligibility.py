@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cluster.config.worker import Role
 from cluster.membership.facts import group_id
@@ -24,6 +25,8 @@ MAX_LISTED = 64  # workers of a role that are named one by one; of more the sort
 MAX_SAMPLED = 32  # workers of a role that are named where the sets do not help
 MAX_PASSED_OVER = 512  # workers that the script passes over in the sets
 MAX_UNKNOWN = 256  # of them that this router cannot read
+Key = TypeVar("Key")
+Kept = TypeVar("Kept")
 _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
@@ -39,6 +42,7 @@ class Eligibility:
         self.by_name = {worker.name: worker for worker in workers}
         self.unknown = {name: role for name, role in (unknown or {}).items() if name not in self.by_name}
         self._by_id = {worker.worker_id: worker for worker in workers}
+        self.listed = False  # most workers are not in Redis's sets
         self._mode = mode
         ready = [worker for worker in workers if worker.state == "ready" and _has_link(worker)]
         self._best_lease: dict[Role, Lease] = {
@@ -51,6 +55,7 @@ class Eligibility:
         self.decode = self._of_good_standing("decode")
         self.kv_groups = KvGroups(self.prefill, self.decode, mode)
         self._kept: dict[tuple[KvGroup | None, frozenset[str], bool], Candidates | Heads] = {}
+        self._kept_whole: dict[tuple[KvGroup | None, frozenset[str]], Candidates] = {}
         self._pools: dict[KvGroup | None, _Pool] = {}
 
     def why_not(self, worker: WorkerInfo, request: PlacementRequest) -> Reason | None:
@@ -68,8 +73,11 @@ class Eligibility:
         return eligible or [one for one in workers if self._standing(one, request.kv_group) is None]
 
     def candidates(self, request: PlacementRequest) -> Candidates:
-        """All of them."""
-        return Candidates(*self._all(request))
+        """All of them; kept like those for the script."""
+        key = request.kv_group, frozenset(request.excluded)
+        known = self._kept_whole.pop(key, None) or Candidates(*self._all(request))
+        _keep(self._kept_whole, key, known)
+        return known
 
     def _all(self, request: PlacementRequest) -> tuple[list[WorkerInfo], list[WorkerInfo]]:
         prefill, decode = self.usable("prefill", request), self.usable("decode", request)
@@ -79,14 +87,13 @@ class Eligibility:
 
     def for_script(self, request: PlacementRequest, *, listed: bool) -> Candidates | Heads:
         """Kept for the next requests, since while a worker is suspect every request excludes it. `listed`: Redis's sets
-        name no live worker, so the router names some."""
-        wanted = request.kv_group, frozenset(request.excluded), listed
+        name no live worker, so the router names some: others for each request, or the load would stay on these."""
+        wanted = request.kv_group, frozenset(request.excluded), listed or self.listed
         known = self._kept.pop(wanted, None)
         if known is None:
-            known = (None if listed else self._heads(request)) or self._sampled(request)
-        self._kept[wanted] = known  # moves it to the end: the least recently used is dropped first
-        if len(self._kept) > MAX_CANDIDATES_KEPT:
-            del self._kept[next(iter(self._kept))]
+            known = (None if wanted[2] else self._heads(request)) or self._sampled(request)
+        if isinstance(known, Heads) or not known.of_many:
+            _keep(self._kept, wanted, known)
         return known
 
     def _heads(self, request: PlacementRequest) -> Heads | None:
@@ -110,15 +117,15 @@ class Eligibility:
             prefill=wanted,
             without_prefill=[*prefill, *pool.barred_prefill],
             without_decode=[*decode, *pool.barred_decode],
+            seen=(len(pool.prefill), len(pool.decode)),
         )
 
     def _sampled(self, request: PlacementRequest) -> Candidates:
         """All, or of many some at random: the best of 32 are nearly as good as the best of all."""
-        prefill, decode = self._all(request)
-        pool = self.pool(request.kv_group)
+        whole, pool = self.candidates(request), self.pool(request.kv_group)
         if max(len(pool.prefill), len(pool.decode)) <= MAX_LISTED:
-            return Candidates(prefill, decode)
-        return Candidates(_some(prefill), _some(decode), of_many=True)
+            return whole
+        return Candidates(_some(whole.prefill), _some(whole.decode), of_many=True)
 
     def pass_over(self, unknown: Mapping[str, Role]) -> None:
         """The script has chosen workers that this view lacks: it chooses them no more. Of too many the first are tried
@@ -190,6 +197,13 @@ class _Pool:
     decode: frozenset[str]
     barred_prefill: list[str]
     barred_decode: list[str]
+
+
+def _keep(kept: dict[Key, Kept], key: Key, value: Kept) -> None:
+    """At the end: the least recently used is dropped first."""
+    kept[key] = value
+    if len(kept) > MAX_CANDIDATES_KEPT:
+        del kept[next(iter(kept))]
 
 
 def _some(workers: list[WorkerInfo]) -> list[WorkerInfo]:

@@ -26,14 +26,15 @@
 --       the sets; '-' some of many
 --   29  number of prefill candidates; with a group 1, or 0: none is wanted
 --   with a group: 30 names of prefill workers to pass over and 31 of decode workers, each behind a zero byte; 32 how many
---       prefill workers, 33 decode workers these are
+--       prefill workers, 33 decode workers these are; 34 how many prefill workers, 35 decode workers the router sees
 --   without: 30 slots of the candidates, prefill workers first (4-byte numbers, packed), 31 their capacities (8-byte doubles,
 --       packed), 32 their facts, 33… their fields of `load`
 -- -> prefill worker ('' = the decode worker prefills), decode worker, cached tokens at the worker that prefills, at the
 --    decode worker, uncached tokens, cost, terms…
 --    or -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
 --    -5: Redis has a later run of this router, or -6: no live worker of a role is among the candidates that the sets
---    name, or -7: the router no longer waits for this call, or has charged the attempt by itself. Then nothing was charged. Calls without a decode worker (-1) or without a pair (-2) are not made.
+--    name, or -7: the router no longer waits for this call, or has charged the attempt by itself,
+--    or -8: the sets hold fewer than half of the workers that the router sees. Then nothing was charged. Calls without a decode worker (-1) or without a pair (-2) are not made.
 -- now_ms and insert are those of cluster/index/tree.lua, walk, holders and covered those of walk.lua; sets.lua and charges.lua
 -- are in front, too.
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.

@@ -42,6 +42,7 @@ class Unplaced(IntEnum):
 
     LEAVING = -4  # the best worker is leaving, or has left
     NOBODY = -6  # no live worker of a role is among the heads of the sets
+    FEW = -8  # most workers are of a version that enters no set
     VOID = -7  # Redis takes the call for one that was given up, or has a charge of the attempt
 
 

@@ -108,7 +108,8 @@ class Placement:
                 if isinstance(placed, Decision):
                     replaces = _charge_of(request, placed).packed
                     continue
-                listed = listed or placed is Unplaced.NOBODY
+                listed = listed or placed in (Unplaced.NOBODY, Unplaced.FEW)
+                self.eligibility.listed = self.eligibility.listed or placed is Unplaced.FEW
                 await self._members.refresh()
                 self._check_roles(request)
             placed = self._standalone.place(request, self.eligibility.candidates(request))

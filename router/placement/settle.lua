@@ -5,7 +5,7 @@
 --   1 router, 2 lease_ms, 3 run (0: none yet), 4 number of this call, 5 number of the oldest placement still awaited
 --   6 cursor of a walk over the table ('': no walk)
 --   7 number of prefilled ids, 8 number of released ids, then these ids, then (id, packed charge) pairs that are added
--- -> a new run if it had none (nothing else is done), or a list: status, charges of another format that were skipped,
+-- -> a new run if it had none (nothing else is done), or a list: status, fields that are no charges and were skipped,
 --    whether tables of dead routers are left, cursor of the walk, ids…
 --    status 0: applied, now or before, or older than what is applied; -1: Redis has a later run of this router;
 --    -2: Redis has no table of this run. After -1 and -2 nothing was applied; the router takes a new run, and adds all its
@@ -88,19 +88,27 @@ if number > tonumber(known[2]) then
 end
 call('ZADD', KEYS[2], now + tonumber(ARGV[2]), router .. ':' .. run)
 
+-- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
+call('HSET', KEYS[1], '', string.rep('0', 65))
+local tag, facts = string.sub(KEYS[1], 1, -5), {}
+apply(tag, facts)
+
 -- Of a router whose lease has run out, some charges a call. Its run is forgotten first: if it returns, it takes a new one.
 local dead, more = call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1], 0
 if dead then
-  local tag = string.sub(KEYS[2], 1, -8)
   local table = tag .. 'chg:' .. dead
   local name, its_run = string.match(dead, '^(.*):(%d+)$')
   local answers = tag .. 'answers:' .. (name or dead)
-  if not name or call('HGET', answers, 'run') == its_run then call('DEL', answers) end
+  if not name or redis.pcall('HGET', answers, 'run') == its_run then call('DEL', answers) end
   call('ZADD', KEYS[2], 'XX', 0, dead)
   -- What is dropped leaves empty buckets, which a scan from the start passes.
   local at, left = 0, {}
   repeat
-    local step = call('HSCAN', table, at, 'COUNT', SWEPT)
+    local step = redis.pcall('HSCAN', table, at, 'COUNT', SWEPT)
+    if step.err then  -- no hash: nobody's charges
+      call('DEL', table)
+      break
+    end
     at, left = step[1], step[2]
   until #left > 0 or at == '0'
   for i = 1, #left, 2 do
@@ -117,9 +125,7 @@ if dead then
     dead = call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
   end
   more = dead and 1 or 0
+  apply(tag, facts)
 end
 
--- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
-call('HSET', KEYS[1], '', string.rep('0', 65))
-apply(string.sub(KEYS[1], 1, -5), {})
 return {0, skipped, more, cursor, unpack(ids)}

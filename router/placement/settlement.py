@@ -98,7 +98,7 @@ class Settlement:
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self.errors = 0  # calls that Redis did not answer in time
-        self.skipped = 0  # charges of another format in Redis's tables
+        self.skipped = 0  # fields of Redis's tables that are no charges
 
     @property
     def run(self) -> int:
@@ -170,7 +170,10 @@ class Settlement:
             self._walk.step(cursor, found, self._calls.in_flight)
         if skipped:
             self.skipped += int(skipped)
-            log.warning("%d charges of another version were skipped; they expire with its router", skipped)
+            log.warning(
+                "%d charges in Redis could not be read; what they added to the load stays until the workers restart",
+                skipped,
+            )
         if more or self._charges.pending or self._calls.unheard or self._walk.under_way:
             self._dirty.set()
 

@@ -39,12 +39,12 @@ class StandalonePlacement:
 
     def place(self, request: PlacementRequest, candidates: Candidates) -> Placed:
         """Raises OverloadedError."""
-        load = self._charges.by_worker()
-        decode = self._pick(candidates.decode, load, request.chain)
+        load = self._charges.by_worker
+        decode = self._pick(candidates.decode, candidates.decode_by_id, load, request.chain)
         prefill = None
         if candidates.prefill:
-            prefill = self._pick(candidates.prefill, load, request.chain)
-            self._refuse_late(request, load[prefill.name] / self._calibration.rate)
+            prefill = self._pick(candidates.prefill, candidates.prefill_by_id, load, request.chain)
+            self._refuse_late(request, load.get(prefill.name, 0) / self._calibration.rate)
         return Placed(prefill, decode, 0, 0, False, uncached_tokens=request.token_count)
 
     def _refuse_late(self, request: PlacementRequest, ahead_seconds: float) -> None:
@@ -54,21 +54,26 @@ class StandalonePlacement:
         if self._calibration.known and 0 < target < ahead_seconds + compute and ahead_seconds > compute:
             raise too_late(request, ahead_seconds + compute)
 
-    def _pick(self, workers: Sequence[WorkerInfo], load: Mapping[str, int], chain: bytes) -> WorkerInfo:
+    def _pick(
+        self,
+        workers: Sequence[WorkerInfo],
+        by_id: Mapping[str, WorkerInfo],
+        load: Mapping[str, int],
+        chain: bytes,
+    ) -> WorkerInfo:
         """The holder of the longest remembered prefix, unless the better of two random workers is much freer."""
         first, second = self._rng.choice(workers), self._rng.choice(workers)
         light = min((first, second), key=lambda worker: load.get(worker.name, 0))
-        holder = self._holder(workers, chain)
+        holder = self._holder(by_id, chain)
         if holder is None or load.get(holder.name, 0) > 2 * load.get(light.name, 0) + len(chain):
             return light
         return holder
 
-    def _holder(self, workers: Sequence[WorkerInfo], chain: bytes) -> WorkerInfo | None:
+    def _holder(self, by_id: Mapping[str, WorkerInfo], chain: bytes) -> WorkerInfo | None:
         self._index_noted()
-        by_id = {worker.worker_id: worker for worker in workers}
         for begin in range(len(chain) - INDEX_KEY_BYTES, -1, -INDEX_KEY_BYTES):
             worker_id = self._seen.get(chain[begin : begin + INDEX_KEY_BYTES])
-            if worker_id in by_id:
+            if worker_id is not None and worker_id in by_id:
                 return by_id[worker_id]
         return None
 

@@ -75,7 +75,7 @@ def test_a_file_with_invalid_values_does_not_affect_the_others(wrong):
     """They are packed together for every placement."""
     workers = decode(answer(facts("a"), facts("broken") | wrong, facts("c")))
     assert [worker.worker_id for worker in workers] == ["a", "c"]
-    Candidates(workers, workers)
+    assert Candidates(workers, workers).arguments
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement import eligibility, place_script
 from router.placement.candidates import Candidates
+from router.placement.charges import Charges
 from router.placement.eligibility import MAX_CANDIDATES_KEPT, MAX_LISTED, MAX_SAMPLED
 from router.placement.placement import Placement
 from router.placement.script_call import RedisBackoff
@@ -110,8 +112,8 @@ async def many(make, redis_url, namespace):
 
 
 async def test_of_many_workers_a_call_names_only_those_to_pass_over(many):
-    assert call_of(many, request()) < 10
-    assert call_of(many, request("decode-1", "prefill-2")) < 10
+    assert call_of(many, request()) < 12
+    assert call_of(many, request("decode-1", "prefill-2")) < 12
     seen = [await many.place(request()) for _ in range(40)]
     assert all(placed.from_redis for placed in seen)
     assert len({placed.prefill.worker_id for placed in seen}) == 40, "each goes where no other waits"
@@ -189,6 +191,27 @@ async def test_a_fleet_that_grows_is_scored_anew(make, redis_url, namespace):
             assert {decoded(name): score for name, score in scores if score} == {
                 name[2:]: held for name, held in load.items() if name.startswith(field) and held
             }
+
+
+@pytest.mark.parametrize("old", ["prefill", "decode"])
+async def test_workers_that_are_in_no_set_are_used_while_they_are_many(make, redis_url, namespace, old):
+    """Of an earlier version: as soon as one is in the sets, the script would see no other."""
+    placement = await make(70)
+    late = [one for one in placement._members.all if one.role == old]
+    new = [one for one in placement._members.all if one not in late]
+    with connect(redis_url) as client:
+        register(client, namespace, [*new, *late[:30]])
+        calls = await placement.calls_in_redis()
+        placed = [await placement.place(request()) for _ in range(100)]
+        assert all(one.from_redis for one in placed)
+        used = {getattr(one, old).worker_id for one in placed}
+        assert len(used & {one.worker_id for one in late[30:]}) > 20
+        assert await placement.calls_in_redis() - calls == 100, "a refused call is not counted"
+        register(client, namespace, late[30:40])
+        assert call_of(placement, request()) > 2 * MAX_SAMPLED
+        placement._members.all = list(placement._members.all)  # read again
+        assert (await placement.place(request())).from_redis
+        assert call_of(placement, request()) < 12
 
 
 def test_routers_and_scripts_agree_on_what_a_small_fleet_is():
@@ -333,6 +356,55 @@ async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
     placed = await asyncio.gather(*(placement.place(request()) for _ in range(5)))
     assert all(one.from_redis for one in placed)
     monkeypatch.undo()
+
+
+async def test_without_redis_a_placement_does_not_look_at_the_whole_fleet(make, monkeypatch):
+    """Nor at all charges: the event loop would stand still for milliseconds."""
+    placement = await make(20)
+    packed: list[Any] = []
+    built: list[Any] = []
+    monkeypatch.setattr(placement.script, "may_ask", lambda: False)
+    monkeypatch.setattr("cluster.membership.facts.pack", packed.append)
+    usable = eligibility.Eligibility.usable
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        built.append(arguments)
+        return usable(self, *arguments)
+
+    monkeypatch.setattr(eligibility.Eligibility, "usable", counted)
+    requests = [request() for _ in range(10)] + [request("decode-1") for _ in range(10)]
+    for one in requests:
+        placed = await placement.place(one)
+        assert not placed.from_redis and (not one.excluded or placed.decode.worker_id != "decode-1")
+    assert not packed and len(built) == 2 * 2, "by role and set of excluded workers"
+    for number in range(100):
+        await placement.place(request(f"decode-{number}"))
+    assert len(placement.eligibility._kept_whole) <= MAX_CANDIDATES_KEPT
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_load_of_each_worker_follows_the_charges(seed):
+    rng, charges, workers = random.Random(seed), Charges(), fleet(3).all
+    ids = [bytes([n]) * 16 for n in range(8)]
+    for _ in range(300):
+        transfer_id = rng.choice(ids)
+        match rng.randrange(4):
+            case 0:
+                charges.prefilled(transfer_id)
+            case 1:
+                charges.release(transfer_id)
+            case _:
+                one = replace(request(), transfer_id=transfer_id)
+                charges.add(
+                    one, rng.choice(workers), rng.choice(workers[3:]), rng.randrange(9), in_redis=True
+                )
+        wanted: Counter[str] = Counter()
+        for charge in charges._charges.values():
+            wanted[charge.prefill] += charge.prefill_tokens
+            wanted[charge.decode] += charge.decode_tokens
+        assert charges.by_worker == +wanted
+    charges.clear()
+    assert len(charges.by_worker) == 0
 
 
 async def test_an_outage_of_redis_is_logged_at_its_begin_and_end(make, monkeypatch, caplog):

@@ -377,7 +377,7 @@ def test_a_dead_router_of_an_earlier_version_leaves_nothing(cluster):
 
 
 @pytest.mark.parametrize("foreign", [b"", b"\x02later", ONE[:-3], b"\x01"])
-def test_a_charge_of_another_format_is_skipped_and_counted(cluster, foreign):
+def test_what_is_no_charge_is_skipped_and_counted(cluster, foreign):
     key = PlacementKeys(cluster.namespace, "router").charges(cluster.run)
     cluster.settle(added={b"1": ONE, b"2": OTHER})
     cluster.client.hset(key, b"strange", foreign)
@@ -390,6 +390,30 @@ def test_a_charge_of_another_format_is_skipped_and_counted(cluster, foreign):
     other = cluster.begin("other")
     assert not cluster.table() and cluster.load() == {}
     assert cluster.settle(router="other", run=other, number=5).skipped == 0
+
+
+def test_the_charges_of_a_dead_router_of_a_later_version_are_taken_off(cluster):
+    """Its format has more fields."""
+    run = cluster.begin("dead")
+    cluster.settle(router="dead", run=run, added={b"1": ONE, b"2": OTHER})
+    table = PlacementKeys(cluster.namespace, "dead").charges(run)
+    cluster.client.hset(table, mapping={b"1": b"\x02" + ONE[1:] + b"more", b"2": b"\x1f" + OTHER[1:]})
+    cluster.expire("dead", run)
+    assert cluster.settle().skipped == 0
+    assert cluster.load() == {} and not cluster.table("dead", run)
+
+
+def test_a_table_that_is_no_hash_stops_no_router(cluster):
+    cluster.settle(added={b"1": ONE})
+    for foreign in ("c:1", "no run"):
+        cluster.client.set(cluster.tag + "chg:" + foreign, "x")
+        cluster.client.set(cluster.tag + "answers:" + foreign.partition(":")[0], "x")
+        cluster.client.zadd(cluster.tag + "routers", {foreign: 1})
+    assert cluster.settle(added={b"2": OTHER}).more == 1
+    assert cluster.settle().more == 0
+    assert cluster.load() == {"p:p": 107, "high:p:p": 7, "d:d": 150, "d:e": 9}
+    assert cluster.client.zcard(cluster.tag + "routers") == 1
+    assert not list(cluster.client.scan_iter(cluster.tag + "chg:c*"))
 
 
 def test_a_router_whose_lease_ran_out_returns(cluster):
