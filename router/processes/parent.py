@@ -1,7 +1,7 @@
 """The parent of a router's processes: it has the ports, starts and restarts the processes, and merges their metrics.
 
     start ─► all processes serve ─► (one ends: its counts are reclaimed, and it is started again) ─► close
-    close:  SIGTERM to all ─► each has drained ─► the HTTP port takes no connection more ─► each ends ─► the port closes
+    close:  all drain ─► each has drained ─► the HTTP port takes no connection more ─► each ends ─► the port closes
 
 It reads no request, so nothing that clients send can end it.
 """
@@ -22,7 +22,7 @@ from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS, SUSPECT_SECONDS
 from cluster.telemetry.metrics import router as declared
 from cluster.telemetry.registry import Registry
-from router.listening import listen_http, refuse_connections, reserve_grpc
+from router.listening import allow_connections, listen_http, refuse_connections, reserve_grpc
 from router.processes.child_process import ChildProcess
 from router.processes.member import drain_limit_seconds, kill_limit_seconds, process_config
 from router.processes.memory import SharedMemory
@@ -128,7 +128,7 @@ class RouterProcesses:
         self._children[index] = child
         self.metrics.add(child)
         if self._leaving.is_set():  # it was started meanwhile
-            child.signal(signal.SIGTERM)
+            child.tell({"do": "drain"})
         telling = asyncio.create_task(self._tell_started(child, first))
         try:
             code = await child.wait()
@@ -137,6 +137,8 @@ class RouterProcesses:
             del self._children[index]
             self.metrics.ended(child)
             self._memory.reclaim(index)
+            if not self._leaving.is_set():  # whatever it did to the socket that all share
+                allow_connections(self._http)
         return child, f"ended with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     async def _tell_started(self, child: ChildProcess, first: asyncio.Future[None]) -> None:
@@ -165,7 +167,7 @@ class RouterProcesses:
         await self._watch.close()
         began, config = time.monotonic(), self._config
         for child in self._children.values():
-            child.signal(signal.SIGTERM)
+            child.tell({"do": "drain"})
         children = list(self._children.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_limit_seconds(config)):

@@ -27,6 +27,7 @@ class ParentLink:
         self._asked: dict[str, asyncio.Future[Message]] = {}  # by format
         self._loop: asyncio.AbstractEventLoop | None = None
         self._snapshot: Callable[[], Any] = list
+        self.drain_wanted = asyncio.Event()  # the router leaves, or the parent is gone
         self.stop_wanted = asyncio.Event()  # every process has drained, or the parent is gone
 
     def start(self, snapshot: Callable[[], Any]) -> None:
@@ -64,10 +65,13 @@ class ParentLink:
         while (message := receive(self._socket)) is not None:
             if message["do"] == "scrape":
                 self._send({"scraped": message["number"], "metrics": self._snapshot()})
+            elif message["do"] == "drain":
+                _call(loop, self.drain_wanted.set)
             elif message["do"] == "stop":
                 _call(loop, self.stop_wanted.set)
             elif message["do"] == "metrics":
                 _call(loop, self._answered, message)
+        _call(loop, self.drain_wanted.set)
         _call(loop, self.stop_wanted.set)
 
     def _answered(self, message: Message) -> None:
