@@ -81,6 +81,8 @@ class RouterProcesses:
         loop = asyncio.get_running_loop()
         serving = [loop.create_future() for _ in range(self._config.processes)]
         self._tasks = [loop.create_task(self._supervise(index, first)) for index, first in enumerate(serving)]
+        for task in self._tasks:
+            task.add_done_callback(self._supervised)
         await asyncio.gather(*serving)
         self._watch.start()
         self._snapshots.start()
@@ -116,6 +118,14 @@ class RouterProcesses:
         if not first.done():
             first.cancel()
 
+    def _supervised(self, task: asyncio.Task[None]) -> None:
+        """An error ends the router: the process would never be started again."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a process is no longer supervised; this router leaves", exc_info=error)
+        if not self.failed.done():
+            self.failed.set_result(f"a process is no longer supervised: {error!r}")
+
     async def _live(self, index: int, first: asyncio.Future[None]) -> tuple[ChildProcess | None, str]:
         """One life of a process. Returns it, and how it ended."""
         config = self._config
@@ -134,12 +144,12 @@ class RouterProcesses:
             code = await child.wait()
         finally:
             telling.cancel()
+            self._memory.reclaim(index)  # first: its places are free whatever else fails
             del self._children[index]
             self.metrics.ended(child)
-            self._memory.reclaim(index)
             if not self._leaving.is_set():  # whatever it did to the socket that all share
                 allow_connections(self._http)
-        return child, f"ended with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        return child, ending(code)
 
     async def _tell_started(self, child: ChildProcess, first: asyncio.Future[None]) -> None:
         try:
@@ -190,6 +200,16 @@ class RouterProcesses:
         self._http.close()
         self._grpc.close()
         self._memory.close()
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its code as of subprocess."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals between the first and the last have no name
+        return f"was ended by signal {-code}"
 
 
 class Watch:
