@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 from cluster.errors import UnavailableError
 from router.processes.frames import Message, encode, receive
 
+log = logging.getLogger(__name__)
 ANSWER_SECONDS = 5.0
 
 
@@ -62,17 +64,32 @@ class ParentLink:
     def _read(self) -> None:
         loop = self._loop
         assert loop is not None, "started"
-        while (message := receive(self._socket)) is not None:
-            if message["do"] == "scrape":
-                self._send({"scraped": message["number"], "metrics": self._snapshot()})
-            elif message["do"] == "drain":
-                _call(loop, self.drain_wanted.set)
-            elif message["do"] == "stop":
-                _call(loop, self.stop_wanted.set)
-            elif message["do"] == "metrics":
-                _call(loop, self._answered, message)
-        _call(loop, self.drain_wanted.set)
-        _call(loop, self.stop_wanted.set)
+        try:
+            while (message := receive(self._socket)) is not None:
+                self._received(loop, message)
+        except Exception:
+            log.exception("the link to this router's parent has failed")
+        finally:  # the parent is gone, or a mistake: without the link this process cannot go on
+            _call(loop, self.drain_wanted.set)
+            _call(loop, self.stop_wanted.set)
+
+    def _received(self, loop: asyncio.AbstractEventLoop, message: Message) -> None:
+        if message["do"] == "scrape":
+            self._send({"scraped": message["number"], "metrics": self._taken()})
+        elif message["do"] == "drain":
+            _call(loop, self.drain_wanted.set)
+        elif message["do"] == "stop":
+            _call(loop, self.stop_wanted.set)
+        elif message["do"] == "metrics":
+            _call(loop, self._answered, message)
+
+    def _taken(self) -> Any:
+        """None: a collector has failed, for example because what it counts changed meanwhile."""
+        try:
+            return self._snapshot()
+        except Exception:
+            log.exception("this process's metrics cannot be read")
+            return None
 
     def _answered(self, message: Message) -> None:
         waiting = self._asked.pop(message["accept"], None)
