@@ -85,7 +85,12 @@ class HttpEndpoint:
 
     async def accept_last(self) -> None:
         """Take no further connections, but serve those that wait to be accepted."""
-        await self._server.accept_last(self._socket)
+        if self._socket.fileno() >= 0:
+            await self._server.accept_last(self._socket)
+
+    async def close_port(self) -> None:
+        """Also for processes that share it. Open connections are served until `stop`."""
+        await self._server.close_port(self._socket)
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -29,8 +29,9 @@ class ParentLink:
         self._asked: dict[str, asyncio.Future[Message]] = {}  # by format
         self._loop: asyncio.AbstractEventLoop | None = None
         self._snapshot: Callable[[], Any] = list
-        self.drain_wanted = asyncio.Event()  # the router leaves, or the parent is gone
-        self.stop_wanted = asyncio.Event()  # every process has drained, or the parent is gone
+        self.drain_wanted = asyncio.Event()  # the router leaves, or the link has ended
+        self.stop_wanted = asyncio.Event()  # every process has drained, or the link has ended
+        self.ended = asyncio.Event()  # the parent is gone
 
     def start(self, snapshot: Callable[[], Any]) -> None:
         """`snapshot` returns this process's metrics (router/processes/snapshots.py); it runs on the link's thread."""
@@ -70,8 +71,8 @@ class ParentLink:
         except Exception:
             log.exception("the link to this router's parent has failed")
         finally:  # the parent is gone, or a mistake: without the link this process cannot go on
-            _call(loop, self.drain_wanted.set)
-            _call(loop, self.stop_wanted.set)
+            for event in (self.ended, self.drain_wanted, self.stop_wanted):
+                _call(loop, event.set)
 
     def _received(self, loop: asyncio.AbstractEventLoop, message: Message) -> None:
         if message["do"] == "scrape":

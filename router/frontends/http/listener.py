@@ -75,6 +75,15 @@ class HttpServer(uvicorn.Server):
         refuse_connections(listener)
         await accepted_all(listener)
 
+    async def close_port(self, listener: socket.socket) -> None:
+        """As `accept_last`, and close it: connections are served until the server exits."""
+        await HttpServer.accept_last(self, listener)
+        accepting, *others = self._accepting
+        self._accepting = others
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+        listener.close()
+
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)

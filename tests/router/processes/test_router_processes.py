@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from baton.client import AsyncClient, Client
-from router.listening import refuse_connections
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigError
+from router.listening import listen_http, refuse_connections, reserve_grpc
 from tests.harness import router_process
 from tests.harness.router import KeyFile
 from tests.harness.router_group import HttpStream, RouterGroup, run_group
@@ -184,6 +186,33 @@ def test_the_processes_end_with_their_parent(group: RouterGroup) -> None:
     os.kill(group.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive, alive
+
+
+async def test_the_ports_are_free_soon_after_the_parents_end(router_model: Path, tmp_path: Path) -> None:
+    """For the router that a supervisor starts; streams that are open are finished."""
+    with run_group(tmp_path, router_model, 2, drain_seconds=60.0) as group:
+        short = await HttpStream.open(group, tokens=30)
+        async with streams(group, 4) as opened:
+            ended = [asyncio.create_task(one.rest()) for one in opened]
+            os.kill(group.pid, signal.SIGKILL)
+            config = RouterConfig(
+                model=router_model,
+                http_port=group.address[1],
+                grpc_port=int(group.grpc.rpartition(":")[2]),
+            )
+            await until(lambda: _free(config), "the ports are free", 30)
+            assert not any(one.done() for one in ended), "long streams go on"
+            assert b"[DONE]" in await short.rest()
+            for one in ended:
+                one.cancel()
+            await asyncio.gather(*ended, return_exceptions=True)
+        await short.close()
+
+
+def _free(config: RouterConfig) -> bool:
+    with contextlib.suppress(ConfigError), listen_http(config), reserve_grpc(config):
+        return True
+    return False
 
 
 async def test_a_port_that_is_taken_is_named(group: RouterGroup, tmp_path: Path) -> None:
