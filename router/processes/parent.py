@@ -163,8 +163,10 @@ class RouterProcesses:
             first.set_result(None)
         self._changed()
 
-    def _silent_seconds(self, child: ChildProcess) -> float:
-        return self._memory.slot(child.index).silent_seconds() or 0.0
+    def _silent(self, child: ChildProcess) -> bool:
+        """Also before its first beat: it holds no request."""
+        silent = self._memory.slot(child.index).silent_seconds()
+        return silent is None or silent > SUSPECT_SECONDS
 
     async def _read_metrics(self) -> None:
         await self.metrics.collect()
@@ -185,7 +187,7 @@ class RouterProcesses:
         refuse_connections(self._http)
         for child in self._children.values():
             child.tell({"do": "stop"})
-            if not child.drained.is_set() and self._silent_seconds(child) > SUSPECT_SECONDS:
+            if not child.drained.is_set() and self._silent(child):
                 log.error("process %d does not answer; it is killed", child.index)
                 child.signal(signal.SIGKILL)
         if self._tasks:

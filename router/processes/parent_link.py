@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.errors import UnavailableError
+from cluster.telemetry.exposition import OPEN_METRICS, accepts_open_metrics
 from router.processes.frames import Message, encode, receive
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class ParentLink:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """The metrics of all processes, and their content type. Raises UnavailableError."""
+        accept = OPEN_METRICS if accepts_open_metrics(accept) else ""  # two answers, however clients ask
         waiting = self._asked.get(accept)
         if waiting is None or waiting.done():
             waiting = self._asked[accept] = asyncio.get_running_loop().create_future()

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.config.router import RouterConfig
+from cluster.telemetry.exposition import OPEN_METRICS
 from router.processes.child_process import ChildProcess
 from router.processes.frames import encode, receive
 from router.processes.parent_link import ParentLink
@@ -44,6 +45,21 @@ async def test_a_scrape_that_fails_ends_nothing(ends: tuple[socket.socket, socke
     assert not link.stop_wanted.is_set()
     parents.close()
     await asyncio.wait_for(link.stop_wanted.wait(), 10)
+
+
+async def test_whatever_clients_accept_the_parent_is_asked_for_two_forms(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    parents, childs = ends
+    link = ParentLink(childs)
+    link.start(list)
+    accepts = ["a/1" + "x" * 8000, "a/2", "", f"{OPEN_METRICS}; version=1.0.0", f"{OPEN_METRICS}, */*;q=0.1"]
+    asked = [asyncio.create_task(link.metrics(accept)) for accept in accepts]
+    for _ in range(2):
+        accept = (await asyncio.to_thread(receive, parents) or {})["accept"]
+        parents.sendall(encode({"do": "metrics", "accept": accept, "body": "b" + accept, "type": "t"}))
+    plain, open_metrics = (b"b", "t"), (f"b{OPEN_METRICS}".encode(), "t")
+    assert await asyncio.gather(*asked) == [plain] * 3 + [open_metrics] * 2
 
 
 async def test_a_link_that_ends_by_a_mistake_ends_the_process(
