@@ -19,7 +19,7 @@ from router.frontends.http.gate import Gate
 from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import limited
 from router.gateway import RequestGateway
-from router.listening import accepted_all, listen_http, refuse_connections
+from router.listening import listen_http
 from router.processes.http import SharedHttpServer, counted
 from router.processes.member import Member
 
@@ -85,8 +85,12 @@ class HttpEndpoint:
 
     async def accept_last(self) -> None:
         """Take no further connections, but serve those that wait to be accepted."""
-        refuse_connections(self._socket)
-        await accepted_all(self._socket)
+        if self._socket.fileno() >= 0:
+            await self._server.accept_last(self._socket)
+
+    async def close_port(self) -> None:
+        """Also for processes that share it. Open connections are served until `stop`."""
+        await self._server.close_port(self._socket)
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -24,7 +24,7 @@ QUIET_SECONDS = (
 )
 MAX_QUIET_SECONDS = 1.0
 LOOK_SECONDS = 0.01
-_SO_ATTACH_FILTER = 26  # asm-generic/socket.h
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 # Of a packet for a listening socket, from its TCP header on: drop it if it asks for a connection (SYN without ACK).
 _DROP_SYN = (
     (0x30, 0, 0, 13),  # load the byte of flags
@@ -124,6 +124,13 @@ def refuse_connections(sock: socket.socket) -> None:
         sock.setsockopt(
             socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_DROP_SYN), ctypes.addressof(buffer))
         )
+
+
+def allow_connections(sock: socket.socket) -> None:
+    """Undo `refuse_connections`."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # there is no filter
+            sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 async def accepted_all(sock: socket.socket) -> None:

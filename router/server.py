@@ -76,6 +76,7 @@ class Router:
             "refreshing health, connections, keys and certificates", REFRESH_SECONDS, self._refresh
         )
         self._serving: asyncio.Task[None] | None = None
+        self._without_parent: asyncio.Task[None] | None = None
         self._turned = time.monotonic()
         self._metrics: MetricsServer | None = None
         self._watch = RightsWatch(config.redis_url, rights(config.namespace))
@@ -105,6 +106,8 @@ class Router:
         self._loop_lag.start()
         self._open_metrics()
         self._serving = asyncio.get_running_loop().create_task(self._http.serve())
+        if self._member is not None:
+            self._without_parent = asyncio.create_task(self._close_ports(self._member))
         self._refreshing.start()
         self._watch.start()
         # The objects of now live as long as the process: about 100,000, and a full collection that scanned them would
@@ -167,6 +170,8 @@ class Router:
         await self.drain()
         if self._member is not None:
             await self._all_drained(self._member)
+        if self._without_parent is not None:
+            await self._ports_closed(self._without_parent)
         await self._http.accept_last()
         self._http.stop()
         await self._grpc.stop(GRACE_SECONDS)
@@ -180,6 +185,18 @@ class Router:
         await asyncio.to_thread(self._watch.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
+
+    async def _close_ports(self, member: Member) -> None:
+        """Once the parent is gone, so that a new router can have them; what is open is served until `close`."""
+        await member.parent.ended.wait()
+        await asyncio.gather(self._http.close_port(), self._grpc.stop(self._config.drain_seconds))
+
+    async def _ports_closed(self, closing: asyncio.Task[None]) -> None:
+        """If they are being closed, because the parent is gone; else they stay as they are."""
+        assert self._member is not None, "it closes for a process"
+        if not self._member.parent.ended.is_set():
+            closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
 
     async def _all_drained(self, member: Member) -> None:
         """Wait for the router's other processes, which serve from the same port: the last of them closes it."""

@@ -34,14 +34,14 @@ WsgiApp = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
 
 def encode(registry: Collector, accept: str) -> tuple[bytes, str]:
     """Return the text and its content type for a request's `Accept` header."""
-    if _accepts_open_metrics(accept):
+    if accepts_open_metrics(accept):
         # Every name of Baton's is valid as it is. The library's default would replace the colon in vLLM's names.
         text: bytes = openmetrics.generate_latest(registry, escaping="allow-utf-8")  # type: ignore[no-untyped-call]
         return text, openmetrics.CONTENT_TYPE_LATEST
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
-def _accepts_open_metrics(accept: str) -> bool:
+def accepts_open_metrics(accept: str) -> bool:
     """By the media type alone: with the versions that clients name there would be any number of formats."""
     return any(one.partition(";")[0].strip() == OPEN_METRICS for one in accept.split(","))
 
@@ -60,7 +60,7 @@ class MetricsApp:
         self._bodies: dict[bool, tuple[float, bytes, str]] = {}
 
     def _encode(self, accept: str) -> tuple[bytes, str]:
-        which = _accepts_open_metrics(accept)
+        which = accepts_open_metrics(accept)
         with self._lock:
             at, body, content_type = self._bodies.get(which, (-math.inf, b"", ""))
             if self._clock() - at >= BODY_SECONDS:

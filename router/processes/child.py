@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -20,9 +21,12 @@ from router.processes.member import Member
 from router.processes.memory import SharedMemory
 from router.processes.parent_link import ParentLink
 
+log = logging.getLogger(__name__)
+
 
 def main() -> None:
     told: dict[str, Any] = json.load(sys.stdin)
+    # Until it serves; then the end of the link says so.
     # Not between fork and exec, where another thread of the parent may hold a lock
     die_with_parent()
     if os.getppid() != told["parent"]:
@@ -36,9 +40,7 @@ def main() -> None:
 
 
 async def _run(config: RouterConfig, told: dict[str, Any]) -> None:
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
     # Ctrl-C reaches every process of a terminal; the parent decides when this one leaves.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     from router.server import Router
@@ -49,9 +51,15 @@ async def _run(config: RouterConfig, told: dict[str, Any]) -> None:
     running = Router(config, member)
     parent.start(running.snapshot)
     await running.start()
+    # Until here SIGTERM ends it. From here on its clients are served until the parent says that the router leaves.
+    loop.add_signal_handler(signal.SIGTERM, _ignored)
     await parent.report({"started": {"http": running.http_url, "grpc": running.grpc_address}})
-    await stop.wait()
+    await parent.drain_wanted.wait()
     await running.close()
+
+
+def _ignored() -> None:
+    log.warning("SIGTERM to one process of a router is ignored; the router leaves when its parent gets it")
 
 
 if __name__ == "__main__":

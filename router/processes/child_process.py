@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from router.processes.frames import Message
 from router.processes.memory import SharedMemory
 from router.processes.snapshots import Snapshot
 
+log = logging.getLogger(__name__)
 Encoded = Callable[[str], Awaitable[tuple[bytes, str]]]
 
 
@@ -118,7 +120,11 @@ class ChildProcess:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (message := await frames.read(reader)) is not None:
-            self._received(message)
+            try:
+                self._received(message)
+            except Exception:  # one message is lost, not those that follow
+                log.exception("a message of process %d cannot be read", self.index)
+                self._scrape_answered(None)
         self._scrape_answered(None)
 
     def _received(self, message: Message) -> None:
@@ -128,7 +134,8 @@ class ChildProcess:
             self.drained.set()
         elif "scraped" in message:
             if self._scraped is not None and self._scraped[0] == message["scraped"]:
-                self._scrape_answered(snapshots.decode(message["metrics"]))
+                metrics = message["metrics"]
+                self._scrape_answered(None if metrics is None else snapshots.decode(metrics))
         elif "ask" in message:
             self._spawn(self._answer(str(message["accept"])))
 

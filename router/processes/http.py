@@ -14,6 +14,7 @@ import uvicorn
 
 from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import LimitedProtocol
+from router.listening import accepted_all
 from router.processes.member import Member
 
 # For a process with fewer connections to accept first: it wakes for the same connection.
@@ -36,6 +37,10 @@ class SharedHttpServer(HttpServer):
                 await asyncio.sleep(BEHIND_SECONDS)
                 with contextlib.suppress(BlockingIOError):
                     return _accepted(listener)
+
+    async def accept_last(self, listener: socket.socket) -> None:
+        """The parent has closed the socket's queue: only it knows that no process goes on with it."""
+        await accepted_all(listener)
 
     def _ahead(self) -> bool:
         return self._member.has_more_connections(len(self._silent) + len(self._ready) + len(self._handshakes))

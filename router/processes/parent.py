@@ -1,7 +1,7 @@
 """The parent of a router's processes: it has the ports, starts and restarts the processes, and merges their metrics.
 
     start ─► all processes serve ─► (one ends: its counts are reclaimed, and it is started again) ─► close
-    close:  SIGTERM to all ─► each has drained ─► the HTTP port takes no connection more ─► each ends ─► the port closes
+    close:  all drain ─► each has drained ─► the HTTP port takes no connection more ─► each ends ─► the port closes
 
 It reads no request, so nothing that clients send can end it.
 """
@@ -22,7 +22,7 @@ from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS, SUSPECT_SECONDS
 from cluster.telemetry.metrics import router as declared
 from cluster.telemetry.registry import Registry
-from router.listening import listen_http, refuse_connections, reserve_grpc
+from router.listening import allow_connections, listen_http, refuse_connections, reserve_grpc
 from router.processes.child_process import ChildProcess
 from router.processes.member import drain_limit_seconds, kill_limit_seconds, process_config
 from router.processes.memory import SharedMemory
@@ -81,6 +81,8 @@ class RouterProcesses:
         loop = asyncio.get_running_loop()
         serving = [loop.create_future() for _ in range(self._config.processes)]
         self._tasks = [loop.create_task(self._supervise(index, first)) for index, first in enumerate(serving)]
+        for task in self._tasks:
+            task.add_done_callback(self._supervised)
         await asyncio.gather(*serving)
         self._watch.start()
         self._snapshots.start()
@@ -116,6 +118,14 @@ class RouterProcesses:
         if not first.done():
             first.cancel()
 
+    def _supervised(self, task: asyncio.Task[None]) -> None:
+        """An error ends the router: the process would never be started again."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a process is no longer supervised; this router leaves", exc_info=error)
+        if not self.failed.done():
+            self.failed.set_result(f"a process is no longer supervised: {error!r}")
+
     async def _live(self, index: int, first: asyncio.Future[None]) -> tuple[ChildProcess | None, str]:
         """One life of a process. Returns it, and how it ended."""
         config = self._config
@@ -128,16 +138,18 @@ class RouterProcesses:
         self._children[index] = child
         self.metrics.add(child)
         if self._leaving.is_set():  # it was started meanwhile
-            child.signal(signal.SIGTERM)
+            child.tell({"do": "drain"})
         telling = asyncio.create_task(self._tell_started(child, first))
         try:
             code = await child.wait()
         finally:
             telling.cancel()
+            self._memory.reclaim(index)  # first: its places are free whatever else fails
             del self._children[index]
             self.metrics.ended(child)
-            self._memory.reclaim(index)
-        return child, f"ended with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+            if not self._leaving.is_set():  # whatever it did to the socket that all share
+                allow_connections(self._http)
+        return child, ending(code)
 
     async def _tell_started(self, child: ChildProcess, first: asyncio.Future[None]) -> None:
         try:
@@ -151,8 +163,10 @@ class RouterProcesses:
             first.set_result(None)
         self._changed()
 
-    def _silent_seconds(self, child: ChildProcess) -> float:
-        return self._memory.slot(child.index).silent_seconds() or 0.0
+    def _silent(self, child: ChildProcess) -> bool:
+        """Also before its first beat: it holds no request."""
+        silent = self._memory.slot(child.index).silent_seconds()
+        return silent is None or silent > SUSPECT_SECONDS
 
     async def _read_metrics(self) -> None:
         await self.metrics.collect()
@@ -165,7 +179,7 @@ class RouterProcesses:
         await self._watch.close()
         began, config = time.monotonic(), self._config
         for child in self._children.values():
-            child.signal(signal.SIGTERM)
+            child.tell({"do": "drain"})
         children = list(self._children.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_limit_seconds(config)):
@@ -173,7 +187,7 @@ class RouterProcesses:
         refuse_connections(self._http)
         for child in self._children.values():
             child.tell({"do": "stop"})
-            if not child.drained.is_set() and self._silent_seconds(child) > SUSPECT_SECONDS:
+            if not child.drained.is_set() and self._silent(child):
                 log.error("process %d does not answer; it is killed", child.index)
                 child.signal(signal.SIGKILL)
         if self._tasks:
@@ -188,6 +202,16 @@ class RouterProcesses:
         self._http.close()
         self._grpc.close()
         self._memory.close()
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its code as of subprocess."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals between the first and the last have no name
+        return f"was ended by signal {-code}"
 
 
 class Watch:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from cluster.errors import UnavailableError
+from cluster.telemetry.exposition import OPEN_METRICS, accepts_open_metrics
 from router.processes.frames import Message, encode, receive
 
+log = logging.getLogger(__name__)
 ANSWER_SECONDS = 5.0
 
 
@@ -27,7 +30,9 @@ class ParentLink:
         self._asked: dict[str, asyncio.Future[Message]] = {}  # by format
         self._loop: asyncio.AbstractEventLoop | None = None
         self._snapshot: Callable[[], Any] = list
-        self.stop_wanted = asyncio.Event()  # every process has drained, or the parent is gone
+        self.drain_wanted = asyncio.Event()  # the router leaves, or the link has ended
+        self.stop_wanted = asyncio.Event()  # every process has drained, or the link has ended
+        self.ended = asyncio.Event()  # the parent is gone
 
     def start(self, snapshot: Callable[[], Any]) -> None:
         """`snapshot` returns this process's metrics (router/processes/snapshots.py); it runs on the link's thread."""
@@ -40,6 +45,7 @@ class ParentLink:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """The metrics of all processes, and their content type. Raises UnavailableError."""
+        accept = OPEN_METRICS if accepts_open_metrics(accept) else ""  # two answers, however clients ask
         waiting = self._asked.get(accept)
         if waiting is None or waiting.done():
             waiting = self._asked[accept] = asyncio.get_running_loop().create_future()
@@ -61,14 +67,32 @@ class ParentLink:
     def _read(self) -> None:
         loop = self._loop
         assert loop is not None, "started"
-        while (message := receive(self._socket)) is not None:
-            if message["do"] == "scrape":
-                self._send({"scraped": message["number"], "metrics": self._snapshot()})
-            elif message["do"] == "stop":
-                _call(loop, self.stop_wanted.set)
-            elif message["do"] == "metrics":
-                _call(loop, self._answered, message)
-        _call(loop, self.stop_wanted.set)
+        try:
+            while (message := receive(self._socket)) is not None:
+                self._received(loop, message)
+        except Exception:
+            log.exception("the link to this router's parent has failed")
+        finally:  # the parent is gone, or a mistake: without the link this process cannot go on
+            for event in (self.ended, self.drain_wanted, self.stop_wanted):
+                _call(loop, event.set)
+
+    def _received(self, loop: asyncio.AbstractEventLoop, message: Message) -> None:
+        if message["do"] == "scrape":
+            self._send({"scraped": message["number"], "metrics": self._taken()})
+        elif message["do"] == "drain":
+            _call(loop, self.drain_wanted.set)
+        elif message["do"] == "stop":
+            _call(loop, self.stop_wanted.set)
+        elif message["do"] == "metrics":
+            _call(loop, self._answered, message)
+
+    def _taken(self) -> Any:
+        """None: a collector has failed, for example because what it counts changed meanwhile."""
+        try:
+            return self._snapshot()
+        except Exception:
+            log.exception("this process's metrics cannot be read")
+            return None
 
     def _answered(self, message: Message) -> None:
         waiting = self._asked.pop(message["accept"], None)

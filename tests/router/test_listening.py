@@ -15,6 +15,7 @@ from cluster.errors import ConfigError
 from router.listening import (
     QUIET_SECONDS,
     accepted_all,
+    allow_connections,
     listen_http,
     own_listeners,
     refuse_connections,
@@ -46,6 +47,13 @@ def test_after_the_refusal_the_queue_does_not_grow(listener: socket.socket) -> N
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.accept()
+
+
+def test_a_refusal_can_be_undone(listener: socket.socket) -> None:
+    allow_connections(listener)  # without a refusal: nothing happens
+    refuse_connections(listener)
+    allow_connections(listener)
+    socket.create_connection(listener.getsockname(), timeout=10).close()
 
 
 async def test_it_is_quiet_once_nothing_has_waited_for_a_while(listener: socket.socket) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 
 import uvicorn
 
+from router.listening import accepted_all, refuse_connections
+
 MAX_HANDSHAKES = 256  # at a time; beyond, the oldest is cancelled
 LOOK_SECONDS = 0.5  # between two checks for connections that were silent for too long
 RETRY_SECONDS = 0.05
@@ -67,6 +69,20 @@ class HttpServer(uvicorn.Server):
         while self._ready:
             self._ready.popleft().close()
         await super().shutdown(sockets)
+
+    async def accept_last(self, listener: socket.socket) -> None:
+        """Take no further connections, but serve those that wait to be accepted."""
+        refuse_connections(listener)
+        await accepted_all(listener)
+
+    async def close_port(self, listener: socket.socket) -> None:
+        """As `accept_last`, and close it: connections are served until the server exits."""
+        await HttpServer.accept_last(self, listener)
+        accepting, *others = self._accepting
+        self._accepting = others
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+        listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

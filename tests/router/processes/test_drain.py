@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
+import uvicorn
 
 from cluster.config.router import RouterConfig
 from router.http_endpoint import GRACE_SECONDS
-from router.processes.member import CLOSE_SECONDS, drain_limit_seconds, kill_limit_seconds
+from router.processes.http import SharedHttpServer
+from router.processes.member import CLOSE_SECONDS, Member, drain_limit_seconds, kill_limit_seconds
 from tests.harness.router_group import HttpStream, RouterGroup, Seen, ask_until_refused, run_group
 from tests.harness.waiting import until
 
@@ -61,6 +65,35 @@ async def test_a_process_that_is_gone_or_stopped_resets_only_what_it_held(
 def _accepted(pid: int, port: int) -> int:
     found = psutil.Process(pid).net_connections("tcp")
     return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in found)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_signal_to_processes_alone_ends_nothing(
+    count: int, router_model: Path, tmp_path: Path
+) -> None:
+    """As `kill` and supervisors send it; the port answers meanwhile and until the parent gets it."""
+    with run_group(tmp_path, router_model, 2, AT_ONCE, **DRAIN) as group:
+        seen, users = await flood(group)
+        pids = group.pids()
+        for pid in pids[:count]:
+            os.kill(pid, signal.SIGTERM)
+        await until(lambda: group.log.count("SIGTERM to one process") == count, "it is noticed")
+        # Longer than a drain takes
+        for _ in range(20):
+            answered = seen.answers[200]
+            await until(lambda before=answered: seen.answers[200] > before, "the port answers")
+            await asyncio.sleep(0.1)
+        assert set(seen.answers) == {200} and group.pids() == pids
+        os.kill(group.pid, signal.SIGTERM)
+        await asyncio.wait_for(users, 60)
+    assert (seen.broken, seen.refused) == (0, USERS)
+
+
+async def test_a_drained_process_leaves_the_port_to_the_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config("none:app")
+        await SharedHttpServer(config, 1.0, 8, cast(Member, None)).accept_last(listener)
+        socket.create_connection(listener.getsockname(), timeout=10).close()
 
 
 async def test_streams_are_finished_before_the_router_leaves(router_model: Path, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ import psutil
 import pytest
 
 from baton.client import AsyncClient, Client
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigError
+from router.listening import listen_http, refuse_connections, reserve_grpc
 from tests.harness import router_process
 from tests.harness.router import KeyFile
 from tests.harness.router_group import HttpStream, RouterGroup, run_group
@@ -22,6 +27,7 @@ from tests.harness.waiting import until, wait_for
 
 STREAMS = 12
 RESTART_SECONDS = 60.0
+PIDFD_GETFD = 438  # the system call's number, the same on every processor
 
 
 @pytest.fixture
@@ -101,6 +107,40 @@ async def test_a_killed_process_gives_back_its_places_and_is_replaced(group: Rou
     assert group.samples()["baton_process_restarts_total", ()] == 1
 
 
+def test_a_port_that_an_ended_process_closed_is_open_again(group: RouterGroup) -> None:
+    """Whatever has set the filter of a drain on the socket that all processes share."""
+    with _listener_of(group) as listener:
+        refuse_connections(listener)
+    killed = group.signal(0, signal.SIGKILL)
+    wait_for(lambda: group.pids()[0] not in (0, killed), RESTART_SECONDS, "it is replaced")
+    assert group.get("/v1/models")[0] == 200
+
+
+def _listener_of(group: RouterGroup) -> socket.socket:
+    """The parent's HTTP listener; a copy of its descriptor, so the same socket."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd = os.pidfd_open(group.pid)
+    try:
+        for fd in map(int, os.listdir(f"/proc/{group.pid}/fd")):
+            copy = libc.syscall(PIDFD_GETFD, pidfd, fd, 0)
+            if copy >= 0 and (found := _listening(copy, group.address)):
+                return found
+    finally:
+        os.close(pidfd)
+    pytest.skip("descriptors of other processes cannot be copied here")
+
+
+def _listening(fd: int, address: tuple[str, int]) -> socket.socket | None:
+    with contextlib.ExitStack() as closing:
+        closing.callback(os.close, fd)
+        with contextlib.suppress(OSError):  # no socket, or none of the Internet
+            one = socket.socket(fileno=os.dup(fd))
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.getsockname() == address:
+                return one
+            one.close()
+    return None
+
+
 async def test_clients_of_one_address_lose_no_token_to_a_killed_process(group: RouterGroup) -> None:
     """Both processes in turn, each while half of the streams run through it."""
     tokens = 60
@@ -146,6 +186,33 @@ def test_the_processes_end_with_their_parent(group: RouterGroup) -> None:
     os.kill(group.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive, alive
+
+
+async def test_the_ports_are_free_soon_after_the_parents_end(router_model: Path, tmp_path: Path) -> None:
+    """For the router that a supervisor starts; streams that are open are finished."""
+    with run_group(tmp_path, router_model, 2, drain_seconds=60.0) as group:
+        short = await HttpStream.open(group, tokens=30)
+        async with streams(group, 4) as opened:
+            ended = [asyncio.create_task(one.rest()) for one in opened]
+            os.kill(group.pid, signal.SIGKILL)
+            config = RouterConfig(
+                model=router_model,
+                http_port=group.address[1],
+                grpc_port=int(group.grpc.rpartition(":")[2]),
+            )
+            await until(lambda: _free(config), "the ports are free", 30)
+            assert not any(one.done() for one in ended), "long streams go on"
+            assert b"[DONE]" in await short.rest()
+            for one in ended:
+                one.cancel()
+            await asyncio.gather(*ended, return_exceptions=True)
+        await short.close()
+
+
+def _free(config: RouterConfig) -> bool:
+    with contextlib.suppress(ConfigError), listen_http(config), reserve_grpc(config):
+        return True
+    return False
 
 
 async def test_a_port_that_is_taken_is_named(group: RouterGroup, tmp_path: Path) -> None:
