@@ -122,6 +122,8 @@ class RequestGateway:
     ) -> Iterator[RequestDispatcher]:
         """Measure an admitted request, from its dispatch to its end."""
         self.requests += 1
+        if self.member is not None:
+            self.member.count_request()
         dispatcher = RequestDispatcher(self._owned(completion, caller), self.services, first_shown, arrival)
         with self.metrics.request(dispatcher):
             yield dispatcher
@@ -147,7 +149,7 @@ class RequestGateway:
     def beat(self) -> None:
         """Report to the router's other processes."""
         if self.member is not None:
-            self.member.beat(self.why_not_ready(), self.requests, leaving=self.leaving)
+            self.member.beat(self.why_not_ready(), leaving=self.leaving)
 
     def refuse_new(self, unaware: Collection[str] = ()) -> None:
         """Admit nothing more, but on `unaware`: connections whose clients could not know yet that this router leaves."""

@@ -40,9 +40,8 @@ class Member:
     def tallies(self) -> Tallies:
         return shared_tallies(self._memory, self.index)
 
-    def beat(self, why_not: Sequence[str], requests: int, *, leaving: bool) -> None:
+    def beat(self, why_not: Sequence[str], *, leaving: bool) -> None:
         """Report to the others; every half a second, and at once when this process leaves."""
-        self._slot.set(Figure.REQUESTS, requests)
         self._slot.set(Figure.LEAVING, int(leaving))
         self._slot.write_status(list(why_not))
         self._slot.beat()
@@ -55,9 +54,12 @@ class Member:
         """Requests of all processes."""
         return sum(slot.get(Figure.IN_FLIGHT) for slot in self._memory.slots())
 
-    def requests(self, own: int) -> int:
+    def count_request(self) -> None:
+        self._slot.add(Figure.REQUESTS, 1)
+
+    def requests(self) -> int:
         """Since the router's start, also of processes that have ended."""
-        return own + sum(slot.get(Figure.REQUESTS) for slot in self._others) + self._memory.ended_requests
+        return sum(slot.get(Figure.REQUESTS) for slot in self._memory.slots())
 
     # --- HTTP connections ----------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Memory that the processes of a router share: counts of what each of them holds, and how it does.
 
-    ended │ slot 0 │ slot 1 │ …          slot = figures │ status │ keys of tenants │ their requests │ their bytes
+    slot 0 │ slot 1 │ …          slot = figures │ status │ keys of tenants │ their requests │ their bytes
 
 A slot has one writer: the process whose index it is; once that has ended, the parent, which empties it. All processes read
 all slots, and a sum is read over them. So there is no lock, and none that a killed process could keep.
@@ -30,7 +30,7 @@ class Figure(enum.IntEnum):
     IN_FLIGHT = 1
     HTTP_CONNECTIONS = 2
     BODY_BYTES = 3
-    REQUESTS = 4  # since the process started
+    REQUESTS = 4  # since the router started, of all processes that had the slot
     STATUS_VERSION = 5  # odd while the status is written
     STATUS_LENGTH = 6
     LEAVING = 7
@@ -62,21 +62,14 @@ class SharedMemory:
         return cls(fd, processes, tenants)
 
     def slot(self, index: int) -> Slot:
-        return Slot(self, WORD + index * self._slot_bytes)
+        return Slot(self, index * self._slot_bytes)
 
     def slots(self) -> list[Slot]:
         return [self.slot(index) for index in range(self.processes)]
 
-    @property
-    def ended_requests(self) -> int:
-        """Requests of processes that have ended."""
-        return self.words[0]
-
     def reclaim(self, index: int) -> None:
         """Return what the process held. For the parent, after the process has ended: nothing else writes there then."""
-        slot = self.slot(index)
-        self.words[0] += slot.get(Figure.REQUESTS)
-        slot.clear()
+        self.slot(index).clear()
 
     def close(self) -> None:
         """Slots that are still referenced keep the memory."""
@@ -157,10 +150,14 @@ class Slot:
         return self._first + _KEYS // WORD + (1 + number) * self.tenants
 
     def clear(self) -> None:
-        """The counts before the keys: no reader finds a tenant with another one's."""
+        """All but REQUESTS, which never falls. The counts before the keys: no reader finds a tenant with another one's."""
         counts = self.column(0) * WORD
         self._bytes[counts : self._end] = bytes(self._end - counts)
-        self._bytes[self._offset : counts] = bytes(counts - self._offset)
+        for figure in Figure:
+            if figure != Figure.REQUESTS:
+                self.set(figure, 0)
+        status = self._offset + _STATUS
+        self._bytes[status:counts] = bytes(counts - status)
 
 
 class Fence:
@@ -186,4 +183,4 @@ def _slot_size(tenants: int) -> int:
 
 
 def _size(processes: int, tenants: int) -> int:
-    return WORD + processes * _slot_size(tenants)
+    return processes * _slot_size(tenants)

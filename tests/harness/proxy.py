@@ -187,7 +187,7 @@ class Proxy:
                     await loop.create_unix_connection(lambda: connection.server, connection.target)
                 else:
                     host, port = connection.target.rsplit(":", 1)
-                    await loop.create_connection(lambda: connection.server, host, int(port))
+                    await loop.create_connection(lambda: connection.server, host.strip("[]"), int(port))
         except (OSError, TimeoutError):
             connection.close()
             return

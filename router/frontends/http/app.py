@@ -142,7 +142,7 @@ def _router(gateway: RequestGateway) -> dict[str, Any]:
         "processes": member.processes,
         "uptime_seconds": uptime,
         "requests_in_flight": member.in_flight(),
-        "requests": member.requests(gateway.requests),
+        "requests": member.requests(),
     }
 
 

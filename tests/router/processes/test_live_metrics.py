@@ -54,7 +54,7 @@ async def test_the_sum_is_that_of_the_processes_in_the_form_of_one_router(
     assert sum(own) == 20 and all(own), own
     assert parse(merged)[OK] == 20
     assert differences(merged, "router") == []
-    await until(lambda: group.view()["requests"] == 20, "the last beat has told")
+    await until(lambda: group.view()["requests"] == 20, "all are counted")
 
 
 async def test_no_counter_falls_while_processes_die(group: RouterGroup) -> None:
