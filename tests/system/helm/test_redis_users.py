@@ -134,7 +134,7 @@ def test_no_component_may_administer(user: str, server: ChartRedis) -> None:
         ("autoscaler", ("INFO",)),
         ("worker", ("HINCRBY", "status", "a", 1)),
         ("worker", ("ZRANGEBYSCORE", "leases", 0, 1)),
-        ("router", ("ZRANGE", "leases", 0, 1)),
+        ("router", ("ZINCRBY", "leases", 1, "a")),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
