@@ -122,18 +122,26 @@ _ALL = (
     _HEAD
     + """
 redis.call('HDEL', KEYS[1], '')
+local FORGOTTEN = 64  -- dead workers in one call; the others are answered as dead
+-- After a failover the clock may be behind: a lease that lies in the future would not run out for as long.
+local function lower(ms)
+  local ahead = redis.call('ZRANGE', KEYS[2], string.format('(%.0f', ms), '+inf', 'BYSCORE', 'LIMIT', 0, 256)
+  for i = 1, #ahead do redis.call('ZADD', KEYS[2], ms, ahead[i]) end
+end
 local function all(forget_after)
   local now = redis.call('TIME')
   local ms = now[1] * 1000 + math.floor(now[2] / 1000)
+  lower(ms)
+  local forgotten = 0
   local out = {ms, tonumber(redis.call('GET', KEYS[4]) or '0') or 0}
   local all = redis.call('HGETALL', KEYS[1])
   for i = 1, #all, 2 do
     local id = all[i]
     local seen = tonumber(redis.call('ZSCORE', KEYS[2], id) or '0')
-    if ms - seen > forget_after then
+    if ms - seen > forget_after and forgotten < FORGOTTEN then
+      forgotten = forgotten + 1
       local slot = string.match(all[i + 1], '"slot": ?(%d+)')
       no_candidate(id, all[i + 1], true)
-      changed(tag)
       redis.call('HDEL', KEYS[1], id)
       redis.call('ZREM', KEYS[2], id)
       redis.call('HDEL', KEYS[3], id)
@@ -150,6 +158,7 @@ local function all(forget_after)
       out[#out + 1] = string.match(redis.call('HGET', KEYS[6], id) or '', '[^:]*$')
     end
   end
+  if forgotten > 0 then changed(tag) end
   return out
 end
 """
@@ -174,6 +183,7 @@ if generation == '' or generation ~= ARGV[2] then
 end
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
+lower(ms)
 return {generation, false, ms, redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ms - ARGV[3], 'WITHSCORES')}
 """
 )

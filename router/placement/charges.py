@@ -12,7 +12,7 @@ from router.placement.types import PlacementRequest, PriorityClass
 
 FORMAT = 1  # first byte of a packed charge; a later one only appends fields (charges.lua)
 CLASSES: tuple[PriorityClass, ...] = ("normal", "high", "batch")
-MAX_CHANGES = 256  # of each kind in one call of settle.lua
+MAX_CHANGES = 128  # of each kind in one call of settle.lua
 
 
 @dataclass

@@ -152,7 +152,7 @@ class Eligibility:
             reason = self._standing(worker, kv_group)
             if reason is None:
                 good[worker.role].append(worker.name)
-            elif reason in (Reason.SUSPECT, Reason.DEAD, Reason.LINK):
+            elif reason in (Reason.SUSPECT, Reason.DEAD, Reason.LINK, Reason.DRAINING):
                 barred[worker.role].append(worker.name)
         for name, role in self.unknown.items():
             barred[role].append(name)

@@ -21,7 +21,7 @@ from router.placement.table_walk import TableWalk
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
 SCRIPT_SECONDS = 0.1
-MAX_CLOSING_CALLS = 64  # a router that stops takes its charges off; what is left expires with its lease
+MAX_CLOSING_CALLS = 128  # a router that stops takes its charges off; what is left expires with its lease
 _LATER_RUN, _LOST_TABLE = -1, -2  # settle.lua's answers
 
 

@@ -24,3 +24,27 @@ def test_a_worker_dead_for_long_leaves_no_keys(redis_url, namespace):
         client.eval(scripts.READ, len(registry), *registry, int(FORGET_SECONDS * 1000))
         left = {key.decode() for key in client.scan_iter(f"{{{namespace}}}:*")}
         assert left == {keys.slots(namespace), keys.generation(namespace)}
+
+
+def test_many_workers_dead_for_long_are_deleted_some_a_call(redis_url, namespace):
+    registry = keys.registry(namespace)
+    with connect(redis_url) as client:
+        for n in range(100):
+            client.hset(keys.members(namespace), f"w{n}", encode(INFO))
+            client.zadd(keys.leases(namespace), {f"w{n}": 1})
+        answers = [client.eval(scripts.READ, len(registry), *registry, 300_000) for _ in range(2)]
+        assert [(len(one) - 2) // 5 for one in answers] == [36, 0], "the others are shown as dead until then"
+        assert not client.exists(keys.members(namespace))
+
+
+def test_a_lease_in_the_future_runs_out_from_now_on(redis_url, namespace):
+    """After a failover to a Redis whose clock is behind; its worker has died meanwhile."""
+    registry = keys.registry(namespace)
+    with connect(redis_url) as client:
+        client.set(keys.generation(namespace), "7")
+        for script, more in ((scripts.READ, ()), (scripts.LOOK, ("7", 3000))):
+            client.zadd(keys.leases(namespace), {"w": client.time()[0] * 1000 + 60_000, "past": 5})
+            client.eval(script, len(registry), *registry, 1e15, *more)
+            seconds, micros = client.time()
+            assert client.zscore(keys.leases(namespace), "w") <= seconds * 1000 + micros // 1000
+            assert client.zscore(keys.leases(namespace), "past") == 5

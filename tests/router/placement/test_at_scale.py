@@ -317,6 +317,17 @@ async def test_a_void_call_is_no_outage(make, monkeypatch, caplog):
     assert (await placement.place(request())).from_redis
 
 
+async def test_a_worker_that_drains_and_is_still_in_the_sets_gets_nothing(many, redis_url, namespace):
+    """Told to drain by an earlier version, which takes it out of no set."""
+    drains, *others = many._members.all  # prefill-0 is the best, as nothing waits there
+    with connect(redis_url) as client:
+        parts = ((one.name, 500, 500, pack(one), one.slot) for one in others)
+        client.eval(FILL, 0, f"{{{namespace}}}:", *(part for one in parts for part in one))
+    many._members.all = [replace(drains, state="draining"), *others]
+    placed = await many.place(request())
+    assert placed.from_redis and placed.prefill is not None and placed.prefill.worker_id != "prefill-0"
+
+
 async def test_where_every_lease_has_run_out_nothing_is_removed(many, redis_url, namespace):
     """The fault is taken to be Redis's: the router names candidates by its last view."""
     with connect(redis_url) as client:
