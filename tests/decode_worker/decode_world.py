@@ -132,7 +132,7 @@ class Core:
         self.before_next_call: list[Callable[[], object]] = []  # while it waits for the step in progress
         self.after_next_call: list[Callable[[], object]] = []  # before its caller gets the answer
 
-    async def call(self, function: Callable[[Engine], Any]) -> Any:
+    async def call(self, function: Callable[[Engine], Any], *, behind: bool = False) -> Any:
         await asyncio.sleep(0)  # it takes a turn of the loop, in which anything may happen
         before, self.before_next_call = self.before_next_call, []
         after, self.after_next_call = self.after_next_call, []

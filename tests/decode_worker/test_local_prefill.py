@@ -46,7 +46,7 @@ class Core:
         self.identity = self.health = self.host = self
         self.background_tasks = BackgroundTasks()
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
+    async def call(self, function: Callable[[Engine], T], *, behind: bool = False) -> T:
         await asyncio.sleep(0)
         return function(self.engine)
 
