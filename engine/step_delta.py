@@ -56,7 +56,7 @@ class StepDelta(NamedTuple):
         )
 
     def to_bytes(self) -> bytes:
-        """Sizes of the arrays, the arrays, then the exports as msgpack. No pickle: ranks' sockets authenticate nobody."""
+        """Sizes of the arrays, the arrays, then the exports as msgpack. No pickle: ranks' sockets check no identity."""
         arrays: tuple[Ints, ...] = self[:-1]
         sizes = np.array([array.size for array in arrays], np.int32)
         parts = [part.tobytes() for part in (sizes, *arrays)]

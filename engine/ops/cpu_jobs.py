@@ -179,7 +179,7 @@ def _make(sources: str) -> Any:
         for number in range(count):
             job = jobs + number * JOB * 8
             own = integers(job)
-            if own[SHARES - CODE] == 1:  # nobody else need know of it
+            if own[SHARES - CODE] == 1:  # no other thread has to see it
                 _share(kind, dim8, job - CODE * 8, 0, own[TOTAL - CODE])
                 continue
             for i in range(JOB):

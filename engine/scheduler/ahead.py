@@ -1,6 +1,7 @@
 """Claims to free blocks that come before a waiting sequence, while a step admits some.
 
-They ask in their order, class and arrival, so that what comes before one comes before all later ones too: a running sum.
+They ask in order of class and arrival. A claim before one is before all later ones too, so a running sum is
+enough.
 Single claims are looked at only if all together leave too little, and then those of the tenants that hold most.
 """
 

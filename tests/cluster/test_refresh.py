@@ -178,7 +178,7 @@ async def test_a_status_is_read_when_it_is_shown(
 async def test_a_redis_that_was_emptied_is_read_again(
     members: Members, redis_url: str, namespace: str
 ) -> None:
-    """Its generations do not begin anew."""
+    """Its generations do not start from zero again."""
     registry = Registry(redis_url, namespace)
     registry.register(replace(INFO, slot=0), WorkerStatus(), None)
     await members.refresh()

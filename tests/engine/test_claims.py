@@ -287,7 +287,7 @@ def test_a_refused_hand_off_does_not_come_before_a_later_prompt_of_a_higher_clas
 
 
 def test_a_refusal_costs_no_more_beside_long_requests() -> None:
-    """What tenants hold is kept, not counted anew."""
+    """What tenants hold is kept, not counted in every step."""
 
     def calls(blocks: int) -> int:
         parts = Parts(blocks + 40)

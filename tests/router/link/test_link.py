@@ -59,7 +59,7 @@ async def test_a_link_that_broke_goes_on_at_the_next_position(pair):
 async def test_an_end_that_was_lost_with_its_link_is_sent_again(pair):
     one = pair.read()
     await pair.up()
-    pair.link._connection._frames.feed = lambda data: []  # what comes is lost
+    pair.link._connection._frames.feed = lambda data: []  # received frames are lost
     tokens(one.log, 0, 2)
     end(one.log)
     await asyncio.sleep(0.1)
