@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -125,34 +126,37 @@ def test_answers_that_are_not_read_keep_no_connection(raw: bytes, router: Any) -
         wait_for(lambda: connected(router) <= before, 15, "the connection is cut")
 
 
-def test_idle_connections_up_to_the_limit_refuse_no_request(router: Any) -> None:
-    """The one that has waited longest for a request makes room."""
-    stop = threading.Event()
+def test_idle_connections_beyond_the_limit_refuse_no_request(router: Any) -> None:
+    """The one that has waited longest for a request makes room. While a client has connected and sent nothing yet, fewer
+    come than may be silent: of more, the oldest is closed, and that may be the client's."""
+    wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
     held: list[socket.socket] = []
 
     def hold() -> None:
-        while not stop.is_set():
-            with contextlib.suppress(OSError):
-                sock = socket.create_connection(router.address, timeout=5)
-                held.append(sock)
-                if len(held) % 2:
-                    sock.sendall(GET)
-            if len(held) > 8 * LIMIT:  # closed by the router long ago; this process has few descriptors
-                for sock in held[:LIMIT]:
-                    sock.close()
-                del held[:LIMIT]
+        while count := wanted.get():
+            for _ in range(count):
+                with contextlib.suppress(OSError):
+                    sock = socket.create_connection(router.address, timeout=5)
+                    held.append(sock)
+                    if len(held) % 2:
+                        sock.sendall(GET)
+            came.release()
 
+    came = threading.Semaphore(0)
     attacker = threading.Thread(target=hold)
     attacker.start()
     try:
-        wait_for(lambda: len(held) > 2 * LIMIT, 30, "there are too many")
+        wanted.put(3 * LIMIT)
+        assert came.acquire(timeout=30), "there are too many"
         statuses = []
         for _ in range(10):
+            wanted.put(max_silent(LIMIT) - 1)
             body = {"prompt": "abc", "max_tokens": 2}
             statuses.append(httpx.post(f"{router.http}/v1/completions", json=body, timeout=30).status_code)
             assert connected(router) <= LIMIT + max_silent(LIMIT) + 5
+            assert came.acquire(timeout=30)
     finally:
-        stop.set()
+        wanted.put(0)
         attacker.join()
         for sock in held:
             sock.close()
