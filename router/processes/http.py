@@ -43,7 +43,15 @@ class SharedHttpServer(HttpServer):
         await accepted_all(listener)
 
     def _ahead(self) -> bool:
-        return self._member.has_more_connections(len(self._silent) + len(self._ready) + len(self._handshakes))
+        self._count_opening()
+        return self._member.has_more_connections()
+
+    def _count_opening(self) -> None:
+        self._member.is_opening(len(self._silent) + len(self._ready) + len(self._handshakes))
+
+    def _close_overdue(self) -> None:
+        super()._close_overdue()
+        self._count_opening()  # also where this process has accepted nothing since
 
 
 def _accepted(listener: socket.socket) -> socket.socket:

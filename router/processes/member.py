@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cluster.config.router import RouterConfig
 from cluster.protocol.times import SUSPECT_SECONDS
 from router.admission.tally import Tallies
-from router.processes.memory import Figure, SharedMemory, others
+from router.processes.memory import Figure, SharedMemory, Slot, others
 from router.processes.parent_link import ParentLink
 from router.processes.readiness import why_not_ready
 from router.processes.tallies import shared_tallies
@@ -69,14 +69,22 @@ class Member:
     def connections_elsewhere(self) -> int:
         return sum(slot.get(Figure.HTTP_CONNECTIONS) for slot in self._others)
 
-    def has_more_connections(self, waiting: int) -> bool:
-        """Whether another process that accepts has fewer; `waiting`: of this process, not counted yet."""
-        own = self._slot.get(Figure.HTTP_CONNECTIONS) + waiting
+    def is_opening(self, count: int) -> None:
+        self._slot.set(Figure.OPENING, count)
+
+    def has_more_connections(self) -> bool:
+        """Whether another process that accepts has fewer, those that are being opened included."""
+        own = _accepted(self._slot)
         return any(
-            slot.get(Figure.HTTP_CONNECTIONS) + SLACK_CONNECTIONS < own
+            _accepted(slot) + SLACK_CONNECTIONS < own
             for slot in self._others
             if not slot.get(Figure.LEAVING) and (slot.silent_seconds() or SUSPECT_SECONDS) < SUSPECT_SECONDS
         )
+
+
+def _accepted(slot: Slot) -> int:
+    """HTTP connections."""
+    return slot.get(Figure.HTTP_CONNECTIONS) + slot.get(Figure.OPENING)
 
 
 def process_config(config: RouterConfig, index: int, http_port: int, grpc_port: int) -> RouterConfig:

@@ -34,6 +34,7 @@ class Figure(enum.IntEnum):
     STATUS_VERSION = 5  # odd while the status is written
     STATUS_LENGTH = 6
     LEAVING = 7
+    OPENING = 8  # HTTP connections whose client has sent nothing yet, or whose handshake has not ended
 
 
 _FIGURES = len(Figure)

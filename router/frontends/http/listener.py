@@ -113,12 +113,15 @@ class HttpServer(uvicorn.Server):
         return connection
 
     async def _close_silent(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, self._seconds))
-            overdue = itertools.takewhile(lambda one: one[1] <= loop.time(), self._silent.items())
-            for connection, _ in list(overdue):
-                self._close(connection)
+            self._close_overdue()
+
+    def _close_overdue(self) -> None:
+        now = asyncio.get_running_loop().time()
+        overdue = itertools.takewhile(lambda one: one[1] <= now, self._silent.items())
+        for connection, _ in list(overdue):
+            self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
         del self._silent[connection]

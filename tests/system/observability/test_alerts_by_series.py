@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
         "baton_event_loop_lag_seconds_sum": _counter(0.1, 12),
         "baton_event_loop_lag_seconds_count": _counter(60, 60),
     },
+    "BatonRouterProcessesRestart": {"baton_process_restarts_total": _counter(0, 1)},
     "BatonTenantThrottled": {
         'baton_tenant_requests_total{result="ok"}': _counter(10, 10),
         'baton_tenant_requests_total{result="refused"}': _counter(0, 30),
