@@ -35,7 +35,7 @@ async def flood(group: RouterGroup) -> tuple[Seen, asyncio.Future[list[None]]]:
     return seen, users
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 async def test_no_connection_is_reset(processes: int, router_model: Path, tmp_path: Path) -> None:
     with run_group(tmp_path, router_model, processes, AT_ONCE, **DRAIN) as group:
         seen, users = await flood(group)
@@ -45,7 +45,7 @@ async def test_no_connection_is_reset(processes: int, router_model: Path, tmp_pa
     assert set(seen.answers) <= {200, 503}, seen.answers
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 async def test_a_process_that_is_gone_or_stopped_resets_only_what_it_held(
     number: signal.Signals, router_model: Path, tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def _accepted(pid: int, port: int) -> int:
     return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in found)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_a_signal_to_processes_alone_ends_nothing(
     count: int, router_model: Path, tmp_path: Path
 ) -> None:
@@ -105,6 +105,7 @@ async def test_streams_are_finished_before_the_router_leaves(router_model: Path,
             await one.close()
 
 
+@pytest.mark.long
 async def test_a_process_that_closes_late_is_not_killed(router_model: Path, tmp_path: Path) -> None:
     """A stream that outlives the drain limit and the grace after it."""
     with run_group(tmp_path, router_model, 2, drain_seconds=0.5) as group:
