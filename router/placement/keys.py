@@ -29,5 +29,9 @@ class PlacementKeys:
             *(self.charges(run), self._drains, self._answers, self._facts, self._leases),
         ]
 
+    def scores(self, group: bytes, kind: str) -> str:
+        """The sorted set `kind` of a KV group (cluster/membership/sets.lua)."""
+        return f"{self._tag}set:{group.decode()}:{kind}"
+
     def settle(self, run: int | str) -> list[str]:
         return [self.load, self._routers, self.charges(run), self._answers, self._tag + "runs"]

@@ -14,10 +14,12 @@ from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.reader import Members
 from cluster.redis.connect import connect_async
 from router.placement.calibration import Calibration
+from router.placement.call_slots import CallSlots
 from router.placement.candidates import Candidates, Heads
 from router.placement.charges import AttemptCharge, Charges
 from router.placement.eligibility import Eligibility
 from router.placement.keys import PlacementKeys
+from router.placement.last_loads import LastLoads
 from router.placement.memory_watch import MemoryWatch
 from router.placement.place_script import Decision, PlaceScript, Unplaced
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
@@ -45,7 +47,9 @@ class Placement:
             *(config, self._keys, self.calibration, self.watch, self._rng),
             on_unanswered=self.settlement.request,
         )
-        self._standalone = StandalonePlacement(self.calibration, self.charges, self._rng)
+        self.last_loads = LastLoads(self._client, self._keys, self.charges, lambda: self.eligibility)
+        self._standalone = StandalonePlacement(self.calibration, self.charges, self.last_loads, self._rng)
+        self._slots = CallSlots()
         self.calls = 0
         # By the role that prefills and where it was decided; by reason
         self.decided: Counter[tuple[str, ...]] = Counter(dict.fromkeys(_DECISIONS, 0))
@@ -54,9 +58,11 @@ class Placement:
     async def start(self) -> None:
         await self.settlement.start()
         self.watch.start()
+        self.last_loads.start()
 
     async def close(self) -> None:
         await self.watch.close()
+        await self.last_loads.close()
         await self.settlement.close()
         await self.script.close()
         await self._client.aclose()
@@ -79,7 +85,8 @@ class Placement:
         self._check_roles(request)
         self.calls += 1
         try:
-            placed = await self._place(request)
+            async with self._slots.slot(request.priority_class) as may_ask:
+                placed = await self._place(request, ask=may_ask)
         except OverloadedError:
             self.refused["too_late"] += 1
             raise
@@ -89,12 +96,13 @@ class Placement:
             placed = replace(placed, why_not=self.eligibility.explain(request))
         return placed
 
-    async def _place(self, request: PlacementRequest) -> Placed:
+    async def _place(self, request: PlacementRequest, *, ask: bool) -> Placed:
+        """`ask`: Redis, if it answers."""
         listed, replaces = False, b""
         unheld: list[int] = []
         try:
             for _ in range(MAX_VIEWS):
-                if not self.settlement.run or not self.script.may_ask():
+                if not ask or not self.settlement.run or not self.script.may_ask():
                     break
                 candidates = self.eligibility.for_script(request, listed=listed)
                 try:

@@ -1,4 +1,5 @@
-"""Placement while Redis does not answer: this router's own charges and memory of prefixes, power of two choices."""
+"""Placement while Redis does not answer: the load that it told last, this router's own charges and memory of prefixes, and
+power of two choices."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from cluster.protocol.block_hash import INDEX_KEY_BYTES
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
 from router.placement.charges import Charges
+from router.placement.last_loads import LastLoads
 from router.placement.place_script import too_late
 from router.placement.types import Placed, PlacementRequest
 
@@ -18,11 +20,12 @@ MAX_REMEMBERED = 50_000
 
 
 class StandalonePlacement:
-    """Needs no other process; it sees only what this router has placed."""
+    """Needs no other process."""
 
-    def __init__(self, calibration: Calibration, charges: Charges, rng: random.Random):
+    def __init__(self, calibration: Calibration, charges: Charges, last: LastLoads, rng: random.Random):
         self._calibration = calibration
         self._charges = charges
+        self._last = last
         self._rng = rng
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # block key → the last worker that had it
         self._noted: deque[tuple[bytes, str]] = deque()
@@ -39,16 +42,16 @@ class StandalonePlacement:
 
     def place(self, request: PlacementRequest, candidates: Candidates) -> Placed:
         """Raises OverloadedError."""
-        load = self._charges.by_worker
-        decode = self._pick(candidates.decode, candidates.decode_by_id, load, request.chain)
+        decode = self._pick(candidates.decode, candidates.decode_by_id, request.chain)
         prefill = None
         if candidates.prefill:
-            prefill = self._pick(candidates.prefill, candidates.prefill_by_id, load, request.chain)
-            self._refuse_late(request, load.get(prefill.name, 0) / self._calibration.rate)
+            prefill = self._pick(candidates.prefill, candidates.prefill_by_id, request.chain)
+            self._refuse_late(request, self._charges.by_worker.get(prefill.name, 0) / self._calibration.rate)
         return Placed(prefill, decode, 0, 0, False, uncached_tokens=request.token_count)
 
     def _refuse_late(self, request: PlacementRequest, ahead_seconds: float) -> None:
-        """By this router's own requests alone, which are fewer than all: better than no limit."""
+        """By this router's own requests alone, which are fewer than all: better than no limit. Those of others are as old
+        as the outage, and an old queue must refuse nothing."""
         compute = self._calibration.a * request.token_count
         target = request.target_seconds
         if self._calibration.known and 0 < target < ahead_seconds + compute and ahead_seconds > compute:
@@ -58,16 +61,26 @@ class StandalonePlacement:
         self,
         workers: Sequence[WorkerInfo],
         by_id: Mapping[str, WorkerInfo],
-        load: Mapping[str, int],
         chain: bytes,
     ) -> WorkerInfo:
         """The holder of the longest remembered prefix, unless the better of two random workers is much freer."""
-        first, second = self._rng.choice(workers), self._rng.choice(workers)
-        light = min((first, second), key=lambda worker: load.get(worker.name, 0))
+        among = self._least_loaded(workers)
+        light = min((self._rng.choice(among), self._rng.choice(among)), key=self._load)
         holder = self._holder(by_id, chain)
-        if holder is None or load.get(holder.name, 0) > 2 * load.get(light.name, 0) + len(chain):
+        if holder is None or self._load(holder) > 2 * self._load(light) + len(chain):
             return light
         return holder
+
+    def _least_loaded(self, workers: Sequence[WorkerInfo]) -> Sequence[WorkerInfo]:
+        """Those of a large fleet that had the least load when Redis last answered."""
+        if not self._last.valid:
+            return workers
+        return [worker for worker in workers if self._last.of(worker.name) is not None] or workers
+
+    def _load(self, worker: WorkerInfo) -> int:
+        """In tokens."""
+        last = self._last.of(worker.name) if self._last.valid else None
+        return self._charges.by_worker.get(worker.name, 0) if last is None else last
 
     def _holder(self, by_id: Mapping[str, WorkerInfo], chain: bytes) -> WorkerInfo | None:
         self._index_noted()

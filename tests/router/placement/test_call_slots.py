@@ -1,0 +1,96 @@
+"""How many placements ask Redis at a time, and which of those that wait is next."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.placement import call_slots
+from router.placement.call_slots import CallSlots
+from router.placement.types import PriorityClass
+
+
+class Held:
+    """Tasks that take a slot and hold it until told."""
+
+    def __init__(self, slots: CallSlots):
+        self.slots = slots
+        self.order: list[str] = []
+        self.most = self.now = 0
+        self.leave = asyncio.Event()
+
+    async def hold(self, name: str, priority_class: PriorityClass) -> bool:
+        async with self.slots.slot(priority_class) as taken:
+            self.now += taken
+            self.most = max(self.most, self.now)
+            self.order.append(name)
+            await self.leave.wait()
+            self.now -= taken
+            return taken
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def all_free(slots: CallSlots, most: int) -> None:
+    """As many as there ever were can be taken again, and no more."""
+    held = Held(slots)
+    tasks = [asyncio.create_task(held.hold("", "normal")) for _ in range(most + 1)]
+    await turns()
+    assert held.now == most
+    held.leave.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_higher_classes_come_first_and_no_more_than_the_limit_at_a_time() -> None:
+    slots = CallSlots(2)
+    held = Held(slots)
+    first = [asyncio.create_task(held.hold("first", "batch")) for _ in range(2)]
+    await turns()
+    waiting: list[asyncio.Task[Any]] = []
+    classes: list[PriorityClass] = ["batch", "normal", "high", "normal"]
+    for number, one in enumerate(classes):
+        waiting.append(asyncio.create_task(held.hold(f"{one} {number}", one)))
+    await turns()
+    assert held.order == ["first", "first"]
+    held.leave.set()
+    assert all(await asyncio.gather(*first, *waiting))
+    assert held.order[2:] == ["high 2", "normal 1", "normal 3", "batch 0"]
+    assert held.most == 2
+    await all_free(slots, 2)
+
+
+async def test_a_cancelled_wait_keeps_no_slot() -> None:
+    """Also where it is cancelled in the turn in which its slot is granted."""
+    slots = CallSlots(1)
+    held = Held(slots)
+    holder = asyncio.create_task(held.hold("holder", "normal"))
+    await turns()
+    early = asyncio.create_task(held.hold("early", "normal"))
+    late = asyncio.create_task(held.hold("late", "normal"))
+    await turns()
+    early.cancel()
+    await turns()
+    holder.cancel()
+    await asyncio.sleep(0)  # it gives its slot to the one that waits
+    late.cancel()
+    await asyncio.gather(holder, early, late, return_exceptions=True)
+    assert held.order == ["holder"]
+    await all_free(slots, 1)
+
+
+async def test_a_wait_ends_without_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_slots, "WAIT_SECONDS", 0.05)
+    slots = CallSlots(1)
+    held = Held(slots)
+    holder = asyncio.create_task(held.hold("holder", "normal"))
+    await turns()
+    async with slots.slot("high") as taken:
+        assert not taken
+    held.leave.set()
+    assert await holder
+    await all_free(slots, 1)
