@@ -1,7 +1,12 @@
 -- Last part of the placement script: the pair is checked and charged, and the blocks expected there are recorded.
-local p, d, cost, ship, gone = nil, nil, nil, nil, {}
+local p, d, cost, ship, far, gone = nil, nil, nil, nil, nil, {}
+local may_widen = not listed
 for _ = 1, TRIES do
-  p, d, cost, ship = choose()
+  p, d, cost, ship, far = choose()
+  if far and may_widen then
+    may_widen = false
+    if look_wider() then p, d, cost, ship = choose() end
+  end
   if not p then return refused({-6}) end
   local winners = winners_of(p, d)
   local why = reasons(winners)

@@ -5,8 +5,9 @@ local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
 local ship_rate = token_bytes / fast  -- at its best: whom it is paired with is not known yet
 local score, hits, wait, living, queue, computes = {}, {}, {}, {}, {}, {}  -- computes: seconds of a prefill there
 local cold = prefill_seconds(L)
-for k = 1, np do
-  local i = ps[k]
+local longest, longest_hit = nil, 0
+local cold_ship, need = L * ship_rate, L + out
+local function rate_prefill(i)
   local load = load_of[i]
   local seconds = load and load / rate or 0
   if seconds < 0 then seconds = 0 end
@@ -19,17 +20,14 @@ for k = 1, np do
   end
   hits[i], computes[i], score[i] = held, compute, seconds + compute
 end
-local longest, longest_hit = nil, 0
-local cold_ship, need = L * ship_rate, L + out
-for k = 1, nd do
-  local i = ds[k]
+local function rate_decode(i)
   local load = load_of[i]
   load = load and load + 0 or 0  -- a number without a call
   if load < 0 then load = 0 end
   local penalty, lack = per_token * load, need + load - capacities[i]
   if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i]) end
   living[i], wait[i] = load, penalty
-  if may_local then queue[i] = math.max(0, tonumber(load_of[total + i] or 0)) / rate end
+  if may_local then queue[i] = math.max(0, tonumber(load_of[-i] or 0)) / rate end
   local blocks = cover[slots[i]]
   if blocks then
     local held = math.min(blocks * page, L - 1)
@@ -39,12 +37,16 @@ for k = 1, nd do
     hits[i], score[i] = 0, penalty + cold_ship
   end
 end
+for k = 1, #ps do rate_prefill(ps[k]) end
+for k = 1, #ds do rate_decode(ds[k]) end
 
 -- Racks count where they are faster than what lies beyond, and in fleets of many racks only.
 local racks = {}
-if not listed and bandwidths[3] > bandwidths[4] then
-  for i = 1, total do racks[i] = fact(i, 27, 38) end
+local function read_racks(from)
+  if listed or bandwidths[3] <= bandwidths[4] then return end
+  for i = from, total do racks[i] = fact(i, 27, 38) end
 end
+read_racks(1)
 
 -- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place and rack.
 local bad = {}
@@ -84,10 +86,12 @@ local function level(p, d)
   return zone ~= NOWHERE and zone == fact(d, 39, 50) and 4 or 5
 end
 
--- Index of the prefill worker (0 = local), of the decode worker, seconds, seconds that the hand-off adds; nil: no pair.
+-- Index of the prefill worker (0 = local), of the decode worker, seconds, seconds that the hand-off adds, whether it costs
+-- much more than it would between the best of either role at no distance; nil: no pair.
 local function choose()
   local best_ps, among_ps, p_places, p_racks = best(ps)
   local best_ds, among_ds, d_places, d_racks = best(ds)
+  local free = best_ps[1] and best_ds[1] and score[best_ps[1]] + wait[best_ds[1]]
   if longest and not bad[longest] and not among_ds[longest] then
     best_ds[#best_ds + 1] = longest
     among_ds[longest] = true
@@ -162,7 +166,19 @@ local function choose()
     end
   end
   local pick = tied[1 + math.floor(random * equal)]
-  return cp[pick], cd[pick], cost[pick], shipping[pick]
+  return cp[pick], cd[pick], cost[pick], shipping[pick], free and cheapest > WORTH_LOOKING * free
+end
+
+local function look_wider()
+  local from_p, from_d, from = #ps + 1, #ds + 1, total + 1
+  look(WIDE, true)
+  if total < from then return false end
+  cover = covered(nodes, {unpack(slots, from)}, now)
+  read_loads(from_p, from_d)
+  for k = from_p, #ps do rate_prefill(ps[k]) end
+  for k = from_d, #ds do rate_decode(ds[k]) end
+  read_racks(from)
+  return true
 end
 
 -- Why the winners cannot be taken: a router's own view may be a moment old; sets name workers that have died since; a holder

@@ -57,6 +57,9 @@ local FACTS_SIZE = 63
 local ANSWERS = 256
 local BEST = 8  -- of each role that are paired with each other
 local HEADS = 8  -- of each set
+-- Where the best pair costs WORTH_LOOKING times what it would without a hand-off, the first WIDE of each set are looked at, once:
+-- rare where networks are fast beside prefill, and most placements of long prompts where they are slow.
+local WIDE, WORTH_LOOKING = 32, 1.5
 local HOLDERS = 16  -- of the prefix, of both roles
 local TRIES = 16  -- of pairs whose workers turn out to be gone
 local TIE = 1.05
