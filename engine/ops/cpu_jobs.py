@@ -180,7 +180,9 @@ def _make(sources: str) -> Any:
             job = jobs + number * JOB * 8
             own = integers(job)
             if own[SHARES - CODE] == 1:  # no other thread has to see it
-                _share(kind, dim8, job - CODE * 8, 0, own[TOTAL - CODE])
+                # not a literal 0: for that, numba would compile a second copy of all kernels, and LLVM might order
+                # the sums of the two differently
+                _share(kind, dim8, job - CODE * 8, np.int64(0), own[TOTAL - CODE])
                 continue
             for i in range(JOB):
                 numbers[CODE + i] = own[i]

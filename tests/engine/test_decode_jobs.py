@@ -147,24 +147,47 @@ def test_an_engine_says_the_same_with_and_without_lists(threads, checkpoint):
     assert answers[0] == answers[1]
 
 
-def test_a_list_runs_its_jobs_in_order():
+@pytest.mark.parametrize(("threads", "rows"), [(1, 1), (2, 1), (2, 40), (3, 40)])
+def test_a_list_runs_its_jobs_in_order(threads, rows):
     """Each adds to what the one before it wrote: 200 norms of one row, and of many."""
-    for threads, rows in ((1, 1), (2, 1), (2, 40), (3, 40)):
-        team = KernelTeam(threads, torch.float32, 8)
-        x, weight = torch.randn(2, rows, 24), torch.randn(24)
-        expected = x.clone()
-        jobs = []
-        for number in range(200):
-            first, second = x[number % 2], x[1 - number % 2]
-            where = (second.data_ptr(), first.data_ptr(), weight.data_ptr(), first.data_ptr(), 24, 0)
-            jobs.append((cpu_jobs.ADD_NORM, rows, where))
-        listed = team.compile(jobs)
-        team.run_all(listed)
-        got = x.clone()
-        x.copy_(expected)
-        for job in jobs:
-            team.run(*job)
-        assert torch.equal(got, x)
+    source = torch.Generator().manual_seed(rows)
+    start, weight = torch.randn(2, rows, 24, generator=source), torch.randn(24, generator=source)
+    x = start.clone()
+    jobs = []
+    for number in range(200):
+        first, second = x[number % 2], x[1 - number % 2]
+        where = (second.data_ptr(), first.data_ptr(), weight.data_ptr(), first.data_ptr(), 24, 0)
+        jobs.append((cpu_jobs.ADD_NORM, rows, where))
+    results = {}
+    for name, team in (
+        ("one thread, one by one", KernelTeam(1, torch.float32, 8)),
+        ("one by one", KernelTeam(threads, torch.float32, 8)),
+        ("list", KernelTeam(threads, torch.float32, 8)),
+    ):
+        x.copy_(start)
+        if name == "list":
+            team.run_all(team.compile(jobs))
+        else:
+            for job in jobs:
+                team.run(*job)
+        results[name] = x.clone()
+    expected = results["one thread, one by one"]
+    assert expected.isfinite().all()
+    for name, got in results.items():
+        assert torch.equal(got, expected), f"{name}, {threads} threads, {rows} rows: " + difference(
+            got, expected
+        )
+
+
+def difference(got: Tensor, expected: Tensor) -> str:
+    """Where two tensors differ, and by how much."""
+    where = (got != expected).nonzero()
+    found = [
+        f"{at}: {got[tuple(at)].item()!r}, expected {expected[tuple(at)].item()!r}"
+        for at in where[:5].tolist()
+    ]
+    most = (got - expected).abs().max().item()
+    return f"{len(where)} of {got.numel()} numbers differ, by {most} at most; at " + "; ".join(found)
 
 
 def test_a_helper_that_has_left_is_called_again_before_its_thread_is_free():
