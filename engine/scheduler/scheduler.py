@@ -266,7 +266,8 @@ class Scheduler:
     @property
     def batch_full(self) -> bool:
         """Whether a tenant with running sequences gets no seat for a waiting one. Any thread."""
-        return self._crowded or sum(s.seats for s in list(self.running)) >= self._config.max_batch_requests
+        running, most = list(self.running), self._config.max_batch_requests
+        return self._crowded or len(running) >= most or sum(s.seats for s in running) >= most
 
     def _seats(self) -> Seats:
         batch = self._config.max_batch_requests
