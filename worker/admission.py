@@ -130,22 +130,24 @@ class Admission:
 
     def _admit(self) -> None:
         self._age()
-        while (waiting := self._next()) is not None:
-            if not waiting.turn.done():
-                self._inside_tokens += waiting.tokens
-                self._inside[waiting.tenant] += waiting.tokens
-                waiting.turn.set_result(None)
+        self._admit_in_order()
+        if self.waiting and self._engine_full():
+            for queue in self._queues:
+                for waiting in queue.pop_others(self._inside):
+                    self._let_in(waiting)
+            self._admit_in_order()
 
-    def _next(self) -> Waiting | None:
-        """Remove and return the next request that may enter."""
-        queue = next((one for one in self._queues if len(one)), None)
-        if queue is None:
-            return None
-        if not self._inside_tokens or self._inside_tokens + queue.first.tokens <= self._max_tokens:
-            return queue.pop()
-        if not self._engine_full():
-            return None
-        return next((found for queue in self._queues if (found := queue.pop_other(self._inside))), None)
+    def _admit_in_order(self) -> None:
+        while (queue := next((one for one in self._queues if len(one)), None)) is not None:
+            if self._inside_tokens and self._inside_tokens + queue.first.tokens > self._max_tokens:
+                return
+            self._let_in(queue.pop())
+
+    def _let_in(self, waiting: Waiting) -> None:
+        if not waiting.turn.done():
+            self._inside_tokens += waiting.tokens
+            self._inside[waiting.tenant] += waiting.tokens
+            waiting.turn.set_result(None)
 
     def _age(self) -> None:
         """Move requests that have waited long to the next higher class: one per tenant and class each `aging_seconds`.

@@ -121,13 +121,12 @@ class FairQueue:
         self._virtual_time = max(self._virtual_time, entry[0])
         return self._take_turn(entry)
 
-    def pop_other(self, tenants: Container[str]) -> Waiting | None:
-        """Remove and return the first request of a tenant that is not in `tenants`; the others keep their order.
+    def pop_others(self, tenants: Container[str]) -> list[Waiting]:
+        """Remove and return the first request of each tenant that is not in `tenants`; all keep their order.
 
-        Linear in the number of waiting tenants."""
-        others = (tenant.entry for name, tenant in self._tenants.items() if name not in tenants)
-        entry = min(others, default=None)
-        return None if entry is None else self._take_turn(entry)
+        Looks at every waiting tenant once."""
+        others = [tenant.entry for name, tenant in self._tenants.items() if name not in tenants]
+        return [self._take_turn(entry) for entry in sorted(others)]
 
     def remove(self, waiting: Waiting) -> bool:
         """Remove a request that no longer waits, at no cost to its tenant; returns False if it is not here."""

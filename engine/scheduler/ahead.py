@@ -38,7 +38,7 @@ class Ahead:
         self._tenants: dict[str, list[tuple[EngineRequest, int]]] = {}
 
     def room(self, sequence: Sequence, held: list[int], need: int) -> int:
-        """See Blocks.room."""
+        """Blocks available to it, of those to which no other has a claim (`Blocks.room`)."""
         self._advance(sequence)
         free = self._pool.num_free - self._pool.free_among(held)
         room = free - self._waiting - self._growing

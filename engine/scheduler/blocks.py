@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from itertools import chain
 from typing import TypeAlias
 
 from engine.cache.block_pool import BlockPool
@@ -65,6 +66,14 @@ class Blocks:
         self._pool.free(sequence.blocks)
         sequence.blocks = []
 
+    def of_hand_off(self, request: EngineRequest, max_tokens: int, held: int) -> tuple[int, int]:
+        """The blocks of its first choice, and those that it needs beside the cached ones `held`, with the growth of its
+        further choices. That is a projection: it alone is no reason to wait for more than half of the cache."""
+        total = self.count(max_tokens)
+        growth = total - (len(request.prompt_tokens) + len(request.output_tokens)) // self._page
+        further = min(growth * (request.n - 1), max(0, self._pool.total // 2 - total))
+        return total, total - held + further
+
     # --- for newcomers -----------------------------------------------------------------------------------
 
     def free(self, held: list[int]) -> int:
@@ -77,22 +86,30 @@ class Blocks:
         return total - len(held) + self._pool.free_among(held)
 
     def room(
-        self, held: list[int], need: int, request: EngineRequest, rank: int, before: Mapping[Claimant, int]
+        self,
+        need: int,
+        free: int,
+        request: EngineRequest,
+        rank: int,
+        refusals: Iterable[tuple[Refusal, int]],
+        waiting: Iterable[Sequence],
     ) -> int:
-        """Blocks available to a newcomer of class `rank` that takes the cached ones `held` and `need` others: free ones to
-        which no other has a claim, neither running sequences nor those `before` it.
+        """Of `free` blocks those available to a newcomer of class `rank` that needs `need`: to which no other has a claim,
+        neither running sequences nor `refusals` or `waiting` ones, of its class or a higher one.
 
         A claim does not count against a newcomer of its class whose tenant holds no more for its weight, with what the
-        newcomer takes, than the tenant of the claim.
+        newcomer takes, than the tenant of the claim. If they leave too little, not all claims have been looked at.
         """
-        claims: dict[Claimant, int] = {one: count for one, count in before.items() if one.rank <= rank}
-        claims.update(self._claims.of(rank).items())
-        free = self.free(held)
-        room = free - sum(claims.values())
-        if need <= room or need > free:
-            return room
+        room = free
         share = self.shares.of(request, need + self._pool.num_free - free)
-        for one, count in claims.items():
-            if one.rank == rank and self.shares.of(one.request) >= share:
-                room += count
+
+        def counts(one: Claimant) -> bool:
+            return one.rank < rank or (one.rank == rank and self.shares.of(one.request) < share)
+
+        numbers: Iterable[tuple[Claimant, int]] = chain(self._claims.of(rank).items(), refusals)
+        known = (count for one, count in numbers if counts(one))
+        for count in chain(known, (self.claim(one) for one in waiting if counts(one))):
+            if room < need:
+                break
+            room -= count
         return room

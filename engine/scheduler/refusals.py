@@ -7,6 +7,9 @@ the cache.
 
 A claim that ends unused was for a hand-off that has gone elsewhere. Each one in a row doubles the time in which no further
 refusal of the tenant is a claim.
+
+Where all of a tenant's hand-offs of a class were refused for AGING_SECONDS, they count as of the next higher class until
+one is taken, and again after as long: no class starves another.
 """
 
 from __future__ import annotations
@@ -17,12 +20,20 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.request import EngineRequest
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.aging import AGING_SECONDS
+from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 
 KEPT_STEPS = 64  # after the last offer; then it has gone to another worker
 KEPT_SECONDS = 1.0  # the same where the engine has nothing to do and makes no steps
 MOST_DOUBLINGS = 6
 PART_OF_POOL = 2  # the divisor: so much of the cache is claimed at most
+
+
+Kind = tuple[str, int]  # tenant and class of hand-offs
+
+
+def kind_of(request: EngineRequest) -> Kind:
+    return request.tenant, rank_of(request.priority)
 
 
 @dataclass(eq=False)
@@ -40,6 +51,14 @@ class Refusal:
 
 
 @dataclass
+class Span:
+    """Of a tenant's hand-offs of one class, all of which were refused; monotonic seconds."""
+
+    began: float
+    last: float
+
+
+@dataclass
 class Unused:
     """Claims of a tenant that ended unused, since one of its hand-offs was last taken."""
 
@@ -52,9 +71,10 @@ class Refusals:
         self._clock = clock
         self._most = blocks // PART_OF_POOL
         self._step = 0
-        self._of: dict[tuple[str, int], Refusal] = {}  # the first of each tenant and class
+        self._of: dict[Kind, Refusal] = {}  # the first of each tenant and class
         self._ordered: list[Refusal] | None = None  # by class and arrival; None once one came or left
         self._unused: dict[str, Unused] = {}
+        self._refused: dict[Kind, Span] = {}
 
     def begin_step(self) -> None:
         self._step += 1
@@ -62,6 +82,8 @@ class Refusals:
         if self._step % KEPT_STEPS == 0:
             longest = KEPT_STEPS << MOST_DOUBLINGS
             self._unused = {t: one for t, one in self._unused.items() if one.until + longest > self._step}
+            oldest = self._clock() - AGING_SECONDS
+            self._refused = {kind: span for kind, span in self._refused.items() if span.last > oldest}
 
     def no_steps(self) -> None:
         """The engine has nothing to do, and a hand-off is offered."""
@@ -79,22 +101,38 @@ class Refusals:
         count = min(MOST_DOUBLINGS, former.count + 1) if former is not None else 0
         self._unused[tenant] = Unused(count, self._step + (KEPT_STEPS << count))
 
+    def rank(self, request: EngineRequest) -> int:
+        """Of the class that a hand-off counts as of."""
+        kind, now = kind_of(request), self._clock()
+        span = self._refused.get(kind)
+        if span is None or now - span.last >= AGING_SECONDS:
+            return kind[1]
+        return max(HIGHEST_RANK, kind[1] - int((now - span.began) / AGING_SECONDS))
+
     def refused(self, request: EngineRequest, rank: int, need: int, arrival: int) -> None:
-        kind = (request.tenant, rank)
+        kind, now = kind_of(request), self._clock()
+        span = self._refused.get(kind)
+        if span is None or now - span.last >= AGING_SECONDS:
+            span = self._refused[kind] = Span(now, now)
+        span.last = now
         if (one := self._of.get(kind)) is not None:
-            one.offered, one.offered_at = self._step, self._clock()
+            one.offered, one.offered_at = self._step, now
+            if one.rank != rank:
+                one.rank, self._ordered = rank, None
             return
         unused = self._unused.get(request.tenant)
         if unused is None or self._step >= unused.until:
-            self._of[kind] = Refusal(request, rank, need, arrival, self._step, self._clock())
+            self._of[kind] = Refusal(request, rank, need, arrival, self._step, now)
             self._ordered = None
 
-    def taken(self, request: EngineRequest, rank: int) -> None:
+    def taken(self, request: EngineRequest) -> None:
         """The tenant's next hand-off of its class has got its blocks."""
-        self._remove((request.tenant, rank))
+        kind = kind_of(request)
+        self._remove(kind)
         self._unused.pop(request.tenant, None)
+        self._refused.pop(kind, None)
 
-    def _remove(self, kind: tuple[str, int]) -> None:
+    def _remove(self, kind: Kind) -> None:
         if self._of.pop(kind, None) is not None:
             self._ordered = None
 
@@ -112,7 +150,7 @@ class Refusals:
         self, request: EngineRequest, rank: int, arrival: int
     ) -> Iterator[tuple[Refusal, int]]:
         """Of those that come before a hand-off; it counts as of its tenant's first refusal in its class."""
-        own = self._of.get((request.tenant, rank))
+        own = self._of.get(kind_of(request))
         return self.claims((rank, arrival if own is None else own.arrival))
 
     def _in_order(self) -> list[Refusal]:
@@ -120,7 +158,7 @@ class Refusals:
             self._ordered = sorted(self._of.values(), key=lambda one: one.order)
         return self._ordered
 
-    def first(self, request: EngineRequest, rank: int, sequence: Sequence) -> bool:
+    def first(self, request: EngineRequest, sequence: Sequence) -> bool:
         """Whether a hand-off of the request's tenant and class was refused before the sequence came."""
-        refusal = self._of.get((request.tenant, rank))
+        refusal = self._of.get(kind_of(request))
         return refusal is not None and refusal.arrival < sequence.arrival

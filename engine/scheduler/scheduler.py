@@ -21,7 +21,7 @@ from engine.plan import table_rows
 from engine.request import EngineRequest
 from engine.scheduler.aging import Aging
 from engine.scheduler.ahead import Ahead
-from engine.scheduler.blocks import Blocks, Claimant
+from engine.scheduler.blocks import Blocks
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.growth import GrowthClaims
 from engine.scheduler.prefix_cache import PrefixCache
@@ -56,6 +56,7 @@ class Scheduler:
         self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
         self._alone: Sequence | None = None  # waits for a step of its own
         self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
+        self._first: list[Sequence] | None = None  # waiting; None once a sequence has come, paused or left
         self._victims: Victims | None = None  # of the present step, once one is preempted
         self.short_of_blocks = False  # in the last step, for waiting sequences
 
@@ -81,31 +82,34 @@ class Scheduler:
         `block_hashes` are those of full blocks of the request's tokens. Raises BlocksExhaustedError.
         """
         held = self._prefixes.match(block_hashes)
-        total = self.blocks_for(max_tokens)
-        length = len(request.prompt_tokens) + len(request.output_tokens)
-        growth = total - length // self._page  # what every further choice needs of its own
-        need = total - len(held) + growth * (request.n - 1)
-        rank = rank_of(request.priority)
+        total, need = self._blocks.of_hand_off(request, max_tokens, len(held))
+        free = self._blocks.free(held)
         if not self.has_work:
             self._refusals.no_steps()
-        before: dict[Claimant, int] = {
-            one: self._blocks.claim(one)
-            for one in self._first_waiting()
-            if one.rank < rank or not self._refusals.first(request, rank, one)
-        }
-        arrival = next(self._arrivals)
-        before.update(self._refusals.claims_against(request, rank, arrival))
-        room = self._blocks.room(held, need, request, rank, before)
+        rank, arrival = self._refusals.rank(request), next(self._arrivals)
+        room = self._room_for_hand_off(request, rank, need, free, arrival)
         if need > room:
             if need <= self._pool.total:
                 self._refusals.refused(request, rank, need, arrival)
             what = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
             raise BlocksExhaustedError(what, retry_after_seconds=0.05)
-        self._refusals.taken(request, rank)
+        self._refusals.taken(request)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self.reservations.add(sequence)
         self._blocks.allocate(sequence, held, total)
         return sequence
+
+    def _room_for_hand_off(
+        self, request: EngineRequest, rank: int, need: int, free: int, arrival: int
+    ) -> int:
+        """See Blocks.room."""
+        if need > free:
+            return free
+        refusals = self._refusals.claims_against(request, rank, arrival)
+        waiting = (
+            one for one in self._first_waiting() if one.rank < rank or not self._refusals.first(request, one)
+        )
+        return self._blocks.room(need, free, request, rank, refusals, waiting)
 
     def start_reserved(self, sequence: Sequence) -> None:
         """Run a reservation for which the KV of all tokens has arrived."""
@@ -113,7 +117,7 @@ class Scheduler:
         self._prefixes.register(sequence, len(sequence.tokens))
         sequence.machine.to(S.RUNNING)
         self.reservations.remove(sequence)
-        self.running[sequence] = None
+        self._run(sequence)
 
     def fork(self, first: Sequence, choice: int, token_id: int) -> Sequence:
         """Add a choice that continues with `token_id`. It shares the blocks; the last one is copied when written to."""
@@ -132,8 +136,11 @@ class Scheduler:
             extra_seat=first.extra_seat,
         )
         self.requests[first.request.request_id].append(sibling)
-        self.running[sibling] = None
+        self._run(sibling)
         return sibling
+
+    def _run(self, sequence: Sequence) -> None:
+        self.running[sequence], self._first = None, None
 
     def park(self, request_id: str) -> None:
         """Stop computing the request but keep its blocks until `remove`."""
@@ -161,6 +168,7 @@ class Scheduler:
         return True
 
     def set_paused(self, request_id: str, paused: bool) -> None:
+        self._first = None
         for sequence in self.requests.get(request_id, ()):
             sequence.paused = paused
 
@@ -177,14 +185,17 @@ class Scheduler:
         return sequence
 
     def _first_waiting(self) -> list[Sequence]:
-        """Of each tenant the first waiting sequence that may join, in their order."""
-        return self._seats().first_of_each(self.waiting) if self.waiting else []
+        """Of each tenant the first waiting sequence, if it may join, in their order."""
+        if self._first is None:
+            self._first = self._seats().first_of_each(self.waiting) if self.waiting else []
+        return self._first
 
     def _enqueue(self, sequence: Sequence) -> None:
-        sequence.waits_since = self._aging.clock()
+        sequence.waits_since, self._first = self._aging.clock(), None
         insort(self.waiting, sequence, key=attrgetter("order"))
 
     def _dequeue(self, sequence: Sequence) -> None:
+        self._first = None
         if sequence.state is S.WAITING and sequence in self.waiting:  # else it is parked
             self.waiting.remove(sequence)
         self.running.pop(sequence, None)
@@ -213,7 +224,7 @@ class Scheduler:
         self._claims.begin_step()
         self.reservations.begin_step()
         self._refusals.begin_step()
-        self._victims, self.short_of_blocks = None, False
+        self._victims, self._first, self.short_of_blocks = None, None, False
         if not self.waiting:
             self._left.clear()
         elif self._aging.rise(self.waiting):
@@ -255,7 +266,8 @@ class Scheduler:
     @property
     def batch_full(self) -> bool:
         """Whether a tenant with running sequences gets no seat for a waiting one. Any thread."""
-        return self._crowded or sum(s.seats for s in list(self.running)) >= self._config.max_batch_requests
+        running, most = list(self.running), self._config.max_batch_requests
+        return self._crowded or len(running) >= most or sum(s.seats for s in running) >= most
 
     def _seats(self) -> Seats:
         batch = self._config.max_batch_requests
@@ -269,7 +281,7 @@ class Scheduler:
     def _admit_waiting(self, budget: int, decision: StepDecision) -> int:
         """Admit while there are seats, tokens and blocks; returns the token budget that is left.
 
-        Behind one that waits for blocks, those of other tenants of its class may join (`Blocks.room`).
+        Behind one that waits for blocks, those of other tenants of its class may join (`Ahead.room`).
         """
         if not self.waiting or budget <= 0:
             return budget

@@ -10,7 +10,7 @@ extra seat, another one at most half of those that are free, and a third finds s
 admitted however many its choices are. There are as many extra seats as the batch has.
 
 Beyond that a waiting sequence joins a full batch in place of one of its own tenant that has left it: otherwise the
-tenant's hand-offs alone would, for as long as they keep the batch full.
+tenant's hand-offs alone would, for as long as they keep the batch full. Those of a tenant join in their order.
 """
 
 from __future__ import annotations
@@ -65,20 +65,29 @@ class Seats:
 
     def each(self, waiting: Iterable[Sequence], passed: Collection[str] = ()) -> Iterator[Sequence]:
         """The waiting sequences that may join, in their order, of tenants that are not `passed` by then. What a sequence
-        takes leaves no seat for an earlier one."""
+        takes leaves no seat for an earlier one.
+
+        One that may not join holds up those of its tenant behind it: it needs as many seats as its request has choices,
+        and they would take each one that becomes free."""
+        held_up = set[str]()
         for s in waiting:
             if self.full and self._extra <= 0 and not self._left:
                 return
-            if not s.paused and s.request.tenant not in passed and self._allows(s):
+            tenant = s.request.tenant
+            if s.paused or tenant in held_up or tenant in passed:
+                continue
+            if self._allows(s):
                 yield s
+            else:
+                held_up.add(tenant)
 
     def first_of_each(self, waiting: Seq[Sequence]) -> list[Sequence]:
-        """Of each tenant the first that may join."""
+        """Of each tenant the first, if it may join."""
         first: dict[str, Sequence] = {}
         for s in waiting:
-            if not s.paused and s.request.tenant not in first and self._allows(s):
-                first[s.request.tenant] = s
-        return list(first.values())
+            if not s.paused:
+                first.setdefault(s.request.tenant, s)
+        return [s for s in first.values() if self._allows(s)]
 
     def take(self, sequence: Sequence) -> None:
         tenant, seats = sequence.request.tenant, sequence.seats

@@ -252,7 +252,7 @@ def test_a_hand_off_that_comes_again_ends_what_was_kept_for_it() -> None:
 def test_a_hand_off_larger_than_the_cache_is_not_waited_for() -> None:
     flow = Flow()
     with pytest.raises(BlocksExhaustedError):
-        flow.parts.hand_off("never", n=3, blocks=BLOCKS)
+        flow.parts.hand_off("never", blocks=BLOCKS + 1)
     assert add_and_step(flow, "next", 4)
 
 

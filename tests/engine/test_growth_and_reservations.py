@@ -267,9 +267,14 @@ def test_a_stream_that_has_its_block_delays_no_other_any_more() -> None:
 def test_every_choice_of_a_reservation_finds_room_to_grow() -> None:
     """Two blocks of prompt, which they share, and one for each of three choices."""
     three = replace(request("three", 5, 2 * PAGE, 8, NORMAL), n=3)
-    with pytest.raises(BlocksExhaustedError):
-        engine_of(4).reserve(three, [], growth_tokens=PAGE)
-    engine_of(5).reserve(three, [], growth_tokens=PAGE)
+    for held in (7, 6):
+        engine = engine_of(11)
+        reserve(engine, "other", 6, held, NORMAL)
+        if held == 7:
+            with pytest.raises(BlocksExhaustedError):
+                engine.reserve(three, [], growth_tokens=PAGE)
+        else:
+            engine.reserve(three, [], growth_tokens=PAGE)
 
 
 def test_of_a_released_reservation_only_verified_blocks_are_found() -> None:

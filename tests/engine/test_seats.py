@@ -221,3 +221,38 @@ def test_as_many_seats_are_left_to_a_prompt_as_it_has_choices() -> None:
         parts.scheduler.remove(f"a{number}")
         parts.step()
     assert running(parts) == {"a": 7}
+
+
+def test_a_prompt_with_choices_is_not_passed_by_later_ones_of_its_tenant_for_ever() -> None:
+    """They need one seat each, which is free again and again; it needs four at once."""
+    parts = filled_by_hand_offs(8, max_batch_requests=8)
+    add(parts, "b", 4)
+    parts.step()
+    parts.scheduler.add(request("choices", [5], 40, tenant="b", n=6))
+    for number in range(4):
+        parts.scheduler.remove(f"b-waits-{number}")
+        parts.scheduler.add(request(f"b-later-{number}", [4], 40, tenant="b"))
+        parts.step()
+    assert parts.choices("choices")[0].state is S.RUNNING
+
+
+def test_seats_that_were_left_are_for_the_first_of_the_tenant_until_there_are_enough() -> None:
+    parts = filled_by_hand_offs(8, max_batch_requests=2)
+    parts.scheduler.add(request("choices", [5], 40, tenant="a", n=2))
+    add(parts, "a", 1)
+    parts.step()
+    for number in range(2):
+        parts.scheduler.remove(f"a{number}")
+        parts.step()
+    assert parts.choices("choices")[0].state is S.RUNNING
+    assert [s.request.request_id for s in parts.scheduler.waiting] == ["a-waits-0"]
+
+
+def test_one_behind_the_first_of_its_tenant_has_no_claim_to_blocks() -> None:
+    """Blocks would not help it either: the first one waits for seats."""
+    parts = filled_by_hand_offs(8, max_batch_requests=2)
+    parts.scheduler.add(request("choices", [5], 40, tenant="a", n=2))
+    parts.scheduler.add(request("long", [4] * PAGE * 50, tenant="a"))
+    parts.step()
+    parts.scheduler.remove("a0")
+    parts.hand_off("c", blocks=parts.pool.num_free, tenant="c")

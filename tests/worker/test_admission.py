@@ -8,6 +8,7 @@ import pytest
 from cluster.errors import DeadlineError
 from engine.scheduler.aging import AGING_SECONDS
 from tests.harness.virtual_time import VirtualLoop
+from worker import fair_queue
 from worker.admission import AGED_TOGETHER, Admission
 
 
@@ -259,3 +260,47 @@ async def test_the_oldest_request_counts_though_another_has_the_first_turn():
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def beyond_the_bound(tenants: int) -> tuple[list[str], int]:
+    """So many tenants wait when the engine becomes full. In what order they enter, and how often a tenant's first request
+    is looked at."""
+    full, order = False, list[str]()
+    admission = Admission(10, engine_full=lambda: full)
+
+    async def ask(tenant: str, priority: int) -> None:
+        await admission.enter(10 + len(order) % 3, priority, 30.0, tenant)
+        order.append(tenant)
+
+    asks = [("crowd", 0), *((f"t{number}", number % 3 - 1) for number in range(tenants)), ("t0", 1)]
+    tasks = [asyncio.create_task(ask(*one)) for one in asks]
+    await settle()
+    full, looks = True, 0
+    with pytest.MonkeyPatch.context() as patch:
+        entry = vars(fair_queue._Tenant)["entry"].fget
+
+        def counted(tenant: fair_queue._Tenant) -> fair_queue.Entry:
+            nonlocal looks
+            looks += 1
+            found: fair_queue.Entry = entry(tenant)
+            return found
+
+        patch.setattr(fair_queue._Tenant, "entry", property(counted))
+        admission.look()
+    await settle()
+    admission.check_integrity()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return order, looks
+
+
+async def test_each_tenant_passes_the_bound_once_by_class_and_in_turn():
+    order, _ = await beyond_the_bound(9)
+    assert order == ["crowd", "t2", "t5", "t8", "t0", "t1", "t4", "t7", "t3", "t6"]
+
+
+async def test_tenants_that_pass_the_bound_are_looked_at_once_each():
+    """A thousand of them would hold up the event loop for a second otherwise."""
+    _, looks = await beyond_the_bound(300)
+    assert looks <= 4 * 300

@@ -1,0 +1,67 @@
+"""Hand-offs that were refused: none is for ever, and a refusal costs little."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import BlocksExhaustedError
+from tests.engine.parts import PAGE, Parts, count_calls, request
+from tests.engine.test_claims import Flow, refused_now
+
+
+@pytest.mark.parametrize("blocks", [6, 16])
+def test_the_growth_of_many_choices_keeps_a_hand_off_out_of_half_of_the_cache_at_most(blocks: int) -> None:
+    """It is a projection: one with more choices than the cache has room for would be refused for ever."""
+    flow = Flow()
+    flow.parts.hand_off("holds", blocks=20)
+    flow.parts.hand_off("choices", n=16, blocks=blocks)
+    assert flow.parts.pool.num_free == 20 - blocks
+    with pytest.raises(BlocksExhaustedError):
+        flow.parts.hand_off("more choices", n=16, blocks=blocks)
+
+
+def test_a_hand_off_of_a_lower_class_is_not_refused_for_ever() -> None:
+    """Those of a higher class take all that becomes free, and have claims to more; it counts as of theirs in time."""
+    flow, now = Flow(), [0.0]
+    flow.parts.scheduler._refusals._clock = lambda: now[0]
+    taken: list[float] = []
+    for _ in range(700):
+        flow.step("a")
+        while flow.offer("a"):
+            pass
+        if flow.offer("b", priority=-1):
+            taken.append(now[0])
+        now[0] += 0.1
+    assert len(taken) == 2
+    assert 30.0 <= taken[0] <= 35.0 and 30.0 <= taken[1] - taken[0] <= 35.0, "one for each aging time"
+
+
+def test_a_hand_off_of_a_lower_class_that_was_not_offered_for_long_has_not_aged() -> None:
+    flow, now = Flow(), [0.0]
+    flow.parts.scheduler._refusals._clock = lambda: now[0]
+    for _ in range(2):
+        while flow.offer("a"):
+            pass
+        assert not flow.offer("b", priority=-1)
+        assert flow.parts.scheduler._refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
+        now[0] += 31.0
+        for _ in range(65):
+            flow.step("a")
+    assert ("b", 1) not in flow.parts.scheduler._refusals._refused
+
+
+def calls_of_a_refusal(tenants: int, running: int, free: int) -> int:
+    """Of the second one between two steps."""
+    parts = Parts(running + free)
+    for number in range(running):
+        parts.hand_off(f"holds {number}", tenant="a")
+    for number in range(tenants):
+        parts.scheduler.add(request(f"{number}", [number % 13] * 8 * PAGE, tenant=f"t{number}"))
+    parts.step()
+    refused_now(parts)
+    return count_calls(lambda: refused_now(parts))
+
+
+def test_a_refusal_costs_no_more_beside_many_tenants_that_wait_and_many_that_run() -> None:
+    for free in (2, 30):
+        assert calls_of_a_refusal(400, 400, free) <= calls_of_a_refusal(20, 20, free) + 20
