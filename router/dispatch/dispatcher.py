@@ -14,15 +14,15 @@ from enum import Enum
 from functools import cached_property
 
 from cluster import errors
-from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
+from cluster.protocol.block_hash import pack_tokens
 from cluster.state_machine import StateMachine
 from router.dispatch.attempt import Attempt, Broken, Ended, Source
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
-from router.dispatch.engine_failures import EngineFailures
-from router.dispatch.exclusions import ended_by, exclusions
+from router.dispatch.exclusions import ended_by
 from router.dispatch.quota_lease import quota_lease
+from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import RetryPolicy
 from router.dispatch.services import Services
@@ -30,7 +30,7 @@ from router.link.token import Token
 from router.observe import traces
 from router.observe.traces import Arrival
 from router.placement.candidates import level_of
-from router.placement.types import KvGroup, Placed, PlacementRequest, Reason
+from router.placement.types import Placed, Reason
 from router.quota.quota import Use
 from router.request.completion import Completion, Delta, Outcome
 from router.request.resume_tickets import name_of
@@ -69,8 +69,8 @@ class RequestDispatcher:
         """`first_shown`: the number of its first choice in an answer to several prompts."""
         self._completion = completion
         self._services = services
-        self._packed_prompt = pack_tokens(completion.prompt_tokens)
-        self._name = name_of(completion.tenant, completion.request_id, self._packed_prompt)
+        packed_prompt = pack_tokens(completion.prompt_tokens)
+        self._name = name_of(completion.tenant, completion.request_id, packed_prompt)
         self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
         self._choices = [
             ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
@@ -82,9 +82,7 @@ class RequestDispatcher:
         self._trace = services.begin_trace(arrival, completion)
         self.trace_id = self._trace.trace_id if self._trace is not None else ""
         self._deadlines = RequestDeadlines(services.config, completion, self._received)
-        self._excluded: dict[str, Reason] = {}  # by worker_id
-        self._engine_failures = EngineFailures()
-        self._kv_group: KvGroup | None = None  # the workers that have it
+        self._placer = RequestPlacer(completion, services, self._deadlines, self.stats, packed_prompt)
         self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
         self._deltas: BatchQueue[Delta]
         self._work: asyncio.Task[None] | None = None
@@ -193,7 +191,7 @@ class RequestDispatcher:
         c = self._completion
         began = time.monotonic()
         self._services.check_any_worker()
-        spec, request, placed = await self._place_until(choices, deadline)
+        spec, request, placed = await self._placer.place(choices, deadline)
         ended = time.monotonic()
         self.stats.placement_seconds += ended - began
         if c.explain:
@@ -214,61 +212,6 @@ class RequestDispatcher:
             attempt.span = self._trace.placed(began, ended, placed, spec)
         self.worker_ids = [w.worker_id for w in (placed.prefill, placed.decode) if w is not None]
         return attempt
-
-    async def _place_until(
-        self, choices: list[ChoiceStream], deadline: float
-    ) -> tuple[common_pb2.GenerateSpec, PlacementRequest, Placed]:
-        """Waits for workers to come back, up to the admission deadline."""
-        while True:
-            try:
-                self._kv_group = self._services.placement.kv_group(self._kv_group)
-                spec = self._spec(choices, self._kv_group)
-                request = self._placement_request(choices, spec, self._kv_group)
-                request = self._services.without_unreachable_pairs(request)
-                placed = await self._services.placement.place(request)
-            except errors.UnavailableError:
-                if time.monotonic() + 0.1 > deadline:
-                    raise
-                await asyncio.sleep(0.1)
-            else:
-                self.stats.placement_calls += 1
-                return spec, request, placed
-
-    def _placement_request(
-        self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, kv_group: KvGroup
-    ) -> PlacementRequest:
-        c, secret = self._completion, self._services.config.secret.encode()
-        packed = spec.prompt_tokens + spec.output_tokens
-        hashes = hash_blocks(packed, kv_group.page_size, secret=secret, salt=spec.salt)
-        taken_in = bool(self.stats.attempts or c.resume_tokens)  # never refused for being late
-        return PlacementRequest(
-            transfer_id=self._services.new_transfer_id(),
-            chain=index_keys(hashes),
-            token_count=len(packed) // 4,
-            output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=exclusions(self._services.links.suspects, self._excluded, self._engine_failures.names),
-            kv_group=kv_group,
-            explain=c.explain,
-            priority_class=self._deadlines.priority_class,
-            target_seconds=0.0 if taken_in else self._deadlines.target_seconds,
-            deadline_seconds=0.0 if taken_in else self._deadlines.left_seconds,
-        )
-
-    def _spec(self, choices: list[ChoiceStream], kv_group: KvGroup) -> common_pb2.GenerateSpec:
-        c = self._completion
-        output = choices[0].output if len(choices) == 1 else []
-        return common_pb2.GenerateSpec(
-            model_id=kv_group.model_id,
-            prompt_tokens=self._packed_prompt,
-            output_tokens=pack_tokens(output),
-            sampling=c.sampling,
-            first_choice=choices[0].index,
-            n=len(choices),
-            salt=self._services.salt(kv_group.model_id, c.prefix_scope),
-            priority=c.priority,
-            tenant=c.tenant,
-            weight=c.weight,
-        )
 
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
@@ -350,15 +293,15 @@ class RequestDispatcher:
                 raise _Retry(errors.PeerLostError("the decode worker ended early"))
             return
         reason = event.error or self._reason(event)
-        self._engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
+        self._placer.engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
         if isinstance(reason, errors.InvalidRequestError):
             raise reason
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
-            self._excluded = {attempt.placed.decode.worker_id: Reason.REFUSED}
+            self._placer.excluded = {attempt.placed.decode.worker_id: Reason.REFUSED}
             raise _Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
         if outcome == common_pb2.ATTEMPT_OUTCOME_PREEMPTED:
             if isinstance(reason, errors.DrainingError):
-                self._excluded[attempt.placed.decode.worker_id] = Reason.DRAINED
+                self._placer.excluded[attempt.placed.decode.worker_id] = Reason.DRAINED
                 raise _Retry(reason)
             raise _Retry(
                 errors.BlocksExhaustedError("the decode worker preempted the request for lack of KV blocks")
@@ -379,16 +322,16 @@ class RequestDispatcher:
                 if await attempt.abort_unless_committed():
                     return  # go on reading from D
             except errors.BatonError as error:
-                self._excluded[placed.decode.worker_id] = Reason.UNANSWERED
+                self._placer.excluded[placed.decode.worker_id] = Reason.UNANSWERED
                 raise _Retry(error) from None
             if event.end is None or isinstance(reason, errors.DrainingError):
-                self._excluded[placed.prefill.worker_id] = ended_by(event)
+                self._placer.excluded[placed.prefill.worker_id] = ended_by(event)
             elif isinstance(reason, errors.HandoffError):
                 # P lives and could not reach D: a further hand-off between the two may fail as well.
-                self._excluded[placed.decode.worker_id] = Reason.HANDOFF
+                self._placer.excluded[placed.decode.worker_id] = Reason.HANDOFF
                 self._services.pairs.failed(placed, reason)
         elif event.end is None or isinstance(reason, errors.DrainingError):
-            self._excluded[placed.decode.worker_id] = ended_by(event)
+            self._placer.excluded[placed.decode.worker_id] = ended_by(event)
         raise _Retry(reason)
 
     def _keep_report(self, source: Source, report: common_pb2.WorkReport, placed: Placed) -> None:

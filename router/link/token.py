@@ -24,9 +24,3 @@ class PlainToken(_Row):
 
 
 Token: TypeAlias = PlainToken | common_pb2.Token
-
-
-def to_message(token: Token) -> common_pb2.Token:
-    if isinstance(token, PlainToken):
-        return common_pb2.Token(choice=token.choice, position=token.position, token_id=token.token_id)
-    return token

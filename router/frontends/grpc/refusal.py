@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from operator import methodcaller
 from typing import Any
 
 import grpc
@@ -19,14 +18,10 @@ Call = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 def generic_handler(service: str, *calls: Call) -> grpc.GenericRpcHandler[Any, Any]:
     """Serve these calls under their names.
 
-    They are declared as streams of messages, so that a single message is read only once its request holds a place. Clients
-    see no difference.
+    They read and write serialised messages, and are declared as streams of them, so that a single message is read only
+    once its request holds a place. Clients see no difference.
     """
-    serialize = methodcaller("SerializeToString")
-    handlers = {
-        call.__name__: grpc.stream_stream_rpc_method_handler(refusing(call), None, serialize)
-        for call in calls
-    }
+    handlers = {call.__name__: grpc.stream_stream_rpc_method_handler(refusing(call)) for call in calls}
     return grpc.method_handlers_generic_handler(service, handlers)
 
 

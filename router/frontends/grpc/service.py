@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -10,32 +10,31 @@ from google.protobuf.message import Message
 
 from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
-from router.dispatch.batch_queue import BatchQueue
-from router.dispatch.dispatcher import PIECE_SECONDS, RequestDispatcher
+from router.dispatch.turn import Turn
 from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
+from router.frontends.grpc.stream import GenerateStream
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
-from router.link.token import to_message
 from router.observe.traces import Arrival
-from router.request.completion import Completion, Delta
+from router.request.completion import Completion
 from router.request.fields import read
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions
-from router.request.permissions import check_allowed, timings_for, workers_for
+from router.request.permissions import check_allowed
 from router.request.validator import Envelope
 from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import inference_pb2 as pb
 
 SERVICE = "baton.v1.Inference"
-_CHARGED = Delta(0, "", ())
 
 
 class InferenceService:
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
+        self._turn = Turn()
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         return generic_handler(SERVICE, self.Generate, self.Tokenize, self.ListModels)
@@ -52,7 +51,8 @@ class InferenceService:
             del raw
             held.release()
             with self._gateway.request(completion, caller, arrival=arrival) as dispatcher:
-                await write_all(_responses(dispatcher, completion, caller), context, self._gateway.config)
+                stream = GenerateStream(dispatcher, completion, caller)
+                await stream.pass_to(context, self._gateway.config, self._turn)
 
     async def _answer(self, response: Message, context: Context) -> None:
         # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
@@ -147,59 +147,3 @@ def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
 
 async def _only(response: Message) -> AsyncGenerator[Message, None]:
     yield response
-
-
-async def _responses(
-    dispatcher: RequestDispatcher, completion: Completion, caller: Caller
-) -> AsyncGenerator[pb.GenerateResponse, None]:
-    deltas: BatchQueue[Delta] = BatchQueue(pace_seconds=PIECE_SECONDS)
-    # A request that was charged gets its ticket before the first token: another router will not charge it again if this
-    # one dies. Other requests get it with the first token, which saves a message.
-    dispatcher.on_charged = lambda: deltas.add(_CHARGED)
-    dispatcher.start(deltas)
-    started: pb.Started | None = None
-    try:
-        while arrived := await deltas.take():
-            if arrived[0] is _CHARGED:
-                yield pb.GenerateResponse(started=_started(dispatcher, completion, caller))
-                arrived = arrived[1:]
-            for chunk in _chunks(arrived):
-                if started is None:
-                    started = _started(dispatcher, completion, caller)
-                    yield pb.GenerateResponse(started=started, chunk=chunk)
-                else:
-                    yield pb.GenerateResponse(chunk=chunk)
-    finally:
-        dispatcher.stop()
-    outcome = dispatcher.outcome
-    timings = timings_for(caller, outcome.timings)
-    yield pb.GenerateResponse(
-        completed=pb.Completed(usage=outcome.usage, timings=timings, explanation=outcome.explanation)
-    )
-
-
-def _started(dispatcher: RequestDispatcher, completion: Completion, caller: Caller) -> pb.Started:
-    return pb.Started(
-        request_id=completion.request_id,
-        model=completion.model,
-        seed=completion.sampling.seed,
-        prompt_tokens=len(completion.prompt_tokens),
-        worker_ids=workers_for(caller, dispatcher.worker_ids),
-        resume_ticket=dispatcher.resume_ticket(),
-    )
-
-
-def _chunks(deltas: Sequence[Delta]) -> Iterator[pb.Chunk]:
-    """Put tokens of one choice that arrived together into one message: a message costs more than its tokens."""
-    begin = 0
-    for end in range(1, len(deltas) + 1):
-        last = deltas[end - 1]
-        if end == len(deltas) or deltas[end].choice != last.choice:
-            run = deltas[begin:end]
-            yield pb.Chunk(
-                choice=last.choice,
-                text="".join(delta.text for delta in run),
-                tokens=[to_message(token) for delta in run for token in delta.tokens],
-                finish_reason=last.finish or "",
-            )
-            begin = end

@@ -1,13 +1,11 @@
-"""Cancels a call whose client has stopped reading."""
+"""Ends a call whose client has stopped reading."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncGenerator, Callable
 
 from google.protobuf.message import Message
 
@@ -17,40 +15,35 @@ from router.frontends.grpc.gate import Context
 
 
 class WriteDeadline:
-    """Cancels the task that made it when one write inside `with writing:` takes longer than `seconds`.
+    """Calls `expired` once when a write takes longer than `seconds`.
 
     One timer per call checks at intervals: a timer per token would cost more than the write.
     """
 
-    def __init__(self, seconds: float):
-        task = asyncio.current_task()
-        assert task is not None, "made inside a task"
-        self._task = task
+    def __init__(self, seconds: float, expired: Callable[[], None]):
         self._seconds = seconds
+        self._expired = expired
         self._since = 0.0  # 0 = not writing
-        self.expired = False
         self._timer = asyncio.get_running_loop().call_later(seconds / 4, self._check)
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """A write begins now."""
         self._since = time.monotonic()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self) -> None:
+        """No write is under way."""
         self._since = 0.0
-
-    def uncancel(self) -> None:
-        """Take back this deadline's cancellation of the task, once it has been handled."""
-        self._task.uncancel()
 
     def close(self) -> None:
         self._timer.cancel()
 
+    @property
+    def error(self) -> CancelledError:
+        return CancelledError(f"the client read nothing for {self._seconds:g} s (write_seconds)")
+
     def _check(self) -> None:
         if self._since and time.monotonic() - self._since > self._seconds:
-            self.expired = True
-            self._task.cancel()
+            self._expired()
             return
         self._timer = asyncio.get_running_loop().call_later(self._seconds / 4, self._check)
 
@@ -61,19 +54,28 @@ async def write_all(
     config: RouterConfig,
 ) -> None:
     """Raises CancelledError if the client reads nothing for `write_seconds`."""
-    seconds = config.write_seconds
-    deadline = WriteDeadline(seconds)
+    task = asyncio.current_task()
+    assert task is not None, "called inside a task"
+    expired = False
+
+    def cancel() -> None:
+        nonlocal expired
+        expired = True
+        task.cancel()
+
+    deadline = WriteDeadline(config.write_seconds, cancel)
     try:
-        # However this ends, closing the responses cancels the request at its workers.
+        # However this ends, closing the responses ends what makes them.
         async with contextlib.aclosing(responses):
             async for response in responses:
-                with deadline:
-                    await context.write(response)
+                deadline.begin()
+                await context.write(response.SerializeToString())
+                deadline.end()
     except asyncio.CancelledError:
-        if not deadline.expired:
+        if not expired:
             raise
         # If this task were cancelled, grpc.aio would leave the call open without a status.
-        deadline.uncancel()
-        raise CancelledError(f"the client read nothing for {seconds:g} s (write_seconds)") from None
+        task.uncancel()
+        raise deadline.error from None
     finally:
         deadline.close()

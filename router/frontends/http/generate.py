@@ -19,6 +19,7 @@ from cluster.security.keys import Caller
 from router.admission.admission import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
+from router.frontends.answer_queue import AnswerQueue
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
@@ -26,7 +27,6 @@ from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of, connection_of
 from router.frontends.http.messages import chat_size, read_messages
 from router.frontends.http.protocol import KEEPS
-from router.frontends.http.reading import AnswerQueue
 from router.frontends.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -141,9 +141,8 @@ async def test_an_attempt_that_failed_counts_as_admitted(services):
     kv_group = services.placement.kv_group(None)
 
     def asked() -> PlacementRequest:
-        return dispatcher._placement_request(
-            dispatcher._choices, dispatcher._spec(dispatcher._choices, kv_group), kv_group
-        )
+        placer, choices = dispatcher._placer, dispatcher._choices
+        return placer.request(choices, placer.spec(choices, kv_group), kv_group)
 
     assert asked().target_seconds > 0
     dispatcher.stats.attempts = 1

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from cluster.errors import CancelledError
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.dispatcher import PIECE_SECONDS, RequestDispatcher
 from router.dispatch.turn import Turn
-from router.frontends.http.exchange import Exchange
 from router.request.completion import Delta
 
 
+class Outlet(Protocol):
+    """Where an answer is written: an HTTP exchange, or a gRPC call."""
+
+    @property
+    def paused(self) -> bool:
+        """It holds as much as it should: what comes now is better kept, and leaves in one piece later."""
+
+    def watch(self, watcher: AnswerQueue) -> None:
+        """Call its `resumed` once the outlet is no longer paused; `disconnected` or `discard` where it has ended."""
+
+    def unwatch(self) -> None: ...
+
+
 class AnswerQueue(BatchQueue[Delta]):
-    """Passes the deltas that arrive in one turn of the event loop, or within the pace, on in one call. No task is woken
-    but for the last ones.
+    """Passes the deltas that arrive in one turn of the event loop, within the pace, or while the outlet is paused, on in
+    one call. No task is woken but for the last ones.
 
     It is not drained while a stream's client does not read, so that its dispatchers grant their workers no credit.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        outlet: Outlet,
         write: Callable[[list[Delta]], None],
         dispatchers: int,
         turn: Turn,
@@ -30,7 +43,7 @@ class AnswerQueue(BatchQueue[Delta]):
         streamed: bool,
     ):
         super().__init__(dispatchers, PIECE_SECONDS)
-        self._exchange = exchange
+        self._outlet = outlet
         self._write = write
         self._turn = turn
         self._streamed = streamed
@@ -38,11 +51,11 @@ class AnswerQueue(BatchQueue[Delta]):
         self._timer: asyncio.TimerHandle | None = None  # of _pass_on, for the pace
         self._over = self._loop.create_future()
         self._closed = False
-        self._may_be_held_up = True  # asked again before the next piece: writing alone pauses an exchange
+        self._may_be_held_up = True  # asked again before the next piece: writing alone pauses an outlet
 
     @property
     def _held_up(self) -> bool:
-        return self._streamed and self._exchange.paused and self._error is None
+        return self._streamed and self._outlet.paused and self._error is None
 
     async def pass_all(self, dispatchers: Sequence[RequestDispatcher]) -> None:
         """Start the dispatchers, and return once all their deltas are written.
@@ -53,13 +66,13 @@ class AnswerQueue(BatchQueue[Delta]):
         try:
             for one in dispatchers:
                 one.start(self)
-            self._exchange.watch(self)
+            self._outlet.watch(self)
             await self._over
             while deltas := await self.take():
                 self._write(deltas)
         finally:
             self._closed = True
-            self._exchange.unwatch()
+            self._outlet.unwatch()
             if self._timer is not None:
                 self._timer.cancel()
             for one in dispatchers:
@@ -69,7 +82,8 @@ class AnswerQueue(BatchQueue[Delta]):
         self.discard(CancelledError("the client disconnected"))
 
     def resumed(self) -> None:
-        self._wake()
+        if self._items or self._when_drained or self._error is not None or self._producers <= 0:
+            self._wake()
 
     def add(self, item: Delta) -> None:
         self._items.append(item)

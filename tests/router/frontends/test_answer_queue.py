@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import CancelledError, InternalError
 from router.dispatch.dispatcher import PIECE_SECONDS
 from router.dispatch.turn import Turn
-from router.frontends.http.reading import AnswerQueue
+from router.frontends.answer_queue import AnswerQueue
 from router.request.completion import Delta
 from tests.harness.waiting import until
 

@@ -1,0 +1,92 @@
+"""Places the attempts of one request, away from the workers that it excludes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from cluster import errors
+from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
+from router.dispatch.choice import ChoiceStream
+from router.dispatch.deadlines import RequestDeadlines
+from router.dispatch.engine_failures import EngineFailures
+from router.dispatch.exclusions import exclusions
+from router.dispatch.request_stats import RequestStats
+from router.dispatch.services import Services
+from router.placement.types import KvGroup, Placed, PlacementRequest, Reason
+from router.request.completion import Completion
+from wire import common_pb2
+
+
+class RequestPlacer:
+    def __init__(
+        self,
+        completion: Completion,
+        services: Services,
+        deadlines: RequestDeadlines,
+        stats: RequestStats,
+        packed_prompt: bytes,
+    ):
+        self._completion = completion
+        self._services = services
+        self._deadlines = deadlines
+        self._stats = stats
+        self._packed_prompt = packed_prompt
+        self._kv_group: KvGroup | None = None  # the workers that have it
+        self.excluded: dict[str, Reason] = {}  # by worker_id
+        self.engine_failures = EngineFailures()
+
+    async def place(
+        self, choices: list[ChoiceStream], deadline: float
+    ) -> tuple[common_pb2.GenerateSpec, PlacementRequest, Placed]:
+        """Choose workers; while there are none, wait for them up to `deadline`. Raises UnavailableError."""
+        while True:
+            try:
+                self._kv_group = self._services.placement.kv_group(self._kv_group)
+                spec = self.spec(choices, self._kv_group)
+                request = self.request(choices, spec, self._kv_group)
+                request = self._services.without_unreachable_pairs(request)
+                placed = await self._services.placement.place(request)
+            except errors.UnavailableError:
+                if time.monotonic() + 0.1 > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+            else:
+                self._stats.placement_calls += 1
+                return spec, request, placed
+
+    def request(
+        self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, kv_group: KvGroup
+    ) -> PlacementRequest:
+        c, secret = self._completion, self._services.config.secret.encode()
+        packed = spec.prompt_tokens + spec.output_tokens
+        hashes = hash_blocks(packed, kv_group.page_size, secret=secret, salt=spec.salt)
+        taken_in = bool(self._stats.attempts or c.resume_tokens)  # never refused for being late
+        return PlacementRequest(
+            transfer_id=self._services.new_transfer_id(),
+            chain=index_keys(hashes),
+            token_count=len(packed) // 4,
+            output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
+            excluded=exclusions(self._services.links.suspects, self.excluded, self.engine_failures.names),
+            kv_group=kv_group,
+            explain=c.explain,
+            priority_class=self._deadlines.priority_class,
+            target_seconds=0.0 if taken_in else self._deadlines.target_seconds,
+            deadline_seconds=0.0 if taken_in else self._deadlines.left_seconds,
+        )
+
+    def spec(self, choices: list[ChoiceStream], kv_group: KvGroup) -> common_pb2.GenerateSpec:
+        c = self._completion
+        output = choices[0].output if len(choices) == 1 else []
+        return common_pb2.GenerateSpec(
+            model_id=kv_group.model_id,
+            prompt_tokens=self._packed_prompt,
+            output_tokens=pack_tokens(output),
+            sampling=c.sampling,
+            first_choice=choices[0].index,
+            n=len(choices),
+            salt=self._services.salt(kv_group.model_id, c.prefix_scope),
+            priority=c.priority,
+            tenant=c.tenant,
+            weight=c.weight,
+        )

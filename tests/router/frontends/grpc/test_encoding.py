@@ -1,0 +1,70 @@
+"""Chunks are encoded as protobuf encodes them, with every token in its place."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import attrgetter
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from router.frontends.grpc.encoding import encode_chunks
+from router.link.token import PlainToken, Token
+from router.request.completion import Delta, FinishReason
+from wire import common_pb2
+from wire import inference_pb2 as pb
+
+EDGES = st.sampled_from([0, 1, 127, 128, (1 << 14) - 1, 1 << 14, (1 << 21) - 1, 1 << 21, (1 << 32) - 1])
+CHOICES = st.one_of(st.integers(0, 2), st.integers(0, 1000))
+IDS = st.one_of(EDGES, st.integers(0, (1 << 32) - 1))
+POSITIONS = st.one_of(EDGES, st.integers(0, (1 << 64) - 1))
+PLAIN = st.builds(PlainToken, CHOICES, POSITIONS, IDS)
+WHOLE = st.builds(
+    lambda choice, position, token_id, logprob, top, finish: common_pb2.Token(
+        choice=choice,
+        position=position,
+        token_id=token_id,
+        logprob=logprob,
+        top_logprobs=[common_pb2.TokenLogprob(token_id=one, logprob=-1.0) for one in top],
+        finish=finish,
+    ),
+    CHOICES,
+    POSITIONS,
+    IDS,
+    st.floats(-10, 0, width=32),
+    st.lists(IDS, max_size=3),
+    st.sampled_from([0, 1, 2]),
+)
+FINISHES = st.sampled_from([None, None, "stop", "length"])
+DELTAS = st.builds(
+    Delta, CHOICES, st.text(max_size=200), st.lists(PLAIN | WHOLE, max_size=3).map(tuple), FINISHES
+)
+
+
+def message_of(token: Token) -> common_pb2.Token:
+    if isinstance(token, PlainToken):
+        return common_pb2.Token(choice=token.choice, position=token.position, token_id=token.token_id)
+    return token
+
+
+def by_protobuf(deltas: list[Delta]) -> list[pb.GenerateResponse]:
+    made = []
+    for choice, several in groupby(deltas, attrgetter("choice")):
+        run = list(several)
+        finish: FinishReason | None = run[-1].finish
+        chunk = pb.Chunk(
+            choice=choice,
+            text="".join(delta.text for delta in run),
+            tokens=[message_of(token) for delta in run for token in delta.tokens],
+            finish_reason=finish or "",
+        )
+        made.append(pb.GenerateResponse(chunk=chunk))
+    return made
+
+
+@given(st.lists(DELTAS, min_size=1, max_size=6))
+@example([Delta(0, "", ())])
+@example([Delta(0, "a", (PlainToken(0, 7, 300),)), Delta(0, "é", (PlainToken(0, 8, 0),), "stop")])
+def test_the_bytes_are_those_of_protobuf(deltas: list[Delta]) -> None:
+    expected = [message.SerializeToString() for message in by_protobuf(deltas)]
+    assert encode_chunks(deltas) == expected
