@@ -362,11 +362,12 @@ def test_a_new_sequence_has_its_turn_after_those_of_its_tenant_that_were_left_ou
     """Hand-offs that keep coming would leave the others without one."""
     parts = crowded({"a": 2 * BUDGET})
     old = list(parts.scheduler.running)
-    for number in range(2):
+    for _ in range(2):
         step(parts)
-        for one in range(BUDGET):
-            hand_off(parts, f"new {number} {one}", "a")
-    assert all(len(s.tokens) == 3 for s in old)
+    for number in range(BUDGET):
+        hand_off(parts, f"new {number}", "a")
+    step(parts)
+    assert [len(s.tokens) for s in old] == BUDGET * [4] + BUDGET * [3]
 
 
 def test_a_tenants_turns_in_a_class_count_in_lower_ones() -> None:
