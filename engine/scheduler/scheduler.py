@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
@@ -32,7 +33,7 @@ from engine.scheduler.sequence import Sequence, rank_of
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Victims
 from engine.scheduler.table_rows import TableRows
-from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns
+from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns, singles_and_chunks
 
 
 class Scheduler:
@@ -123,18 +124,7 @@ class Scheduler:
         """Add a choice that continues with `token_id`. It shares the blocks; the last one is copied when written to."""
         used = first.blocks[: self.blocks_for(len(first.tokens))]
         self._pool.retain(used)
-        sibling = Sequence(
-            first.request,
-            choice,
-            [*first.tokens, token_id],
-            first.arrival,
-            S.RUNNING,
-            blocks=used,
-            hashes=list(first.hashes),
-            num_computed=len(first.tokens),
-            registered_blocks=first.registered_blocks,
-            extra_seat=first.extra_seat,
-        )
+        sibling = first.fork(choice, token_id, used)
         self.requests[first.request.request_id].append(sibling)
         self._run(sibling)
         return sibling
@@ -211,12 +201,12 @@ class Scheduler:
         if self._compute_alone(decision):
             return decision
         budget = self._config.max_batch_tokens
-        ordered = sorted(self.running, key=attrgetter("order"))
-        ordered.sort(key=lambda s: s.missing > 1)  # keeps the order among equals
-        self._crowded = len(ordered) > budget - max(1, budget // KEPT_FOR_PROMPTS)
-        if self._crowded and self._schedule_in_turns(ordered, decision):
+        self._crowded = len(self.running) > budget - max(1, budget // KEPT_FOR_PROMPTS)
+        if self._crowded and self._schedule_in_turns(decision):
             return decision
         self._turns.all_covered()
+        ordered = sorted(self.running, key=attrgetter("order"))
+        ordered.sort(key=lambda s: s.missing > 1)  # keeps the order among equals
         self._admit_waiting(self._compute(ordered, budget, decision), decision)
         return decision
 
@@ -230,37 +220,38 @@ class Scheduler:
         elif self._aging.rise(self.waiting):
             self.waiting.sort(key=attrgetter("order"))
 
-    def _schedule_in_turns(self, ordered: list[Sequence], decision: StepDecision) -> bool:
+    def _schedule_in_turns(self, decision: StepDecision) -> bool:
         """Schedule the step if its budget does not cover all running sequences; returns whether it does not."""
-        ordered = [s for s in ordered if not s.paused]
-        chunks = [s for s in ordered if s.missing > 1]
-        budget, singles = self._config.max_batch_tokens, len(ordered) - len(chunks)
-        self._crowded = singles > budget - max(1, budget // KEPT_FOR_PROMPTS)
-        may_join = (
-            self._crowded and bool(self.waiting) and any(True for _ in self._seats().each(self.waiting))
-        )
+        singles, chunks = singles_and_chunks(self.running)
+        budget = self._config.max_batch_tokens
+        self._crowded = len(singles) > budget - max(1, budget // KEPT_FOR_PROMPTS)
+        seats = self._seats() if self._crowded and self.waiting else None
+        may_join = seats is not None and any(True for _ in seats.each(self.waiting))
         kept = self._turns.kept(budget) if chunks or may_join else 0
-        if singles <= budget - kept:
+        if len(singles) <= budget - kept:
             return False
-        turns = self._turns.order(ordered)
-        budget = kept + self._compute([s for s in turns if s.missing == 1], budget - kept, decision)
-        budget = self._compute([s for s in turns if s.missing > 1], budget, decision)
-        budget = self._admit_waiting(budget, decision)
-        self._compute([s for s in turns if s not in decision.scheduled], budget, decision)
-        self._turns.taken(turns, decision.scheduled)
+        turns, chunks_in_turn = self._turns.order(singles, chunks)
+        budget = kept + self._compute(turns, budget - kept, decision)
+        budget = self._compute(chunks_in_turn, budget, decision)
+        if may_join:
+            budget = self._admit_waiting(budget, decision)
+        self._compute((s for s in turns if s not in decision.scheduled), budget, decision)
+        self._turns.taken(decision.scheduled)
         return True
 
-    def _compute(self, ordered: Seq[Sequence], budget: int, decision: StepDecision) -> int:
-        """Schedule running sequences in this order; returns the token budget that is left."""
+    def _compute(self, ordered: Iterable[Sequence], budget: int, decision: StepDecision) -> int:
+        """Schedule running sequences in this order, no further than needed; returns the token budget that is left."""
+        if budget <= 0:
+            return budget
         for sequence in ordered:
-            if budget <= 0:
-                break
             if sequence.paused or sequence.state is not S.RUNNING:
                 continue
             count = min(sequence.missing, budget)
             if self._grow(sequence, sequence.num_computed + count, decision):
                 decision.scheduled[sequence] = count
                 budget -= count
+                if budget <= 0:
+                    break
         return budget
 
     @property

@@ -73,7 +73,8 @@ class Sequence:
     prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False
     extra_seat: bool = False  # admitted to a full batch
-    left_out: int = 0  # steps in a row without a token, because the budget did not cover all
+    # Of steps that do not cover all, the last one that computed it, and its arrival; None if it has been in no order yet.
+    turn: tuple[int, int] | None = None
     preempted_at: int = -1  # its tokens at its last preemption
     waits_since: float = 0.0  # monotonic seconds: in the queue, and in its class
     rank: int = field(init=False)  # of the request's class; while it waits, of the one that it has aged to
@@ -90,6 +91,21 @@ class Sequence:
     def set_rank(self, rank: int) -> None:
         self.rank = rank
         self.order = (rank, self.arrival)
+
+    def fork(self, choice: int, token_id: int, blocks: list[int]) -> Sequence:
+        """A running sequence for a further choice, which continues with `token_id`. `blocks` hold the KV of all tokens."""
+        return Sequence(
+            self.request,
+            choice,
+            [*self.tokens, token_id],
+            self.arrival,
+            S.RUNNING,
+            blocks=blocks,
+            hashes=list(self.hashes),
+            num_computed=len(self.tokens),
+            registered_blocks=self.registered_blocks,
+            extra_seat=self.extra_seat,
+        )
 
     @property
     def state(self) -> SequenceState:

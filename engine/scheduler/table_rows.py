@@ -6,7 +6,7 @@ gives up its row, and is written to another one later.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from engine.scheduler.sequence import NO_ROW, Sequence
 
@@ -19,10 +19,12 @@ class TableRows:
 
     def assign(self, scheduled: Collection[Sequence]) -> None:
         """Give a row to each sequence of a step that has none."""
+        spare: Iterator[Sequence] | None = None
         for sequence in scheduled:
             if sequence.row == NO_ROW:
                 if not self._free:
-                    self.release(next(holder for holder in self._holders if holder not in scheduled))
+                    spare = spare or iter([holder for holder in self._holders if holder not in scheduled])
+                    self.release(next(spare))
                 sequence.row = self._free.pop()
                 self._holders[sequence] = None
 

@@ -8,13 +8,18 @@ its share carries over from step to step (start-time fair queueing): many heavie
 A higher class comes first; a tenant that has had no step in a class for AGING_STEPS counts there as of the next higher
 one, and again after as many. Sequences do not age by their own wait: most of a tenant's large backlog waits behind its
 own sequences.
+
+Sequences are many more than a step has tokens: 16,384 of one key. So each is looked at once in a step, and the order of
+tenants is made only as far as the step takes it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from operator import attrgetter
 
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence
 
@@ -22,14 +27,28 @@ AGING_STEPS = 64
 KEPT_FOR_PROMPTS = 4  # a step whose budget does not cover all keeps this part of it, a quarter, for prompts
 
 
+Kind = tuple[str, int]  # tenant and class
+Groups = dict[Kind, list[Sequence]]
+
+
+def singles_and_chunks(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Those that lack a token, and those that lack several. Without paused ones."""
+    singles, chunks = list[Sequence](), list[Sequence]()
+    for s in running:
+        if not s.paused:
+            (singles if len(s.tokens) - s.num_computed == 1 else chunks).append(s)
+    return singles, chunks
+
+
 class Turns:
     def __init__(self) -> None:
         self._keeps = 0  # steps that have kept a part of their budget
         self._step = 0  # of those whose budget does not cover all
         # By tenant and class: the last of these steps that it took part in
-        self._last: dict[tuple[str, int], int] = {}
+        self._last: dict[Kind, int] = {}
         # (of those present only), and what it has had beyond the one, of those left out, that has had least
-        self._ahead: dict[tuple[str, int], float] = {}
+        self._ahead: dict[Kind, float] = {}
+        self._present: Counter[Kind] = Counter()  # sequences in the present step's order
 
     def kept(self, budget: int) -> int:
         """What a step keeps for prompts: a quarter, and of a budget below four a token in some of the steps."""
@@ -41,37 +60,72 @@ class Turns:
         self._last.clear()
         self._ahead.clear()
 
-    def order(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        """Those that may be in the step, first turn first."""
+    def order(self, *lists: Seq[Sequence]) -> list[Iterator[Sequence]]:
+        """Of each of these lists the sequences that may be in the step, first turn first."""
         self._step += 1
-        present = {(s.request.tenant, s.rank) for s in sequences}
-        self._last = {one: self._last.get(one, self._step - 1) for one in present}
-        ranks = {
-            (tenant, rank): max(HIGHEST_RANK, rank - (self._step - last - 1) // AGING_STEPS)
-            for (tenant, rank), last in self._last.items()
-        }
-        taken: Counter[str] = Counter()
-        turns: dict[Sequence, tuple[int, float]] = {}
-        for s in sorted(sequences, key=lambda s: (ranks[s.request.tenant, s.rank], -s.left_out, s.arrival)):
-            one = (s.request.tenant, s.rank)
-            taken[s.request.tenant] += 1
-            turns[s] = (ranks[one], self._ahead.get(one, 0.0) + taken[s.request.tenant] / s.request.weight)
-        return sorted(turns, key=lambda s: turns[s])
+        groups = [self._group(one) for one in lists]
+        self._present = Counter()
+        for one in groups:
+            self._present.update({kind: len(group) for kind, group in one.items()})
+        self._last = {kind: self._last.get(kind, self._step - 1) for kind in self._present}
+        return [self._merge(one) for one in groups]
 
-    def taken(self, sequences: Seq[Sequence], scheduled: Container[Sequence]) -> None:
-        """Record which of `sequences` the step computes."""
-        had, least = dict(self._ahead), dict[int, float]()
+    def _group(self, sequences: Seq[Sequence]) -> Groups:
+        groups: Groups = defaultdict(list)
         for s in sequences:
-            one = (s.request.tenant, s.rank)
-            s.left_out = 0 if s in scheduled else s.left_out + 1
-            if not s.left_out:
-                self._last[one] = self._step
-                had[one] = had.get(one, 0.0) + 1 / s.request.weight
+            groups[s.request.tenant, s.rank].append(s)
+            if s.turn is None:
+                s.turn = (self._step - 1, s.arrival)
+        return groups
+
+    def _merge(self, groups: Groups) -> Iterator[Sequence]:
+        levels: defaultdict[int, defaultdict[str, list[Sequence]]] = defaultdict(lambda: defaultdict(list))
+        for kind, group in groups.items():
+            tenant, rank = kind
+            aged = max(HIGHEST_RANK, rank - (self._step - self._last[kind] - 1) // AGING_STEPS)
+            levels[aged][tenant] += group
+        taken: Counter[str] = Counter()
+        for _, tenants in sorted(levels.items()):
+            yield from self._by_share(tenants, taken)
+
+    def _by_share(self, tenants: dict[str, list[Sequence]], taken: Counter[str]) -> Iterator[Sequence]:
+        """Of one class. `taken`: turns of higher classes; those of this one are added."""
+
+        def entry(
+            s: Sequence, rest: Iterator[Sequence]
+        ) -> tuple[float, object, int, Sequence, Iterator[Sequence]]:
+            tenant = s.request.tenant
+            taken[tenant] += 1
+            used = self._ahead.get((tenant, s.rank), 0.0) + taken[tenant] / s.request.weight
+            return used, s.turn, id(s), s, rest
+
+        for group in tenants.values():
+            group.sort(key=attrgetter("turn"))
+        heap = [entry(next(rest), rest) for rest in map(iter, tenants.values())]
+        heapq.heapify(heap)
+        while heap:
+            _, _, _, s, rest = heap[0]
+            yield s
+            following = next(rest, None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, entry(following, rest))
+
+    def taken(self, scheduled: Iterable[Sequence]) -> None:
+        """Record which sequences the step computes. Those that were in no order have joined in it."""
+        had, least, left_out = dict(self._ahead), dict[int, float](), self._present.copy()
+        for s in scheduled:
+            if s.turn is not None:
+                kind = (s.request.tenant, s.rank)
+                self._last[kind] = self._step
+                had[kind] = had.get(kind, 0.0) + 1 / s.request.weight
+                left_out[kind] -= 1
+            s.turn = (self._step, s.arrival)
         # Against tenants that were left something: beside others that want no more, what one takes is no debt.
-        for s in sequences:
-            if s.left_out:
-                used = had.get((s.request.tenant, s.rank), 0.0)
-                least[s.rank] = min(used, least.get(s.rank, used))
+        for kind in +left_out:
+            used = had.get(kind, 0.0)
+            least[kind[1]] = min(used, least.get(kind[1], used))
         self._ahead = {
             one: used - least[one[1]] for one, used in had.items() if one[1] in least and used > least[one[1]]
         }

@@ -45,6 +45,7 @@ def test_a_hand_off_of_a_lower_class_that_was_not_offered_for_long_has_not_aged(
         assert not flow.offer("b", priority=-1)
         assert flow.parts.scheduler._refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
         now[0] += 31.0
+        assert flow.parts.scheduler._refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
         for _ in range(65):
             flow.step("a")
     assert ("b", 1) not in flow.parts.scheduler._refusals._refused
@@ -56,7 +57,7 @@ def calls_of_a_refusal(tenants: int, running: int, free: int) -> int:
     for number in range(running):
         parts.hand_off(f"holds {number}", tenant="a")
     for number in range(tenants):
-        parts.scheduler.add(request(f"{number}", [number % 13] * 8 * PAGE, tenant=f"t{number}"))
+        parts.scheduler.add(request(f"{number}", [number % 13] * 50 * PAGE, tenant=f"t{number}"))
     parts.step()
     refused_now(parts)
     return count_calls(lambda: refused_now(parts))

@@ -276,19 +276,6 @@ def test_a_tenant_that_is_absent_for_a_step_is_not_ahead_for_it() -> None:
     assert got["b"] >= 20 * BUDGET - BUDGET
 
 
-def test_a_heavy_tenant_that_comes_and_goes_does_not_take_more_than_its_share() -> None:
-    """It has a step's tokens, is absent, and comes back with sequences that have had none."""
-    turns_ = Turns()
-    heavy = [Parts(8).scheduler._new_sequence(request(f"h{n}", [3], tenant="h"), S.RUNNING) for n in range(4)]
-    light = [
-        Parts(8).scheduler._new_sequence(request(f"l{n}", [3], tenant=f"l{n}"), S.RUNNING) for n in range(2)
-    ]
-    turns_.taken(turns_.order([*heavy, *light]), dict.fromkeys(heavy))
-    turns_.taken(turns_.order(light), {light[0]: 1})
-    first = turns_.order([*heavy, *light])[:2]
-    assert {s.request.tenant for s in first} == {"l0", "l1"}
-
-
 def test_a_step_that_covers_all_ends_what_tenants_were_ahead() -> None:
     parts = crowded({"a": BUDGET, "b": BUDGET, "c": BUDGET})
     step(parts)
@@ -369,3 +356,24 @@ def test_sequences_that_pause_do_not_fill_a_step() -> None:
         one.paused = True
     step(parts)
     assert not parts.scheduler.batch_full
+
+
+def test_a_new_sequence_has_its_turn_after_those_of_its_tenant_that_were_left_out() -> None:
+    """Hand-offs that keep coming would leave the others without one."""
+    parts = crowded({"a": 2 * BUDGET})
+    old = list(parts.scheduler.running)
+    for _ in range(2):
+        step(parts)
+    for number in range(BUDGET):
+        hand_off(parts, f"new {number}", "a")
+    step(parts)
+    assert [len(s.tokens) for s in old] == BUDGET * [4] + BUDGET * [3]
+
+
+def test_a_tenants_turns_in_a_class_count_in_lower_ones() -> None:
+    """Else it would have a share in each class."""
+    parts = crowded({"a": 4}, priority={"a": 1})
+    for number in range(BUDGET):
+        hand_off(parts, f"low {number}", "a", priority=-1)
+        hand_off(parts, f"other {number}", "b", priority=-1)
+    assert step(parts) == {"a": 8, "b": 8}

@@ -69,7 +69,8 @@ class HandLink:
         self._frames = FrameReader()
         self._came: list[link_pb2.WorkerFrame] = []
         self.incarnation = incarnation
-        self.session = Session(worker.routers, worker, self, lambda: 1)
+        self.step: int | None = 1  # the engine's; None: it hangs
+        self.session = Session(worker.routers, worker, self, lambda: self.step)
         self.send(
             hello=link_pb2.LinkHello(
                 min_version=1,

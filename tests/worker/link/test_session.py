@@ -65,6 +65,15 @@ async def test_a_link_that_has_not_attached_yet_is_told_as_well(worker):
     assert not older.read(), "it has no beats either"
 
 
+async def test_a_hung_engine_sends_no_beat(worker):
+    """A beat is the router's only sign that the engine makes steps."""
+    link = up(worker)
+    for step, beats in ((4, [4]), (None, []), (5, [5])):
+        link.step = step
+        link.session.beat()
+        assert [frame.beat.engine_step for frame in link.read()] == beats
+
+
 async def test_an_older_link_cancels_and_closes_and_nothing_else(worker):
     one, two, three = (worker.open(number) for number in (1, 2, 3))
     older = up(worker, 1, 2, 3)
