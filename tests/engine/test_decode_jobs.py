@@ -80,7 +80,8 @@ def poison(runner: ModelRunner) -> None:
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != ADDS_BIASES])
 def test_logits_are_the_same_to_the_last_bit(variant, threads, checkpoint):
     runner = make(checkpoint(variant), threads)
-    for lengths in ([40], [0, 5, 16, 31, 32, 100, 7], [3] * 20, [40, 63]):
+    # One row again at last: buffers have grown since the list for it was made.
+    for lengths in ([40], [0, 5, 16, 31, 32, 100, 7], [3] * 20, [40, 63], [40]):
         items = tokens_after(lengths)
         plan = StepPlan(items, [])
         filled(runner, items, 0.0)
