@@ -189,6 +189,7 @@ def test_the_kernel_keeps_what_sorting_keeps(vocab, width, exact, monkeypatch):
     """With pairs of equal logits, both zeros, tokens that the model excludes, and every mix of cuts."""
     rng, noise = random.Random(vocab), np.random.default_rng(vocab)
     params = [some_params(rng) for _ in range(60)]
+    params += [SamplingParams(temperature=1.0, top_p=0.0, top_k=k) for k in (0, 5)]
     logits = torch.from_numpy((noise.standard_normal((len(params), vocab)) * width).astype(np.float32))
     if not exact:
         logits = logits.bfloat16().float()
