@@ -23,6 +23,7 @@ from engine.step_buffers import StepBuffers
 
 MOST_ROWS = 256  # of a list; the buffers grow to as many
 KEPT_LISTS = 64  # 40 KB each
+TRIM_AFTER = 512  # steps in a row that need a quarter of the buffers or less
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class DecodeJobs:
         self._parts = parts
         self._step = step
         self._work = self._allocate(1)
+        self._oversized_steps = 0  # in a row
         self._lists: dict[int, NDArray[np.int64]] = {}
 
     @classmethod
@@ -85,9 +87,7 @@ class DecodeJobs:
     def run(self) -> Tensor:
         """float32 logits [rows, vocab] of the step in the buffers."""
         rows = self._step.num_items
-        if rows > len(self._work.x):
-            self._work = self._allocate(1 << (rows - 1).bit_length())
-            self._lists.clear()
+        self._fit(rows)
         listed = self._lists.get(rows)
         if listed is None:
             if len(self._lists) >= KEPT_LISTS:
@@ -95,6 +95,19 @@ class DecodeJobs:
             listed = self._lists[rows] = self._parts.team.compile(self._jobs(rows))
         self._parts.team.run_all(listed)
         return self._work.logits[:rows].float()
+
+    def _fit(self, rows: int) -> None:
+        """Grow the buffers to so many rows; quarter them where a large batch was long ago: 256 rows of logits alone are
+        65 MB, at 128,000 tokens."""
+        size = len(self._work.x)
+        self._oversized_steps = self._oversized_steps + 1 if 4 * rows <= size else 0
+        if rows > size:
+            size = 1 << (rows - 1).bit_length()
+        elif self._oversized_steps > TRIM_AFTER:
+            size //= 4
+        if size != len(self._work.x):
+            self._work, self._oversized_steps = self._allocate(size), 0
+            self._lists.clear()
 
     def _allocate(self, rows: int) -> _Work:
         decoder = self._parts.decoder

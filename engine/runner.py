@@ -16,7 +16,7 @@ from engine.ops.base import LayerOps
 from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
-from engine.sampling import draw
+from engine.sampling import cuts, draw
 from engine.step_buffers import StepBuffers
 from engine.step_delta import StepDelta
 
@@ -127,6 +127,7 @@ class ModelRunner:
         self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, 0, 1)], []))
         logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, 0, 1)], []))
         draw.warm_up(logits)
+        cuts.warm_up(logits)
 
 
 def _decode_jobs(model: LoadedModel, step: StepBuffers) -> DecodeJobs | None:

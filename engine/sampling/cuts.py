@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.ops.base import has_numba
 from engine.request import SamplingParams
 
-# How many of a row's largest logits are sorted: at first, where more may be kept, and last all of them. To sort 128,000
-# takes 30 ms a row.
+# How many of a row's largest logits are sorted: at first, and where more may be kept. Where that is not enough, a kernel
+# of the CPU selects without sorting; other devices sort all.
 _SORTED = (64, 1024)
 
 
@@ -19,7 +20,8 @@ class Kept(NamedTuple):
     """Candidates of some rows."""
 
     rows: Tensor  # int64 [rows]: their numbers
-    token_ids: Tensor  # int64 [rows, candidates], by falling logit, of equals the lower id first
+    # int64 [rows, candidates], by falling logit, of equals the lower id first; None: all tokens by their ids
+    token_ids: Tensor | None
     logits: Tensor  # fp32 [rows, candidates]; -inf where a cut leaves the candidate out
 
 
@@ -49,14 +51,39 @@ def keep(logits: Tensor, params: Sequence[SamplingParams], temperatures: Sequenc
         column([one.min_p for one in params], torch.float64),
     )
     rows = torch.arange(logits.shape[0], device=logits.device)
-    for size in (*(size for size in _SORTED if size < logits.shape[1]), logits.shape[1]):
+    vocab = logits.shape[1]
+    for size in (*(size for size in _SORTED if size < vocab), vocab):
         all_rows = len(rows) == logits.shape[0]
         here, own = (logits, cuts) if all_rows else (logits[rows], _Cuts(*(one[rows] for one in cuts)))
+        if size == vocab and logits.device.type == "cpu" and has_numba():
+            yield Kept(rows, None, _selected(here, own))
+            return
         ids, values, known = _cut(here, own, size)
         yield Kept(rows[known], ids[known], values[known])
         rows = rows[~known]
         if not len(rows):
             return
+
+
+def warm_up(logits: Tensor) -> None:
+    """Compile the CPU's kernel, or load it from its cache. `logits` is fp32 [1, vocab]."""
+    for _ in keep(torch.zeros_like(logits), [SamplingParams(top_p=0.9)], [1.0]):
+        pass
+
+
+def _selected(logits: Tensor, cuts: _Cuts) -> Tensor:
+    """The logits, -inf where a cut leaves a token out: what `_cut` gives for a whole vocabulary."""
+    from engine.sampling.cpu_cuts import cut_row
+
+    largest = logits.max(-1, keepdim=True).values
+    alone = (cuts.top_k == 0) & (cuts.min_p == 0)
+    totals = torch.where(alone, _mass_of_all(logits, largest, cuts, cuts.top_p < 1.0), -1.0)
+    kept = torch.empty(logits.shape, dtype=torch.bool)
+    columns = (column[:, 0].tolist() for column in (totals, cuts.top_k, cuts.top_p, cuts.min_p))
+    for row, asked in enumerate(zip(*columns, strict=True)):
+        masses = logits[row].double().sub_(largest[row]).div_(cuts.temperature[row]).exp_()
+        cut_row(logits[row].contiguous().numpy(), masses.numpy(), *asked, kept[row].numpy())
+    return logits.masked_fill(~kept, float("-inf"))
 
 
 def _cut(logits: Tensor, cuts: _Cuts, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,9 @@ import torch
 
 from cluster.errors import EngineRequestError
 from engine.request import EngineRequest, SamplingParams
+from engine.sampling import cuts
 from engine.sampling.adjust import Row
-from engine.sampling.cuts import keep
+from engine.sampling.cuts import Kept, keep
 from engine.sampling.draw import draw, draw_by_torch
 from engine.sampling.philox import DrawKey
 from engine.sampling.sampler import Sampled, sample
@@ -164,14 +165,56 @@ def test_the_kept_tokens_are_the_definitions(width):
     temperatures = [max(one.temperature, 1e-2) for one in params]
     seen: list[int] = []
     for group in keep(torch.from_numpy(logits), params, temperatures):
-        for number, ids, values in zip(*(part.tolist() for part in group), strict=True):
+        for place, number in enumerate(group.rows.tolist()):
             seen.append(number)
-            left = {token for token, value in zip(ids, values, strict=True) if value > -np.inf}
+            left = set(tokens_of(group, place))
             wanted = set(oracle.kept(logits[number].astype(np.float64), params[number]).tolist())
             scaled = oracle.scaled_logits(logits[number].astype(np.float64), params[number])
             mass = np.exp(scaled - scaled.max()) / np.exp(scaled - scaled.max()).sum()
             assert mass[list(left ^ wanted)].sum() <= 1e-5, (params[number], left ^ wanted)
     assert sorted(seen) == list(range(len(params)))
+
+
+def tokens_of(group: Kept, place: int) -> list[int]:
+    """What the cuts leave of a row."""
+    found = group.logits[place] > -torch.inf
+    ids = torch.arange(len(found)) if group.token_ids is None else group.token_ids[place]
+    return ids[found].sort().values.tolist()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("width", [0.0, 1e-3, 0.3, 3.0, 40.0])
+@pytest.mark.parametrize("vocab", [1, 3, 65, 1003, 5000])
+def test_the_kernel_keeps_what_sorting_keeps(vocab, width, exact, monkeypatch):
+    """With pairs of equal logits, both zeros, tokens that the model excludes, and every mix of cuts."""
+    rng, noise = random.Random(vocab), np.random.default_rng(vocab)
+    params = [some_params(rng) for _ in range(60)]
+    params += [SamplingParams(temperature=1.0, top_p=0.0, top_k=k) for k in (0, 5)]
+    logits = torch.from_numpy((noise.standard_normal((len(params), vocab)) * width).astype(np.float32))
+    if not exact:
+        logits = logits.bfloat16().float()
+    logits[:, 2::7], logits[:, 3::11], logits[::2, 5::13] = 0.0, -0.0, -torch.inf
+    temperatures = [max(one.temperature, 1e-2) for one in params]
+    kept = {}
+    for kernel in (True, False):
+        monkeypatch.setattr(cuts, "has_numba", lambda kernel=kernel: kernel)
+        monkeypatch.setattr(cuts, "_SORTED", ())
+        for group in keep(logits, params, temperatures):
+            assert (group.token_ids is None) is kernel
+            for place, row in enumerate(group.rows.tolist()):
+                kept[kernel, row] = tokens_of(group, place)
+    for row, one in enumerate(params):
+        assert kept[True, row] == kept[False, row], one
+
+
+def test_a_row_that_is_not_finite_ends_the_selection_too():
+    """Its token is not used; the rows beside it are as they were."""
+    logits = torch.from_numpy(np.stack([spread()] * 3))
+    logits[1, 7] = torch.nan
+    logits[2] = -torch.inf
+    *_, together = keep(logits, [SamplingParams(top_p=0.9)] * 3, [1.0] * 3)
+    *_, alone = keep(logits[:1], [SamplingParams(top_p=0.9)], [1.0])
+    assert tokens_of(together, together.rows.tolist().index(0)) == tokens_of(alone, 0)
 
 
 @pytest.mark.parametrize("width", [0.0, 0.1, 1.0, 6.0, 40.0])
