@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -21,8 +20,8 @@ class CallSlots:
 
     def __init__(self, most: int = MAX_AT_A_TIME):
         self._free = most
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._arrivals = itertools.count()
+        # By rank, in order of arrival. A wait that has ended is removed at once: a low class may get no turn for hours.
+        self._waiting = [OrderedDict[asyncio.Future[None], None]() for _ in _RANKS]
 
     @asynccontextmanager
     async def slot(self, priority_class: PriorityClass) -> AsyncIterator[bool]:
@@ -39,7 +38,8 @@ class CallSlots:
             self._free -= 1
             return True
         granted = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (_RANKS[priority_class], next(self._arrivals), granted))
+        waiting = self._waiting[_RANKS[priority_class]]
+        waiting[granted] = None
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await granted
@@ -49,6 +49,8 @@ class CallSlots:
             if self._got(granted):
                 self._give()
             raise
+        finally:
+            waiting.pop(granted, None)
         return True
 
     @staticmethod
@@ -57,9 +59,10 @@ class CallSlots:
         return granted.done() and not granted.cancelled()
 
     def _give(self) -> None:
-        while self._waiting:
-            granted = heapq.heappop(self._waiting)[2]
-            if not granted.done():
-                granted.set_result(None)
-                return
+        for waiting in self._waiting:
+            while waiting:
+                granted, _ = waiting.popitem(last=False)
+                if not granted.done():
+                    granted.set_result(None)
+                    return
         self._free += 1

@@ -25,6 +25,9 @@ class CallWriter:
 
     grpc.aio's write is a coroutine. A task for it would cost a wake-up per message, so it is run by hand: it waits once,
     for a future that gRPC completes.
+
+    The call's metadata goes before the first message by itself. If they went together and the message were never read,
+    the status would repeat the metadata, which gRPC refuses: the call would stay open without a status.
     """
 
     def __init__(self, context: Context, seconds: float):
@@ -32,6 +35,7 @@ class CallWriter:
         self._context = context
         self._messages: deque[bytes] = deque()
         self._write: Coroutine[Any, Any, None] | None = None
+        self._opened = False  # the metadata is written, or being written
         self._failure: BaseException | None = None
         self._watcher: Watcher | None = None
         self._written: asyncio.Future[None] | None = None  # waits for all messages
@@ -75,7 +79,11 @@ class CallWriter:
     def _next(self) -> None:
         """Begin the next write, unless there is none."""
         while self._messages and self._write is None:
-            self._write = self._context.write(self._messages.popleft())
+            if self._opened:
+                self._write = self._context.write(self._messages.popleft())
+            else:
+                self._opened = True
+                self._write = self._context.send_initial_metadata(())
             self._deadline.begin()
             self._run()
 

@@ -94,3 +94,26 @@ async def test_a_wait_ends_without_a_slot(monkeypatch: pytest.MonkeyPatch) -> No
     held.leave.set()
     assert await holder
     await all_free(slots, 1)
+
+
+async def test_waits_that_have_ended_are_not_kept_behind_a_higher_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a low class were kept for as long as a higher one waited: 10,000 of them after 10,000 waits."""
+    monkeypatch.setattr(call_slots, "WAIT_SECONDS", 0.05)
+    slots = CallSlots(1)
+    held = Held(slots)
+    holder = asyncio.create_task(held.hold("holder", "normal"))
+    await turns()
+    late = [asyncio.create_task(held.hold(f"late {number}", "batch")) for number in range(20)]
+    cancelled = [asyncio.create_task(held.hold("cancelled", "batch")) for _ in range(20)]
+    await turns()
+    for one in cancelled:
+        one.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
+    while len(held.order) < 1 + len(late):
+        await asyncio.sleep(0.01)
+    assert not any(slots._waiting)
+    held.leave.set()
+    assert await asyncio.gather(holder, *late) == [True] + [False] * len(late)
+    await all_free(slots, 1)

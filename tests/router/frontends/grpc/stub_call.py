@@ -16,10 +16,16 @@ class StubCall:
 
     def __init__(self) -> None:
         self.begun: list[bytes] = []
+        self.opened = False  # the metadata was sent by itself
         self.failure: Exception | None = None
         self._writing: asyncio.Future[None] | None = None
 
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        assert not self.opened, "gRPC sends it once"
+        self.opened = True
+
     async def write(self, message: bytes) -> None:
+        assert self.opened, "its status could not follow an unread message"
         assert self._writing is None, "gRPC takes one message at a time"
         self.begun.append(message)
         self._writing = asyncio.get_running_loop().create_future()

@@ -62,11 +62,11 @@ async def test_written_waits_for_every_message(call: StubCall, writer: CallWrite
 async def test_a_write_that_ends_at_once_is_followed_by_the_next(writer: CallWriter) -> None:
     begun: list[bytes] = []
 
-    class AtOnce:
+    class AtOnce(StubCall):
         async def write(self, message: bytes) -> None:
             begun.append(message)
 
-    at_once = CallWriter(AtOnce(), LONG)  # type: ignore[arg-type]
+    at_once = CallWriter(context(AtOnce()), LONG)
     at_once.write([b"a", b"b"])
     assert begun == [b"a", b"b"] and not at_once.paused
     await at_once.written()
