@@ -62,9 +62,10 @@ local function walk(prefix, chain, now, expire_at, owners, budget, wide)
   return nodes, labels
 end
 
--- At most `most` slots that hold something of the deepest nodes, the deepest first. `random` decides where a node has more.
+-- At most `most` slots that hold something of the deepest nodes, the deepest first, and how many blocks of the chain others may
+-- hold. `random` decides where a node has more.
 local function holders(nodes, most, random, now)
-  local found, seen = {}, {}
+  local found, seen, others = {}, {}, 0
   local function take(slot, have)
     if slot and have > 0 and not seen[slot] and #found < most then
       seen[slot] = true
@@ -81,13 +82,17 @@ local function holders(nodes, most, random, now)
       local slot = tonumber(fields[at])
       if slot then take(slot, held_of(fields[at + 1], node.m, now)) end
     end
+    if others == 0 and (#found >= most or not node.slots) then others = node.pos + node.m end
     if #found >= most then break end
   end
-  return found
+  return found, others
 end
 
--- Slot -> leading blocks of the chain that it covers, of `slots` at least; nil: none.
-local function covered(nodes, slots, now)
+-- Slot -> leading blocks of the chain that it covers, of `slots` at least; nil: none. former: the answer for other slots.
+local function covered(nodes, slots, now, former)
+  local whole = former ~= nil
+  for n = 1, #nodes do whole = whole and nodes[n].slots ~= nil end
+  if whole then return former end
   local cover = {}
   for n = 1, #nodes do
     local node = nodes[n]

@@ -1,33 +1,4 @@
--- Second part of the placement script: the candidates, and their load.
--- The candidates, by index; ps and ds: the indices of either role.
-local names, facts, slots, capacities, places, total = {}, {}, {}, {}, {}, 0
-local ps, ds, known = {}, {}, {}
-local is_holder = {}  -- of the prefix, and not found in a set
-local given, load_of = {}, {}  -- load by name, as the sets say, and by index
-local function add(name, packed)
-  if known[name] or not packed or byte(packed) ~= FACTS_FORMAT then return false end
-  total = total + 1
-  slots[total], capacities[total], places[total] = struct.unpack('>I4dc12', packed, 3)
-  names[total], facts[total], known[name], load_of[total] = name, packed, packed, given[name]
-  local role = byte(packed, 51) == 0 and ps or ds
-  role[#role + 1] = total
-  return true
-end
-local function add_named(some)
-  if #some == 0 then return end
-  local packed = call('HMGET', KEYS[8], unpack(some))
-  for i = 1, #some do add(some[i], packed[i]) end
-end
--- Of listed candidates names and facts are cut out where they are needed: for few of them.
-local function name_of(i) return names[i] or sub(ARGV[LISTED - 1 + i], 3) end
-local all_facts = listed and ARGV[32]
-local function fact(i, first, last)
-  if not listed then return sub(facts[i], first, last) end
-  local before = FACTS_SIZE * (i - 1)
-  return sub(all_facts, before + first, before + last)
-end
-local fast = math.max(unpack(bandwidths))
-
+-- Third part of the placement script: the candidates.
 if listed then
   total = #ARGV - LISTED + 1
   slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[30])}
@@ -37,6 +8,31 @@ if listed then
     places[i] = sub(packed, FACTS_SIZE * i - 48, FACTS_SIZE * i - 37)
     if i <= wanted then ps[i] = i else ds[i - wanted] = i end
   end
+end
+local unlisted = 0  -- blocks of the prompt that workers may hold without being candidates
+-- Prefill and decode workers that may be better with one beside them than the best pair is.
+local function worth_a_look()
+  local near_p, near_d, least, p = {}, {}, math.huge, nil
+  for k = 1, #ps do
+    if score[ps[k]] < least then p, least = ps[k], score[ps[k]] end
+  end
+  if not p then return near_p, near_d end
+  local most = math.huge  -- that the best pair costs
+  for k = 1, #ds do
+    local d = ds[k]
+    most = math.min(most, least + wait[d] + math.max(0, (L - hits[d]) * far_rate - 0.9 * computes[p]))
+  end
+  most = most * TIE
+  for k = 1, #ps do
+    p = ps[k]
+    if score[p] <= most and L * far_rate > 0.9 * computes[p] then near_p[#near_p + 1] = p end
+  end
+  local compute = prefill_seconds(L - math.min(unlisted * page, L - 1))
+  for k = 1, #ds do
+    local d = ds[k]
+    if compute + wait[d] <= most and (L - hits[d]) * far_rate > 0.9 * compute then near_d[#near_d + 1] = d end
+  end
+  return near_p, near_d
 end
 -- Reads the first `width` of each set. A wide look reads as many of each place as a narrow one reads of all.
 local function look(width, wide)
@@ -85,7 +81,10 @@ local function look(width, wide)
     ask(heads('l', barred.d, barred_d))
   end
   local from = #asked + 1
-  local held = not wide and #nodes > 0 and holders(nodes, math.min(HOLDERS + barred_p + barred_d, 64), random, now) or {}
+  local held = {}
+  if not wide and #nodes > 0 then
+    held, unlisted = holders(nodes, math.min(HOLDERS + barred_p + barred_d, 64), random, now)
+  end
   if #held > 0 then
     local owners = call('HMGET', KEYS[1], unpack(held))
     for i = 1, #held do
@@ -101,17 +100,20 @@ local function look(width, wide)
       end
     end
   end
+  rate_new()
   -- Where one of those with the least resident tokens lacks room, those with most room may be better.
   if #r_heads == width then
     for k = 1, #ds do
       if load_of[ds[k]] and L + out + load_of[ds[k]] > capacities[ds[k]] then
         add_named(heads('f', barred.d, barred_d))
+        rate_new()
         break
       end
     end
   end
-  -- The other role's best beside each candidate, if lying together helps. The first of a place among the heads of all
-  -- places is the first of its own.
+  -- The other role's best beside each candidate, if lying together may help: if the hand-off from there is not hidden behind
+  -- the prefill, and what it costs without any is not beyond what the best pair costs far apart. Those who are no candidates
+  -- have at most `unlisted` blocks. The first of a place among the heads of all places is the first of its own.
   local beside, seen = {}, {}
   local function first_of(where, passed, count)
     if seen[where] then return end
@@ -140,47 +142,22 @@ local function look(width, wide)
       end
     end
     for i = 1, #own do
-      if by_place then first_of(kind .. ':' .. places[own[i]], passed, count) end
-      local rack = by_rack and sub(facts[own[i]], 27, 38)
+      local which = own[i]
+      if by_place then first_of(kind .. ':' .. places[which], passed, count) end
+      local rack = by_rack and sub(facts[which], 27, 38)
       if rack and rack ~= NOWHERE then first_of(kind .. ':rack:' .. rack, passed, count) end
     end
   end
-  if #r_heads == width then look_beside('r', ps, r_heads, barred.d, barred_d) end
-  if #p_heads == width then look_beside('p', ds, p_heads, barred.p, barred_p) end
+  local near_p, near_d = worth_a_look()
+  if #r_heads == width then look_beside('r', near_p, r_heads, barred.d, barred_d) end
+  if #p_heads == width then look_beside('p', near_d, p_heads, barred.p, barred_p) end
   add_named(beside)
+  rate_new()
 end
 if not listed then
   local function few(kind, seen) return 2 * call('ZCARD', tag .. 'set:' .. group .. ':' .. kind) < tonumber(seen) end
   if few('r', ARGV[35]) or (ARGV[29] == '1' and few('p', ARGV[34])) then return refused({-8}) end
   look(HEADS, false)
 end
-local np = #ps
-local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and np == 0)
-if #ds == 0 or (np == 0 and not may_local) then return refused({-6}) end
-
--- What waits at prefill workers, what lives at decode workers (and waits, where they prefill): one call for what the sets
--- have not said. From the given number of either role on.
-local function read_loads(from_p, from_d)
-  local fields, of = {}, {}
-  local function want(field, i)
-    fields[#fields + 1], of[#of + 1] = field, i
-  end
-  if listed then
-    load_of = call('HMGET', KEYS[2], unpack(ARGV, LISTED))
-  else
-    for k = from_p, #ps do
-      if not load_of[ps[k]] then want('p:' .. names[ps[k]], ps[k]) end
-    end
-    for k = from_d, #ds do
-      if not load_of[ds[k]] then want('d:' .. names[ds[k]], ds[k]) end
-    end
-  end
-  if may_local then
-    for k = from_d, #ds do want('p:' .. name_of(ds[k]), -ds[k]) end
-  end
-  if #fields > 0 then
-    local loads = call('HMGET', KEYS[2], unpack(fields))
-    for i = 1, #fields do load_of[of[i]] = loads[i] end
-  end
-end
-read_loads(1, 1)
+if total > 0 then rate_new() end
+if #ds == 0 or (#ps == 0 and not may_local) then return refused({-6}) end

@@ -1,45 +1,4 @@
--- Third part of the placement script: the pair that costs least.
-local cover = covered(nodes, slots, now)
-
-local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
-local ship_rate = token_bytes / fast  -- at its best: whom it is paired with is not known yet
-local score, hits, wait, living, queue, computes = {}, {}, {}, {}, {}, {}  -- computes: seconds of a prefill there
-local cold = prefill_seconds(L)
-local longest, longest_hit = nil, 0
-local cold_ship, need = L * ship_rate, L + out
-local function rate_prefill(i)
-  local load = load_of[i]
-  local seconds = load and load / rate or 0
-  if seconds < 0 then seconds = 0 end
-  local blocks = cover[slots[i]]
-  wait[i] = seconds
-  local held, compute = 0, cold
-  if blocks then
-    held = math.min(blocks * page, L - 1)
-    compute = prefill_seconds(L - held)
-  end
-  hits[i], computes[i], score[i] = held, compute, seconds + compute
-end
-local function rate_decode(i)
-  local load = load_of[i]
-  load = load and load + 0 or 0  -- a number without a call
-  if load < 0 then load = 0 end
-  local penalty, lack = per_token * load, need + load - capacities[i]
-  if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i]) end
-  living[i], wait[i] = load, penalty
-  if may_local then queue[i] = math.max(0, tonumber(load_of[-i] or 0)) / rate end
-  local blocks = cover[slots[i]]
-  if blocks then
-    local held = math.min(blocks * page, L - 1)
-    hits[i], score[i] = held, penalty + (L - held) * ship_rate
-    if held > longest_hit then longest, longest_hit = i, held end
-  else
-    hits[i], score[i] = 0, penalty + cold_ship
-  end
-end
-for k = 1, #ps do rate_prefill(ps[k]) end
-for k = 1, #ds do rate_decode(ds[k]) end
-
+-- Fourth part of the placement script: the pair that costs least.
 -- Racks count where they are faster than what lies beyond, and in fleets of many racks only.
 local racks = {}
 local function read_racks(from)
@@ -170,15 +129,10 @@ local function choose()
 end
 
 local function look_wider()
-  local from_p, from_d, from = #ps + 1, #ds + 1, total + 1
+  local from = total + 1
   look(WIDE, true)
-  if total < from then return false end
-  cover = covered(nodes, {unpack(slots, from)}, now)
-  read_loads(from_p, from_d)
-  for k = from_p, #ps do rate_prefill(ps[k]) end
-  for k = from_d, #ds do rate_decode(ds[k]) end
   read_racks(from)
-  return true
+  return total >= from
 end
 
 -- Why the winners cannot be taken: a router's own view may be a moment old; sets name workers that have died since; a holder

@@ -61,7 +61,7 @@ class Decision:
 def script_source() -> str:
     """The placement script, whole."""
     files = resources.files("router.placement")
-    names = "charges.lua", "place.lua", "candidates.lua", "choose.lua", "charge.lua"
+    names = "charges.lua", "place.lua", "rate.lua", "candidates.lua", "choose.lua", "charge.lua"
     own = (files.joinpath(name).read_text() for name in names)
     return "".join((scripts.walk(), SETS, *own))
 

@@ -1,0 +1,111 @@
+-- Second part of the placement script: what is known of a candidate, its load, and what it costs by itself.
+-- The candidates, by index; ps and ds: the indices of either role.
+local names, facts, slots, capacities, places, total = {}, {}, {}, {}, {}, 0
+local ps, ds, known = {}, {}, {}
+local is_holder = {}  -- of the prefix, and not found in a set
+local given, load_of = {}, {}  -- load by name, as the sets say, and by index
+local function add(name, packed)
+  if known[name] or not packed or byte(packed) ~= FACTS_FORMAT then return false end
+  total = total + 1
+  slots[total], capacities[total], places[total] = struct.unpack('>I4dc12', packed, 3)
+  names[total], facts[total], known[name], load_of[total] = name, packed, packed, given[name]
+  local role = byte(packed, 51) == 0 and ps or ds
+  role[#role + 1] = total
+  return true
+end
+local function add_named(some)
+  if #some == 0 then return end
+  local packed = call('HMGET', KEYS[8], unpack(some))
+  for i = 1, #some do add(some[i], packed[i]) end
+end
+-- Of listed candidates names and facts are cut out where they are needed: for few of them.
+local function name_of(i) return names[i] or sub(ARGV[LISTED - 1 + i], 3) end
+local all_facts = listed and ARGV[32]
+local function fact(i, first, last)
+  if not listed then return sub(facts[i], first, last) end
+  local before = FACTS_SIZE * (i - 1)
+  return sub(all_facts, before + first, before + last)
+end
+
+-- Where pairs far apart cost more: seconds of a token's hand-off between the nearest (whom it is paired with is not known yet)
+-- and between the farthest.
+local fast, slow = math.max(unpack(bandwidths, 1, 5)), math.min(unpack(bandwidths, 1, 5))
+local ship_rate, far_rate = token_bytes / fast, token_bytes / slow
+local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
+local cold, need = prefill_seconds(L), L + out
+local cold_ship = L * ship_rate
+local score, hits, wait, living, queue, computes = {}, {}, {}, {}, {}, {}  -- computes: seconds of a prefill there
+local longest, longest_hit, cover, may_local = nil, 0, nil, nil
+local rated, rated_p, rated_d = 0, 0, 0  -- candidates that are read so far
+
+-- What waits at prefill workers, what lives at decode workers (and waits, where they prefill): one call for what the sets
+-- have not said.
+local function read_loads()
+  local fields, of, n = {}, {}, 0
+  if listed then
+    load_of = call('HMGET', KEYS[2], unpack(ARGV, LISTED))
+  else
+    for k = rated_p + 1, #ps do
+      local i = ps[k]
+      if not load_of[i] then
+        n = n + 1
+        fields[n], of[n] = 'p:' .. names[i], i
+      end
+    end
+    for k = rated_d + 1, #ds do
+      local i = ds[k]
+      if not load_of[i] then
+        n = n + 1
+        fields[n], of[n] = 'd:' .. names[i], i
+      end
+    end
+  end
+  if may_local then
+    for k = rated_d + 1, #ds do
+      n = n + 1
+      fields[n], of[n] = 'p:' .. name_of(ds[k]), -ds[k]
+    end
+  end
+  if n > 0 then
+    local loads = call('HMGET', KEYS[2], unpack(fields))
+    for i = 1, n do load_of[of[i]] = loads[i] end
+  end
+end
+
+-- Reads and rates the candidates that have been added since the last time.
+local function rate_new()
+  if total == rated then return end
+  if rated == 0 then may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and #ps == 0) end
+  read_loads()
+  cover = covered(nodes, rated > 0 and {unpack(slots, rated + 1)} or slots, now, cover)
+  local cover, wait, hits, score = cover, wait, hits, score
+  for k = rated_p + 1, #ps do
+    local i = ps[k]
+    local load, blocks = load_of[i], cover[slots[i]]
+    local seconds, held, compute = load and load / rate or 0, 0, cold
+    if seconds < 0 then seconds = 0 end
+    if blocks then
+      held = math.min(blocks * page, L - 1)
+      compute = prefill_seconds(L - held)
+    end
+    wait[i], hits[i], computes[i], score[i] = seconds, held, compute, seconds + compute
+  end
+  for k = rated_d + 1, #ds do
+    local i = ds[k]
+    local load, blocks = load_of[i], cover[slots[i]]
+    load = load and load + 0 or 0  -- a number without a call
+    if load < 0 then load = 0 end
+    local penalty, lack = per_token * load, need + load - capacities[i]
+    if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i]) end
+    living[i], wait[i] = load, penalty
+    if may_local then queue[i] = math.max(0, tonumber(load_of[-i] or 0)) / rate end
+    if blocks then
+      local held = math.min(blocks * page, L - 1)
+      hits[i], score[i] = held, penalty + (L - held) * ship_rate
+      if held > longest_hit then longest, longest_hit = i, held end
+    else
+      hits[i], score[i] = 0, penalty + cold_ship
+    end
+  end
+  rated, rated_p, rated_d = total, #ps, #ds
+end
