@@ -44,6 +44,7 @@ class LastLoads:
         self._read_at = -VALID_SECONDS
         self._then: dict[str, int] = {}  # by name; what this router had placed is among it
         self._own: dict[str, int] = {}  # what it had placed
+        self._fullest = 0
 
     def start(self) -> None:
         self._reading.start()
@@ -61,6 +62,7 @@ class LastLoads:
             await disconnect_after_failover_async(self._client, error)
             return
         self._then, self._own, self._read_at = found, own, self._clock()
+        self._fullest = max(found.values(), default=0)
 
     async def _ask(self, eligibility: Eligibility) -> dict[str, int]:
         roles = eligibility.prefill, eligibility.decode
@@ -84,8 +86,13 @@ class LastLoads:
     def of(self, name: str) -> int | None:
         """Then, and what this router has added since. None: the worker had more than those that were read."""
         then = self._then.get(name)
-        if then is None:
-            return None
+        return None if then is None else self._since(name, then)
+
+    def at_least(self, name: str) -> int:
+        """As `of`; of a worker that had more than those that were read, what the fullest of these had."""
+        return self._since(name, self._then.get(name, self._fullest))
+
+    def _since(self, name: str, then: int) -> int:
         return max(0, then + self._charges.by_worker.get(name, 0) - self._own.get(name, 0))
 
 

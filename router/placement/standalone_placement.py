@@ -79,8 +79,9 @@ class StandalonePlacement:
 
     def _load(self, worker: WorkerInfo) -> int:
         """In tokens."""
-        last = self._last.of(worker.name) if self._last.valid else None
-        return self._charges.by_worker.get(worker.name, 0) if last is None else last
+        if self._last.valid:
+            return self._last.at_least(worker.name)
+        return self._charges.by_worker.get(worker.name, 0)
 
     def _holder(self, by_id: Mapping[str, WorkerInfo], chain: bytes) -> WorkerInfo | None:
         self._index_noted()

@@ -124,6 +124,28 @@ async def test_of_a_large_fleet_the_least_loaded_are_used(away) -> None:
     assert any(int(name.split("-")[1]) >= READ_LEAST for name in later), "an old reading says nothing"
 
 
+async def test_a_holder_beyond_the_least_loaded_is_not_taken_for_idle(away) -> None:
+    one = away(MAX_LISTED + 20)
+    busy = one.candidates.decode[-1]
+    group = group_id(busy.model_id, busy.page_size, busy.layout)
+    scores = {each.name: 1000 for each in one.candidates.decode[:READ_LEAST]} | {busy.name: 10**6}
+    await one.client.zadd(one.keys.scores(group, "r"), scores)
+    idle = one.candidates.decode[0]
+    await one.client.zadd(one.keys.scores(group, "r"), {idle.name: 0})
+    await one.last.read()
+    assert one.last.of(busy.name) is None and one.last.at_least(busy.name) == 1000
+    one.placement.remember(b"k" * 8, busy.worker_id)
+    found = Counter(
+        one.placement.place(
+            PlacementRequest(b"%016d" % number, b"k" * 8, 100, 10), one.candidates
+        ).decode.worker_id
+        for number in range(PLACED)
+    )
+    assert found[idle.worker_id] > 0 and found[busy.worker_id] < PLACED, (
+        "a free worker is taken where it is drawn"
+    )
+
+
 async def test_a_reading_that_fails_keeps_the_last_one(away, redis_url) -> None:
     one = away(2)
     await one.client.hset(one.keys.load, f"d:{worker('decode', 0).name}", 5)
