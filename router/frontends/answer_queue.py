@@ -18,7 +18,7 @@ class Outlet(Protocol):
 
     @property
     def paused(self) -> bool:
-        """It holds as much as it should: what comes now is better kept, and leaves in one piece later."""
+        """What comes now is kept, and written in one piece once the outlet is no longer paused."""
 
     def watch(self, watcher: AnswerQueue) -> None:
         """Call its `resumed` once the outlet is no longer paused; `disconnected` or `discard` where it has ended."""

@@ -104,7 +104,7 @@ local function look(width, wide)
   -- Where one of those with the least resident tokens lacks room, those with most room may be better.
   if #r_heads == width then
     for k = 1, #ds do
-      if load_of[ds[k]] and L + out + load_of[ds[k]] > capacities[ds[k]] then
+      if load_of[ds[k]] and need + load_of[ds[k]] > capacities[ds[k]] then
         add_named(heads('f', barred.d, barred_d))
         rate_new()
         break
@@ -112,7 +112,7 @@ local function look(width, wide)
     end
   end
   -- The other role's best beside each candidate, if lying together may help: if the hand-off from there is not hidden behind
-  -- the prefill, and what it costs without any is not beyond what the best pair costs far apart. Those who are no candidates
+  -- the prefill, and what it costs without any is not beyond what the best pair costs far apart. Workers that are no candidates
   -- have at most `unlisted` blocks. The first of a place among the heads of all places is the first of its own.
   local beside, seen = {}, {}
   local function first_of(where, passed, count)

@@ -42,23 +42,20 @@ local rated, rated_p, rated_d = 0, 0, 0  -- candidates that are read so far
 -- have not said.
 local function read_loads()
   local fields, of, n = {}, {}, 0
+  local function ask(list, from, kind)
+    for k = from, #list do
+      local i = list[k]
+      if not load_of[i] then
+        n = n + 1
+        fields[n], of[n] = kind .. names[i], i
+      end
+    end
+  end
   if listed then
     load_of = call('HMGET', KEYS[2], unpack(ARGV, LISTED))
   else
-    for k = rated_p + 1, #ps do
-      local i = ps[k]
-      if not load_of[i] then
-        n = n + 1
-        fields[n], of[n] = 'p:' .. names[i], i
-      end
-    end
-    for k = rated_d + 1, #ds do
-      local i = ds[k]
-      if not load_of[i] then
-        n = n + 1
-        fields[n], of[n] = 'd:' .. names[i], i
-      end
-    end
+    ask(ps, rated_p + 1, 'p:')
+    ask(ds, rated_d + 1, 'd:')
   end
   if may_local then
     for k = rated_d + 1, #ds do

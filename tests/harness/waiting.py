@@ -31,3 +31,9 @@ async def until(check: Check, what: str, seconds: float = 60.0) -> None:
     while not check():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
         await asyncio.sleep(0.005)
+
+
+async def turns(count: int = 5) -> None:
+    """What is due in the next turns of the event loop happens."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -18,11 +18,7 @@ from router.admission.admission import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.http.body import SCAN_BYTES, read_json
 from router.frontends.http.gate import Gate
-
-
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
+from tests.harness.waiting import turns
 
 
 async def test_others_run_between_two_steps():

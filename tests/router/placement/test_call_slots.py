@@ -10,6 +10,7 @@ import pytest
 from router.placement import call_slots
 from router.placement.call_slots import CallSlots
 from router.placement.types import PriorityClass
+from tests.harness.waiting import turns
 
 
 class Held:
@@ -29,11 +30,6 @@ class Held:
             await self.leave.wait()
             self.now -= taken
             return taken
-
-
-async def turns(count: int = 5) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def all_free(slots: CallSlots, most: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from router.dispatch.batch_queue import BatchQueue
 from router.request.completion import Delta, Outcome
+from tests.harness.waiting import turns
 from wire import inference_pb2 as pb
 
 
@@ -73,12 +74,6 @@ class StubDispatcher:
 
     def resume_ticket(self) -> bytes:
         return b"ticket"
-
-
-async def turns(count: int = 5) -> None:
-    """What is due in the next turns of the event loop happens."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def context(call: StubCall) -> Any:

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.errors import CancelledError
 from router.frontends.grpc.call_writer import CallWriter
-from tests.harness.waiting import until
-from tests.router.frontends.grpc.stub_call import StubCall, context, turns
+from tests.harness.waiting import turns, until
+from tests.router.frontends.grpc.stub_call import StubCall, context
 
 LONG = 600.0
 

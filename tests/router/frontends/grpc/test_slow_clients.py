@@ -1,4 +1,4 @@
-"""gRPC clients that read nothing, beside clients that read: they hold up and cost nobody else anything."""
+"""gRPC clients that read nothing, beside clients that read: streams of the others are neither late nor incomplete."""
 
 from __future__ import annotations
 

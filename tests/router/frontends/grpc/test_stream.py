@@ -16,8 +16,8 @@ from router.dispatch.turn import Turn
 from router.frontends.grpc.stream import GenerateStream
 from router.link.token import PlainToken
 from router.request.completion import Completion, Delta, FinishReason
-from tests.harness.waiting import until
-from tests.router.frontends.grpc.stub_call import StubCall, StubDispatcher, context, turns
+from tests.harness.waiting import turns, until
+from tests.router.frontends.grpc.stub_call import StubCall, StubDispatcher, context
 from wire import common_pb2
 
 SENT = 100  # tokens of one burst
