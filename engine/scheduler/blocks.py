@@ -26,6 +26,10 @@ class Blocks:
         self._page = prefixes.page_size
         self.shares = Shares(pool.charged)
 
+    def begin_step(self) -> None:
+        self._claims.begin_step()
+        self.shares.begin_step()
+
     def count(self, tokens: int) -> int:
         """Blocks for so many tokens."""
         return -(-tokens // self._page)
@@ -42,6 +46,7 @@ class Blocks:
         sequence.blocks = held + self._pool.allocate(total - len(held), tenant)
         sequence.cached_tokens = len(held) * self._page
         sequence.registered_blocks = len(held)
+        self.shares.grew(tenant)
 
     def wanted(self, sequence: Sequence, tokens: int) -> int:
         """How many a running sequence takes for its first `tokens` tokens: one more if it writes to a shared block."""
@@ -60,6 +65,7 @@ class Blocks:
             sequence.blocks[tail] = copy.target
         if (more := self.count(tokens) - len(sequence.blocks)) > 0:
             sequence.blocks.extend(self._pool.allocate(more, tenant))
+        self.shares.grew(tenant)
         return copy
 
     def release(self, sequence: Sequence) -> None:

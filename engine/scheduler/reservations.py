@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
-from engine.scheduler.shares import Shares
+from engine.scheduler.shares import ByShare, Shares
 
 
 class Reservations:
     def __init__(self) -> None:
         self._reserved: dict[Sequence, None] = {}
         self._evicted: set[Sequence] = set()
-        self._none_for: set[tuple[str, int]] = set()  # tenants and classes that found none in this step
+        self._lowest: ByShare | None = (
+            None  # those of the lowest class; of the present step, once one is to be evicted
+        )
 
     def begin_step(self) -> None:
-        self._none_for.clear()
+        self._lowest = None
 
     @property
     def eviction_pending(self) -> bool:
@@ -35,20 +37,16 @@ class Reservations:
     def evict(self, growing: Sequence, shares: Shares) -> Sequence | None:
         """Evict the youngest of the lowest class, and in it of the tenant that holds most. None if there is none that
         `growing` may evict: of a lower class; or of its own, unless the tenant holds less than that of `growing`."""
-        kind = (growing.request.tenant, growing.rank)
-        if kind in self._none_for:
+        if not self._reserved:
             return None
-        share = shares.of(growing.request)
-        candidates = [
-            one
-            for one in self._reserved
-            if one.rank > growing.rank or (one.rank == growing.rank and shares.of(one.request) >= share)
-        ]
-        if not candidates:
-            self._none_for.add(kind)
+        if self._lowest is None:
+            rank = max(one.rank for one in self._reserved)
+            self._lowest = shares.order((one for one in self._reserved if one.rank == rank), S.WAITING_FOR_KV)
+        victim = self._lowest.first()
+        if victim is None or victim.rank < growing.rank:
             return None
-        lowest = max(one.rank for one in candidates)
-        victim = shares.choose(one for one in candidates if one.rank == lowest)
+        if victim.rank == growing.rank and shares.of(victim.request) < shares.of(growing.request):
+            return None
         victim.machine.to(S.EVICTED)
         del self._reserved[victim]
         self._evicted.add(victim)

@@ -211,7 +211,7 @@ class Scheduler:
         return decision
 
     def _begin_step(self) -> None:
-        self._claims.begin_step()
+        self._blocks.begin_step()
         self.reservations.begin_step()
         self._refusals.begin_step()
         self._victims, self._first, self.short_of_blocks = None, None, False

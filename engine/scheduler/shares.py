@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from engine.request import EngineRequest
 from engine.scheduler.sequence import Sequence
@@ -10,18 +13,93 @@ from engine.scheduler.sequence import SequenceState as S
 
 
 class Shares:
-    """Of what tenants hold at the moment."""
+    """Of what tenants hold at the moment. `blocks`: by tenant; whoever adds to them calls `grew`."""
 
     def __init__(self, blocks: Mapping[str, int]):
         self._blocks = blocks
+        self._orders: list[ByShare] = []  # of the present step
+
+    def begin_step(self) -> None:
+        self._orders.clear()
 
     def of(self, request: EngineRequest, more: float = 0) -> float:
         """What the request's tenant holds for its weight, with `more` blocks."""
         return (self._blocks.get(request.tenant, 0) + more) / request.weight
 
-    def choose(self, candidates: Iterable[Sequence]) -> Sequence:
-        """Of the tenant that holds most, the youngest; of tenants with equal shares the youngest of them all."""
-        return max(candidates, key=lambda one: (self.of(one.request), one.arrival))
+    def order(self, ones: Iterable[Sequence], state: S) -> ByShare:
+        """For the present step."""
+        self._orders.append(ByShare(ones, state, self))
+        return self._orders[-1]
+
+    def grew(self, tenant: str) -> None:
+        for order in self._orders:
+            order.changed(tenant)
+
+
+Entry = tuple[
+    float, int, str
+]  # what the tenant holds for its weight and the arrival of its youngest, negative; the tenant
+
+
+class ByShare:
+    """Sequences in one state. First is the youngest of the tenant that holds most; of tenants with equal shares the
+    youngest of them all. Those that have left the state are skipped.
+
+    A heap of tenants. One that holds less than its entry says gets a new entry once it comes first; one that may come
+    earlier than its entry says is told by `changed`. So a choice costs time logarithmic in the number of tenants.
+    """
+
+    def __init__(self, ones: Iterable[Sequence], state: S, shares: Shares):
+        self._state = state
+        self._shares = shares
+        self._tenants: dict[str, list[Sequence]] = {}  # the youngest last
+        for one in sorted(ones, key=attrgetter("arrival")):
+            self._tenants.setdefault(one.request.tenant, []).append(one)
+        self._entries: dict[str, Entry] = {}  # the valid one of each tenant
+        self._heap: list[Entry] = []
+        self._changed = dict.fromkeys(self._tenants)
+
+    def changed(self, tenant: str) -> None:
+        """The tenant holds more, or another one of its sequences is its youngest."""
+        if tenant in self._tenants:
+            self._changed[tenant] = None
+
+    def first(self) -> Sequence | None:
+        for tenant in self._changed:
+            self._renew(tenant)
+        self._changed.clear()
+        while self._heap:
+            entry = self._heap[0]
+            tenant = entry[2]
+            valid = self._entries.get(tenant) is entry
+            if valid and self._entry(tenant) == entry:
+                return self._tenants[tenant][-1]
+            heapq.heappop(self._heap)
+            if valid:
+                self._renew(tenant)
+        return None
+
+    def pop(self) -> Sequence | None:
+        """Remove and return the first."""
+        one = self.first()
+        if one is not None:
+            self._tenants[one.request.tenant].pop()
+            self.changed(one.request.tenant)
+        return one
+
+    def _entry(self, tenant: str) -> Entry | None:
+        ones = self._tenants[tenant]
+        while ones and ones[-1].state is not self._state:
+            ones.pop()
+        return (-self._shares.of(ones[-1].request), -ones[-1].arrival, tenant) if ones else None
+
+    def _renew(self, tenant: str) -> None:
+        entry = self._entry(tenant)
+        if entry is None:
+            self._entries.pop(tenant, None)
+        elif self._entries.get(tenant) != entry:
+            self._entries[tenant] = entry
+            heapq.heappush(self._heap, entry)
 
 
 class Victims:
@@ -33,29 +111,22 @@ class Victims:
     """
 
     def __init__(self, running: Iterable[Sequence], shares: Shares):
-        self._shares = shares
-        # By class, then by tenant, the youngest last; sequences that have left since are skipped.
-        self._ranks: dict[int, dict[str, list[Sequence]]] = {}
-        self._spared: dict[int, list[Sequence]] = {}
-        for one in sorted(running, key=lambda one: one.arrival):
-            if one.preempted_at == len(one.tokens):
-                self._spared.setdefault(one.rank, []).append(one)
-            else:
-                self._ranks.setdefault(one.rank, {}).setdefault(one.request.tenant, []).append(one)
+        others: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._spared: defaultdict[int, list[Sequence]] = defaultdict(list)  # by class, the youngest last
+        for one in running:
+            spared = one.preempted_at == len(one.tokens)
+            (self._spared if spared else others)[one.rank].append(one)
+        for ones in self._spared.values():
+            ones.sort(key=attrgetter("arrival"))
+        self._others = {rank: shares.order(ones, S.RUNNING) for rank, ones in others.items()}
 
     def next(self) -> Sequence:
         """Each is chosen once. There is one left: the sequence that lacks blocks runs itself."""
-        for rank in sorted(self._ranks.keys() | self._spared.keys(), reverse=True):
-            tenants = self._ranks.get(rank, {})
-            youngest = [found for one in tenants.values() if (found := _last_running(one)) is not None]
-            if youngest:
-                return tenants[self._shares.choose(youngest).request.tenant].pop()
-            if _last_running(spared := self._spared.get(rank, [])) is not None:
-                return spared.pop()
+        for rank in sorted(self._others.keys() | self._spared.keys(), reverse=True):
+            if rank in self._others and (victim := self._others[rank].pop()) is not None:
+                return victim
+            spared = self._spared[rank]
+            while spared:
+                if (victim := spared.pop()).state is S.RUNNING:
+                    return victim
         raise AssertionError("no sequence runs")
-
-
-def _last_running(sequences: list[Sequence]) -> Sequence | None:
-    while sequences and sequences[-1].state is not S.RUNNING:
-        sequences.pop()
-    return sequences[-1] if sequences else None

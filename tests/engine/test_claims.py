@@ -253,6 +253,7 @@ def test_a_hand_off_larger_than_the_cache_is_not_waited_for() -> None:
     flow = Flow()
     with pytest.raises(BlocksExhaustedError):
         flow.parts.hand_off("never", blocks=BLOCKS + 1)
+    assert claims(flow) == 0
     assert add_and_step(flow, "next", 4)
 
 
