@@ -3,24 +3,28 @@
 A refused hand-off comes again, to this worker or another one, and waits nowhere here: what came to the engine after its
 refusal would go before it each time. Later ones leave it its blocks for some steps after its last offer. A tenant has one
 such claim in each class, so that its local prompts and its hand-offs alternate; all claims together are at most half of
-the cache.
+the cache. A tenant's own hand-offs pass one another a bounded number of times (`hand_off_line.py`).
 
 A claim that ends unused was for a hand-off that has gone elsewhere. Each one in a row doubles the time in which no further
 refusal of the tenant is a claim.
 
 Where all of a tenant's hand-offs of a class were refused for AGING_SECONDS, they count as of the next higher class until
-one is taken, and again after as long: no class starves another.
+one is taken, and again after as long: no class starves another. The first claim of that kind is to all that its hand-off
+needs: one that needs more than half of the cache would be refused for ever beside smaller ones.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from engine.request import EngineRequest
 from engine.scheduler.aging import AGING_SECONDS
+from engine.scheduler.hand_off_line import HandOffLine
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 
 KEPT_STEPS = 64  # after the last offer; then it has gone to another worker
@@ -36,14 +40,27 @@ def kind_of(request: EngineRequest) -> Kind:
     return request.tenant, rank_of(request.priority)
 
 
+class Offer(NamedTuple):
+    """A hand-off that asks for blocks."""
+
+    request: EngineRequest
+    rank: int  # of the class that it counts as of
+    need: int  # blocks beside the cached ones
+    arrival: int  # sequences with a later one came after it
+    what: Hashable  # equal when it is offered again
+
+
 @dataclass(eq=False)
 class Refusal:
+    """The claim of a tenant and class, for the first in their line."""
+
     request: EngineRequest
     rank: int
     need: int
-    arrival: int  # sequences with a later one came after it
-    offered: int  # the step of the last offer
-    offered_at: float  # monotonic seconds
+    arrival: int
+    offered: int = 0  # the step of the last offer
+    offered_at: float = 0.0  # monotonic seconds
+    whole: bool = False  # it may be to more than half of the cache
 
     @property
     def order(self) -> tuple[int, int]:
@@ -71,10 +88,11 @@ class Refusals:
         self._clock = clock
         self._most = blocks // PART_OF_POOL
         self._step = 0
-        self._of: dict[Kind, Refusal] = {}  # the first of each tenant and class
+        self._of: dict[Kind, Refusal] = {}  # of each tenant and class
         self._ordered: list[Refusal] | None = None  # by class and arrival; None once one came or left
         self._unused: dict[str, Unused] = {}
         self._refused: dict[Kind, Span] = {}
+        self._lines: defaultdict[Kind, HandOffLine] = defaultdict(HandOffLine)
 
     def begin_step(self) -> None:
         self._step += 1
@@ -84,11 +102,17 @@ class Refusals:
             self._unused = {t: one for t, one in self._unused.items() if one.until + longest > self._step}
             oldest = self._clock() - AGING_SECONDS
             self._refused = {kind: span for kind, span in self._refused.items() if span.last > oldest}
+            for kind, line in list(self._lines.items()):
+                line.forget(self._since)
+                if not len(line):
+                    del self._lines[kind]
 
-    def no_steps(self) -> None:
+    def no_steps(self, request: EngineRequest) -> None:
         """The engine has nothing to do, and a hand-off is offered."""
-        now = self._clock()
-        self._forget(lambda one: now - one.offered_at >= KEPT_SECONDS)
+        oldest = self._clock() - KEPT_SECONDS
+        self._forget(lambda one: one.offered_at <= oldest)
+        if (line := self._lines.get(kind_of(request))) is not None:
+            line.forget(at=oldest)
 
     def _forget(self, is_over: Callable[[Refusal], bool]) -> None:
         for kind, one in list(self._of.items()):
@@ -109,27 +133,47 @@ class Refusals:
             return kind[1]
         return max(HIGHEST_RANK, kind[1] - int((now - span.began) / AGING_SECONDS))
 
-    def refused(self, request: EngineRequest, rank: int, need: int, arrival: int) -> None:
-        kind, now = kind_of(request), self._clock()
+    def kept_from(self, offer: Offer) -> int:
+        """Blocks that it must leave to others of its tenant and class."""
+        line = self._lines.get(kind_of(offer.request))
+        return line.kept_from(offer.what, self._since) if line is not None else 0
+
+    @property
+    def _since(self) -> int:
+        """Hand-offs that were last offered before this step have gone elsewhere."""
+        return self._step - KEPT_STEPS + 1
+
+    def refused(self, offer: Offer) -> None:
+        request, kind, now = offer.request, kind_of(offer.request), self._clock()
         span = self._refused.get(kind)
         if span is None or now - span.last >= AGING_SECONDS:
             span = self._refused[kind] = Span(now, now)
         span.last = now
-        if (one := self._of.get(kind)) is not None:
-            one.offered, one.offered_at = self._step, now
-            if one.rank != rank:
-                one.rank, self._ordered = rank, None
+        line = self._lines[kind]
+        line.refused(offer.what, offer.need, self._step, now)
+        first = line.first(self._since)
+        if first is None or (first.is_next and first.what != offer.what):
             return
-        unused = self._unused.get(request.tenant)
-        if unused is None or self._step >= unused.until:
-            self._of[kind] = Refusal(request, rank, need, arrival, self._step, now)
+        if (one := self._of.get(kind)) is None:
+            unused = self._unused.get(request.tenant)
+            if unused is not None and self._step < unused.until:
+                return
+            one = self._of[kind] = Refusal(request, offer.rank, 0, offer.arrival)
             self._ordered = None
+        one.need, one.offered, one.offered_at = first.need, self._step, now
+        whole = now - span.began >= AGING_SECONDS
+        if (one.rank, one.whole) != (offer.rank, whole):
+            one.rank, one.whole, self._ordered = offer.rank, whole, None
 
-    def taken(self, request: EngineRequest) -> None:
-        """The tenant's next hand-off of its class has got its blocks."""
-        kind = kind_of(request)
-        self._remove(kind)
-        self._unused.pop(request.tenant, None)
+    def taken(self, offer: Offer) -> None:
+        """It has got its blocks."""
+        kind, line = kind_of(offer.request), self._lines.get(kind_of(offer.request))
+        first = line.first(self._since) if line is not None else None
+        if first is None or not first.is_next or first.what == offer.what:
+            self._remove(kind)
+        if line is not None:
+            line.taken(offer.what)
+        self._unused.pop(offer.request.tenant, None)
         self._refused.pop(kind, None)
 
     def _remove(self, kind: Kind) -> None:
@@ -138,20 +182,20 @@ class Refusals:
 
     def claims(self, before: tuple[float, int] = (inf, 0)) -> Iterator[tuple[Refusal, int]]:
         """Of refusals whose class and arrival come `before` these, and the blocks that each has a claim to."""
-        left = self._most
+        left, whole = self._most, False
         for one in self._in_order():
             if one.order >= before or not left:
                 return
             count = min(one.need, left)
             left -= count
+            if one.whole and not whole:
+                whole, count = True, one.need
             yield one, count
 
-    def claims_against(
-        self, request: EngineRequest, rank: int, arrival: int
-    ) -> Iterator[tuple[Refusal, int]]:
+    def claims_against(self, offer: Offer) -> Iterator[tuple[Refusal, int]]:
         """Of those that come before a hand-off; it counts as of its tenant's first refusal in its class."""
-        own = self._of.get(kind_of(request))
-        return self.claims((rank, arrival if own is None else own.arrival))
+        own = self._of.get(kind_of(offer.request))
+        return self.claims((offer.rank, offer.arrival if own is None else own.arrival))
 
     def _in_order(self) -> list[Refusal]:
         if self._ordered is None:

@@ -26,7 +26,7 @@ from engine.scheduler.blocks import Blocks
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.growth import GrowthClaims
 from engine.scheduler.prefix_cache import PrefixCache
-from engine.scheduler.refusals import Refusals
+from engine.scheduler.refusals import Offer, Refusals
 from engine.scheduler.reservations import Reservations
 from engine.scheduler.seats import LeftSeats, Seats
 from engine.scheduler.sequence import Sequence, rank_of
@@ -86,31 +86,31 @@ class Scheduler:
         total, need = self._blocks.of_hand_off(request, max_tokens, len(held))
         free = self._blocks.free(held)
         if not self.has_work:
-            self._refusals.no_steps()
-        rank, arrival = self._refusals.rank(request), next(self._arrivals)
-        room = self._room_for_hand_off(request, rank, need, free, arrival)
+            self._refusals.no_steps(request)
+        what = (len(request.prompt_tokens), total, request.n, *block_hashes[-1:])
+        offer = Offer(request, self._refusals.rank(request), need, next(self._arrivals), what)
+        room = self._room_for_hand_off(offer, free)
         if need > room:
             if need <= self._pool.total:
-                self._refusals.refused(request, rank, need, arrival)
-            what = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
-            raise BlocksExhaustedError(what, retry_after_seconds=0.05)
-        self._refusals.taken(request)
+                self._refusals.refused(offer)
+            why = f"{need} KV blocks are needed, {max(0, room)} are free that no other has a claim to"
+            raise BlocksExhaustedError(why, retry_after_seconds=0.05)
+        self._refusals.taken(offer)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self.reservations.add(sequence)
         self._blocks.allocate(sequence, held, total)
         return sequence
 
-    def _room_for_hand_off(
-        self, request: EngineRequest, rank: int, need: int, free: int, arrival: int
-    ) -> int:
-        """See Blocks.room."""
-        if need > free:
-            return free
-        refusals = self._refusals.claims_against(request, rank, arrival)
+    def _room_for_hand_off(self, offer: Offer, free: int) -> int:
+        request, rank, need, refusals = offer.request, offer.rank, offer.need, self._refusals
+        room = free - refusals.kept_from(offer)
+        if need > room:
+            return room
         waiting = (
-            one for one in self._first_waiting() if one.rank < rank or not self._refusals.first(request, one)
+            one for one in self._first_waiting() if one.rank < rank or not refusals.first(request, one)
         )
-        return self._blocks.room(need, free, request, rank, refusals, waiting)
+        claims = refusals.claims_against(offer)
+        return min(room, self._blocks.room(need, free, request, rank, claims, waiting))
 
     def start_reserved(self, sequence: Sequence) -> None:
         """Run a reservation for which the KV of all tokens has arrived."""

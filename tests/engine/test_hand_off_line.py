@@ -1,0 +1,248 @@
+"""Hand-offs of one tenant that were refused: how often others of it pass, and that a claim is for one that still comes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.errors import BlocksExhaustedError
+from engine.scheduler.hand_off_line import LONGEST_LINE, MOST_PASSED, HandOffLine
+from engine.scheduler.refusals import KEPT_STEPS
+from tests.engine.parts import PAGE, Parts, count_calls, request
+
+BLOCKS = 40
+
+
+class Load:
+    """Before each step small hand-offs of two blocks, which run for 3 to 25 steps: never do all end at once."""
+
+    def __init__(self, tenant: str = "x", seed: int = 1):
+        self.parts = Parts(BLOCKS)
+        self.tenant, self.rng = tenant, random.Random(seed)
+        self.now, self.offered, self.small, self.ends = 0, 0, 0, dict[str, int]()
+        self.refusals = self.parts.scheduler._refusals
+        self.refusals._clock = lambda: self.now * 0.1
+
+    def offer(self, name: str, blocks: int, tenant: str = "x") -> bool:
+        asked = request(f"{name} {self.now}", [3], 200, tenant=tenant)
+        try:
+            sequence = self.parts.scheduler.reserve(asked, [name.encode()], blocks * PAGE)
+        except BlocksExhaustedError:
+            return False
+        self.parts.scheduler.start_reserved(sequence)
+        sequence.tokens.append(13)
+        name = asked.request_id
+        self.ends[name] = self.now + self.rng.randint(3, 25)
+        return True
+
+    def step(self, small: int = 3) -> None:
+        for _ in range(small):
+            self.offered += 1
+            if not self.offer(f"small {self.offered}", 2, self.tenant):
+                break
+            self.small += 1
+        self.parts.step(check=False)
+        self.now += 1
+        for name in [name for name, end in self.ends.items() if end <= self.now]:
+            self.parts.scheduler.remove(name)
+            del self.ends[name]
+
+    def fill(self) -> None:
+        while self.parts.pool.num_free > 1:
+            self.step()
+
+    def steps_until_taken(self, blocks: int, limit: int = 400) -> int:
+        """Offered in every other step, with another id each time."""
+        began = self.now
+        for step in range(limit):
+            if step % 2 == 0 and self.offer(f"large {began}", blocks):
+                return step
+            self.step()
+        raise AssertionError("it is refused for ever")
+
+
+@pytest.mark.parametrize("blocks", [12, 18, 24, 30, 38])
+def test_a_large_hand_off_is_passed_by_a_bounded_number_of_small_ones_of_its_tenant(blocks: int) -> None:
+    load = Load()
+    for _ in range(5):
+        load.fill()
+        before = load.small
+        assert load.steps_until_taken(blocks) <= 2 * KEPT_STEPS
+        assert load.small - before <= 2 * MOST_PASSED, "a few more, which leave it all that it needs"
+        for _ in range(30):
+            load.step()
+    load.parts.check()
+
+
+def lines_of_a_large_one(load: Load) -> None:
+    """It is next in its tenant's line."""
+    load.fill()
+    before = load.small
+    while load.small - before < MOST_PASSED:
+        load.offer("large", 30)
+        load.step()
+    assert not load.offer("large", 30)
+
+
+def test_one_that_is_next_keeps_no_other_tenant_out() -> None:
+    load = Load()
+    lines_of_a_large_one(load)
+    while load.parts.pool.num_free < 4:
+        assert not load.offer("large", 30)
+        load.step()
+    assert load.parts.pool.num_free < 30
+    assert not load.offer("own", 2)
+    assert load.offer("other", 4, "z"), "its tenant holds less"
+
+
+def test_one_that_passes_beside_the_next_leaves_it_its_claim() -> None:
+    load = Load()
+    lines_of_a_large_one(load)
+    while load.parts.pool.num_free < 32:
+        load.step(small=0)
+    before = [(one.request.tenant, count) for one, count in load.refusals.claims()]
+    assert before == [("x", BLOCKS // 2)]
+    assert load.offer("own", 1)
+    assert [(one.request.tenant, count) for one, count in load.refusals.claims()] == before
+
+
+def test_one_that_is_next_keeps_the_others_of_its_tenant_out_only_while_it_comes() -> None:
+    load = Load()
+    lines_of_a_large_one(load)
+    before = load.small
+    for _ in range(KEPT_STEPS - 1):
+        load.step()
+    assert load.small == before or load.parts.pool.num_free >= 30 - 2
+    load.step()
+    load.step()
+    assert load.small > before
+
+
+def test_one_that_is_next_is_forgotten_where_the_engine_makes_no_steps() -> None:
+    load = Load()
+    lines_of_a_large_one(load)
+    for name in list(load.parts.scheduler.requests):
+        load.parts.scheduler.set_paused(name, True)
+        if load.parts.pool.num_free < 30:
+            load.parts.scheduler.remove(name)
+    assert not load.parts.scheduler.has_work
+    blocks = load.parts.pool.num_free - 29
+    assert not load.offer("own", blocks), "all but one of them are for the other one"
+    load.now += 11
+    assert load.offer("own", blocks)
+
+
+def test_a_large_one_is_not_passed_for_ever_by_larger_ones() -> None:
+    """There is always another larger one, beside the small ones."""
+    load = Load()
+    load.fill()
+    for step in range(400):
+        load.offer(f"larger {step // 10}", 20)
+        if load.offer("large", 12):
+            return
+        load.step()
+    raise AssertionError("it is refused for ever")
+
+
+def test_a_claim_is_not_for_one_that_has_gone_elsewhere() -> None:
+    """A small one was refused and does not come again; the large one's offers kept its claim, of two blocks, alive."""
+    load = Load("y")
+    load.fill()
+    assert not load.offer("small of x", 2)
+    load.step()
+    assert load.steps_until_taken(18) <= 2 * KEPT_STEPS
+    parts = Parts(BLOCKS)
+    parts.hand_off("holds", blocks=BLOCKS - 1)
+    for _ in range(KEPT_STEPS + 1):
+        for blocks in (18,) if parts.scheduler._refusals._of else (2, 18):
+            with pytest.raises(BlocksExhaustedError):
+                parts.hand_off("refused", blocks=blocks)
+        parts.step()
+    assert [count for _, count in parts.scheduler._refusals.claims()] == [18]
+
+
+@pytest.mark.parametrize("blocks", [30, 38])
+def test_a_hand_off_that_needs_more_than_half_of_the_cache_is_taken_in_time(blocks: int) -> None:
+    """Beside small ones of another tenant. All claims together are at most half of the cache until it has aged."""
+    load = Load("y")
+    for _ in range(3):
+        load.fill()
+        load.steps_until_taken(blocks, 400)
+
+
+def test_only_the_first_claim_is_to_more_than_half_of_the_cache() -> None:
+    def claims(*needs: int) -> list[list[int]]:
+        parts, now, found = Parts(BLOCKS), [0.0], []
+        parts.scheduler._refusals._clock = lambda: now[0]
+        parts.hand_off("holds", blocks=BLOCKS - 1)
+        for now[0] in (0.0, 29.0, 58.0):
+            for tenant, need in zip("xz", needs, strict=True):
+                with pytest.raises(BlocksExhaustedError):
+                    parts.hand_off("large", blocks=need, tenant=tenant)
+            found.append([count for _, count in parts.scheduler._refusals.claims()])
+        return found
+
+    assert claims(30, 12) == [[20], [20], [30]]
+    assert claims(12, 30) == [[12, 8], [12, 8], [12, 8]]
+
+
+def test_a_line_is_in_the_order_of_first_refusals() -> None:
+    line = HandOffLine()
+    for what, need in enumerate((3, 5, 4)):
+        line.refused(what, need, step=1, at=0.0)
+    line.refused(0, 2, step=2, at=1.0)
+    assert line.first(1) == (0, 2, False) and line.kept_from(2, 1) == 0
+    for _ in range(MOST_PASSED):
+        line.taken("another")
+    assert line.first(1) == (1, 5, True)
+    assert [line.kept_from(what, 1) for what in (0, 1, 2, "new")] == [0, 2, 5, 5]
+    line.taken(1)
+    assert [line.kept_from(what, 1) for what in (0, 2, "new")] == [0, 2, 4]
+    assert line.first(2) == (0, 2, True) and line.kept_from("new", 2) == 2
+    line.forget(step=3)
+    assert len(line) == 0 and line.first(0) is None
+
+
+def test_a_line_is_bounded_and_keeps_those_that_need_most() -> None:
+    line = HandOffLine()
+    line.refused("large", 9, step=1, at=0.0)
+    for number in range(3 * LONGEST_LINE):
+        line.refused(number, 2, step=1, at=0.0)
+    line.refused("later", 5, step=1, at=0.0)
+    assert len(line) == LONGEST_LINE
+    for _ in range(MOST_PASSED):
+        line.taken("another")
+    assert line.kept_from("later", 1) == 9
+    line.taken("large")
+    assert line.kept_from("new", 1) == 5
+
+
+def test_lines_of_tenants_whose_hand_offs_went_elsewhere_are_forgotten() -> None:
+    load = Load("y")
+    load.fill()
+    for number in range(20):
+        load.offer("large", 38, f"t{number}")
+    assert len(load.refusals._lines) >= 20
+    for _ in range(2 * KEPT_STEPS):
+        load.step(small=1)
+    assert len(load.refusals._lines) <= 1
+
+
+def test_a_refusal_costs_no_more_beside_many_tenants_with_refused_hand_offs() -> None:
+    def calls(tenants: int) -> int:
+        parts = Parts(BLOCKS)
+        parts.hand_off("holds", blocks=BLOCKS - 1)
+        parts.step()
+        for number in range(tenants):
+            with pytest.raises(BlocksExhaustedError):
+                parts.hand_off("refused", blocks=8, tenant=f"t{number}")
+
+        def refuse() -> None:
+            with pytest.raises(BlocksExhaustedError):
+                parts.hand_off("refused", blocks=9, tenant="t0")
+
+        refuse()
+        return count_calls(refuse)
+
+    assert calls(400) <= calls(20) + 20
