@@ -7,8 +7,8 @@ Single claims are looked at only if all together leave too little, and then thos
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from engine.cache.block_pool import BlockPool
@@ -35,7 +35,7 @@ class Ahead:
         # Of this class: what the tenant holds for its weight, most first, and the claim.
         self._equal: list[tuple[float, int]] = []
         self._new: list[tuple[EngineRequest, int]] = []  # not yet among them
-        self._tenants: dict[str, list[tuple[EngineRequest, int]]] = {}
+        self._entries: defaultdict[str, list[tuple[EngineRequest, tuple[float, int]]]] = defaultdict(list)
 
     def room(self, sequence: Sequence, held: list[int], need: int) -> int:
         """Blocks available to it, of those to which no other has a claim (`Blocks.room`)."""
@@ -46,7 +46,9 @@ class Ahead:
             return room
         share = self._shares.of(sequence.request, need + self._pool.num_free - free)
         for request, count in self._new:
-            insort(self._equal, (-self._shares.of(request), count))
+            entry = -self._shares.of(request), count
+            insort(self._equal, entry)
+            self._entries[request.tenant].append((request, entry))
         self._new.clear()
         for negative, count in self._equal:
             if need <= room or -negative < share:
@@ -58,35 +60,27 @@ class Ahead:
         """It waits for blocks: `count` are its claim."""
         self._advance(sequence)
         self._waiting += count
-        self._add(sequence.request, count)
+        self._new.append((sequence.request, count))
 
     def admitted(self, tenant: str) -> None:
         """Its tenant holds more than before."""
-        if tenant in self._tenants:
-            self._new.clear()
-            self._equal = sorted(
-                (-self._shares.of(request), count)
-                for claims in self._tenants.values()
-                for request, count in claims
-            )
+        for request, entry in self._entries.pop(tenant, ()):
+            del self._equal[bisect_left(self._equal, entry)]
+            self._new.append((request, entry[1]))
 
     def _advance(self, sequence: Sequence) -> None:
         if sequence.rank != self._rank:
             self._rank = sequence.rank
             self._equal.clear()
             self._new.clear()
-            self._tenants.clear()
+            self._entries.clear()
             growing = self._growth.of(sequence.rank)
             self._growing = sum(growing.values())
             for one, count in growing.items():
                 if one.rank == self._rank:
-                    self._add(one.request, count)
+                    self._new.append((one.request, count))
         while self._refusals and (first := self._refusals[0][0]).order < sequence.order:
             count = self._refusals.popleft()[1]
             self._waiting += count
             if first.rank == self._rank:
-                self._add(first.request, count)
-
-    def _add(self, request: EngineRequest, count: int) -> None:
-        self._new.append((request, count))
-        self._tenants.setdefault(request.tenant, []).append((request, count))
+                self._new.append((first.request, count))
