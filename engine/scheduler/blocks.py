@@ -99,12 +99,14 @@ class Blocks:
         rank: int,
         refusals: Iterable[tuple[Refusal, int]],
         waiting: Iterable[Sequence],
+        most: int,
     ) -> int:
         """Of `free` blocks those available to a newcomer of class `rank` that needs `need`: to which no other has a claim,
         neither running sequences nor `refusals` or `waiting` ones, of its class or a higher one.
 
         A claim does not count against a newcomer of its class whose tenant holds no more for its weight, with what the
-        newcomer takes, than the tenant of the claim. If they leave too little, not all claims have been looked at.
+        newcomer takes, than the tenant of the claim. Not all claims are looked at if some leave too little, or if those of
+        `waiting` leave enough were they `most`, which they do not exceed.
         """
         room = free
         share = self.shares.of(request, need + self._pool.num_free - free)
@@ -113,9 +115,15 @@ class Blocks:
             return one.rank < rank or (one.rank == rank and self.shares.of(one.request) < share)
 
         numbers: Iterable[tuple[Claimant, int]] = chain(self._claims.of(rank).items(), refusals)
-        known = (count for one, count in numbers if counts(one))
-        for count in chain(known, (self.claim(one) for one in waiting if counts(one))):
+        for count in (count for one, count in numbers if counts(one)):
+            if room < need:
+                return room
+            room -= count
+        if room - most >= need:
+            return room
+        for one in waiting:
             if room < need:
                 break
-            room -= count
+            if counts(one):
+                room -= self.claim(one)
         return room

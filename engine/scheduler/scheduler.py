@@ -58,6 +58,7 @@ class Scheduler:
         self._alone: Sequence | None = None  # waits for a step of its own
         self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
         self._first: list[Sequence] | None = None  # waiting; None once a sequence has come, paused or left
+        self._first_need = 0  # blocks that these need at most
         self._victims: Victims | None = None  # of the present step, once one is preempted
         self.short_of_blocks = False  # in the last step, for waiting sequences
 
@@ -106,11 +107,10 @@ class Scheduler:
         room = free - refusals.kept_from(offer)
         if need > room:
             return room
-        waiting = (
-            one for one in self._first_waiting() if one.rank < rank or not refusals.first(request, one)
-        )
+        first = self._first_waiting()
+        waiting = (one for one in first if one.rank < rank or not refusals.first(request, one))
         claims = refusals.claims_against(offer)
-        return min(room, self._blocks.room(need, free, request, rank, claims, waiting))
+        return min(room, self._blocks.room(need, free, request, rank, claims, waiting, self._first_need))
 
     def start_reserved(self, sequence: Sequence) -> None:
         """Run a reservation for which the KV of all tokens has arrived."""
@@ -178,6 +178,7 @@ class Scheduler:
         """Of each tenant the first waiting sequence, if it may join, in their order."""
         if self._first is None:
             self._first = self._seats().first_of_each(self.waiting) if self.waiting else []
+            self._first_need = sum(self.blocks_for(len(one.tokens)) for one in self._first)
         return self._first
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -205,8 +206,7 @@ class Scheduler:
         if self._crowded and self._schedule_in_turns(decision):
             return decision
         self._turns.all_covered()
-        ordered = sorted(self.running, key=attrgetter("order"))
-        ordered.sort(key=lambda s: s.missing > 1)  # keeps the order among equals
+        ordered = sorted(self.running, key=lambda s: (s.missing > 1, s.order))
         self._admit_waiting(self._compute(ordered, budget, decision), decision)
         return decision
 

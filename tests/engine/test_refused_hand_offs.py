@@ -66,3 +66,16 @@ def calls_of_a_refusal(tenants: int, running: int, free: int) -> int:
 def test_a_refusal_costs_no_more_beside_many_tenants_that_wait_and_many_that_run() -> None:
     for free in (2, 30):
         assert calls_of_a_refusal(400, 400, free) <= calls_of_a_refusal(20, 20, free) + 20
+
+
+def test_a_hand_off_is_taken_without_a_look_at_each_tenant_that_waits() -> None:
+    """They wait for seats, and what they need at most is left."""
+
+    def calls(tenants: int) -> int:
+        parts = Parts(1000, max_batch_tokens=8, max_batch_requests=8)
+        for number in range(tenants):
+            parts.scheduler.add(request(f"{number}", [3] * 2 * PAGE, tenant=f"t{number}"))
+        assert len(parts.scheduler._first_waiting()) == tenants
+        return count_calls(lambda: parts.scheduler.reserve(request("taken", [3], tenant="new"), [], 8 * PAGE))
+
+    assert calls(100) <= calls(20) + 20
