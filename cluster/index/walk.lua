@@ -7,7 +7,10 @@ local function sweep(node, now, owners, budget)
   for i = 1, looks do slots[i] = node.fields[2 * ((start + i) % size) + 1] end
   local names = redis.call('HMGET', owners, unpack(slots))
   for i = 1, looks do
-    if not names[i] and slots[i] ~= 'c' then redis.call('HDEL', node.at, slots[i]) end
+    if not names[i] and slots[i] ~= 'c' then
+      redis.call('HDEL', node.at, slots[i])
+      node.whole = false
+    end
   end
   return budget - looks
 end
@@ -19,28 +22,32 @@ local function held_of(packed, m, now)
   return have < m and have or m
 end
 
--- The nodes along `chain`, while some worker may hold a whole run, and their labels, which spare a later insert of the same
--- chain from reading them. Of a node: at (its key), pos, run, m (blocks shared), fields (of a node with many slots some of
--- them), and slots and held (blocks of each, slots without an owner among them), which a node with more than `wide` lacks. expire_at: false where an insert of the same chain follows.
+-- The nodes along `chain`, while some worker may hold a whole run, and the same by key with false where there is none, which
+-- spares a later insert of the same chain from reading them. Of a node: at (its key), label, pos, run, m (blocks shared), fields
+-- (of a node with many slots some of them), whole (these are all that it has), and slots and held (blocks of each, slots without
+-- an owner among them) and parent (it has children), which a node with more than `wide` lacks. expire_at: false where nodes expire
+-- when they would have, or an insert of the same chain follows.
 local function walk(prefix, chain, now, expire_at, owners, budget, wide)
-  local nodes, labels = {}, {}
+  local nodes, seen = {}, {}
   local total, pos = #chain / KEY, 0
   while pos < total and #nodes < DEPTH do
     local key = node_key(chain, pos)
     local label = redis.call('GET', prefix .. 'n:' .. key)
-    if not label then break end
-    labels[key] = label
+    if not label then
+      seen[key] = false
+      break
+    end
     local run = #label / KEY
     local m = shared(label, chain, pos)
-    local node = {at = prefix .. 'w:' .. key, pos = pos, run = run, m = m}
-    nodes[#nodes + 1] = node
+    local node = {at = prefix .. 'w:' .. key, label = label, pos = pos, run = run, m = m}
+    nodes[#nodes + 1], seen[key] = node, node
     local size = redis.call('HLEN', node.at)
     local onward = size > wide
     if onward then
       node.fields = redis.call('HRANDFIELD', node.at, -wide, 'WITHVALUES')
     else
       local fields, slots, held, count = redis.call('HGETALL', node.at), {}, {}, 0
-      node.fields, node.slots, node.held = fields, slots, held
+      node.fields, node.slots, node.held, node.whole = fields, slots, held, true
       local number, unpacked = tonumber, struct.unpack  -- the loop runs for every worker that holds a common prefix
       for i = 1, #fields, 2 do
         local slot = number(fields[i])  -- nil: the mark of a node with children
@@ -51,6 +58,8 @@ local function walk(prefix, chain, now, expire_at, owners, budget, wide)
           count = count + 1
           slots[count], held[count] = slot, have
           if have == run then onward = true end
+        else
+          node.parent = true
         end
       end
     end
@@ -59,7 +68,7 @@ local function walk(prefix, chain, now, expire_at, owners, budget, wide)
     if m < run or not onward then break end
     pos = pos + run
   end
-  return nodes, labels
+  return nodes, seen
 end
 
 -- At most `most` slots that hold something of the deepest nodes, the deepest first, and how many blocks of the chain others may

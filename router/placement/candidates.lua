@@ -2,12 +2,11 @@
 if listed then
   total = #ARGV - LISTED + 1
   slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[30])}
-  capacities = {struct.unpack('>' .. string.rep('d', total), ARGV[31])}
-  local packed, wanted = ARGV[32], tonumber(ARGV[29])
-  for i = 1, total do
-    places[i] = sub(packed, FACTS_SIZE * i - 48, FACTS_SIZE * i - 37)
-    if i <= wanted then ps[i] = i else ds[i - wanted] = i end
-  end
+  capacities = {struct.unpack('>' .. string.rep('d', #ARGV[31] / 8), ARGV[31])}
+  places, racks, zones = {byte(ARGV[32], 1, -1)}, {byte(ARGV[33], 1, -1)}, {byte(ARGV[34], 1, -1)}
+  local wanted = tonumber(ARGV[29])
+  for i = 1, total - wanted do ds[i] = i end
+  for i = 1, wanted do ps[i] = total - wanted + i end
 end
 local unlisted = 0  -- blocks of the prompt that workers may hold without being candidates
 -- Prefill and decode workers that may be better with one beside them than the best pair is.
@@ -20,33 +19,29 @@ local function worth_a_look()
   local most = math.huge  -- that the best pair costs
   for k = 1, #ds do
     local d = ds[k]
-    most = math.min(most, least + wait[d] + math.max(0, (L - hits[d]) * far_rate - 0.9 * computes[p]))
+    most = math.min(most, least + wait[d] + math.max(0, (L - (hits[d] or 0)) * far_rate - 0.9 * (computes[p] or cold)))
   end
   most = most * TIE
   for k = 1, #ps do
     p = ps[k]
-    if score[p] <= most and L * far_rate > 0.9 * computes[p] then near_p[#near_p + 1] = p end
+    if score[p] <= most and L * far_rate > 0.9 * (computes[p] or cold) then near_p[#near_p + 1] = p end
   end
   local compute = prefill_seconds(L - math.min(unlisted * page, L - 1))
   for k = 1, #ds do
     local d = ds[k]
-    if compute + wait[d] <= most and (L - hits[d]) * far_rate > 0.9 * compute then near_d[#near_d + 1] = d end
+    if compute + wait[d] <= most and (L - (hits[d] or 0)) * far_rate > 0.9 * compute then near_d[#near_d + 1] = d end
   end
   return near_p, near_d
 end
+local set, wants_prefill = tag .. 'set:' .. group .. ':', ARGV[29] == '1'
+local barred, barred_p, barred_d  -- names to pass over, by role, and how many
+if not listed then
+  barred, barred_p, barred_d = {p = {}, d = {}}, tonumber(ARGV[32]), tonumber(ARGV[33])
+  for name in string.gmatch(ARGV[30], '[^%z]+') do barred.p[name] = true end
+  for name in string.gmatch(ARGV[31], '[^%z]+') do barred.d[name] = true end
+end
 -- Reads the first `width` of each set. A wide look reads as many of each place as a narrow one reads of all.
 local function look(width, wide)
-  local set = tag .. 'set:' .. group .. ':'
-  local wants_prefill = ARGV[29] == '1'
-  local function barred_names(packed, count)
-    local barred = {}
-    if count > 0 then
-      for name in string.gmatch(packed, '[^%z]+') do barred[name] = true end
-    end
-    return barred
-  end
-  local barred_p, barred_d = tonumber(ARGV[32]), tonumber(ARGV[33])
-  local barred = {p = barred_names(ARGV[30], barred_p), d = barred_names(ARGV[31], barred_d)}
   -- The first of a set that are not passed over. Where all that were read are equal (an idle cluster), chance decides from
   -- which of the equal ones on.
   local function heads(kind, passed, count)
@@ -144,7 +139,7 @@ local function look(width, wide)
     for i = 1, #own do
       local which = own[i]
       if by_place then first_of(kind .. ':' .. places[which], passed, count) end
-      local rack = by_rack and sub(facts[which], 27, 38)
+      local rack = by_rack and rack_of(which)
       if rack and rack ~= NOWHERE then first_of(kind .. ':rack:' .. rack, passed, count) end
     end
   end
@@ -155,8 +150,8 @@ local function look(width, wide)
   rate_new()
 end
 if not listed then
-  local function few(kind, seen) return 2 * call('ZCARD', tag .. 'set:' .. group .. ':' .. kind) < tonumber(seen) end
-  if few('r', ARGV[35]) or (ARGV[29] == '1' and few('p', ARGV[34])) then return refused({-8}) end
+  local function few(kind, seen) return 2 * call('ZCARD', set .. kind) < tonumber(seen) end
+  if few('r', ARGV[35]) or (wants_prefill and few('p', ARGV[34])) then return refused({-8}) end
   look(HEADS, false)
 end
 if total > 0 then rate_new() end

@@ -23,11 +23,12 @@ for k = 1, #gone do exit(tag, names[gone[k]], facts[gone[k]]) end
 if #gone > 0 then changed(tag) end
 
 local at = p > 0 and p or d  -- who prefills
-local u = L - hits[at]
+local cached = hits[at] or 0
+local u = L - cached
 local compute = prefill_seconds(u)
 local pending = 'p:' .. name_of(at)
 -- What waits there before this request: lower classes wait behind it. Their share is counted in fields of their own.
-local waits = p > 0 and wait[p] or queue[d]
+local waits = p > 0 and waits_at(p) or queue[d]
 local ahead = waits
 if waits > 0 and priority_class ~= 'batch' then
   local own = priority_class == 'high' and 'high:' or 'batch:'
@@ -42,27 +43,29 @@ if (deadline > 0 and first > deadline and ahead > 0) or (target > 0 and first > 
 end
 
 local class = CLASSES[priority_class]
-local charged = call('HGET', KEYS[5], transfer_id)
-if charged then
+local charge = pack_charge(class, u, need, name_of(at), name_of(d))
+if call('HSETNX', KEYS[5], transfer_id, charge) == 0 then
+  local charged = call('HGET', KEYS[5], transfer_id)
   if charged ~= ARGV[27] then return refused({-7}) end  -- the router has placed it by itself meanwhile
   local former, prefill, decode, its_p, its_d = unpack_charge(charged)
   count(former, -prefill, -decode, its_p, its_d)
+  call('HSET', KEYS[5], transfer_id, charge)
 end
-call('HSET', KEYS[5], transfer_id, pack_charge(class, u, need, name_of(at), name_of(d)))
 count(class, u, need, name_of(at), name_of(d))
 apply(tag, not small and known)
--- The lease expires the charges of a router that dies before it ever settles.
-call('ZADD', KEYS[3], 'NX', now + lease, router .. ':' .. life)
+-- Of a run that Redis did not give out: the lease expires the charges of a router that dies before it ever settles.
+if life > latest then
+  call('ZADD', KEYS[3], 'NX', now + lease, router .. ':' .. life)
+  call('HSET', KEYS[7], 'run', life)
+end
 
 if records then
   local winners = winners_of(p, d)
   for k = 1, #winners do winners[k] = string.format('%d', slots[winners[k]]) end
-  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, labels)
+  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, seen_nodes, not tends)
 end
 
-local answer = {
-  p > 0 and name_of(p) or '', name_of(d), hits[at], hits[d], u, tostring(cost), tostring(waits), tostring(compute),
-  tostring(ship), tostring(wait[d]), tostring(first),
-}
-call('HSET', KEYS[7], 'run', life, number % ANSWERS, cmsgpack.pack({number, answer}))
+local answer = struct.pack(ANSWER, number, cached, hits[d] or 0, u, cost, waits, compute, ship, wait[d], first)
+answer = answer .. (p > 0 and name_of(p) or '') .. '\0' .. name_of(d)
+call('HSET', KEYS[7], number % ANSWERS, answer)
 return answer

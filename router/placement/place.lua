@@ -27,11 +27,12 @@
 --   29  number of prefill candidates; with a group 1, or 0: none is wanted
 --   with a group: 30 names of prefill workers to pass over and 31 of decode workers, each behind a zero byte; 32 how many
 --       prefill workers, 33 decode workers these are; 34 how many prefill workers, 35 decode workers the router sees
---   without: 30 slots of the candidates, prefill workers first (4-byte numbers, packed), 31 their capacities (8-byte doubles,
---       packed), 32 their facts, 33… their fields of `load`
--- -> prefill worker ('' = the decode worker prefills), decode worker, cached tokens at the worker that prefills, at the
---    decode worker, uncached tokens, cost, terms…
---    or -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
+--   without: 30 slots of the candidates, decode workers first (4-byte numbers, packed), 31 capacities of the decode workers
+--       (8-byte doubles, packed), numbers of the candidates' 32 places, 33 racks and 34 zones (a byte each, 0: unknown), 35 what
+--       the place of each shares (a byte each: 1 a clique, 2 a host), 36… their fields of `load`
+-- -> one packed ANSWER: number of the call, cached tokens at the worker that prefills, at the decode worker, uncached tokens,
+--    cost, terms…, prefill worker ('' = the decode worker prefills), a zero byte, decode worker
+--    or a list: -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
 --    -5: Redis has a later run of this router, or -6: no live worker of a role is among the candidates that the sets
 --    name, or -7: the router no longer waits for this call, or has charged the attempt by itself,
 --    or -8: the sets hold fewer than half of the workers that the router sees. Then nothing was charged. Calls without a decode worker (-1) or without a pair (-2) are not made.
@@ -52,9 +53,9 @@ local transfer_id, group = ARGV[24], ARGV[28]
 local small = group == ''
 local listed = small or group == '-'
 local bandwidths = {struct.unpack('>ddddd', ARGV[12])}
-local LISTED = 33
-local FACTS_SIZE = 63
+local LISTED = 36
 local ANSWERS = 256
+local ANSWER = '>I8I4I4I4dddddd'
 local BEST = 8  -- of each role that are paired with each other
 local HEADS = 8  -- of each set
 -- Where the best pair costs WORTH_LOOKING times what it would without a hand-off, the first WIDE of each set are looked at, once:
@@ -63,18 +64,20 @@ local WIDE, WORTH_LOOKING = 32, 1.5
 local HOLDERS = 16  -- of the prefix, of both roles
 local TRIES = 16  -- of pairs whose workers turn out to be gone
 local TIE = 1.05
--- Slots looked at for dead owners, in one call of four; a hot node is visited often.
-local SWEPT = number % 4 == 0 and 8 or 0
+-- One call of eight refreshes the time to live of the nodes that it passes, and looks at SWEPT of their slots for dead owners:
+-- a hot node is passed often, and the reports of those that have computed the prompt refresh it too.
+local tends = random < 1 / 8
+local SWEPT = 16
 local call, byte, sub = redis.call, string.byte, string.sub
 
 -- The answer of call n is kept with n in field n % ANSWERS: never more than ANSWERS, even if some calls are refused.
 local told = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS)
-local latest, kept = tonumber(told[1] or 0), told[3] and cmsgpack.unpack(told[3])
+local latest, kept = tonumber(told[1] or 0), told[3]
 if life < latest then return {-5} end
 if life > latest then
   call('DEL', KEYS[7])
-elseif kept and kept[1] == number then
-  return kept[2]
+elseif kept and struct.unpack('>I8', kept) == number then
+  return kept
 elseif number < tonumber(told[2] or 0) then
   return {-7}
 end
@@ -89,4 +92,5 @@ local tag = sub(KEYS[2], 1, -5)
 local records = feeds ~= 'reported' and #chain > 0
 
 -- Recording walks the same nodes again, and further: it sets when they expire.
-local nodes, labels = walk(prefix, chain, now, not records and now + ttl, KEYS[1], SWEPT, listed and 256 or 32)
+local expire_at = tends and not records and now + ttl
+local nodes, seen_nodes = walk(prefix, chain, now, expire_at, KEYS[1], tends and SWEPT or 0, listed and 256 or 32)

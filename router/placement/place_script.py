@@ -34,6 +34,7 @@ RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answe
 LEASE_AGES_MS = int(LEASE_SUSPECT_SECONDS * 1000), int(LEASE_DEAD_SECONDS * 1000)
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
+_ANSWER = struct.Struct(">QIII6d")  # ANSWER in place.lua: number of the call, tokens, _TERMS
 _TOO_LATE, _LATER_RUN = -3, -5
 
 
@@ -56,6 +57,13 @@ class Decision:
     cached_decode_tokens: int
     uncached_tokens: int
     terms: dict[str, float]  # seconds
+
+    @classmethod
+    def unpack(cls, answer: bytes) -> Decision:
+        """The script's answer where it has placed."""
+        _, cached, cached_decode, uncached, *seconds = _ANSWER.unpack_from(answer)
+        prefill, decode = answer[_ANSWER.size :].decode().split("\0")
+        return cls(prefill, decode, cached, cached_decode, uncached, dict(zip(_TERMS, seconds, strict=True)))
 
 
 def script_source() -> str:
@@ -113,7 +121,7 @@ class PlaceScript:
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
-            refused = answer[0] if isinstance(answer[0], int) else 0
+            refused = 0 if isinstance(answer, bytes) else int(answer[0])
             if refused == _LATER_RUN:
                 raise TimeoutError(
                     f"another router uses the id {self._config.router_id!r}: give each its own router_id"
@@ -127,12 +135,10 @@ class PlaceScript:
             raise too_late(request, float(answer[1]))
         if refused:
             return Unplaced(refused)
-        prefill, decode = answer[0].decode(), answer[1].decode()
-        terms = {name: float(value) for name, value in zip(_TERMS, answer[5:], strict=True)}
-        for name, value in terms.items():
+        decision = Decision.unpack(answer)
+        for name, value in decision.terms.items():
             self.cost_terms[name].observe(value)
-        hit, decode_hit, uncached = map(int, answer[2:5])
-        return Decision(prefill, decode, hit, decode_hit, uncached, terms)
+        return decision
 
     def _failed(self, error: Exception) -> None:
         self.errors += 1

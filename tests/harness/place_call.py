@@ -51,10 +51,6 @@ class PlaceCall:
         ]
 
 
-def decision(answer: list[Any]) -> Decision | int:
+def decision(answer: Any) -> Decision | int:
     """The script's answer; a number where it has placed nothing."""
-    if isinstance(answer[0], int):
-        return answer[0]
-    hit, decode_hit, uncached = map(int, answer[2:5])
-    terms = {"cost": float(answer[5])}
-    return Decision(answer[0].decode(), answer[1].decode(), hit, decode_hit, uncached, terms)
+    return Decision.unpack(answer) if isinstance(answer, bytes) else int(answer[0])
