@@ -155,7 +155,7 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       split(prefix, key, label, m, expire_at)
       run, node = m, nil
     end
-    local there = node and node.whole and #node.fields > 0
+    local there = node and node.there
     -- A full Redis evicts the two keys of a node separately: whether this node has children is unknown by then.
     if held > pos and not there and redis.call('EXISTS', prefix .. 'w:' .. key) == 0 then
       redis.call('HSET', prefix .. 'w:' .. key, 'c', '1')
@@ -164,7 +164,7 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
     -- Where the chain leaves this run and is cut only after that, the rest of the run is not spoken of.
     local how = kind == 'cut' and m < run and held >= pos + m and 'whole' or kind
     -- A leaf beyond which nothing was found takes the rest of the chain at once.
-    local leaf = there and m == run and not node.parent and held > pos + run and seen[node_key(chain, pos + run)] == false
+    local leaf = node and node.whole and there and m == run and not node.parent and held > pos + run and seen[node_key(chain, pos + run)] == false
     if leaf then
       redis.call('APPEND', prefix .. 'n:' .. key, string.sub(chain, (pos + run) * KEY + 1, held * KEY))
       mine = held - pos

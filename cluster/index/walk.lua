@@ -9,7 +9,7 @@ local function sweep(node, now, owners, budget)
   for i = 1, looks do
     if not names[i] and slots[i] ~= 'c' then
       redis.call('HDEL', node.at, slots[i])
-      node.whole = false
+      node.whole, node.there = false, false
     end
   end
   return budget - looks
@@ -24,7 +24,7 @@ end
 
 -- The nodes along `chain`, while some worker may hold a whole run, and the same by key with false where there is none, which
 -- spares a later insert of the same chain from reading them. Of a node: at (its key), label, pos, run, m (blocks shared), fields
--- (of a node with many slots some of them), whole (these are all that it has), and slots and held (blocks of each, slots without
+-- (of a node with many slots some of them), whole (these are all that it has), there (it has some still), and slots and held (blocks of each, slots without
 -- an owner among them) and parent (it has children), which a node with more than `wide` lacks. expire_at: false where nodes expire
 -- when they would have, or an insert of the same chain follows.
 local function walk(prefix, chain, now, expire_at, owners, budget, wide)
@@ -63,6 +63,7 @@ local function walk(prefix, chain, now, expire_at, owners, budget, wide)
         end
       end
     end
+    node.there = #node.fields > 0
     if budget > 0 and size > 0 then budget = sweep(node, now, owners, budget) end
     if expire_at then touch(prefix, key, expire_at) end
     if m < run or not onward then break end

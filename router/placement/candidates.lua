@@ -116,6 +116,7 @@ local function look(width, wide)
     local key = set .. where
     local page = call('ZRANGE', key, 0, wide and HEADS - 1 or 0, 'WITHSCORES')
     if page[1] and passed[page[1]] then page = call('ZRANGE', key, 1, count, 'WITHSCORES') end
+    local left = wide and HEADS or 1
     for i = 1, #page, 2 do
       local first = page[i]
       if not passed[first] then
@@ -123,7 +124,8 @@ local function look(width, wide)
           known[first], given[first] = false, page[i + 1] + 0  -- asked for
           beside[#beside + 1] = first
         end
-        if not wide then break end
+        left = left - 1
+        if left == 0 then break end
       end
     end
   end

@@ -1,11 +1,13 @@
 -- Last part of the placement script: the pair is checked and charged, and the blocks expected there are recorded.
 local p, d, cost, ship, far, gone = nil, nil, nil, nil, nil, {}
-local may_widen = not listed
+local may_widen, in_vain = not listed and number % 2 ^ former_in_vain == 0, former_in_vain
 for _ = 1, TRIES do
   p, d, cost, ship, far = choose()
   if far and may_widen then
     may_widen = false
+    local narrow = cost
     if look_wider() then p, d, cost, ship = choose() end
+    in_vain = cost * TIE < narrow and 0 or math.min(in_vain + 1, MOST_IN_VAIN)
   end
   if not p then return refused({-6}) end
   local winners = winners_of(p, d)
@@ -67,5 +69,9 @@ end
 
 local answer = struct.pack(ANSWER, number, cached, hits[d] or 0, u, cost, waits, compute, ship, wait[d], first)
 answer = answer .. (p > 0 and name_of(p) or '') .. '\0' .. name_of(d)
-call('HSET', KEYS[7], number % ANSWERS, answer)
+if in_vain == former_in_vain then
+  call('HSET', KEYS[7], number % ANSWERS, answer)
+else
+  call('HSET', KEYS[7], number % ANSWERS, answer, 'in_vain', in_vain)
+end
 return answer

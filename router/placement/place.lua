@@ -59,9 +59,10 @@ local ANSWER = '>I8I4I4I4dddddd'
 local BEST = 8  -- of each role that are paired with each other
 local HEADS = 8  -- of each set
 -- Where the best pair costs WORTH_LOOKING times what it would without a hand-off, the first WIDE of each set are looked at, once:
--- rare where networks are fast beside prefill, and most placements of long prompts where they are slow.
-local WIDE, WORTH_LOOKING = 32, 1.5
-local HOLDERS = 16  -- of the prefix, of both roles
+-- rare where networks are fast beside prefill. Where they are slow it would be most placements of long prompts: after each such
+-- look that has found no pair beyond a tie better, half as many of the router's calls look, one of eight at least.
+local WIDE, WORTH_LOOKING, MOST_IN_VAIN = 32, 1.5, 3
+local HOLDERS = 8  -- of the prefix, of both roles
 local TRIES = 16  -- of pairs whose workers turn out to be gone
 local TIE = 1.05
 -- One call of eight refreshes the time to live of the nodes that it passes, and looks at SWEPT of their slots for dead owners:
@@ -71,7 +72,8 @@ local SWEPT = 16
 local call, byte, sub = redis.call, string.byte, string.sub
 
 -- The answer of call n is kept with n in field n % ANSWERS: never more than ANSWERS, even if some calls are refused.
-local told = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS)
+local told = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS, 'in_vain')
+local former_in_vain = tonumber(told[4] or 0)  -- wide looks in a row, up to MOST_IN_VAIN
 local latest, kept = tonumber(told[1] or 0), told[3]
 if life < latest then return {-5} end
 if life > latest then
