@@ -1,10 +1,10 @@
 -- Third part of the placement script: the candidates.
 if listed then
   total = #ARGV - LISTED + 1
-  slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[30])}
-  capacities = {struct.unpack('>' .. string.rep('d', #ARGV[31] / 8), ARGV[31])}
-  places, racks, zones = {byte(ARGV[32], 1, -1)}, {byte(ARGV[33], 1, -1)}, {byte(ARGV[34], 1, -1)}
-  local wanted = tonumber(ARGV[29])
+  slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[12])}
+  capacities = {struct.unpack('>' .. string.rep('d', #ARGV[13] / 8), ARGV[13])}
+  places = {byte(ARGV[14], 1, -1)}
+  local wanted = tonumber(ARGV[11])
   for i = 1, total - wanted do ds[i] = i end
   for i = 1, wanted do ps[i] = total - wanted + i end
 end
@@ -33,12 +33,19 @@ local function worth_a_look()
   end
   return near_p, near_d
 end
-local set, wants_prefill = tag .. 'set:' .. group .. ':', ARGV[29] == '1'
+local set, wants_prefill = tag .. 'set:' .. group .. ':', ARGV[11] == '1'
 local barred, barred_p, barred_d  -- names to pass over, by role, and how many
 if not listed then
-  barred, barred_p, barred_d = {p = {}, d = {}}, tonumber(ARGV[32]), tonumber(ARGV[33])
-  for name in string.gmatch(ARGV[30], '[^%z]+') do barred.p[name] = true end
-  for name in string.gmatch(ARGV[31], '[^%z]+') do barred.d[name] = true end
+  local function among(packed)
+    local found, size = {}, 0
+    for name in string.gmatch(packed, '[^%z]+') do
+      found[name], size = true, size + 1
+    end
+    return found, size
+  end
+  barred = {}
+  barred.p, barred_p = among(ARGV[12])
+  barred.d, barred_d = among(ARGV[13])
 end
 -- Reads the first `width` of each set. A wide look reads as many of each place as a narrow one reads of all.
 local function look(width, wide)
@@ -153,7 +160,7 @@ local function look(width, wide)
 end
 if not listed then
   local function few(kind, seen) return 2 * call('ZCARD', set .. kind) < tonumber(seen) end
-  if few('r', ARGV[35]) or (wants_prefill and few('p', ARGV[34])) then return refused({-8}) end
+  if few('r', ARGV[15]) or (wants_prefill and few('p', ARGV[14])) then return refused({-8}) end
   look(HEADS, false)
 end
 if total > 0 then rate_new() end

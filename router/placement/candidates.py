@@ -74,7 +74,6 @@ class Heads:
             group,
             b"1" if prefill else b"0",
             *("".join("\0" + name for name in names).encode() for names in without),
-            *(str(len(names)).encode() for names in without),
             *(str(count).encode() for count in seen),
         ]
 

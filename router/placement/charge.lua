@@ -48,7 +48,7 @@ local class = CLASSES[priority_class]
 local charge = pack_charge(class, u, need, name_of(at), name_of(d))
 if call('HSETNX', KEYS[5], transfer_id, charge) == 0 then
   local charged = call('HGET', KEYS[5], transfer_id)
-  if charged ~= ARGV[27] then return refused({-7}) end  -- the router has placed it by itself meanwhile
+  if charged ~= replaces then return refused({-7}) end  -- the router has placed it by itself meanwhile
   local former, prefill, decode, its_p, its_d = unpack_charge(charged)
   count(former, -prefill, -decode, its_p, its_d)
   call('HSET', KEYS[5], transfer_id, charge)

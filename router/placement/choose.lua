@@ -41,7 +41,7 @@ end
 
 -- What a pair shares at least: 1 a clique, 2 a host, 3 a rack, 4 a zone, 5 nothing.
 local function level(p, d)
-  if places[p] == places[d] then return listed and byte(ARGV[35], p) or byte(facts[p], 2) end
+  if places[p] == places[d] then return listed and byte(ARGV[17], p) or byte(facts[p], 2) end
   local rack = rack_of(p)
   if rack ~= UNKNOWN and rack == rack_of(d) then return 3 end
   local zone = zone_of(p)
@@ -151,7 +151,7 @@ local function reasons(winners)
     local leases = call('ZMSCORE', KEYS[9], unpack(ids))
     for k = 1, #winners do
       local age = now - tonumber(leases[k] or 0)
-      if age >= tonumber(ARGV[25]) then found[k] = age >= tonumber(ARGV[26]) and 'dead' or 'suspect' end
+      if age >= suspect then found[k] = age >= dead and 'dead' or 'suspect' end
     end
   end
   if listed or is_holder[winners[1]] or is_holder[winners[2]] then

@@ -6,10 +6,11 @@ import logging
 import random
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import resources
+from typing import NamedTuple
 
 import redis
 
@@ -74,6 +75,35 @@ def script_source() -> str:
     return "".join((scripts.walk(), SETS, *own))
 
 
+class Numbers(NamedTuple):
+    """Of a call; place.lua says what they are."""
+
+    tokens: int
+    page_size: int
+    output_tokens: int
+    random: float
+    a: float
+    b: float
+    token_bytes: float
+    per_token: float
+    rate: float
+    ttl_ms: int
+    predict_ms: int
+    target_seconds: float
+    deadline_seconds: float
+    run: int
+    number: int
+    lease_ms: int
+    suspect_ms: int
+    dead_ms: int
+
+    def packed(self, bandwidths: Sequence[float]) -> bytes:
+        return _NUMBERS.pack(*self, *bandwidths)
+
+
+_NUMBERS = struct.Struct(f">{len(Numbers._fields) + len(LEVELS)}d")
+
+
 class PlaceScript:
     def __init__(
         self,
@@ -113,11 +143,7 @@ class PlaceScript:
 
         Raises OverloadedError where the first token would come too late, and TimeoutError, redis.RedisError or OSError.
         """
-        arguments = [
-            *self._arguments(request, candidates.model_id),
-            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), request.transfer_id, *LEASE_AGES_MS, replaces),
-            *candidates.arguments,
-        ]
+        arguments = self._arguments(request, candidates, run, number, replaces)
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
@@ -155,29 +181,32 @@ class PlaceScript:
     async def close(self) -> None:
         await self._script.close()
 
-    def _arguments(self, request: PlacementRequest, model_id: str) -> list[Argument]:
+    def _arguments(
+        self,
+        request: PlacementRequest,
+        candidates: Candidates | Heads,
+        run: int,
+        number: int,
+        replaces: bytes,
+    ) -> list[Argument]:
         c, config, memory = self._calibration, self._config, self._memory.memory
         limits = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
-        return [
-            scripts.prefix(config.namespace, model_id),
-            config.router_id,
-            request.chain,
+        numbers = Numbers(
             request.token_count,
             request.kv_group.page_size if request.kv_group is not None else config.page_size,
-            request.output_tokens,
-            config.local_prefill,
-            self._rng.random(),
-            c.a,
-            c.b,
-            c.token_bytes,
-            struct.pack(f">{len(LEVELS)}d", *c.rates()),
-            c.decode_token_seconds,
-            "reported" if memory.pressed else config.index_feeds,
+            *(request.output_tokens, self._rng.random()),
+            *(c.a, c.b, c.token_bytes, c.decode_token_seconds, c.rate),
             int(memory.shortened(scripts.NODE_TTL_SECONDS) * 1000),
             int(PREDICT_SECONDS * 1000),
-            c.rate,
-            request.priority_class,
             *limits,
+            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), *LEASE_AGES_MS),
+        )
+        return [
+            *(scripts.prefix(config.namespace, candidates.model_id), config.router_id, request.chain),
+            *(numbers.packed(c.rates()), config.local_prefill),
+            "reported" if memory.pressed else config.index_feeds,
+            *(request.priority_class, request.transfer_id, replaces),
+            *candidates.arguments,
         ]
 
 

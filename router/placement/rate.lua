@@ -18,15 +18,15 @@ local function add_named(some)
   local packed = call('HMGET', KEYS[8], unpack(some))
   for i = 1, #some do add(some[i], packed[i]) end
 end
--- Of listed candidates names are cut out where they are needed, of others racks and zones: for few of them.
+-- Names of listed candidates, racks and zones are cut out where they are needed: for few candidates.
 local function name_of(i) return names[i] or sub(ARGV[LISTED - 1 + i], 3) end
 local racks, zones = {}, {}
 local function rack_of(i)
-  racks[i] = racks[i] or sub(facts[i], 27, 38)
+  racks[i] = racks[i] or (listed and byte(ARGV[15], i) or sub(facts[i], 27, 38))
   return racks[i]
 end
 local function zone_of(i)
-  zones[i] = zones[i] or sub(facts[i], 39, 50)
+  zones[i] = zones[i] or (listed and byte(ARGV[16], i) or sub(facts[i], 39, 50))
   return zones[i]
 end
 
