@@ -43,7 +43,7 @@ end
 
 -- Sets what each of `slots` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that
 -- ends here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held). known: what the node has of
--- these slots; nil: not read.
+-- these slots; nil: not read. -> whether the node has lost a slot
 local function mark(prefix, key, slots, held, kind, until_ms, known)
   local at = prefix .. 'w:' .. key
   known = known or redis.call('HMGET', at, unpack(slots))
@@ -73,6 +73,7 @@ local function mark(prefix, key, slots, held, kind, until_ms, known)
   end
   if #fresh > 0 then redis.call('HSET', at, unpack(fresh)) end
   if #gone > 0 then redis.call('HDEL', at, unpack(gone)) end
+  return #gone > 0
 end
 
 -- Cuts a node after `m` blocks: the rest becomes its child. The caller touches the node.
@@ -169,7 +170,11 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       redis.call('APPEND', prefix .. 'n:' .. key, string.sub(chain, (pos + run) * KEY + 1, held * KEY))
       mine = held - pos
     end
-    if mine > 0 or how == 'cut' then mark(prefix, key, slots, mine, how, until_ms, node and held_in(node, slots)) end
+    if mine > 0 or how == 'cut' then
+      local lost = mark(prefix, key, slots, mine, how, until_ms, node and held_in(node, slots))
+      -- A leaf goes with its last holder.
+      if lost and redis.call('EXISTS', prefix .. 'w:' .. key) == 0 then redis.call('DEL', prefix .. 'n:' .. key) end
+    end
     if not (keeps and there) then touch(prefix, key, expire_at) end
     if leaf or m < run or (held <= pos and not confirmed) then return visited + (leaf and 1 or 0) end
     last = {key = key, pos = pos}

@@ -77,8 +77,8 @@ local function look(width, wide)
       if not known[list[i]] then asked[#asked + 1] = list[i] end
     end
   end
-  ask(p_heads)
   ask(r_heads)
+  ask(p_heads)
   if #r_heads == width and (mode == 'always' or mode == 'auto' or (mode == 'fallback' and #p_heads == 0)) then
     ask(heads('l', barred.d, barred_d))
   end

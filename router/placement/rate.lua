@@ -80,21 +80,8 @@ local function rate_new()
   if total == rated then return end
   if rated == 0 then may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and #ps == 0) end
   read_loads()
-  cover = covered(nodes, rated > 0 and {unpack(slots, rated + 1)} or slots, now, cover)
+  cover = all_cover or covered(nodes, rated > 0 and {unpack(slots, rated + 1)} or slots, now)
   local cover, load_of, slots, score, rate = cover, load_of, slots, score, rate
-  for k = rated_p + 1, #ps do
-    local i = ps[k]
-    local load, blocks = load_of[i], cover[slots[i]]
-    local seconds = load and load / rate or 0
-    if seconds < 0 then seconds = 0 end
-    if blocks then
-      local held = math.min(blocks * page, L - 1)
-      local compute = prefill_seconds(L - held)
-      hits[i], computes[i], score[i] = held, compute, seconds + compute
-    else
-      score[i] = seconds + cold
-    end
-  end
   local wait, capacities, per_token, need = wait, capacities, per_token, need
   for k = rated_d + 1, #ds do
     local i = ds[k]
@@ -111,6 +98,19 @@ local function rate_new()
       if held > longest_hit then longest, longest_hit = i, held end
     else
       score[i] = penalty + cold_ship
+    end
+  end
+  for k = rated_p + 1, #ps do
+    local i = ps[k]
+    local load, blocks = load_of[i], cover[slots[i]]
+    local seconds = load and load / rate or 0
+    if seconds < 0 then seconds = 0 end
+    if blocks then
+      local held = math.min(blocks * page, L - 1)
+      local compute = prefill_seconds(L - held)
+      hits[i], computes[i], score[i] = held, compute, seconds + compute
+    else
+      score[i] = seconds + cold
     end
   end
   rated, rated_p, rated_d = total, #ps, #ds
