@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 
+from cluster.addresses import listen, tcp_socket
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 
@@ -37,21 +38,16 @@ _DROP_SYN = (
 
 def listen_http(config: RouterConfig) -> socket.socket:
     """Raises ConfigError where the port is not free."""
-    sock = _socket(config.host)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client leaves
-    # unread must stop its request soon, not fill megabytes of kernel memory.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    # A first streamed byte must not wait for Nagle; and what a client leaves unread must stop its request soon, not fill
+    # megabytes of kernel memory.
+    undelayed = socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    small = socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES
     try:
-        sock.bind((config.host.strip("[]"), config.http_port))
-        sock.listen(BACKLOG)
+        return listen(config.host, config.http_port, BACKLOG, undelayed, small)
     except OSError as error:
-        sock.close()
         raise ConfigError(
             f"--http-port {config.http_port} on {config.host}: {error}", field="http_port"
         ) from error
-    return sock
 
 
 def reserve_grpc(config: RouterConfig) -> socket.socket:
@@ -59,27 +55,19 @@ def reserve_grpc(config: RouterConfig) -> socket.socket:
 
     Raises ConfigError where something else has the port.
     """
-    host = config.host.strip("[]")
-    sock = _socket(config.host)
+    sock = tcp_socket(config.host)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        with _socket(config.host) as alone:
-            # Without SO_REUSEPORT, which would share the port with another router of the same user.
-            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            alone.bind((host, config.grpc_port))
-            alone.listen(1)
+        # First without SO_REUSEPORT, which would share the port with another router of the same user.
+        with listen(config.host, config.grpc_port, 1) as alone:
             port = alone.getsockname()[1]
-        sock.bind((host, port))
+        sock.bind((config.host.strip("[]"), port))
     except OSError as error:
         sock.close()
         raise ConfigError(
             f"--grpc-port {config.grpc_port} on {config.host}: {error}", field="grpc_port"
         ) from error
     return sock
-
-
-def _socket(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def own_listeners(port: int) -> list[socket.socket]:
@@ -136,7 +124,7 @@ def allow_connections(sock: socket.socket) -> None:
 async def accepted_all(sock: socket.socket) -> None:
     """Wait until nothing has waited in the socket's queue for QUIET_SECONDS, MAX_QUIET_SECONDS at most.
 
-    Whoever accepts goes on meanwhile.
+    Connections are accepted meanwhile.
     """
     poll = select.poll()
     poll.register(sock, select.POLLIN)

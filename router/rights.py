@@ -26,7 +26,7 @@ def rights(namespace: str) -> Rights:
         keys=(*registry, *sorted(own - {*registry})),
         commands=(
             "append decr del eval evalsha exists get hdel hexists hget hgetall hincrby hlen hmget hrandfield hscan hset "
-            "incr info pexpireat script|load set time zadd zcard zcount zmscore zrange zrangebyscore zrem "
+            "hsetnx incr info pexpireat script|load set time zadd zcard zcount zmscore zrange zrangebyscore zrem "
             "zremrangebyrank zscore"
         ),
     )

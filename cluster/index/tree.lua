@@ -42,10 +42,11 @@ local function touch(prefix, key, expire_at)
 end
 
 -- Sets what each of `slots` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that
--- ends here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held).
-local function mark(prefix, key, slots, held, kind, until_ms)
+-- ends here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held). known: what the node has of
+-- these slots; nil: not read. -> whether the node has lost a slot
+local function mark(prefix, key, slots, held, kind, until_ms, known)
   local at = prefix .. 'w:' .. key
-  local known = redis.call('HMGET', at, unpack(slots))
+  known = known or redis.call('HMGET', at, unpack(slots))
   local fresh, gone = {}, {}
   for i = 1, #slots do
     local raw = known[i]
@@ -72,15 +73,16 @@ local function mark(prefix, key, slots, held, kind, until_ms)
   end
   if #fresh > 0 then redis.call('HSET', at, unpack(fresh)) end
   if #gone > 0 then redis.call('HDEL', at, unpack(gone)) end
+  return #gone > 0
 end
 
--- Cuts a node after `m` blocks: the rest becomes its child.
+-- Cuts a node after `m` blocks: the rest becomes its child. The caller touches the node.
 local function split(prefix, key, label, m, expire_at)
   local rest = string.sub(label, m * KEY + 1)
   local child = string.sub(rest, 1, KEY)
   local fields = redis.call('HGETALL', prefix .. 'w:' .. key)
-  redis.call('DEL', prefix .. 'n:' .. child, prefix .. 'w:' .. child)
-  redis.call('SET', prefix .. 'n:' .. child, rest)
+  redis.call('DEL', prefix .. 'w:' .. child)
+  redis.call('SET', prefix .. 'n:' .. child, rest, 'PXAT', expire_at)
   redis.call('SET', prefix .. 'n:' .. key, string.sub(label, 1, m * KEY))
   for i = 1, #fields, 2 do
     local slot = fields[i]
@@ -95,21 +97,42 @@ local function split(prefix, key, label, m, expire_at)
     end
   end
   redis.call('HSET', prefix .. 'w:' .. key, 'c', '1')
-  touch(prefix, child, expire_at)
+  redis.call('PEXPIREAT', prefix .. 'w:' .. child, expire_at)
+end
+
+-- What a node that was read whole holds of these slots; nil where asking Redis costs less than looking through its fields.
+local LOOKED_THROUGH = 64
+local function held_in(node, slots)
+  local fields, found = node.fields, {}
+  if not node.whole or #fields > LOOKED_THROUGH then return nil end
+  for i = 1, #fields, 2 do
+    for k = 1, #slots do
+      if fields[i] == slots[k] then found[k] = fields[i + 1] end
+    end
+  end
+  return found
 end
 
 -- Of `chain`, each of `slots` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut
--- also clears the slots below the cut. Only as much of the chain as is held creates nodes. labels: of nodes that this
--- script has read and not changed since. -> how many nodes it has looked at
-local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at, labels)
+-- also clears the slots below the cut. Only as much of the chain as is held creates nodes. -> how many nodes it has looked at
+-- seen: nodes that walk (walk.lua) has read in this script, by key, or false where there was none; nil: none were read.
+-- keeps: those that were there already may expire when they would have.
+local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at, seen, keeps)
   local total = #chain / KEY
   local kind = 'predicted'
   if confirmed then kind = held < total and 'cut' or 'whole' end
   local pos = 0
   local last, visited = nil, 0
+  seen = seen or {}
   while pos < total do
     local key = node_key(chain, pos)
-    local label = labels and labels[key] or redis.call('GET', prefix .. 'n:' .. key)
+    local node = seen[key]
+    local label
+    if node then
+      label = node.label
+    elseif node == nil then
+      label = redis.call('GET', prefix .. 'n:' .. key)
+    end
     if not label then
       if held <= pos then return visited end
       local rest = string.sub(chain, pos * KEY + 1, held * KEY)
@@ -119,30 +142,41 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       elseif visited < DEPTH then
         if last then redis.call('HSET', prefix .. 'w:' .. last.key, 'c', '1') end
         redis.call('DEL', prefix .. 'w:' .. key)
-        redis.call('SET', prefix .. 'n:' .. key, rest)
-        mark(prefix, key, slots, held - pos, kind, until_ms)
-        touch(prefix, key, expire_at)
+        redis.call('SET', prefix .. 'n:' .. key, rest, 'PXAT', expire_at)
+        mark(prefix, key, slots, held - pos, kind, until_ms, {})
+        redis.call('PEXPIREAT', prefix .. 'w:' .. key, expire_at)
       end
       return visited + 1
     end
     if visited == DEPTH then return visited end
     visited = visited + 1
     local run = #label / KEY
-    local m = shared(label, chain, pos)
+    local m = node and node.m or shared(label, chain, pos)
     if m < run and pos + m < total and held > pos + m and visited < DEPTH then
       split(prefix, key, label, m, expire_at)
-      run = m
+      run, node = m, nil
     end
+    local there = node and node.there
     -- A full Redis evicts the two keys of a node separately: whether this node has children is unknown by then.
-    if held > pos and redis.call('EXISTS', prefix .. 'w:' .. key) == 0 then
+    if held > pos and not there and redis.call('EXISTS', prefix .. 'w:' .. key) == 0 then
       redis.call('HSET', prefix .. 'w:' .. key, 'c', '1')
     end
     local mine = math.min(math.max(held - pos, 0), math.min(m, run))
     -- Where the chain leaves this run and is cut only after that, the rest of the run is not spoken of.
     local how = kind == 'cut' and m < run and held >= pos + m and 'whole' or kind
-    if mine > 0 or how == 'cut' then mark(prefix, key, slots, mine, how, until_ms) end
-    touch(prefix, key, expire_at)
-    if m < run or (held <= pos and not confirmed) then return visited end
+    -- A leaf beyond which nothing was found takes the rest of the chain at once.
+    local leaf = node and node.whole and there and m == run and not node.parent and held > pos + run and seen[node_key(chain, pos + run)] == false
+    if leaf then
+      redis.call('APPEND', prefix .. 'n:' .. key, string.sub(chain, (pos + run) * KEY + 1, held * KEY))
+      mine = held - pos
+    end
+    if mine > 0 or how == 'cut' then
+      local lost = mark(prefix, key, slots, mine, how, until_ms, node and held_in(node, slots))
+      -- A leaf goes with its last holder.
+      if lost and redis.call('EXISTS', prefix .. 'w:' .. key) == 0 then redis.call('DEL', prefix .. 'n:' .. key) end
+    end
+    if not (keeps and there) then touch(prefix, key, expire_at) end
+    if leaf or m < run or (held <= pos and not confirmed) then return visited + (leaf and 1 or 0) end
     last = {key = key, pos = pos}
     pos = pos + run
   end

@@ -7,7 +7,10 @@ local function sweep(node, now, owners, budget)
   for i = 1, looks do slots[i] = node.fields[2 * ((start + i) % size) + 1] end
   local names = redis.call('HMGET', owners, unpack(slots))
   for i = 1, looks do
-    if not names[i] and slots[i] ~= 'c' then redis.call('HDEL', node.at, slots[i]) end
+    if not names[i] and slots[i] ~= 'c' then
+      redis.call('HDEL', node.at, slots[i])
+      node.whole, node.there = false, false
+    end
   end
   return budget - looks
 end
@@ -19,47 +22,54 @@ local function held_of(packed, m, now)
   return have < m and have or m
 end
 
--- The nodes along `chain`, while some worker may hold a whole run, and their labels, which spare a later insert of the same
--- chain from reading them. Of a node: at (its key), pos, run, m (blocks shared), fields (of a node with many slots some of
--- them), and slots and held (blocks of each, slots without an owner among them), which a node with more than `wide` lacks. expire_at: false where an insert of the same chain follows.
+-- The nodes along `chain`, while some worker may hold a whole run; the same by key with false where there is none, which spares
+-- a later insert of the same chain from reading them; and what `covered` answers for any slots, nil where a node was not read
+-- whole. Of a node: at (its key), label, pos, run, m (blocks shared), fields (of one with more than `wide` slots some of them),
+-- read (these were all), parent (then: it has children), and after the sweep whether they still are all (whole), and whether the
+-- node still has any (there).
+-- expire_at: false where nodes expire when they would have, or an insert of the same chain follows.
 local function walk(prefix, chain, now, expire_at, owners, budget, wide)
-  local nodes, labels = {}, {}
+  local nodes, seen, cover = {}, {}, {}
   local total, pos = #chain / KEY, 0
+  local number, unpacked = tonumber, struct.unpack  -- the inner loop runs for every worker that holds a common prefix
   while pos < total and #nodes < DEPTH do
     local key = node_key(chain, pos)
     local label = redis.call('GET', prefix .. 'n:' .. key)
-    if not label then break end
-    labels[key] = label
+    if not label then
+      seen[key] = false
+      break
+    end
     local run = #label / KEY
     local m = shared(label, chain, pos)
-    local node = {at = prefix .. 'w:' .. key, pos = pos, run = run, m = m}
-    nodes[#nodes + 1] = node
+    local node = {at = prefix .. 'w:' .. key, label = label, pos = pos, run = run, m = m}
+    nodes[#nodes + 1], seen[key] = node, node
     local size = redis.call('HLEN', node.at)
     local onward = size > wide
     if onward then
-      node.fields = redis.call('HRANDFIELD', node.at, -wide, 'WITHVALUES')
+      node.fields, cover = redis.call('HRANDFIELD', node.at, -wide, 'WITHVALUES'), nil
     else
-      local fields, slots, held, count = redis.call('HGETALL', node.at), {}, {}, 0
-      node.fields, node.slots, node.held = fields, slots, held
-      local number, unpacked = tonumber, struct.unpack  -- the loop runs for every worker that holds a common prefix
+      local fields = redis.call('HGETALL', node.at)
+      node.fields, node.read, node.whole = fields, true, true
       for i = 1, #fields, 2 do
         local slot = number(fields[i])  -- nil: the mark of a node with children
-        if slot then
+        if not slot then
+          node.parent = true
+        elseif pos == 0 or not cover or cover[slot] == pos then
           local have, predicted, until_ms = unpacked(PACK, fields[i + 1])
           if predicted > have and until_ms > now then have = predicted end
           if have > m then have = m end
-          count = count + 1
-          slots[count], held[count] = slot, have
+          if cover then cover[slot] = pos + have end
           if have == run then onward = true end
         end
       end
     end
+    node.there = #node.fields > 0
     if budget > 0 and size > 0 then budget = sweep(node, now, owners, budget) end
     if expire_at then touch(prefix, key, expire_at) end
     if m < run or not onward then break end
     pos = pos + run
   end
-  return nodes, labels
+  return nodes, seen, cover
 end
 
 -- At most `most` slots that hold something of the deepest nodes, the deepest first, and how many blocks of the chain others may
@@ -82,33 +92,33 @@ local function holders(nodes, most, random, now)
       local slot = tonumber(fields[at])
       if slot then take(slot, held_of(fields[at + 1], node.m, now)) end
     end
-    if others == 0 and (#found >= most or not node.slots) then others = node.pos + node.m end
+    if others == 0 and (#found >= most or not node.read) then others = node.pos + node.m end
     if #found >= most then break end
   end
   return found, others
 end
 
--- Slot -> leading blocks of the chain that it covers, of `slots` at least; nil: none. former: the answer for other slots.
-local function covered(nodes, slots, now, former)
-  local whole = former ~= nil
-  for n = 1, #nodes do whole = whole and nodes[n].slots ~= nil end
-  if whole then return former end
+-- Slot -> leading blocks of the chain that it covers, of `slots` at least; nil: none.
+local function covered(nodes, slots, now)
   local cover = {}
   for n = 1, #nodes do
     local node = nodes[n]
-    local pos, asked, held = node.pos, node.slots, node.held
-    if not asked then
-      asked, held = {}, {}
+    local pos, m, fields = node.pos, node.m, node.fields
+    if node.read then
+      for i = 1, #fields, 2 do
+        local slot = tonumber(fields[i])
+        if slot and (pos == 0 or cover[slot] == pos) then cover[slot] = pos + held_of(fields[i + 1], m, now) end
+      end
+    else
+      local asked = {}
       for i = 1, #slots do
         if pos == 0 or cover[slots[i]] == pos then asked[#asked + 1] = slots[i] end
       end
       if #asked == 0 then break end
       local packed = redis.call('HMGET', node.at, unpack(asked))
-      for i = 1, #asked do held[i] = packed[i] and held_of(packed[i], node.m, now) end
-    end
-    for i = 1, #asked do
-      local slot, have = asked[i], held[i]
-      if have and (pos == 0 or cover[slot] == pos) then cover[slot] = pos + have end
+      for i = 1, #asked do
+        if packed[i] then cover[asked[i]] = pos + held_of(packed[i], m, now) end
+      end
     end
   end
   return cover

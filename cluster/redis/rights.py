@@ -49,7 +49,7 @@ _BEHIND_KEY = (
             "zscore",
         }
     ),
-    frozenset({"hincrby", "hset", "zadd", "zcount", "zrange", "zrangebyscore", "zremrangebyrank"}),
+    frozenset({"hincrby", "hset", "hsetnx", "zadd", "zcount", "zrange", "zrangebyscore", "zremrangebyrank"}),
 )
 
 

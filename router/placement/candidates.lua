@@ -1,13 +1,12 @@
 -- Third part of the placement script: the candidates.
 if listed then
   total = #ARGV - LISTED + 1
-  slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[30])}
-  capacities = {struct.unpack('>' .. string.rep('d', total), ARGV[31])}
-  local packed, wanted = ARGV[32], tonumber(ARGV[29])
-  for i = 1, total do
-    places[i] = sub(packed, FACTS_SIZE * i - 48, FACTS_SIZE * i - 37)
-    if i <= wanted then ps[i] = i else ds[i - wanted] = i end
-  end
+  slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[12])}
+  capacities = {struct.unpack('>' .. string.rep('d', #ARGV[13] / 8), ARGV[13])}
+  places = {byte(ARGV[14], 1, -1)}
+  local wanted = tonumber(ARGV[11])
+  for i = 1, total - wanted do ds[i] = i end
+  for i = 1, wanted do ps[i] = total - wanted + i end
 end
 local unlisted = 0  -- blocks of the prompt that workers may hold without being candidates
 -- Prefill and decode workers that may be better with one beside them than the best pair is.
@@ -20,33 +19,36 @@ local function worth_a_look()
   local most = math.huge  -- that the best pair costs
   for k = 1, #ds do
     local d = ds[k]
-    most = math.min(most, least + wait[d] + math.max(0, (L - hits[d]) * far_rate - 0.9 * computes[p]))
+    most = math.min(most, least + wait[d] + math.max(0, (L - (hits[d] or 0)) * far_rate - 0.9 * (computes[p] or cold)))
   end
   most = most * TIE
   for k = 1, #ps do
     p = ps[k]
-    if score[p] <= most and L * far_rate > 0.9 * computes[p] then near_p[#near_p + 1] = p end
+    if score[p] <= most and L * far_rate > 0.9 * (computes[p] or cold) then near_p[#near_p + 1] = p end
   end
   local compute = prefill_seconds(L - math.min(unlisted * page, L - 1))
   for k = 1, #ds do
     local d = ds[k]
-    if compute + wait[d] <= most and (L - hits[d]) * far_rate > 0.9 * compute then near_d[#near_d + 1] = d end
+    if compute + wait[d] <= most and (L - (hits[d] or 0)) * far_rate > 0.9 * compute then near_d[#near_d + 1] = d end
   end
   return near_p, near_d
 end
+local set, wants_prefill = tag .. 'set:' .. group .. ':', ARGV[11] == '1'
+local barred, barred_p, barred_d  -- names to pass over, by role, and how many
+if not listed then
+  local function among(packed)
+    local found, size = {}, 0
+    for name in string.gmatch(packed, '[^%z]+') do
+      found[name], size = true, size + 1
+    end
+    return found, size
+  end
+  barred = {}
+  barred.p, barred_p = among(ARGV[12])
+  barred.d, barred_d = among(ARGV[13])
+end
 -- Reads the first `width` of each set. A wide look reads as many of each place as a narrow one reads of all.
 local function look(width, wide)
-  local set = tag .. 'set:' .. group .. ':'
-  local wants_prefill = ARGV[29] == '1'
-  local function barred_names(packed, count)
-    local barred = {}
-    if count > 0 then
-      for name in string.gmatch(packed, '[^%z]+') do barred[name] = true end
-    end
-    return barred
-  end
-  local barred_p, barred_d = tonumber(ARGV[32]), tonumber(ARGV[33])
-  local barred = {p = barred_names(ARGV[30], barred_p), d = barred_names(ARGV[31], barred_d)}
   -- The first of a set that are not passed over. Where all that were read are equal (an idle cluster), chance decides from
   -- which of the equal ones on.
   local function heads(kind, passed, count)
@@ -75,8 +77,8 @@ local function look(width, wide)
       if not known[list[i]] then asked[#asked + 1] = list[i] end
     end
   end
-  ask(p_heads)
   ask(r_heads)
+  ask(p_heads)
   if #r_heads == width and (mode == 'always' or mode == 'auto' or (mode == 'fallback' and #p_heads == 0)) then
     ask(heads('l', barred.d, barred_d))
   end
@@ -121,6 +123,7 @@ local function look(width, wide)
     local key = set .. where
     local page = call('ZRANGE', key, 0, wide and HEADS - 1 or 0, 'WITHSCORES')
     if page[1] and passed[page[1]] then page = call('ZRANGE', key, 1, count, 'WITHSCORES') end
+    local left = wide and HEADS or 1
     for i = 1, #page, 2 do
       local first = page[i]
       if not passed[first] then
@@ -128,7 +131,8 @@ local function look(width, wide)
           known[first], given[first] = false, page[i + 1] + 0  -- asked for
           beside[#beside + 1] = first
         end
-        if not wide then break end
+        left = left - 1
+        if left == 0 then break end
       end
     end
   end
@@ -144,7 +148,7 @@ local function look(width, wide)
     for i = 1, #own do
       local which = own[i]
       if by_place then first_of(kind .. ':' .. places[which], passed, count) end
-      local rack = by_rack and sub(facts[which], 27, 38)
+      local rack = by_rack and rack_of(which)
       if rack and rack ~= NOWHERE then first_of(kind .. ':rack:' .. rack, passed, count) end
     end
   end
@@ -155,8 +159,8 @@ local function look(width, wide)
   rate_new()
 end
 if not listed then
-  local function few(kind, seen) return 2 * call('ZCARD', tag .. 'set:' .. group .. ':' .. kind) < tonumber(seen) end
-  if few('r', ARGV[35]) or (ARGV[29] == '1' and few('p', ARGV[34])) then return refused({-8}) end
+  local function few(kind, seen) return 2 * call('ZCARD', set .. kind) < tonumber(seen) end
+  if few('r', ARGV[15]) or (wants_prefill and few('p', ARGV[14])) then return refused({-8}) end
   look(HEADS, false)
 end
 if total > 0 then rate_new() end

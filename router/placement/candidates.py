@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from cluster.membership import facts
@@ -25,12 +25,16 @@ class Candidates:
     @cached_property
     def arguments(self) -> list[bytes]:
         """Packed when the script is called: a router that places without Redis needs them not."""
-        workers = (*self.prefill, *self.decode)
+        workers = (*self.decode, *self.prefill)
+        where = [one.location for one in workers]
         return [
             *(b"-" if self.of_many else b"", str(len(self.prefill)).encode()),
             struct.pack(f">{len(workers)}I", *(one.slot for one in workers)),
-            struct.pack(f">{len(workers)}d", *(facts.capacity_of(one) for one in workers)),
-            b"".join(map(facts.pack, workers)),
+            struct.pack(f">{len(self.decode)}d", *(facts.capacity_of(one) for one in self.decode)),
+            _numbered(map(place_of, workers)),
+            _numbered(one.rack for one in where),
+            _numbered(one.zone for one in where),
+            bytes(CLIQUE if one.clique else HOST for one in where),
             *(f"{one.role[0]}:{one.name}".encode() for one in workers),
         ]
 
@@ -41,6 +45,12 @@ class Candidates:
     @cached_property
     def decode_by_id(self) -> Mapping[str, WorkerInfo]:
         return {one.worker_id: one for one in self.decode}
+
+
+def _numbered(names: Iterable[str]) -> bytes:
+    """A byte for each name: equal ones have the same number, "" has 0. Of 255 names at most."""
+    numbers = {"": 0}
+    return bytes(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 class Heads:
@@ -64,7 +74,6 @@ class Heads:
             group,
             b"1" if prefill else b"0",
             *("".join("\0" + name for name in names).encode() for names in without),
-            *(str(len(names)).encode() for names in without),
             *(str(count).encode() for count in seen),
         ]
 

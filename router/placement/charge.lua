@@ -1,11 +1,13 @@
 -- Last part of the placement script: the pair is checked and charged, and the blocks expected there are recorded.
 local p, d, cost, ship, far, gone = nil, nil, nil, nil, nil, {}
-local may_widen = not listed
+local may_widen, in_vain = not listed and number % 2 ^ former_in_vain == 0, former_in_vain
 for _ = 1, TRIES do
   p, d, cost, ship, far = choose()
   if far and may_widen then
     may_widen = false
+    local narrow = cost
     if look_wider() then p, d, cost, ship = choose() end
+    in_vain = cost * TIE < narrow and 0 or math.min(in_vain + 1, MOST_IN_VAIN)
   end
   if not p then return refused({-6}) end
   local winners = winners_of(p, d)
@@ -23,11 +25,12 @@ for k = 1, #gone do exit(tag, names[gone[k]], facts[gone[k]]) end
 if #gone > 0 then changed(tag) end
 
 local at = p > 0 and p or d  -- who prefills
-local u = L - hits[at]
+local cached = hits[at] or 0
+local u = L - cached
 local compute = prefill_seconds(u)
 local pending = 'p:' .. name_of(at)
 -- What waits there before this request: lower classes wait behind it. Their share is counted in fields of their own.
-local waits = p > 0 and wait[p] or queue[d]
+local waits = p > 0 and waits_at(p) or queue[d]
 local ahead = waits
 if waits > 0 and priority_class ~= 'batch' then
   local own = priority_class == 'high' and 'high:' or 'batch:'
@@ -42,27 +45,33 @@ if (deadline > 0 and first > deadline and ahead > 0) or (target > 0 and first > 
 end
 
 local class = CLASSES[priority_class]
-local charged = call('HGET', KEYS[5], transfer_id)
-if charged then
-  if charged ~= ARGV[27] then return refused({-7}) end  -- the router has placed it by itself meanwhile
+local charge = pack_charge(class, u, need, name_of(at), name_of(d))
+if call('HSETNX', KEYS[5], transfer_id, charge) == 0 then
+  local charged = call('HGET', KEYS[5], transfer_id)
+  if charged ~= replaces then return refused({-7}) end  -- the router has placed it by itself meanwhile
   local former, prefill, decode, its_p, its_d = unpack_charge(charged)
   count(former, -prefill, -decode, its_p, its_d)
+  call('HSET', KEYS[5], transfer_id, charge)
 end
-call('HSET', KEYS[5], transfer_id, pack_charge(class, u, need, name_of(at), name_of(d)))
 count(class, u, need, name_of(at), name_of(d))
 apply(tag, not small and known)
--- The lease expires the charges of a router that dies before it ever settles.
-call('ZADD', KEYS[3], 'NX', now + lease, router .. ':' .. life)
+-- Of a run that Redis did not give out: the lease expires the charges of a router that dies before it ever settles.
+if life > latest then
+  call('ZADD', KEYS[3], 'NX', now + lease, router .. ':' .. life)
+  call('HSET', KEYS[7], 'run', life)
+end
 
 if records then
   local winners = winners_of(p, d)
   for k = 1, #winners do winners[k] = string.format('%d', slots[winners[k]]) end
-  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, labels)
+  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, seen_nodes, not tends)
 end
 
-local answer = {
-  p > 0 and name_of(p) or '', name_of(d), hits[at], hits[d], u, tostring(cost), tostring(waits), tostring(compute),
-  tostring(ship), tostring(wait[d]), tostring(first),
-}
-call('HSET', KEYS[7], 'run', life, number % ANSWERS, cmsgpack.pack({number, answer}))
+local answer = struct.pack(ANSWER, number, cached, hits[d] or 0, u, cost, waits, compute, ship, wait[d], first)
+answer = answer .. (p > 0 and name_of(p) or '') .. '\0' .. name_of(d)
+if in_vain == former_in_vain then
+  call('HSET', KEYS[7], number % ANSWERS, answer)
+else
+  call('HSET', KEYS[7], number % ANSWERS, answer, 'in_vain', in_vain)
+end
 return answer

@@ -1,11 +1,8 @@
 -- Fourth part of the placement script: the pair that costs least.
+local places_count = fast > slow
 -- Racks count where they are faster than what lies beyond, and in fleets of many racks only.
-local racks = {}
-local function read_racks(from)
-  if listed or bandwidths[3] <= bandwidths[4] then return end
-  for i = from, total do racks[i] = fact(i, 27, 38) end
-end
-read_racks(1)
+local racks_count = not listed and bandwidths[3] > bandwidths[4]
+local UNKNOWN = listed and 0 or NOWHERE
 
 -- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place and rack.
 local bad = {}
@@ -15,10 +12,16 @@ local function best(list)
   for n = 1, #list do
     local i = list[n]
     if not bad[i] then
-      local s, top = score[i], by_place[places[i]]
-      if not top or s < score[top] then by_place[places[i]] = i end
-      local rack = racks[i]
-      if rack and rack ~= NOWHERE and (not by_rack[rack] or s < score[by_rack[rack]]) then by_rack[rack] = i end
+      local s = score[i]
+      if places_count then
+        local place = places[i]
+        local top = by_place[place]
+        if not top or s < score[top] then by_place[place] = i end
+      end
+      if racks_count then
+        local rack = rack_of(i)
+        if rack ~= NOWHERE and (not by_rack[rack] or s < score[by_rack[rack]]) then by_rack[rack] = i end
+      end
       if s < bound then
         if size < BEST then size = size + 1 end
         local k = size
@@ -38,11 +41,11 @@ end
 
 -- What a pair shares at least: 1 a clique, 2 a host, 3 a rack, 4 a zone, 5 nothing.
 local function level(p, d)
-  if places[p] == places[d] then return byte(fact(p, 2, 2)) end
-  local rack = fact(p, 27, 38)
-  if rack ~= NOWHERE and rack == fact(d, 27, 38) then return 3 end
-  local zone = fact(p, 39, 50)
-  return zone ~= NOWHERE and zone == fact(d, 39, 50) and 4 or 5
+  if places[p] == places[d] then return listed and byte(ARGV[17], p) or byte(facts[p], 2) end
+  local rack = rack_of(p)
+  if rack ~= UNKNOWN and rack == rack_of(d) then return 3 end
+  local zone = zone_of(p)
+  return zone ~= UNKNOWN and zone == zone_of(d) and 4 or 5
 end
 
 -- Index of the prefill worker (0 = local), of the decode worker, seconds, seconds that the hand-off adds, whether it costs
@@ -64,19 +67,16 @@ local function choose()
   end
   -- ready: seconds until p has computed it, `compute` of them its own.
   local function join(p, d, ready, compute)
-    local ship = (L - hits[d]) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
+    local ship = (L - (hits[d] or 0)) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
     if ship < 0 then ship = 0 end
     consider(p, d, ready + wait[d] + ship, ship)
   end
   local function pair(p, d)
-    local compute = computes[p]
-    local ready = wait[p] + compute
-    if ready + wait[d] <= cheapest * TIE then join(p, d, ready, compute) end
+    if score[p] + wait[d] <= cheapest * TIE then join(p, d, score[p], computes[p] or cold) end
   end
   for i = 1, #best_ps do
     local p = best_ps[i]
-    local compute = computes[p]
-    local ready = wait[p] + compute
+    local ready, compute = score[p], computes[p] or cold
     for k = 1, #best_ds do  -- beyond the tie already, most of them: whatever the hand-off adds
       local d = best_ds[k]
       if ready + wait[d] <= cheapest * TIE then join(p, d, ready, compute) end
@@ -97,13 +97,13 @@ local function choose()
       if p and not among_ps[p] then pair(p, best_ds[k]) end
     end
   end
-  together(p_places, d_places, places)
-  if racks[1] then together(p_racks, d_racks, racks) end
+  if places_count then together(p_places, d_places, places) end
+  if racks_count then together(p_racks, d_racks, racks) end
   if may_local then
     local function locally(d)
       -- Its own running batch waits for the chunks: prefill here costs those streams too.
       local slow = living[d] > 0 and 2 or 1
-      consider(0, d, queue[d] + slow * prefill_seconds(L - hits[d]) + wait[d], 0)
+      consider(0, d, queue[d] + slow * prefill_seconds(L - (hits[d] or 0)) + wait[d], 0)
     end
     for k = 1, #ds do
       if not bad[ds[k]] then locally(ds[k]) end
@@ -116,7 +116,7 @@ local function choose()
   local tied = {}
   for c = 1, choices do
     if cost[c] <= cheapest * TIE then
-      local cached = (cp[c] > 0 and hits[cp[c]] or 0) + hits[cd[c]]
+      local cached = (hits[cp[c]] or 0) + (hits[cd[c]] or 0)
       if cached > reuse then reuse, equal = cached, 0 end
       if cached == reuse then
         equal = equal + 1
@@ -131,7 +131,6 @@ end
 local function look_wider()
   local from = total + 1
   look(WIDE, true)
-  read_racks(from)
   return total >= from
 end
 
@@ -152,7 +151,7 @@ local function reasons(winners)
     local leases = call('ZMSCORE', KEYS[9], unpack(ids))
     for k = 1, #winners do
       local age = now - tonumber(leases[k] or 0)
-      if age >= tonumber(ARGV[25]) then found[k] = age >= tonumber(ARGV[26]) and 'dead' or 'suspect' end
+      if age >= suspect then found[k] = age >= dead and 'dead' or 'suspect' end
     end
   end
   if listed or is_holder[winners[1]] or is_holder[winners[2]] then

@@ -6,10 +6,11 @@ import logging
 import random
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import resources
+from typing import NamedTuple
 
 import redis
 
@@ -34,6 +35,7 @@ RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answe
 LEASE_AGES_MS = int(LEASE_SUSPECT_SECONDS * 1000), int(LEASE_DEAD_SECONDS * 1000)
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
+_ANSWER = struct.Struct(">QIII6d")  # ANSWER in place.lua: number of the call, tokens, _TERMS
 _TOO_LATE, _LATER_RUN = -3, -5
 
 
@@ -57,6 +59,13 @@ class Decision:
     uncached_tokens: int
     terms: dict[str, float]  # seconds
 
+    @classmethod
+    def unpack(cls, answer: bytes) -> Decision:
+        """The script's answer where it has placed."""
+        _, cached, cached_decode, uncached, *seconds = _ANSWER.unpack_from(answer)
+        prefill, decode = answer[_ANSWER.size :].decode().split("\0")
+        return cls(prefill, decode, cached, cached_decode, uncached, dict(zip(_TERMS, seconds, strict=True)))
+
 
 def script_source() -> str:
     """The placement script, whole."""
@@ -64,6 +73,35 @@ def script_source() -> str:
     names = "charges.lua", "place.lua", "rate.lua", "candidates.lua", "choose.lua", "charge.lua"
     own = (files.joinpath(name).read_text() for name in names)
     return "".join((scripts.walk(), SETS, *own))
+
+
+class Numbers(NamedTuple):
+    """Of a call; place.lua says what they are."""
+
+    tokens: int
+    page_size: int
+    output_tokens: int
+    random: float
+    a: float
+    b: float
+    token_bytes: float
+    per_token: float
+    rate: float
+    ttl_ms: int
+    predict_ms: int
+    target_seconds: float
+    deadline_seconds: float
+    run: int
+    number: int
+    lease_ms: int
+    suspect_ms: int
+    dead_ms: int
+
+    def packed(self, bandwidths: Sequence[float]) -> bytes:
+        return _NUMBERS.pack(*self, *bandwidths)
+
+
+_NUMBERS = struct.Struct(f">{len(Numbers._fields) + len(LEVELS)}d")
 
 
 class PlaceScript:
@@ -105,15 +143,11 @@ class PlaceScript:
 
         Raises OverloadedError where the first token would come too late, and TimeoutError, redis.RedisError or OSError.
         """
-        arguments = [
-            *self._arguments(request, candidates.model_id),
-            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), request.transfer_id, *LEASE_AGES_MS, replaces),
-            *candidates.arguments,
-        ]
+        arguments = self._arguments(request, candidates, run, number, replaces)
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
-            refused = answer[0] if isinstance(answer[0], int) else 0
+            refused = 0 if isinstance(answer, bytes) else int(answer[0])
             if refused == _LATER_RUN:
                 raise TimeoutError(
                     f"another router uses the id {self._config.router_id!r}: give each its own router_id"
@@ -127,12 +161,10 @@ class PlaceScript:
             raise too_late(request, float(answer[1]))
         if refused:
             return Unplaced(refused)
-        prefill, decode = answer[0].decode(), answer[1].decode()
-        terms = {name: float(value) for name, value in zip(_TERMS, answer[5:], strict=True)}
-        for name, value in terms.items():
+        decision = Decision.unpack(answer)
+        for name, value in decision.terms.items():
             self.cost_terms[name].observe(value)
-        hit, decode_hit, uncached = map(int, answer[2:5])
-        return Decision(prefill, decode, hit, decode_hit, uncached, terms)
+        return decision
 
     def _failed(self, error: Exception) -> None:
         self.errors += 1
@@ -149,29 +181,32 @@ class PlaceScript:
     async def close(self) -> None:
         await self._script.close()
 
-    def _arguments(self, request: PlacementRequest, model_id: str) -> list[Argument]:
+    def _arguments(
+        self,
+        request: PlacementRequest,
+        candidates: Candidates | Heads,
+        run: int,
+        number: int,
+        replaces: bytes,
+    ) -> list[Argument]:
         c, config, memory = self._calibration, self._config, self._memory.memory
         limits = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
-        return [
-            scripts.prefix(config.namespace, model_id),
-            config.router_id,
-            request.chain,
+        numbers = Numbers(
             request.token_count,
             request.kv_group.page_size if request.kv_group is not None else config.page_size,
-            request.output_tokens,
-            config.local_prefill,
-            self._rng.random(),
-            c.a,
-            c.b,
-            c.token_bytes,
-            struct.pack(f">{len(LEVELS)}d", *c.rates()),
-            c.decode_token_seconds,
-            "reported" if memory.pressed else config.index_feeds,
+            *(request.output_tokens, self._rng.random()),
+            *(c.a, c.b, c.token_bytes, c.decode_token_seconds, c.rate),
             int(memory.shortened(scripts.NODE_TTL_SECONDS) * 1000),
             int(PREDICT_SECONDS * 1000),
-            c.rate,
-            request.priority_class,
             *limits,
+            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), *LEASE_AGES_MS),
+        )
+        return [
+            *(scripts.prefix(config.namespace, candidates.model_id), config.router_id, request.chain),
+            *(numbers.packed(c.rates()), config.local_prefill),
+            "reported" if memory.pressed else config.index_feeds,
+            *(request.priority_class, request.transfer_id, replaces),
+            *candidates.arguments,
         ]
 
 

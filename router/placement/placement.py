@@ -22,6 +22,7 @@ from router.placement.keys import PlacementKeys
 from router.placement.last_loads import LastLoads
 from router.placement.memory_watch import MemoryWatch
 from router.placement.place_script import Decision, PlaceScript, Unplaced
+from router.placement.redis_poll import RedisPoll
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
 from router.placement.standalone_placement import StandalonePlacement
 from router.placement.types import KvGroup, Mode, Placed, PlacementRequest
@@ -40,14 +41,15 @@ class Placement:
         self._eligibility = Eligibility([], self.mode)
         self._keys = PlacementKeys(config.namespace, config.router_id)
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
-        self.watch = MemoryWatch(self._client, self._keys.load)
+        self.watch = MemoryWatch(self._keys.load)
         self.charges = Charges()
         self.settlement = Settlement(config, self._keys, self.charges)
         self.script = PlaceScript(
             *(config, self._keys, self.calibration, self.watch, self._rng),
             on_unanswered=self.settlement.request,
         )
-        self.last_loads = LastLoads(self._client, self._keys, self.charges, lambda: self.eligibility)
+        self.last_loads = LastLoads(self._keys, self.charges, lambda: self.eligibility)
+        self.poll = RedisPoll(self._client, (self.watch, self.last_loads))
         self._standalone = StandalonePlacement(self.calibration, self.charges, self.last_loads, self._rng)
         self._slots = CallSlots()
         self.calls = 0
@@ -57,12 +59,10 @@ class Placement:
 
     async def start(self) -> None:
         await self.settlement.start()
-        self.watch.start()
-        self.last_loads.start()
+        self.poll.start()
 
     async def close(self) -> None:
-        await self.watch.close()
-        await self.last_loads.close()
+        await self.poll.close()
         await self.settlement.close()
         await self.script.close()
         await self._client.aclose()

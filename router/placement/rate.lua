@@ -18,13 +18,16 @@ local function add_named(some)
   local packed = call('HMGET', KEYS[8], unpack(some))
   for i = 1, #some do add(some[i], packed[i]) end
 end
--- Of listed candidates names and facts are cut out where they are needed: for few of them.
+-- Names of listed candidates, racks and zones are cut out where they are needed: for few candidates.
 local function name_of(i) return names[i] or sub(ARGV[LISTED - 1 + i], 3) end
-local all_facts = listed and ARGV[32]
-local function fact(i, first, last)
-  if not listed then return sub(facts[i], first, last) end
-  local before = FACTS_SIZE * (i - 1)
-  return sub(all_facts, before + first, before + last)
+local racks, zones = {}, {}
+local function rack_of(i)
+  racks[i] = racks[i] or (listed and byte(ARGV[15], i) or sub(facts[i], 27, 38))
+  return racks[i]
+end
+local function zone_of(i)
+  zones[i] = zones[i] or (listed and byte(ARGV[16], i) or sub(facts[i], 39, 50))
+  return zones[i]
 end
 
 -- Where pairs far apart cost more: seconds of a token's hand-off between the nearest (whom it is paired with is not known yet)
@@ -34,7 +37,10 @@ local ship_rate, far_rate = token_bytes / fast, token_bytes / slow
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
 local cold, need = prefill_seconds(L), L + out
 local cold_ship = L * ship_rate
-local score, hits, wait, living, queue, computes = {}, {}, {}, {}, {}, {}  -- computes: seconds of a prefill there
+-- By index. hits, and computes (seconds of a prefill there): of those that hold something of the prompt. wait, living, queue: of
+-- decode workers.
+local score, hits, computes, wait, living, queue = {}, {}, {}, {}, {}, {}
+local function waits_at(p) return math.max(0, (load_of[p] or 0) / rate) end
 local longest, longest_hit, cover, may_local = nil, 0, nil, nil
 local rated, rated_p, rated_d = 0, 0, 0  -- candidates that are read so far
 
@@ -74,19 +80,9 @@ local function rate_new()
   if total == rated then return end
   if rated == 0 then may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and #ps == 0) end
   read_loads()
-  cover = covered(nodes, rated > 0 and {unpack(slots, rated + 1)} or slots, now, cover)
-  local cover, wait, hits, score = cover, wait, hits, score
-  for k = rated_p + 1, #ps do
-    local i = ps[k]
-    local load, blocks = load_of[i], cover[slots[i]]
-    local seconds, held, compute = load and load / rate or 0, 0, cold
-    if seconds < 0 then seconds = 0 end
-    if blocks then
-      held = math.min(blocks * page, L - 1)
-      compute = prefill_seconds(L - held)
-    end
-    wait[i], hits[i], computes[i], score[i] = seconds, held, compute, seconds + compute
-  end
+  cover = all_cover or covered(nodes, rated > 0 and {unpack(slots, rated + 1)} or slots, now)
+  local cover, load_of, slots, score, rate = cover, load_of, slots, score, rate
+  local wait, capacities, per_token, need = wait, capacities, per_token, need
   for k = rated_d + 1, #ds do
     local i = ds[k]
     local load, blocks = load_of[i], cover[slots[i]]
@@ -94,14 +90,27 @@ local function rate_new()
     if load < 0 then load = 0 end
     local penalty, lack = per_token * load, need + load - capacities[i]
     if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i]) end
-    living[i], wait[i] = load, penalty
-    if may_local then queue[i] = math.max(0, tonumber(load_of[-i] or 0)) / rate end
+    wait[i] = penalty
+    if may_local then living[i], queue[i] = load, math.max(0, tonumber(load_of[-i] or 0)) / rate end
     if blocks then
       local held = math.min(blocks * page, L - 1)
       hits[i], score[i] = held, penalty + (L - held) * ship_rate
       if held > longest_hit then longest, longest_hit = i, held end
     else
-      hits[i], score[i] = 0, penalty + cold_ship
+      score[i] = penalty + cold_ship
+    end
+  end
+  for k = rated_p + 1, #ps do
+    local i = ps[k]
+    local load, blocks = load_of[i], cover[slots[i]]
+    local seconds = load and load / rate or 0
+    if seconds < 0 then seconds = 0 end
+    if blocks then
+      local held = math.min(blocks * page, L - 1)
+      local compute = prefill_seconds(L - held)
+      hits[i], computes[i], score[i] = held, compute, seconds + compute
+    else
+      score[i] = seconds + cold
     end
   end
   rated, rated_p, rated_d = total, #ps, #ds

@@ -25,7 +25,7 @@ class SharedTotal:
     def add(self, holder: str, count: int) -> int:
         here = self._own.add(self._figure, count)
         if count < 0:
-            return here  # whoever gives back asks for no sum
+            return here  # what a release leaves is not compared with a limit
         self._fence.pass_()
         return here + sum(slot.get(self._figure) for slot in self._others)
 

@@ -159,13 +159,13 @@ async def test_a_router_asks_less_of_a_redis_that_is_nearly_full(small, client, 
     placement, _, _ = cluster
     chain = RNG.randbytes(8 * 16)
     client.config_set("maxmemory", 1 << 40)
-    await placement.watch.look()
+    await placement.poll.read()
     await placement.place(PlacementRequest(b"a" * 16, chain, 256, 10))
     again = await placement.place(PlacementRequest(b"b" * 16, chain, 256, 10))
     assert again.cached_prefill_tokens > 0, "predicted"
     used = client.info("memory")["used_memory"]
     client.config_set("maxmemory", int(used / 0.8))
-    await placement.watch.look()
+    await placement.poll.read()
     assert placement.watch.memory.pressed and placement.watch.memory.share < 0.9
     assert placement.watch.memory.shortened(3600) < 3600
     other = RNG.randbytes(8 * 16)
@@ -189,11 +189,11 @@ async def test_a_policy_that_evicts_nothing_is_warned_of_once(
     small, client, namespace, cluster, caplog
 ) -> None:
     placement, _, _ = cluster
-    await placement.watch.look()
+    await placement.poll.read()
     assert placement.watch.memory.evicts_index_only and not caplog.records
     client.config_set("maxmemory-policy", "noeviction")
     for _ in range(3):
-        await placement.watch.look()
+        await placement.poll.read()
     assert not placement.watch.memory.evicts_index_only
     assert [
         one.message for one in caplog.records if "noeviction" in one.message and "volatile-lru" in one.message
@@ -209,7 +209,7 @@ async def test_a_redis_that_hides_its_memory_is_warned_of_once(small, client, na
     members = Members(config.redis_url, namespace)
     placement = Placement(config, members)
     for _ in range(3):
-        await placement.watch.look()
+        await placement.poll.read()
     assert not placement.watch.memory.evicts_index_only, "unknown is not well"
     assert sum("+info" in one.message for one in caplog.records) == 1
     await placement.close()

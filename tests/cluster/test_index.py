@@ -170,6 +170,26 @@ def test_a_conversation_grows_by_appending(index):
     assert len(keys) == 1
 
 
+def test_a_leaf_goes_with_its_last_holder(index):
+    stem, talk = chain([1] * 8), chain([1] * 8 + [0] * 4)
+    other = chain([1] * 8 + [2] * 4)
+    index.own("2")
+    for slot, blocks in (("1", talk), ("1", other), ("2", talk)):
+        index.report(slot, blocks, len(blocks))
+    leaf = index.prefix.encode() + b"n:" + talk[len(stem)]
+    index.report("1", talk, len(stem))
+    assert index.redis.exists(leaf), "another holds it"
+    index.report("2", talk, len(stem))
+    assert not index.redis.exists(leaf)
+    for blocks in (other, stem):
+        for slot in ("1", "2"):
+            index.report(slot, blocks, 0)
+    kinds = [key[len(index.prefix) :][:2] for key in index.redis.keys(index.prefix + "*")]
+    assert sorted(kinds) == [b"n:", b"w:"], "the node that had children, until it expires"
+    index.report("1", talk, len(talk))
+    assert index.match(talk) == {"1": len(talk)}
+
+
 def test_a_cut_behind_a_fork_does_not_affect_the_other_branch(index):
     stem, other = chain([1] * 8), chain([1] * 4 + [0] * 4)
     index.report("1", stem, 4)

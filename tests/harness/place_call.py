@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.index import scripts
 from router.placement.candidates import Candidates, Heads
-from router.placement.place_script import LEASE_AGES_MS, Decision
+from router.placement.place_script import LEASE_AGES_MS, Decision, Numbers
 
 
 @dataclass
@@ -41,20 +40,18 @@ class PlaceCall:
     replaces: bytes = b""
 
     def arguments(self, run: int, number: int, candidates: Candidates | Heads) -> list[Any]:
+        numbers = Numbers(
+            *(self.tokens, self.page, self.output, self.random, self.a, self.b, self.token_bytes),
+            *(self.per_token, self.rate, self.ttl_ms, self.predict_ms, self.target, self.deadline),
+            *(run, number, self.lease_ms, *LEASE_AGES_MS),
+        )
         return [
-            *(scripts.prefix(self.namespace, self.model_id), self.router, self.chain, self.tokens, self.page),
-            *(self.output, self.mode, self.random, self.a, self.b, self.token_bytes),
-            *(struct.pack(">5d", *self.bandwidths), self.per_token, self.feeds, self.ttl_ms, self.predict_ms),
-            *(self.rate, self.priority_class, self.target, self.deadline),
-            *(run, number, self.lease_ms, self.transfer_id, *LEASE_AGES_MS, self.replaces),
-            *candidates.arguments,
+            *(scripts.prefix(self.namespace, self.model_id), self.router, self.chain),
+            *(numbers.packed(self.bandwidths), self.mode, self.feeds, self.priority_class),
+            *(self.transfer_id, self.replaces, *candidates.arguments),
         ]
 
 
-def decision(answer: list[Any]) -> Decision | int:
+def decision(answer: Any) -> Decision | int:
     """The script's answer; a number where it has placed nothing."""
-    if isinstance(answer[0], int):
-        return answer[0]
-    hit, decode_hit, uncached = map(int, answer[2:5])
-    terms = {"cost": float(answer[5])}
-    return Decision(answer[0].decode(), answer[1].decode(), hit, decode_hit, uncached, terms)
+    return Decision.unpack(answer) if isinstance(answer, bytes) else int(answer[0])

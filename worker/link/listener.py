@@ -9,7 +9,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from cluster.addresses import join
+from cluster.addresses import join, listen
 from cluster.errors import ConfigError
 from cluster.faults.points import NO_FAULTS, Faults, Point
 from cluster.process.descriptors import free_for_connections, raised
@@ -49,14 +49,9 @@ class LinkListener:
 
     def bind(self, port: int = 0) -> None:
         """Open the port. Raises ConfigError if it is taken."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self._host.strip("[]"), port))
-            listening.listen(BACKLOG)
+            listening = listen(self._host, port, BACKLOG)
         except OSError as error:
-            listening.close()
             raise ConfigError(
                 f"cannot listen on {join(self._host, port)}: {error}", field="link_port"
             ) from error

@@ -19,7 +19,7 @@ from cluster.membership.scripts import SETS
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement import eligibility, place_script
-from router.placement.candidates import Candidates
+from router.placement.candidates import Candidates, Heads
 from router.placement.charges import Charges
 from router.placement.eligibility import MAX_CANDIDATES_KEPT, MAX_LISTED, MAX_SAMPLED
 from router.placement.placement import Placement
@@ -118,6 +118,20 @@ async def test_of_many_workers_a_call_names_only_those_to_pass_over(many):
     assert all(placed.from_redis for placed in seen)
     assert len({placed.prefill.worker_id for placed in seen}) == 40, "each goes where no other waits"
     assert len({placed.decode.worker_id for placed in seen}) == 40
+
+
+async def test_what_is_passed_over_is_put_together_once_for_the_same_exclusions(many, monkeypatch):
+    built: list[Any] = []
+
+    class Counted(Heads):
+        def __init__(self, *arguments: Any, **more: Any):
+            built.append(arguments)
+            super().__init__(*arguments, **more)
+
+    monkeypatch.setattr(eligibility, "Heads", Counted)
+    for _ in range(5):
+        assert (await many.place(request("prefill-0"))).from_redis
+    assert len(built) == 1
 
 
 @pytest.mark.parametrize("count", [1, 8, 70, 299, 300])

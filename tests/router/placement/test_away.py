@@ -23,6 +23,7 @@ from router.placement.keys import PlacementKeys
 from router.placement.last_loads import READ_LEAST, VALID_SECONDS, LastLoads
 from router.placement.place_script import PlaceScript, Unplaced
 from router.placement.placement import Placement
+from router.placement.redis_poll import RedisPoll
 from router.placement.standalone_placement import StandalonePlacement
 from router.placement.types import PlacementRequest
 
@@ -51,7 +52,8 @@ class Away:
         self.keys = PlacementKeys(namespace, "router")
         self.charges, self.calibration, self.now = Charges(), Calibration(), 1000.0
         eligibility = Eligibility(workers, "never")
-        self.last = LastLoads(self.client, self.keys, self.charges, lambda: eligibility, lambda: self.now)
+        self.last = LastLoads(self.keys, self.charges, lambda: eligibility, lambda: self.now)
+        self.poll = RedisPoll(self.client, [self.last])
         self.placement = StandalonePlacement(self.calibration, self.charges, self.last, random.Random(1))
         self.candidates = Candidates(eligibility.prefill, eligibility.decode)
 
@@ -85,7 +87,7 @@ async def test_workers_that_others_have_loaded_are_avoided(away) -> None:
             await one.client.hset(one.keys.load, f"{role[0]}:{worker(role, index).name}", 9000)
     before = one.counts()
     assert min(before[f"prefill-{i}"] for i in range(4)) > PLACED / 8, "nothing is known yet"
-    await one.last.read()
+    await one.poll.read()
     found = one.counts()
     for role in ("prefill", "decode"):
         # Only where both of two random choices are loaded.
@@ -99,7 +101,7 @@ async def test_what_this_router_adds_afterwards_counts(away) -> None:
     candidates = one.candidates
     one.charges.add(request(1), candidates.prefill[0], candidates.decode[0], 100, in_redis=True)
     await one.client.hset(one.keys.load, f"p:{candidates.prefill[0].name}", 500)
-    await one.last.read()
+    await one.poll.read()
     assert one.last.of(candidates.prefill[0].name) == 500, "its own was among them"
     one.charges.add(request(2), candidates.prefill[0], candidates.decode[0], 70, in_redis=False)
     one.charges.release(request(1).transfer_id)
@@ -115,7 +117,7 @@ async def test_of_a_large_fleet_the_least_loaded_are_used(away) -> None:
     for kind, role in roles:
         scores = {worker(role, index).name: 10 * index for index in range(MAX_LISTED + 20)}
         await one.client.zadd(one.keys.scores(group, kind), scores)
-    await one.last.read()
+    await one.poll.read()
     found = one.counts()
     assert {int(name.split("-")[1]) for name in found} <= set(range(READ_LEAST))
     assert one.last.of(worker("decode", READ_LEAST).name) is None
@@ -132,7 +134,7 @@ async def test_a_holder_beyond_the_least_loaded_is_not_taken_for_idle(away) -> N
     await one.client.zadd(one.keys.scores(group, "r"), scores)
     idle = one.candidates.decode[0]
     await one.client.zadd(one.keys.scores(group, "r"), {idle.name: 0})
-    await one.last.read()
+    await one.poll.read()
     assert one.last.of(busy.name) is None and one.last.at_least(busy.name) == 1000
     one.placement.remember(b"k" * 8, busy.worker_id)
     found = Counter(
@@ -149,9 +151,9 @@ async def test_a_holder_beyond_the_least_loaded_is_not_taken_for_idle(away) -> N
 async def test_a_reading_that_fails_keeps_the_last_one(away, redis_url) -> None:
     one = away(2)
     await one.client.hset(one.keys.load, f"d:{worker('decode', 0).name}", 5)
-    await one.last.read()
+    await one.poll.read()
     await one.client.set(one.keys.load, "no hash")
-    await one.last.read()
+    await one.poll.read()
     assert one.last.of(worker("decode", 0).name) == 5 and one.last.valid
 
 
@@ -162,7 +164,7 @@ async def test_an_old_queue_of_others_refuses_nothing(away) -> None:
     assert one.calibration.known
     for index in range(2):
         await one.client.hset(one.keys.load, f"p:{worker('prefill', index).name}", 10**9)
-    await one.last.read()
+    await one.poll.read()
     assert one.counts(5, target_seconds=0.001)
 
 

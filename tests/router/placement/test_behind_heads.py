@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import redis
@@ -59,3 +61,75 @@ def test_a_decode_worker_with_room_is_found_behind_smaller_ones_with_less_load(r
     small = [replace(one, blocks_total=4) if one.role == "decode" else one for one in workers]
     small[COUNT + roomy] = workers[COUNT + roomy]
     assert placed(redis_url, small, PlaceCall(namespace))[1] == f"decode-{roomy}"
+
+
+class SlowNetwork:
+    """A fleet in which the hand-off costs most, whose calls are made one after the other."""
+
+    def __init__(self, client: redis.Redis, namespace: str):
+        self.client = client
+        self.call = PlaceCall(namespace, token_bytes=1e6, bandwidths=(1e12, 1e12, 1e8, 1e8, 1e8))
+        self.keys = PlacementKeys(namespace, self.call.router).place(1)
+        self.numbers = count(1)
+
+    def fill(self, workers: list[WorkerInfo]) -> None:
+        """Each with as many tokens as its number says."""
+        loads = [int(one.worker_id.split("-")[1]) for one in workers]
+        parts = (
+            (one.name, load, load, pack(one), one.slot) for one, load in zip(workers, loads, strict=True)
+        )
+        self.client.eval(FILL, 0, f"{{{self.call.namespace}}}:", *(part for one in parts for part in one))
+
+    def place(self, passed: list[str] | None = None) -> tuple[str, str]:
+        heads = Heads(
+            *(group_id("m", 16, b""), "m"), prefill=True, without_prefill=[], without_decode=passed or []
+        )
+        number = next(self.numbers)
+        call = replace(self.call, transfer_id=b"%d" % number)
+        arguments = call.arguments(1, number, heads)
+        found = decision(self.client.eval(script_source(), len(self.keys), *self.keys, *arguments))
+        assert isinstance(found, Decision)
+        return found.prefill.split("@")[0], found.decode.split("@")[0]
+
+    def sets_read(self) -> int:
+        """By one placement."""
+        before = self.client.info("commandstats")["cmdstat_zrange"]["calls"]
+        self.place()
+        return int(self.client.info("commandstats")["cmdstat_zrange"]["calls"] - before)
+
+
+@pytest.fixture
+def slow(redis_url: str, namespace: str) -> Iterator[SlowNetwork]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield SlowNetwork(client, namespace)
+
+
+def test_looks_behind_the_heads_that_find_nothing_become_rare(slow):
+    workers = [worker(role, number) for role in ROLES for number in range(COUNT)]
+    slow.fill(workers)
+    wide = [slow.sets_read() > COUNT for _ in range(32)]
+    assert wide[0] and sum(wide) <= 3 + 32 // 8 and any(wide[-8:])
+    both = Location(host="both")
+    for at in (30, COUNT + 30):
+        workers[at] = replace(workers[at], location=both, place=both.place)
+    slow.fill(workers)
+    assert any(slow.place() == ("prefill-30", "decode-30") for _ in range(8))
+    assert slow.sets_read() > COUNT, "one that has found something is followed by another"
+
+
+def test_many_workers_may_be_passed_over_in_many_places(slow):
+    """The first of each place are passed over, which all have more workers than that; nobody lies nearer than another."""
+    slow.call = replace(slow.call, bandwidths=(1e12, 1e8, 1e8, 1e8, 1e8))
+    places, in_each, passed = 33, 300, 9
+    hosts = [Location(host=f"host-{number}") for number in range(places)]
+    prefill = [
+        replace(worker("prefill", at), location=host, place=host.place) for at, host in enumerate(hosts)
+    ]
+    decode = [
+        replace(worker("decode", 10_000 + places * n + at), location=host, place=host.place)
+        for n in range(in_each)
+        for at, host in enumerate(hosts)
+    ]
+    slow.fill([*prefill, *decode])
+    first = [one.name for one in decode[: passed * places]]
+    assert slow.place(first)[1] not in {name.split("@")[0] for name in first}

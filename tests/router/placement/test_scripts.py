@@ -19,7 +19,7 @@ from cluster.membership.scripts import SETS
 from cluster.membership.types import WorkerInfo
 from router.placement import table_walk
 from router.placement.candidates import Candidates
-from router.placement.charges import MAX_CHANGES, AttemptCharge, Charges
+from router.placement.charges import AttemptCharge, Charges
 from router.placement.keys import PlacementKeys
 from router.placement.place_script import script_source
 from router.placement.settlement import Settlement, settle_source
@@ -202,6 +202,24 @@ def test_a_router_that_only_places_has_a_lease(cluster):
     )
 
 
+def test_a_placement_does_not_shorten_the_lease_that_a_settlement_has_renewed(cluster):
+    """Nor where Redis has lost the router's answers."""
+    lease = f"router:{cluster.run}"
+    ends = cluster.client.zscore(cluster.tag + "routers", lease) + 100_000
+    cluster.client.zadd(cluster.tag + "routers", {lease: ends})
+    cluster.client.delete(cluster.tag + "answers:router")
+    cluster.place(100)
+    assert cluster.client.zscore(cluster.tag + "routers", lease) == ends
+
+
+def test_a_run_that_redis_did_not_give_out_gets_no_answers_of_the_one_before(cluster):
+    for _ in range(2):
+        for number in (7, 8):
+            cluster.place(100, number=number, transfer_id=b"%d of %d" % (number, cluster.run))
+        cluster.run += 1
+    assert sum(cluster.load().values()) == 4 * 210
+
+
 def test_a_repeated_placement_is_charged_once_and_answered_the_same(cluster):
     first = cluster.place(100, number=7)
     load, calls = cluster.load(), cluster.client.get(cluster.tag + "calls")
@@ -361,7 +379,7 @@ def test_a_dead_routers_many_charges_are_dropped_some_a_call(cluster):
         left, calls = now, calls + 1
         if calls == 3:  # it comes back meanwhile
             assert cluster.settle(router="dead", run=run, number=9999).status == LOST_TABLE
-    assert cluster.load() == {}
+    assert calls > 3000 // 400 and cluster.load() == {}
 
 
 def test_a_dead_router_of_an_earlier_version_leaves_nothing(cluster):
@@ -493,7 +511,7 @@ async def test_a_table_of_thousands_is_sent_once_and_in_parts(redis_url, namespa
                 charges.add(request, INFO, INFO, 100, in_redis=False)
             while charges.pending:
                 await settlement.settle()
-            assert max(sent) < 3 * MAX_CHANGES + 10
+            assert max(sent) < 400
             sent.clear()
             await settlement.settle()
             assert sent == [8], "nothing is pending, so nothing is sent"

@@ -1,0 +1,68 @@
+"""Reads from Redis once a second what placement goes by beside the script, in one round trip."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import redis
+import redis.asyncio
+from redis.asyncio.client import Pipeline
+
+from cluster.periodic import Periodic
+from cluster.redis.failover import disconnect_after_failover_async
+
+log = logging.getLogger(__name__)
+POLL_SECONDS = 1.0
+Answers = Sequence[Any]
+
+
+class Polled(Protocol):
+    """A reading. It keeps its last values while Redis does not answer."""
+
+    def ask(self, pipeline: Pipeline) -> Callable[[Answers], None]:
+        """Add its commands; the returned function is called with their answers."""
+        ...
+
+    def refused(self, error: redis.RedisError) -> None:
+        """Redis has answered one of its commands with an error."""
+        ...
+
+
+class RedisPoll:
+    def __init__(self, client: redis.asyncio.Redis, readings: Sequence[Polled]):
+        self._client = client
+        self._readings = readings
+        self._polling = Periodic("reading Redis's memory use and the workers' load", POLL_SECONDS, self.read)
+
+    def start(self) -> None:
+        self._polling.start()
+
+    async def close(self) -> None:
+        await self._polling.close(2 * POLL_SECONDS)
+
+    async def read(self) -> None:
+        pipeline, parts = self._client.pipeline(transaction=False), []
+        for reading in self._readings:
+            before = len(pipeline)
+            take = reading.ask(pipeline)
+            parts.append((reading, take, slice(before, len(pipeline))))
+        try:
+            async with asyncio.timeout(POLL_SECONDS):
+                answers = await pipeline.execute(raise_on_error=False)
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            await self._failed(error)
+            return
+        for reading, take, own in parts:
+            refusal = next((one for one in answers[own] if isinstance(one, redis.RedisError)), None)
+            if refusal is None:
+                take(answers[own])
+            else:
+                reading.refused(refusal)
+                await self._failed(refusal)
+
+    async def _failed(self, error: Exception) -> None:
+        log.debug("Redis's memory use or the workers' load could not be read: %s", error)
+        await disconnect_after_failover_async(self._client, error)
