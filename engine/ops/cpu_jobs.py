@@ -22,13 +22,17 @@ from numba.extending import intrinsic
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
-from engine.ops.cpu_llvm import as_f32, compiled, integers
+from engine.ops.cpu_llvm import as_f32, compiled, integers, prefetch_line
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
 NEXT, FINISHED, STOP, LISTED, LEFT, CODE = 0, 8, 16, 17, 18, 24  # NEXT: shares · 2³² + next share
-TOTAL, SHARES, ARGUMENTS = CODE + 1, CODE + 2, CODE + 3
+TOTAL, SHARES, AHEAD, ARGUMENTS = CODE + 1, CODE + 2, CODE + 3, CODE + 4
 SIZE = 64
-JOB = SIZE - CODE  # numbers of one job: code, total, shares, arguments
+JOB = SIZE - CODE  # numbers of one job: code, total, shares, what to prefetch, arguments
+WEIGHTS = 3  # of MULTIPLY's arguments
+AHEAD_BYTES = (
+    16 << 10
+)  # of the next product's weights, prefetched by each job before it: half of a first-level cache
 ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED = range(8)
 _LOW = 0xFFFFFFFF
 
@@ -84,12 +88,25 @@ def _number(bits):
 
 
 @njit
+def _prefetch_ahead(job, last):
+    """By the job's last share: weights of the next product, so that memory is read while small jobs are computed."""
+    numbers = integers(job)
+    address = numbers[AHEAD]
+    if address and last == numbers[TOTAL]:
+        for line in range(0, AHEAD_BYTES, 64):
+            prefetch_line(address + line)
+
+
+@njit
 def _share(kind, dim8, job, first, last):
     """Items [first, last) of the job."""
     code = integers(job)[CODE]
     a = integers(job + ARGUMENTS * 8)
+    if code != MULTIPLY:  # a product reads its own weights first
+        _prefetch_ahead(job, last)
     if code == MULTIPLY:
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+        _prefetch_ahead(job, last)
     elif code == ADD_NORM:
         kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
     elif code == GATE:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn import functional as F
 
+from cluster.process import huge_pages
 from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, load, prefetch, spread
 
 PANEL = 32
@@ -40,10 +42,13 @@ def has_instruction() -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """bf16 [outputs, inputs], inputs even → its panels."""
+    """bf16 [outputs, inputs], inputs even → its panels, in huge pages: processors
+    prefetch within a page only (docs/adr/0143)."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
-    return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    panels = padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
+    memory = huge_pages.zeroed(panels.numel() * panels.element_size())
+    return torch.frombuffer(memory, dtype=panels.dtype).view(panels.shape).copy_(panels)
 
 
 class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]

@@ -68,7 +68,7 @@ class KernelTeam(Team):
     def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
         """Run a job over the items [0, total); returns when it is done."""
         shares = self._shares(total)
-        struct.pack_into(f"{3 + len(arguments)}q", self._row, self._begin, code, total, shares, *arguments)
+        struct.pack_into(f"{4 + len(arguments)}q", self._row, self._begin, code, total, shares, 0, *arguments)
         if shares > 1:
             self._wake()
         self._work(self._kind, self._dim8, self._at, 0, 0, 0)
@@ -81,8 +81,8 @@ class KernelTeam(Team):
         from engine.ops.cpu_jobs import JOB
 
         listed = np.zeros((len(jobs), JOB), np.int64)
-        for row, (code, total, arguments) in zip(listed, jobs, strict=True):
-            row[: 3 + len(arguments)] = (code, total, self._shares(total), *arguments)
+        for row, (code, total, arguments), ahead in zip(listed, jobs, _ahead(jobs), strict=True):
+            row[: 4 + len(arguments)] = (code, total, self._shares(total), ahead, *arguments)
         return listed
 
     def run_all(self, listed: NDArray[np.int64]) -> None:
@@ -108,6 +108,24 @@ class KernelTeam(Team):
             one.result()
         self._row[self._stop] = 0
         super().split_torch(count, work)
+
+
+def _ahead(jobs: Sequence[Job]) -> list[int]:
+    """The address from which each job prefetches: the jobs from one product up to the next take parts of the next one's
+    weights, one after the other. 0: no product follows."""
+    from engine.ops.cpu_jobs import AHEAD_BYTES, MULTIPLY, WEIGHTS
+
+    addresses, following = [], 0
+    for code, _, arguments in reversed(jobs):
+        addresses.append(following)
+        following = arguments[WEIGHTS] if code == MULTIPLY else following
+    addresses.reverse()
+    parts = -1  # since the last product
+    for index, (code, _, _) in enumerate(jobs):
+        parts = 0 if code == MULTIPLY else parts + 1
+        if addresses[index]:
+            addresses[index] += parts * AHEAD_BYTES
+    return addresses
 
 
 def bits_of(value: float) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
+from cluster.process import huge_pages
 from engine import decode_jobs
 from engine.build import load_model
 from engine.ops import cpu_jobs, cpu_products
@@ -199,6 +200,41 @@ def test_a_list_runs_its_jobs_in_order(threads, rows):
         assert torch.equal(got, expected), f"{name}, {threads} threads, {rows} rows: " + difference(
             got, expected
         )
+
+
+def test_the_jobs_before_a_product_prefetch_its_weights():
+    """Each another part of them; after the last product nothing is prefetched."""
+    first, second, part = 1 << 20, 2 << 20, cpu_jobs.AHEAD_BYTES
+    norm, gate = (cpu_jobs.ADD_NORM, 1, (1, 2, 3, 4, 8, 0)), (cpu_jobs.GATE, 1, (1, 2, 8))
+    products = [(cpu_jobs.MULTIPLY, 2, (9, 1, 64, at, 9, 9, 64)) for at in (first, second)]
+    listed = KernelTeam(1, torch.bfloat16, 8).compile(
+        [norm, gate, products[0], norm, gate, products[1], norm]
+    )
+    ahead = listed[:, cpu_jobs.AHEAD - cpu_jobs.CODE].tolist()
+    assert ahead == [first, first + part, second, second + part, second + 2 * part, 0, 0]
+
+
+@needs_kernels
+def test_a_job_on_its_own_prefetches_nothing(checkpoint):
+    """It shares the team's numbers with the lists before it."""
+    runner = make(checkpoint("llama"), 2)
+    items = tokens_after([40] * 3)
+    filled(runner, items, 0.0)
+    runner.execute(StepPlan(items, []))
+    assert runner._decode_jobs is not None
+    row = runner._decode_jobs._parts.team._row
+    row[cpu_jobs.AHEAD] = 1
+    one_by_one(runner, StepPlan(items, []))
+    assert row[cpu_jobs.AHEAD] == 0
+
+
+@needs_kernels
+def test_panels_begin_a_huge_page():
+    """From 2 MiB on: a row is multiplied from them at the speed of reading."""
+    weight = torch.arange(1024 * 1056, dtype=torch.float32).to(torch.bfloat16).view(1056, 1024)
+    panels = cpu_products.pack(weight)
+    assert panels.data_ptr() % huge_pages.HUGE_PAGE == 0
+    assert torch.equal(panels.transpose(1, 2).reshape(1056, 1024), weight)
 
 
 def difference(got: Tensor, expected: Tensor) -> str:
