@@ -9,19 +9,31 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from cluster.config.worker import EngineConfig
 from cluster.process.memory import Limit
-from engine import build, device_memory, largest_step
+from engine import build, largest_step
 from engine.cache.block_pool import BlockPool
+from engine.device_memory import HostMemory
 from engine.runner import ModelRunner
 from kv_transfer.memory import aligned_bytes
 
 CONTEXT, TOKENS, REQUESTS = 1024, 512, 64
+
+
+class Believed(HostMemory):
+    """A container of this size."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self._size = size
+
+    def limits(self) -> Sequence[Limit]:
+        return [Limit(self._size, self._size - self.own_bytes())]
 
 
 def of_status(name: str) -> int:
@@ -31,14 +43,12 @@ def of_status(name: str) -> int:
 
 def main() -> None:
     model, handoff = Path(sys.argv[1]), int(sys.argv[2])
-    if len(sys.argv) > 3:
-        size, process = int(sys.argv[3]), psutil.Process()
-        device_memory.limits = lambda: [Limit(size, size - process.memory_info().rss)]
+    memory = Believed(int(sys.argv[3])) if len(sys.argv) > 3 else HostMemory()
     config = EngineConfig(
         model=model, device="cpu", max_model_len=CONTEXT, max_batch_tokens=TOKENS, max_batch_requests=REQUESTS
     )
-    believed = min(limit.total for limit in device_memory.limits())
-    loaded = build.load_model(config, handoff_bytes=handoff)
+    believed = min(limit.total for limit in memory.limits())
+    loaded = build.load_model(config, handoff_bytes=handoff, memory=memory)
     runner = ModelRunner(loaded)
     runner.warm_up()
     pool = BlockPool(runner.num_blocks)

@@ -37,8 +37,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def fill(model: Path, before: list[str], *more: str) -> dict[str, Any]:
-    command = [*before, sys.executable, "-m", "tests.engine.fill_memory", str(model), str(HANDOFF), *more]
+def fill(model: Path, before: list[str] | None, limit: int) -> dict[str, Any]:
+    """Run it within a limit that `before` makes; without one the process is told."""
+    command = [sys.executable, "-m", "tests.engine.fill_memory", str(model), str(HANDOFF)]
+    command = [*command, str(limit)] if before is None else [*before, *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
     found: dict[str, Any] = json.loads(done.stdout)
@@ -56,16 +58,15 @@ def check(found: dict[str, Any]) -> None:
 def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Path]) -> None:
     """The kernel kills a process that takes more; where no limit can be made here, one is told."""
     with limited(LIMIT) as before:
-        found = fill(models[size], before) if before else fill(models[size], [], str(LIMIT))
-    check(found)
+        check(fill(models[size], before, LIMIT))
 
 
 def test_a_container_of_which_only_the_files_speak(models: dict[str, Path]) -> None:
     """What holds where no test may make a cgroup."""
-    check(fill(models["middle"], [], str(LIMIT)))
+    check(fill(models["middle"], None, LIMIT))
 
 
 def test_a_model_larger_than_its_container_is_refused(models: dict[str, Path]) -> None:
     with limited(700 * MIB) as before, pytest.raises(AssertionError, match="for the weights") as caught:
-        fill(models["large"], *((before,) if before else ([], str(700 * MIB))))
+        fill(models["large"], before, 700 * MIB)
     assert "ConfigError: memory_utilization: 0.9 of 734003200 bytes" in str(caught.value)
