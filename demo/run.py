@@ -44,12 +44,13 @@ console = Console()
 
 
 def start_cluster() -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    """Start `baton up` with its defaults; return once it reports that it is ready."""
+    """Start `baton up`, almost with its defaults; return once it reports that it is ready."""
     state_file = OUT / "state.json"
     state_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "baton", "up", "--model", str(MODEL), "--routers", "1"]
     command += ["--prefill", "1", "--decode", "1", "--pool", "ray", "--local-prefill", "fallback"]
     command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
+    command += ["--kv-memory", "256MiB"]  # 170,000 tokens of this model; more would only fill the machine
     console.print(f"[dim]$ baton {' '.join(command[3:])}[/dim]", soft_wrap=True)
     process = subprocess.Popen(command, cwd=ROOT)
     deadline = time.monotonic() + START_SECONDS

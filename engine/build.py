@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from cluster.protocol.kv_heads import head_range
-from engine import kv_cache
+from engine import kv_cache, largest_step
 from engine.attention import registry
-from engine.attention.base import AttentionShape
+from engine.attention.base import AttentionBackend, AttentionShape
+from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
 from engine.model.config import ModelConfig, check_shares, inverse_frequencies, tables
 from engine.model.decoder import Decoder
@@ -66,6 +66,15 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return math.prod(shape) * _DTYPES[config.dtype].itemsize
 
 
+def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of one rank's share of the weights; biases are left out."""
+    size, hidden, dim = config.tensor_parallel, model.hidden_size, model.head_dim
+    first, end = head_range(0, size, model.num_kv_heads)
+    rows = (2 * model.num_heads // size + 2 * (end - first)) * dim + 3 * model.intermediate_size // size + 2
+    vocabulary = model.vocab_size // size * (1 if model.tie_embeddings else 2)
+    return (model.num_layers * rows + vocabulary) * hidden * _DTYPES[config.dtype].itemsize
+
+
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """A new configuration without "auto", except the KV pool's size, which depends on what the weights leave.
 
@@ -107,29 +116,50 @@ def _check_card(device: torch.device) -> None:
         )
 
 
-def load_model(config: EngineConfig, group: TpGroup | None = None, *, beside_bytes: int = 0) -> LoadedModel:
-    """Load the model. `beside_bytes`: device memory that this rank will allocate later, beside its KV pool.
+def load_model(
+    config: EngineConfig,
+    group: TpGroup | None = None,
+    *,
+    handoff_bytes: int = 0,
+    memory: DeviceMemory | None = None,
+) -> LoadedModel:
+    """Load the model. `handoff_bytes`: device memory that this rank will allocate later, beside its KV pool.
 
-    Raises ModelError naming the tensor or key, or ConfigError naming the setting.
+    The pool comes last: what is loaded before it counts as in use, what a step takes is measured. Raises ModelError naming
+    the tensor or key, or ConfigError naming the setting.
     """
     group = group or NullGroup()
     model, resolved = check(config)
     device, dtype = rank_device(resolved.device, group.rank), _DTYPES[resolved.dtype]
     if device.type == "cpu":
         torch.set_num_threads(resolved.threads)
+    memory, size = memory or memory_of(device), block_bytes(model, resolved)
+    kv_cache.check_before_load(
+        resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes)
+    )
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     decoder = Decoder(model, Checkpoint(config.model, dtype, device), group, _linear_of(dtype, team))
-    resolved = kv_cache.sized(resolved, block_bytes(model, resolved), device, group, beside_bytes)
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
-    cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
     shape = AttentionShape(
         decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
     )
-    ops = _make_ops(model, decoder, cache, resolved, team)
-    attention = registry.make(resolved.attention_backend, shape, cache, team)
-    _trim_allocator()
+
+    def parts(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
+        ops = _make_ops(model, decoder, cache, resolved, team)
+        return ops, registry.make(resolved.attention_backend, shape, cache, team)
+
+    step_bytes = 0
+    if not resolved.kv_memory_bytes:
+        one_block = torch.zeros((1, *block), dtype=dtype, device=device)
+        step_bytes = largest_step.bytes_taken(resolved, decoder, group, parts, one_block, memory)
+        del one_block
+    needs = kv_cache.Needs(0, step_bytes, handoff_bytes)
+    resolved = kv_cache.sized(resolved, size, memory, group, needs)
+    cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
+    ops, attention = parts(cache)
+    trim_allocator()
     return LoadedModel(resolved, model, decoder, ops, attention, cache, group, team)
 
 
@@ -161,10 +191,3 @@ def _linear_of(dtype: torch.dtype, team: Team) -> MakeLinear:
         return PanelLinear(weight, bias, team) if fits else TorchLinear(weight, bias)
 
     return make
-
-
-def _trim_allocator() -> None:
-    """Return freed memory to the system: loading frees the tensors that the packed weights were made from."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

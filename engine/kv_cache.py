@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,71 +10,121 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from cluster.process import huge_pages
-from cluster.process.memory import available_bytes
+from cluster.process.memory import room_bytes
+from engine.device_memory import DeviceMemory
 from engine.parallel.group import TpGroup
 
-# Shares for an unset kv_memory. CPU: share of the free memory, which other processes use too. CUDA: share of the card's
-# total memory, less what is in use; the rest is for activations.
-FREE_SHARE_CPU = 0.25
-TOTAL_SHARE_CUDA = 0.9
+# What blocks take of the host's memory beside their KV: the block pool, hashes of the prefix cache.
+BOOKKEEPING_BYTES = 512
 
 
-def _card_memory(device: torch.device) -> tuple[int, int]:
-    torch.cuda.empty_cache()  # memory that the allocator caches after loading counts as free
-    return torch.cuda.mem_get_info(device)
+class Needs(NamedTuple):
+    """Bytes of a rank's memory that something else than its KV pool is still to take."""
 
+    weights: int  # 0 once they are loaded
+    step: int  # the largest step, while it runs
+    handoff: int  # the landing ring, or staging
 
-def choose_bytes(
-    asked: int,
-    device: torch.device,
-    beside_bytes: int = 0,
-    card_memory: Callable[[torch.device], tuple[int, int]] = _card_memory,
-) -> int:
-    """Size of one rank's KV pool in bytes; call it after the weights are loaded.
+    @property
+    def total(self) -> int:
+        return sum(self)
 
-    `beside_bytes` of the same memory will be allocated later; `card_memory` returns (free, total) bytes. Raises
-    ConfigError if `asked` is more than a CPU machine has free.
-    """
-    if asked:
-        if device.type == "cpu" and asked > (free := available_bytes()):
-            # The kernel commits memory on first use: the worker would start, and be killed later under load.
-            raise ConfigError(
-                f"kv_memory: {asked} bytes are more than the {free} bytes of free memory: give less, or omit it for a "
-                f"share that fits",
-                field="kv_memory",
-            )
-        return asked
-    if device.type == "cuda":
-        free, total = card_memory(device)
-        return max(0, int(total * TOTAL_SHARE_CUDA) - (total - free) - beside_bytes)
-    return max(0, int((available_bytes() - beside_bytes) * FREE_SHARE_CPU))
+    def __str__(self) -> str:
+        names = ("the weights", "the largest step", "hand-offs")
+        return " and ".join(f"{size} for {name}" for size, name in zip(self, names, strict=True) if size)
 
 
 def sized(
-    config: EngineConfig, block_bytes: int, device: torch.device, group: TpGroup, beside_bytes: int = 0
+    config: EngineConfig, block_bytes: int, memory: DeviceMemory, group: TpGroup, needs: Needs
 ) -> EngineConfig:
     """`config` with the pool's size: the smallest over all ranks, because a plan names the same blocks for every rank.
 
-    Raises ConfigError if that holds no whole context, or is more than the memory that is free.
+    Raises ConfigError if the pool holds no whole context, or a given size does not fit.
     """
     if config.kv_memory_bytes:
-        choose_bytes(config.kv_memory_bytes, device)  # for its check
+        _check_given(config, memory, needs)
         return config
-    own = choose_bytes(0, device, beside_bytes)
-    smallest = int(group.gather_last(torch.tensor([[own]], dtype=torch.int64, device=device)).min())
-    check_fits(smallest, block_bytes, config)
+    room = room_for_pool(config, block_bytes, memory, needs)
+    own = torch.tensor([[room]], dtype=torch.int64, device=memory.device)
+    smallest = int(group.gather_last(own).min())
+    _check_left(smallest, config, block_bytes, memory, needs)
     return config.model_copy(update={"kv_memory_bytes": smallest})
 
 
-def check_fits(pool_bytes: int, block_bytes: int, config: EngineConfig) -> None:
-    """Raise ConfigError, with the number of missing bytes, if the pool can't hold one context."""
-    blocks = pool_bytes // block_bytes
-    needed = -(-config.max_model_len // config.page_size)
-    if blocks < needed:
+def check_before_load(config: EngineConfig, block_bytes: int, memory: DeviceMemory, needs: Needs) -> None:
+    """Raise ConfigError if a given pool will not fit beside the weights, or the rule will leave less than one context."""
+    if config.kv_memory_bytes:
+        _check_given(config, memory, needs)
+    else:
+        room = room_for_pool(config, block_bytes, memory, needs)
+        _check_left(room, config, block_bytes, memory, needs)
+
+
+def room_for_pool(config: EngineConfig, block_bytes: int, memory: DeviceMemory, needs: Needs) -> int:
+    """Bytes that the rule leaves for the pool on this rank; negative if it leaves nothing.
+
+    memory_utilization × total − what all processes use − `needs`
+    memory_bytes − what this process uses − `needs`, if that is set and less
+    """
+    room = room_bytes(memory.limits(), config.memory_utilization)
+    if config.memory_bytes:
+        room = min(room, config.memory_bytes - memory.own_bytes())
+    room -= needs.total
+    if memory.is_host:
+        room = room // (block_bytes + BOOKKEEPING_BYTES) * block_bytes
+    return room
+
+
+def _check_given(config: EngineConfig, memory: DeviceMemory, needs: Needs) -> None:
+    # The kernel commits host memory on first use: the worker would start, and be killed later under load.
+    asked, free = config.kv_memory_bytes, min(limit.free for limit in memory.limits()) - needs.total
+    if asked > free:
+        beside = f" beside {needs}" if needs.total else ""
         raise ConfigError(
-            f"kv_memory: {pool_bytes} bytes hold {blocks * config.page_size} tokens, one context of "
-            f"{config.max_model_len} needs {needed * block_bytes} bytes: {needed * block_bytes - pool_bytes} more, or a "
-            f"smaller max_model_len",
+            f"kv_memory: {asked} bytes are more than the {max(0, free)} bytes of free memory{beside}, by {asked - free}: "
+            f"give less, or omit it for a share that fits",
+            field="kv_memory",
+        )
+
+
+def _check_left(
+    room: int, config: EngineConfig, block_bytes: int, memory: DeviceMemory, needs: Needs
+) -> None:
+    """`room`: what the rule leaves on the rank with the least."""
+    if missing := missing_bytes(room, block_bytes, config):
+        setting, share = _closest(config, memory)
+        raise ConfigError(
+            f"{share} leaves {max(0, room)} bytes for the KV pool{f' beside {needs}' if needs.total else ''}"
+            f"{' (the least of all ranks)' if config.tensor_parallel > 1 else ''}, one context of {config.max_model_len} "
+            f"tokens needs {missing} more: lower max_model_len or max_batch_tokens, use more ranks (tensor_parallel), or "
+            f"free what else uses this memory",
+            field=setting,
+        )
+
+
+def _closest(config: EngineConfig, memory: DeviceMemory) -> tuple[str, str]:
+    """The setting that bounds the pool, and what it says."""
+    share = config.memory_utilization
+    limit = min(memory.limits(), key=lambda one: room_bytes([one], share))
+    own = memory.own_bytes()
+    if config.memory_bytes and config.memory_bytes - own < room_bytes([limit], share):
+        return "memory", f"memory: {config.memory_bytes} bytes, {own} of them in use,"
+    said = f"memory_utilization: {share:g} of {limit.total} bytes, {limit.used} of them in use,"
+    return "memory_utilization", said
+
+
+def missing_bytes(pool_bytes: int, block_bytes: int, config: EngineConfig) -> int:
+    """Bytes that a pool lacks to hold one context."""
+    needed = -(-config.max_model_len // config.page_size)
+    return 0 if pool_bytes // block_bytes >= needed else needed * block_bytes - pool_bytes
+
+
+def check_fits(pool_bytes: int, block_bytes: int, config: EngineConfig) -> None:
+    """Raise ConfigError, with the number of missing bytes, if a pool of a given size can't hold one context."""
+    if missing := missing_bytes(pool_bytes, block_bytes, config):
+        raise ConfigError(
+            f"kv_memory: {pool_bytes} bytes hold {pool_bytes // block_bytes * config.page_size} tokens, one context of "
+            f"{config.max_model_len} needs {pool_bytes + missing} bytes: {missing} more, or a smaller max_model_len",
             field="kv_memory",
         )
 

@@ -18,7 +18,6 @@ from baton.doctor.facts import (
 )
 from baton.doctor.pods import Values, blocking, pods_of, without_room
 
-_GIB = 2**30
 _TOPOLOGY = (
     "clusterroles.rbac.authorization.k8s.io",
     "clusterrolebindings.rbac.authorization.k8s.io",
@@ -28,7 +27,7 @@ _TOPOLOGY = (
 
 @dataclass(frozen=True)
 class _Size:
-    """Requests of a worker; its memory limit is twice the request."""
+    """Requests of a worker. Its memory limit is twice the request; without GPUs equal, because the KV pool fills it."""
 
     cpu: str
     gib: int
@@ -79,15 +78,14 @@ def _sized(plan: Values, size: _Size) -> Values:
     values = {**plan}
     for role in ("prefill", "decode"):
         more: Values = {}
-        if size != _DEFAULT:
+        limit = 2 * size.gib if plan[role]["gpus"] else size.gib
+        if size != _DEFAULT or not plan[role]["gpus"]:
             more["resources"] = {
                 "requests": {"cpu": size.cpu, "memory": f"{size.gib}Gi"},
-                "limits": {"memory": f"{2 * size.gib}Gi"},
+                "limits": {"memory": f"{limit}Gi"},
             }
+        if size != _DEFAULT:
             more["shmSize"] = f"{min(8, max(1, size.gib // 2))}Gi"
-        if not plan[role]["gpus"]:
-            # A process sees the node's free memory, but is limited by its pod.
-            more["kvMemoryBytes"] = size.gib * _GIB // 8
         values[role] = {**plan[role], **more}
     if size.gib <= 4:
         values["transfer"] = {"ringBytes": 64 * 2**20, "ringMaxBytes": 128 * 2**20}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,20 +12,17 @@ from pydantic import Field, ValidationError, model_validator
 
 from baton import safe_files
 from baton.autoscaler.config import ServeAutoscalingConfig
+from baton.local import memory
 from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import RouterConfig
 from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
-from cluster.process.memory import available_bytes
+from cluster.process.memory import limits
 from cluster.redis.connect import check_url
 from cluster.redis.urls import split_password
 from cluster.security.tls import ClientTls, Peers, make_identity
 
-# Default size of KV pools: share of the free memory for all of them together, and the limit for one, because a small model
-# gains nothing from more.
-KV_SHARE_OF_FREE = 0.3
-KV_POOL_MAX_BYTES = 2 << 30
 # A decode worker recomputes preempted requests up to this length. For longer ones a prefill worker is faster, because most
 # of the prompt is in its cache, and it does not delay the running batch.
 RECOMPUTE_LIMIT_TOKENS = 256
@@ -124,7 +122,6 @@ class UpOptions(Frozen):
                     field="config",
                 )
         self._check_settings()
-        self._check_kv_memory()
         if self.redis_url:
             check_url(self.redis_url)
         if self.autoscaling is not None and (self.pool != "ray" or self._local_prefill == "always"):
@@ -142,7 +139,7 @@ class UpOptions(Frozen):
         return self
 
     def _check_settings(self) -> None:
-        """Check the settings with the models of the processes, before any process starts."""
+        """Check the settings with the models of the processes, and the memory, before any process starts."""
         try:
             for index in {0, self.routers - 1}:  # the last one has the highest ports
                 self.router_config(index)
@@ -153,27 +150,34 @@ class UpOptions(Frozen):
             name = _FLAGS.get(problem["loc"], str(problem["loc"][-1]) if problem["loc"] else "")
             raise ConfigError(f"{flag_text(name)}: {problem['msg']}", field=name) from None
 
-    def _check_kv_memory(self) -> None:
-        """Raise ConfigError if the KV pools do not fit the free memory.
-
-        The kernel commits memory on first use, so an oversized pool is allocated without an error and its worker is
-        killed later, under load.
-        """
-        ranks = self._ranks
-        asked = sum(self._ranks_of(role) * self.worker_config(role).engine.kv_memory_bytes for role in ROLES)
-        if asked > (free := available_bytes()):
-            raise ConfigError(
-                f"--kv-memory {_in_gib(asked // ranks)} for each of {ranks} ranks is more than the {_in_gib(free)} of "
-                f"memory that are free: give less than {_in_gib(free // ranks)}, or omit it for a share that fits",
-                field="kv_memory",
-            )
+    @cached_property
+    def _machine(self) -> memory.Machine:
+        """As it is before the first process starts."""
+        on_cpu = all(self._given_engine(role).get("device") == "cpu" for role in ROLES)
+        routers = self.routers * self.router_config(0).processes
+        beside = routers * memory.ROUTER_BYTES + (memory.RAY_BYTES if self.pool == "ray" else 0)
+        return memory.Machine(limits(), [] if on_cpu else memory.cards(), beside)
 
     @property
-    def _ranks(self) -> int:
-        return sum(self._ranks_of(role) for role in ROLES)
+    def _memory_pools(self) -> dict[Role, memory.PoolMemory]:
+        workers, pools = self._most_workers, dict[Role, memory.PoolMemory]()
+        for role in ROLES:
+            engine = WorkerConfig.model_validate(self._settings(role)).engine
+            pools[role] = memory.PoolMemory(
+                workers[role],
+                engine.tensor_parallel,
+                engine.device,
+                engine.memory_utilization,
+                engine.kv_memory_bytes,
+            )
+        return pools
 
-    def _ranks_of(self, role: Role) -> int:
-        return self.prefill_workers * self.prefill_tp if role == "prefill" else self.decode * self.decode_tp
+    @property
+    def _rank_bytes(self) -> dict[Role, int]:
+        """What one rank may take. Raises ConfigError."""
+        pools, machine = self._memory_pools, self._machine
+        memory.check_given(pools, machine)
+        return memory.divide(pools, machine)
 
     @property
     def _local_prefill(self) -> str:
@@ -197,37 +201,44 @@ class UpOptions(Frozen):
     @property
     def ray_cpus(self) -> int:
         """One logical CPU for each rank that may run at once."""
-        prefill, decode = self.prefill_workers, self.decode
+        workers = self._most_workers
+        return workers["prefill"] * self.prefill_tp + workers["decode"] * self.decode_tp
+
+    @property
+    def _most_workers(self) -> dict[Role, int]:
+        """Workers that may run at once."""
         if (policy := self.policy) is not None:
-            prefill, decode = policy.prefill.max_replicas, policy.decode.max_replicas
-        return prefill * self.prefill_tp + decode * self.decode_tp
+            return {"prefill": policy.prefill.max_replicas, "decode": policy.decode.max_replicas}
+        return {"prefill": self.prefill_workers, "decode": self.decode}
 
     def worker_config(
         self, role: Role, redis_url: str = "", namespace: str = "", secret: str = ""
     ) -> WorkerConfig:
-        """Raises pydantic.ValidationError."""
-        engine = {
-            "kv_memory_bytes": min(
-                KV_POOL_MAX_BYTES, int(available_bytes() * KV_SHARE_OF_FREE) // self._ranks
-            ),
+        """Raises pydantic.ValidationError, or ConfigError."""
+        memory_bytes = {"engine": {"memory_bytes": self._rank_bytes.get(role, 0)}}
+        cluster = {"redis_url": redis_url, "namespace": namespace, "secret": secret}
+        return WorkerConfig.model_validate(_merged(memory_bytes, self._settings(role), cluster))
+
+    def _settings(self, role: Role) -> dict[str, Any]:
+        """Of a worker, but for the memory that it may take."""
+        returns = role == "decode" and self.prefill_workers
+        defaults = {
             "max_batch_tokens": BATCH_TOKENS[role],
-            "recompute_limit_tokens": RECOMPUTE_LIMIT_TOKENS
-            if role == "decode" and self.prefill_workers
-            else 0,
+            "recompute_limit_tokens": RECOMPUTE_LIMIT_TOKENS if returns else 0,
         }
-        given = _merged(self.sections.get("worker", {}), self.sections.get(role, {}), self.worker)
-        fixed = {
-            "role": role,
-            "redis_url": redis_url,
-            "namespace": namespace,
-            "secret": secret,
-            **self.tls.worker(),
-            "engine": {
-                "model": self.model.absolute(),
-                "tensor_parallel": self.prefill_tp if role == "prefill" else self.decode_tp,
-            },
+        engine = {
+            "model": self.model.absolute(),
+            "tensor_parallel": self.prefill_tp if role == "prefill" else self.decode_tp,
         }
-        return WorkerConfig.model_validate(_merged({"engine": engine}, given, fixed))
+        fixed = {"role": role, **self.tls.worker(), "engine": engine}
+        return _merged({"engine": defaults}, self._given(role), fixed)
+
+    def _given(self, role: Role) -> dict[str, Any]:
+        return _merged(self.sections.get("worker", {}), self.sections.get(role, {}), self.worker)
+
+    def _given_engine(self, role: Role) -> Mapping[str, Any]:
+        engine: Mapping[str, Any] = self._given(role).get("engine", {})
+        return engine
 
     def router_config(
         self, index: int, redis_url: str = "", namespace: str = "", secret: str = ""
@@ -261,10 +272,6 @@ class UpOptions(Frozen):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
-
-
-def _in_gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,22 @@ class EngineConfig(Frozen):
     kv_memory_bytes: Bytes = Field(
         0,
         ge=0,
-        description="KV pool of one rank, e.g. 40GiB; 0 = chosen from free memory",
+        description="KV pool of one rank, e.g. 40GiB; 0 = what memory_utilization leaves",
         json_schema_extra={"flag": "kv_memory"},
+    )
+    memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of the memory (a card's; on CPUs the container's or machine's) that may be in use in all, by "
+        "other processes too; the KV pool gets what weights, the largest step and hand-off buffers leave of it",
+    )
+    memory_bytes: Bytes = Field(
+        0,
+        ge=0,
+        description="most that one rank takes in all, e.g. 16GiB; 0 = no limit of its own. `baton up` divides the "
+        "memory of the machine, or of a card, between the ranks there",
+        json_schema_extra={"flag": "memory"},
     )
     page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
     max_batch_tokens: int = Field(2048, ge=1, description="token budget of one step (prefill chunk size)")

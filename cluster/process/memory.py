@@ -1,9 +1,10 @@
-"""Memory that a process may still take, of the machine and of its container."""
+"""Memory that a process may take, of the machine and of its container."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -11,13 +12,35 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 
 
+class Limit(NamedTuple):
+    """A limit of memory: of a machine, a container or a card."""
+
+    total: int  # bytes
+    free: int  # of these, not in use by any process
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+
+def limits(cgroups: Path = _CGROUPS, own: Path = _OWN) -> list[Limit]:
+    """Return the machine's memory, and the limit of every memory cgroup above this process."""
+    machine = psutil.virtual_memory()
+    return [Limit(machine.total, machine.available), *cgroup_limits(cgroups, own)]
+
+
 def available_bytes() -> int:
-    """Return the bytes available within the machine and every memory cgroup above this process."""
-    return min([psutil.virtual_memory().available, *headrooms()])
+    """Return the bytes that every limit of this process leaves."""
+    return min(limit.free for limit in limits())
 
 
-def headrooms(cgroups: Path = _CGROUPS, own: Path = _OWN) -> Iterator[int]:
-    """Return the bytes that each memory limit above this process leaves; unreadable limits are skipped."""
+def room_bytes(within: Iterable[Limit], utilization: float) -> int:
+    """Return the bytes that may still be taken until a limit is used to this share; negative if one is already."""
+    return min(int(limit.total * utilization) - limit.used for limit in within)
+
+
+def cgroup_limits(cgroups: Path = _CGROUPS, own: Path = _OWN) -> Iterator[Limit]:
+    """Yields each memory limit above this process; unreadable ones are skipped."""
     for directory in _directories(cgroups, own):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),  # version 2
@@ -26,7 +49,7 @@ def headrooms(cgroups: Path = _CGROUPS, own: Path = _OWN) -> Iterator[int]:
             limit, used = _number(directory / limit_name), _number(directory / used_name)
             if limit is not None and used is not None:
                 # The page cache counts as used and is reclaimed on demand.
-                yield max(0, limit - max(0, used - _inactive_file(directory)))
+                yield Limit(limit, max(0, limit - max(0, used - _inactive_file(directory))))
 
 
 def _directories(cgroups: Path, own: Path) -> Iterator[Path]:

@@ -25,7 +25,6 @@ from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import available_bytes
 from cluster.redis.connect import why_silent
-from engine import kv_cache
 from router.rights import rights
 
 UNREACHABLE = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
@@ -119,21 +118,10 @@ def test_a_redis_that_answers_is_not_reported(redis_url):
     assert why_silent(redis_url) == ""
 
 
-def test_a_pool_of_all_that_is_free_is_taken_and_more_is_not():
-    import torch
-
-    cpu = torch.device("cpu")
-    free = available_bytes()
-    assert kv_cache.choose_bytes(free // 4, cpu) == free // 4
-    with pytest.raises(ConfigError) as caught:
-        kv_cache.choose_bytes(free * 4, cpu)
-    assert caught.value.field == "kv_memory"
-
-
 def test_up_counts_the_pools_of_all_ranks(checkpoint):
     model, free = checkpoint("llama"), available_bytes()
     one_fits = free // 3
-    engine = {"engine": {"kv_memory_bytes": one_fits}}
+    engine = {"engine": {"kv_memory_bytes": one_fits, "device": "cpu"}}
     options = UpOptions(model, prefill=0, decode=1, worker=engine)
     assert options.worker_config("decode", "", "", "").engine.kv_memory_bytes == one_fits
     with pytest.raises(ConfigError) as caught:

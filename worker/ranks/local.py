@@ -30,11 +30,11 @@ def check(config: WorkerConfig) -> None:
 def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> LoadedModel:
     """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
     return build.load_model(
-        config.engine, _group(config, rank, address, listener), beside_bytes=_beside(config)
+        config.engine, _group(config, rank, address, listener), handoff_bytes=_handoff_bytes(config)
     )
 
 
-def _beside(config: WorkerConfig) -> int:
+def _handoff_bytes(config: WorkerConfig) -> int:
     """Upper bound in bytes of the device memory that a rank's hand-off buffers take after the model is loaded."""
     transfer = config.transfer
     return transfer.staging_bytes if config.role == "prefill" else transfer.ring_max_bytes

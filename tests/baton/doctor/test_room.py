@@ -82,8 +82,9 @@ def test_workers_ask_for_what_nodes_have(
         requests = values["decode"].get("resources", {}).get("requests", default)
         assert requests[name] == asked[index]
     assert sum(pod.name == "router" for pod in pods) == routers
-    # Not a share of what the node has free: the pod's limit is less.
-    assert values["decode"]["kvMemoryBytes"] <= facts.nodes[0].amount("memory") / 8
+    # The KV pool fills the pod's limit, so that nothing above the request may be promised.
+    assert values["decode"]["resources"]["limits"] == {"memory": asked[1]}
+    assert "kvMemoryBytes" not in values["decode"]
 
 
 def test_a_cluster_that_is_too_small_is_missing_room(server: ApiServer, tmp_path: Path) -> None:

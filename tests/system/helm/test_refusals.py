@@ -34,6 +34,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "can't be shared by decode.nodes = 2 pods",
         "make it a multiple",
     ),
+    "a pool on CPUs without a limit": (
+        {"decode": {"gpus": 0, "resources": {"limits": {"memory": None}}}},
+        "decode has no GPUs, no decode.resources.limits.memory and no decode.kvMemoryBytes",
+        "would take 0.9 of the node's memory; set one of them",
+    ),
     "kv types differ": (
         {"prefill": {"dtype": "bfloat16"}, "decode": {"dtype": "float32"}},
         "KV of one can't be converted into the other's",

@@ -37,6 +37,10 @@
 {{- if and (eq $gpus 0) (mod (int $pool.tensorParallel) (int $pool.nodes)) }}
 {{- fail (printf "%s.tensorParallel = %d can't be shared by %s.nodes = %d pods: make it a multiple" $role (int $pool.tensorParallel) $role (int $pool.nodes)) }}
 {{- end }}
+{{- $limits := $pool.resources.limits | default dict }}
+{{- if and (eq $gpus 0) (eq (int64 $pool.kvMemoryBytes) 0) (not $limits.memory) (ne $values.ray.mode "external") }}
+{{- fail (printf "%s has no GPUs, no %s.resources.limits.memory and no %s.kvMemoryBytes: its KV pool would take %s of the node's memory; set one of them" $role $role $role (toString $pool.memoryUtilization)) }}
+{{- end }}
 {{- if ge (int $pool.drainSeconds) (int $pool.terminationGracePeriodSeconds) }}
 {{- fail (printf "%s.drainSeconds = %d is not below %s.terminationGracePeriodSeconds = %d: Kubernetes would kill the worker while it drains; raise the grace period or drain for a shorter time" $role (int $pool.drainSeconds) $role (int $pool.terminationGracePeriodSeconds)) }}
 {{- end }}

@@ -19,7 +19,8 @@
     "load_seconds" "model.loadSeconds"
     "engine.model" "model.source" "engine.dtype" (printf "%s.dtype" $role) "engine.device" (printf "%s.gpus" $role)
     "engine.max_model_len" "model.maxModelLen" "engine.page_size" "model.pageSize"
-    "engine.kv_memory_bytes" (printf "%s.kvMemoryBytes" $role) "engine.max_batch_tokens" (printf "%s.maxBatchTokens" $role)
+    "engine.kv_memory_bytes" (printf "%s.kvMemoryBytes" $role) "engine.memory_utilization" (printf "%s.memoryUtilization" $role)
+    "engine.max_batch_tokens" (printf "%s.maxBatchTokens" $role)
     "engine.max_batch_requests" (printf "%s.maxBatchRequests" $role) "engine.tensor_parallel" (printf "%s.tensorParallel" $role)
     "engine.threads" (printf "%s.threads" $role) "engine.nodes" (printf "%s.nodes" $role)
     "transfer.transport" "transfer.transport" "transfer.require_transport" "transfer.requireTransport"

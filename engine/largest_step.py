@@ -1,0 +1,101 @@
+"""The step that takes the most memory: run once after the weights are loaded, before the KV pool is allocated.
+
+It has every token and every sequence that a step may have. One sequence ends at the longest context, where attention
+gathers the most keys; of it so many rows are computed as attention takes at a time, because each costs a whole context's
+keys. All sequences share one block: what they compute is noise, what it takes is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cluster.config.worker import EngineConfig
+from cluster.errors import ConfigError
+from engine.attention.base import AttentionBackend
+from engine.device_memory import DeviceMemory
+from engine.model.decoder import Decoder
+from engine.ops.base import LayerOps
+from engine.parallel.group import TpGroup
+from engine.plan import PlanItem, StepPlan
+from engine.request import SamplingParams
+from engine.sampling.adjust import Row
+from engine.sampling.sampler import sample
+from engine.step_buffers import StepBuffers
+from engine.step_delta import StepDelta
+
+# As many as a backend computes at a time (engine/attention/sdpa.py).
+CONTEXT_ROWS = 256
+MakeParts = Callable[[Tensor], tuple[LayerOps, AttentionBackend]]  # over a KV cache
+
+
+def plan(config: EngineConfig) -> StepPlan:
+    """`config` is resolved."""
+    longest = config.max_model_len
+    tokens = most_tokens(config)
+    sequences = min(config.max_batch_requests, tokens)
+    rows = min(CONTEXT_ROWS, longest, tokens - sequences + 1)
+    spans = [(longest - rows, rows)]
+    rest = tokens - rows
+    while rest > 0:
+        # The others: prompts, as long as more tokens are left than sequences, then single tokens.
+        count = max(1, min(longest, rest - max(0, sequences - len(spans) - 1)))
+        spans.append((0, count))
+        rest -= count
+    pages = -(-longest // config.page_size)
+    return StepPlan(
+        [
+            PlanItem(f"largest-{row}", [0] * count, begin, [0] * pages, row, 1)
+            for row, (begin, count) in enumerate(spans)
+        ],
+        [],
+    )
+
+
+def most_tokens(config: EngineConfig) -> int:
+    """Tokens of one step at most: without chunks a whole prompt is one step."""
+    return max(config.max_batch_tokens, 0 if config.chunked_prefill else config.max_model_len)
+
+
+@torch.inference_mode()
+def bytes_taken(
+    config: EngineConfig,
+    decoder: Decoder,
+    group: TpGroup,
+    make: MakeParts,
+    cache: Tensor,
+    memory: DeviceMemory,
+) -> int:
+    """Bytes that the largest step takes of a rank's memory while it runs, its buffers and `make`'s parts included.
+
+    Every rank of the group must call it. `cache` has one block. Raises ConfigError if the step does not fit.
+    """
+    memory.begin_peak()
+    try:
+        _run(config, decoder, group, *make(cache))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_batch_tokens: a step of {most_tokens(config)} tokens and {config.max_batch_requests} requests does not "
+            f"fit beside the weights: {error}",
+            field="max_batch_tokens",
+        ) from None
+    return memory.peak_bytes()
+
+
+def _run(
+    config: EngineConfig, decoder: Decoder, group: TpGroup, ops: LayerOps, attention: AttentionBackend
+) -> None:
+    step_plan = plan(config)
+    rows = max(config.max_batch_tokens, len(step_plan.items))
+    pages = -(-config.max_model_len // config.page_size)
+    step = StepBuffers(rows, pages, most_tokens(config), config.page_size, decoder.embedding.device)
+    step.load(StepDelta.of(step_plan))
+    ops.begin(step.positions, step.slots)
+    attention.begin(step)
+    hidden = decoder.forward(step.tokens, ops, attention.attend)
+    logits = decoder.logits(hidden[step.logit_rows])
+    if group.rank == 0:
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        sample(logits, [Row(params, 0, [0], 1, ())] * logits.shape[0])

@@ -1,0 +1,72 @@
+"""A model in a container takes what the memory rule allows, and never more than the container has.
+
+A peak is that of the resident set without mapped files: the kernel drops their pages when memory is short, and charges
+them to the container that read a file first.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.checkpoint import ModelShape, write_model
+from tests.harness.memory_limit import limited
+
+MIB = 1 << 20
+LIMIT = 1536 * MIB
+HANDOFF = 64 * MIB
+SHARE = 0.9
+# Checkpoints of 10, 130 and 410 MB.
+SHAPES = {
+    "small": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512),
+    "middle": ModelShape(layers=4, kv_heads=4),
+    "large": ModelShape(),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
+    for name, shape in SHAPES.items():
+        write_model(made[name], shape)
+    return made
+
+
+def fill(model: Path, before: list[str] | None, limit: int) -> dict[str, Any]:
+    """Run it within a limit that `before` makes; without one the process is told."""
+    command = [sys.executable, "-m", "tests.engine.fill_memory", str(model), str(HANDOFF)]
+    command = [*command, str(limit)] if before is None else [*before, *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    print(found)
+    assert found["limit"] == LIMIT
+    assert 0.7 * LIMIT < found["peak"] <= LIMIT, "the pool gets what the others leave"
+    assert found["pool"] + found["weights"] + found["handoff"] < SHARE * LIMIT
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Path]) -> None:
+    """The kernel kills a process that takes more; where no limit can be made here, one is told."""
+    with limited(LIMIT) as before:
+        check(fill(models[size], before, LIMIT))
+
+
+def test_a_container_of_which_only_the_files_speak(models: dict[str, Path]) -> None:
+    """What holds where no test may make a cgroup."""
+    check(fill(models["middle"], None, LIMIT))
+
+
+def test_a_model_larger_than_its_container_is_refused(models: dict[str, Path]) -> None:
+    with limited(700 * MIB) as before, pytest.raises(AssertionError, match="for the weights") as caught:
+        fill(models["large"], before, 700 * MIB)
+    assert "ConfigError: memory_utilization: 0.9 of 734003200 bytes" in str(caught.value)
