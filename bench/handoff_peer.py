@@ -75,7 +75,7 @@ class RawTarget:
 
     def __init__(self) -> None:
         self.endpoint = NixlEndpoint(f"raw-target-{os.getpid()}")
-        self.memory = aligned_bytes(RAW_BYTES, torch.device("cpu"))
+        self.memory = aligned_bytes(RAW_BYTES)
         self.endpoint.register(self.memory)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)

@@ -109,7 +109,9 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
 
     monkeypatch.setattr(build, "load_model", load)
     monkeypatch.setattr(local, "check", lambda config: None)
-    transfer = TransferConfig(staging_bytes=3 << 20, ring_bytes=5 << 20, ring_max_bytes=7 << 20)
+    transfer = TransferConfig(
+        staging_bytes=3 << 20, ring_bytes=5 << 20, ring_max_bytes=7 << 20, slot_bytes=1 << 20
+    )
     config = WorkerConfig(role=role, engine=EngineConfig(model="/m"), transfer=transfer)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         ranks.open_ranks(config, epoch=1, reports=Reports())
