@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 import torch
-import uvloop
 
 from bench.checkpoint import SHAPE
 from bench.handoff_common import BLOCKS, CONFIG, PAGE_SIZE, RAW_BYTES, kv_cache, layout
@@ -132,4 +131,6 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
+    import uvloop
+
     uvloop.run(serve())  # as workers do

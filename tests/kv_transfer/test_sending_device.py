@@ -188,6 +188,7 @@ def test_a_device_is_asked_often_while_something_waits_for_it(sending, copier, m
         wait_for(lambda: copier.names == ["read"], 60, "enqueued")
         copier.end_marks()
     turn(sending)
+    sending.rank._probing_until = 0.0  # of the connection
     monkeypatch.setattr(sending.rank._thread._wake, "wait", noted)
     wait_for(lambda: len(pauses) > 3, 60, "some pauses")
     assert max(pauses) <= MAX_SECONDS < IDLE_POLL_SECONDS
