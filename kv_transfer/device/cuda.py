@@ -103,8 +103,9 @@ class CudaCopier:
         self._engine_stream = self._cuda.current_stream()
         self._stream = self._cuda.new_stream()
         rows = max(1, part_bytes // (self._rows.least_elements * kv_cache.element_size()))
-        self._buffers = Pool([self._make_buffers(rows) for _ in range(WORKS)])
-        self._host_parts = Pool([self._cuda.pinned(part_bytes) for _ in range(HOST_PARTS)])
+        with self._cuda.on(self._stream):
+            self._buffers = Pool([self._make_buffers(rows) for _ in range(WORKS)])
+            self._host_parts = Pool([self._cuda.pinned(part_bytes) for _ in range(HOST_PARTS)])
         self._sum = self._choose_sum()
 
     def _make_buffers(self, rows: int) -> Buffers:

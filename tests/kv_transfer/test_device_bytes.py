@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config.worker import EngineConfig, TransferConfig
+from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
+from engine import build
 from kv_transfer import messages as m
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.device import cuda, sum64
@@ -84,6 +85,25 @@ def test_the_kernel_needs_no_memory_for_its_sums(monkeypatch):
     without = cuda.device_bytes(MIB)
     monkeypatch.setattr(sum64, "kernel", lambda: sum64.torch_sums)
     assert without - cuda.device_bytes(MIB) == 3 * MIB
+
+
+@pytest.mark.parametrize(("name", "rank", "card"), [("cuda", 3, 1), ("auto", 0, 0), ("cuda:1", 0, 1)])
+def test_a_rank_selects_its_card_before_anything_is_allocated(monkeypatch, name, rank, card):
+    """Two cards; the rest of loading is not of interest."""
+    selected: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    loaded = object()
+
+    def load(*arguments: object, beside_bytes: int) -> object:
+        assert selected == [torch.device("cuda", card)] and beside_bytes
+        return loaded
+
+    monkeypatch.setattr(build, "load_model", load)
+    engine = EngineConfig(model="/m", device=name)  # type: ignore[arg-type]
+    config = WorkerConfig(role="decode", engine=engine)
+    assert local.load(config, rank, "") is loaded
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,17 @@ def check(config: WorkerConfig) -> None:
 
 def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> LoadedModel:
     """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
+    _select_card(config.engine, rank)
     beside_bytes = device_bytes(config.role, config.transfer, on_cuda=uses_cuda(config.engine))
     return build.load_model(config.engine, _group(config, rank, address, listener), beside_bytes=beside_bytes)
+
+
+def _select_card(config: EngineConfig, rank: int) -> None:
+    """Make the rank's card the current one of this thread: what allocates pinned memory or registers memory would open a
+    context on the first card of the node."""
+    if uses_cuda(config):
+        name = "cuda" if config.device == "auto" else config.device
+        torch.cuda.set_device(build.rank_device(name, rank))
 
 
 def uses_cuda(config: EngineConfig) -> bool:
