@@ -6,7 +6,7 @@ work is done at once, as on a CPU, the result is there at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -44,10 +44,11 @@ REACHED = Done(True)
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A part as it is written to the peer."""
+    """A part as it is written to the peer. Its pieces are valid until `release`."""
 
     pieces: Sequence[Tensor]
     digest: bytes
+    release: Callable[[], None] = lambda: None  # call it once
 
 
 class PartCopier(Protocol):
@@ -85,8 +86,7 @@ class PartCopier(Protocol):
     ) -> Pending[ReadPart] | None:
         """Copy a part from the cache to `into` (uint8, of this device) and compute its digest, once `after` is reached.
 
-        With `to_host` the result's pieces are in main memory, and valid until the next call of this method. Raises
-        IndexError for a block that does not exist.
+        With `to_host` the result's pieces are in main memory. Raises IndexError for a block that does not exist.
         """
 
     def fill(self, slot: Tensor, payload: bytes) -> bool:

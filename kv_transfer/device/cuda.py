@@ -169,10 +169,12 @@ class CudaCopier:
             if host is not None:
                 pieces[0].copy_(into, non_blocking=True)
 
-        def finish() -> ReadPart:
+        def release() -> None:
             if host is not None:
                 self._host_parts.give_back(host)
-            return ReadPart(pieces, self._digest_in(buffers, kind))
+
+        def finish() -> ReadPart:
+            return ReadPart(pieces, self._digest_in(buffers, kind), release)
 
         return self._run(enqueue, finish, buffers, host)
 

@@ -240,7 +240,10 @@ class SenderRank:
                 began = True
             if (read := part.reading.result()) is not None:
                 part.reading = None
-                self._send(transfer, part, part.grant, read)
+                try:
+                    self._send(transfer, part, part.grant, read)
+                finally:
+                    read.release()  # a transport that reads main memory has copied it
                 return True
         return began
 
@@ -352,6 +355,8 @@ class SenderRank:
         if transfer.writing or transfer.reading:
             return False
         for part in transfer.parts.values():
+            if part.reading is not None and (read := part.reading.result()) is not None:
+                read.release()
             self._source.free(part)
         del self._transfers[transfer.opened.transfer_id]
         self._on_event(m.TransferDrained(transfer.opened.transfer_id, self.rank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class ScriptedCopier:
     works: list[Work] = field(default_factory=list)  # in the order of the stream
     works_at_once: int = 1 << 30
     threads: list[str] = field(default_factory=list)
+    unreleased: int = 0  # parts that have been read
 
     @property
     def device(self) -> torch.device:
@@ -80,9 +81,14 @@ class ScriptedCopier:
 
     def read(self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool) -> Work | None:
         def run() -> ReadPart:
-            return self.inner.read(place, into, kind, after, to_host=to_host).result()
+            read = self.inner.read(place, into, kind, after, to_host=to_host).result()
+            self.unreleased += 1
+            return replace(read, release=self._release)
 
         return self._enqueue(Work("read", run, after, place=place))
+
+    def _release(self) -> None:
+        self.unreleased -= 1
 
     def fill(self, slot: Tensor, payload: bytes) -> bool:
         return self.inner.fill(slot, payload)

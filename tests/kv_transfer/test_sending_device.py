@@ -37,6 +37,7 @@ def sending(cache, copier) -> Iterator[SendingRank]:
     with sending_rank(cache, lambda *_: copier) as rank:
         rank.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "", "nixl"))
         yield rank
+        assert not copier.unreleased
 
 
 def launch(sending: SendingRank, transfer: bytes, tokens: int = TOKENS) -> None:
