@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ async def compute(prefill: Prefill, device: LaggingDevice, decode: Decode, numbe
     cache = prefill.caches[0]
     for layer in range(LAYERS):
         for value in (-1.0, 10.0 * number + layer):
-            device.enqueue(lambda v=value, n=layer: fill(cache, blocks, n, v))
+            device.enqueue(partial(fill, cache, blocks, layer, value))
         prefill.ranks[0].layer_computed(request_id, layer, 0, TOKENS, blocks)
     return handoff
 
