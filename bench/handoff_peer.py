@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 import torch
-import uvloop
 
 from bench.checkpoint import SHAPE
 from bench.handoff_common import BLOCKS, CONFIG, PAGE_SIZE, RAW_BYTES, kv_cache, layout
@@ -75,7 +74,7 @@ class RawTarget:
 
     def __init__(self) -> None:
         self.endpoint = NixlEndpoint(f"raw-target-{os.getpid()}")
-        self.memory = aligned_bytes(RAW_BYTES, torch.device("cpu"))
+        self.memory = aligned_bytes(RAW_BYTES)
         self.endpoint.register(self.memory)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
@@ -132,4 +131,6 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
+    import uvloop
+
     uvloop.run(serve())  # as workers do

@@ -149,8 +149,7 @@ def peer_memory(*, huge: bool = False) -> Iterator[tuple[int, int]]:
 
 
 def _hold_memory(pipe: Connection, huge: bool) -> None:
-    cpu = torch.device("cpu")
-    target = aligned_bytes(COPY_BYTES, cpu) if huge else torch.empty(COPY_BYTES, dtype=torch.uint8)
+    target = aligned_bytes(COPY_BYTES) if huge else torch.empty(COPY_BYTES, dtype=torch.uint8)
     target.fill_(1)
     pipe.send((os.getpid(), target.data_ptr()))
     pipe.recv()

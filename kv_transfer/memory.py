@@ -1,4 +1,4 @@
-"""Registered memory: the landing ring's segments and the send staging."""
+"""Registered memory: the landing ring's segments and the send staging, and how large they are."""
 
 from __future__ import annotations
 
@@ -7,15 +7,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.config.worker import TransferConfig
 from cluster.process import huge_pages
 from cluster.process.huge_pages import PAGE
 
 
-def aligned_bytes(size: int, device: torch.device) -> Tensor:
-    """uint8 [size], page-aligned, in huge pages if there are any: faster for RDMA and large copies. Every page is touched,
-    so that no page fault happens later."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=torch.uint8, device=device)
+def staging_bytes(config: TransferConfig) -> int:
+    """Size of a rank's send staging."""
+    return max(config.staging_bytes, 2 * config.slot_bytes)
+
+
+def largest_part(config: TransferConfig) -> int:
+    """Bytes of the largest part that a rank sends, so that staging takes two."""
+    return staging_bytes(config) // 2
+
+
+def first_slots(config: TransferConfig) -> int:
+    """Slots of a rank's landing ring at the start."""
+    return max(4, config.ring_bytes // config.slot_bytes)
+
+
+def most_slots(config: TransferConfig) -> int:
+    """Slots of a rank's landing ring that has grown to its limit."""
+    return max(first_slots(config), config.ring_max_bytes // config.slot_bytes)
+
+
+def aligned_bytes(size: int) -> Tensor:
+    """uint8 [size] in main memory, page-aligned, in huge pages if there are any: faster for RDMA and large copies. Every
+    page is touched, so that no page fault happens later."""
     return torch.frombuffer(huge_pages.zeroed(size), dtype=torch.uint8).zero_()
 
 
@@ -30,10 +49,10 @@ class Chunk:
 class Staging:
     """First-fit allocator over one buffer. Few pieces live at a time, so a list is enough."""
 
-    def __init__(self, size: int, device: torch.device):
-        self.buffer = aligned_bytes(size, device)
-        self._free: list[Chunk] = [Chunk(0, size)]
-        self.size = size
+    def __init__(self, buffer: Tensor):
+        self.buffer = buffer
+        self.size = buffer.numel()
+        self._free: list[Chunk] = [Chunk(0, self.size)]
 
     @property
     def free_bytes(self) -> int:

@@ -59,7 +59,7 @@ def _at_prefill(repeats: int) -> Side:
 
 def _at_decode(repeats: int) -> Side:
     cache = kv_cache(BLOCKS)
-    ring = aligned_bytes(COPY_BYTES, cache.device).fill_(1)
+    ring = aligned_bytes(COPY_BYTES).fill_(1)
     layers, heads = range(cache.shape[1]), range(cache.shape[3])
     block_bytes = cache[0].numel() * cache.element_size()
     at_once = COPY_PART_BYTES // block_bytes

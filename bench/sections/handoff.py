@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import uvloop
 
 from bench.checkpoint import SHAPE
@@ -99,7 +98,7 @@ async def _measure(repeats: int) -> Rates:
 
 
 def _huge_copy(pid: int, address: int, repeats: int) -> float:
-    source = aligned_bytes(COPY_BYTES, torch.device("cpu"))
+    source = aligned_bytes(COPY_BYTES)
 
     def once() -> float:
         began = time.perf_counter()
@@ -120,7 +119,7 @@ async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 def _raw(hello: dict[str, Any], repeats: int) -> list[float]:
     endpoint = NixlEndpoint(f"raw-source-{os.getpid()}")
-    memory = aligned_bytes(RAW_BYTES, torch.device("cpu"))
+    memory = aligned_bytes(RAW_BYTES)
     endpoint.register(memory)
     endpoint.connect(hello["agent"], bytes.fromhex(hello["metadata"]))
     rates = []

@@ -16,6 +16,7 @@ from cluster import errors
 from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
 from kv_transfer.decode_side.ring import Claim, Ring, Slot, SlotState, worker_of
+from kv_transfer.memory import most_slots
 from kv_transfer.ranks import ReceivingRank
 from wire import handoff_pb2
 
@@ -189,7 +190,7 @@ class Landing:
                 timer.cancel()
             return
         total = len(self.rings[rank].slots)
-        room = self._config.ring_max_bytes // self._config.slot_bytes - total
+        room = most_slots(self._config) - total
         if room > 0:
             if rank not in self._growing:
                 self._growing.add(rank)

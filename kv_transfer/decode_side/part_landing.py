@@ -7,16 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from cluster.errors import ConfigError
 from cluster.faults.points import Act, FaultPoint
 from kv_transfer import messages as m
-from kv_transfer.layout.digest import NONE, Digests, digest, kinds_on
-from kv_transfer.layout.geometry import scatter, wait_copied
+from kv_transfer.device.base import Mark, PartCopier, Pending
+from kv_transfer.layout.digest import NONE, Digests
 from kv_transfer.layout.rows import Place
-from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.registry import Endpoints
 from wire import handoff_pb2
 
@@ -27,13 +25,14 @@ log = logging.getLogger(__name__)
 class ExpectedTransfer:
     message: m.ExpectTransfer
     digests: Digests
+    reserved: Mark  # before it the engine may still use the blocks for whoever had them last
 
 
 class Expectations:
     """What a receiving rank expects in which slot; a part that does not match is stale."""
 
-    def __init__(self, device: torch.device, sample_share: float, decode_epoch: int):
-        self._device = device
+    def __init__(self, copier: PartCopier, sample_share: float, decode_epoch: int):
+        self._copier = copier
         self._sample_share = sample_share
         self._epoch = decode_epoch
         self._transfers: dict[bytes, ExpectedTransfer] = {}
@@ -50,8 +49,9 @@ class Expectations:
         return sum(expected.transfer_id == transfer_id for expected in self._expected.values())
 
     def expect_transfer(self, message: m.ExpectTransfer) -> None:
-        digests = Digests(self._device, message.digests, self._sample_share, message.digest_kind)
-        self._transfers[message.transfer_id] = ExpectedTransfer(message, digests)
+        kind = message.digest_kind or self._copier.digest_kinds[0]
+        digests = Digests(message.digests, self._sample_share, kind)
+        self._transfers[message.transfer_id] = ExpectedTransfer(message, digests, self._copier.mark())
 
     def expect(self, grant: handoff_pb2.SlotGrant) -> None:
         self._expected[grant.slot] = grant
@@ -150,72 +150,123 @@ class CacheShape:
 class SlotMemory:
     """Slots of equal size, in segments: addresses never change, and more segments may be added."""
 
-    def __init__(self, slot_bytes: int, device: torch.device, endpoints: Endpoints):
+    def __init__(self, slot_bytes: int, copier: PartCopier, endpoints: Endpoints):
         self.slots: list[Tensor] = []  # uint8 [slot_bytes] each
         self._slot_bytes = slot_bytes
-        self._device = device
+        self._copier = copier
         self._endpoints = endpoints
 
     def add_segment(self, slots: int) -> list[int]:
         """Addresses of the new slots."""
-        memory = aligned_bytes(slots * self._slot_bytes, self._device)
+        memory = self._copier.allocate(slots * self._slot_bytes)
         self._endpoints.register(memory)
         added = list(memory.view(slots, self._slot_bytes))
         self.slots += added
         return [slot.data_ptr() for slot in added]
 
 
+@dataclass(eq=False)
+class LandingPart:
+    """A part between its arrival and its outcome.
+
+    arrived ─► (filled) ─► digest ─► scatter ─► outcome
+    """
+
+    header: handoff_pb2.PartHeader
+    transfer: ExpectedTransfer
+    payload: bytes | None  # its bytes, if they are not in the slot yet
+    number: int = 0  # in the order of arrival
+    place: Place | None = None  # once it is checked
+    digest: Pending[bytes] | None = None
+    scatter: Pending[bool] | None = None
+    ending: Mark | None = None  # of a part that is given up: after what was enqueued until then
+    outcome: str | None = None  # "" = verified and scattered, or why not; None: it goes on
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device does nothing of it any more."""
+        return all(
+            one is None or one.result() is not None for one in (self.digest, self.scatter, self.ending)
+        )
+
+
 @dataclass(eq=False, kw_only=True)
 class PartLanding:
     rank: int
-    kv_cache: Tensor
+    copier: PartCopier
     shape: CacheShape
     memory: SlotMemory
     poll: Callable[[], None]  # drives the transports' progress
     at_landed: FaultPoint
 
-    def take(self, header: handoff_pb2.PartHeader, transfer: ExpectedTransfer, payload: bytes | None) -> str:
-        """Verify and scatter a part; return "" or why that failed. `payload`: its bytes, if they are not in the slot yet.
+    def advance(self, part: LandingPart) -> bool:
+        """Do for a part what can be done now; return whether it has its outcome.
 
-        Raises nothing: the thread serves all hand-offs.
+        Raises only what the device reports about itself: the thread serves all hand-offs.
         """
         try:
-            place = self.shape.place(header, transfer.message, header.source_rank)
-            if place is None or (payload is not None and not self._fill(header, payload)):
-                return "geometry"
-            slot = self.memory.slots[header.slot]
-            fault = self.at_landed(header.transfer_id)
-            if fault is not None and fault.act is Act.CORRUPT:
-                slot[0] ^= 0xFF
-            data = slot[: header.bytes]
-            if problem := self._unverified(header, transfer.digests, data):
-                return problem
-            self._scatter(data, place)
-            return ""
+            part.outcome = self._next(part)
         except Exception:
+            header = part.header
             log.exception(
                 "part %d of hand-off %s could not be scattered", header.part, header.transfer_id.hex()
             )
-            return "failed"
+            self.give_up(part)
+            part.outcome = self._next(part)
+        return part.outcome is not None
 
-    def _fill(self, header: handoff_pb2.PartHeader, payload: bytes) -> bool:
-        """Copy the bytes into the slot. Refuses any other length: the rest would be an earlier part's bytes."""
-        if not 0 < len(payload) == header.bytes <= self.shape.slot_bytes:
-            return False
-        here = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self.memory.slots[header.slot][: len(payload)].copy_(here)
-        return True
+    def give_up(self, part: LandingPart) -> None:
+        """Enqueue nothing more for a part. Its slot and its blocks are in use until it has its outcome."""
+        part.ending = part.ending or self.copier.enqueued()
 
-    def _unverified(self, header: handoff_pb2.PartHeader, digests: Digests, data: Tensor) -> str:
-        """Check the digest; return "" or why it fails. A digest that the pair did not agree on is checked too."""
-        agreed = digests.kind_of(header.transfer_id, header.source_rank, self.rank, header.part)
-        if header.digest_kind not in ((NONE, *kinds_on(data.device)) if agreed == NONE else (agreed,)):
+    def _next(self, part: LandingPart) -> str | None:
+        """The outcome, or None while the device works or has no room."""
+        if part.ending is not None:
+            return "failed" if part.has_ended else None
+        if part.place is None and (problem := self._arrive(part)) != "":
+            return problem
+        return self._land(part)
+
+    def _arrive(self, part: LandingPart) -> str | None:
+        """Check a part, and put its bytes into its slot; "" once both are done."""
+        header = part.header
+        place = self.shape.place(header, part.transfer.message, header.source_rank)
+        if place is None or not self._fits(part):
+            return "geometry"
+        if not self._has_agreed_digest(header, part.transfer.digests):
             return "digest_missing"
-        return "" if digest([data], header.digest_kind) == header.digest else "digest"
+        slot = self.memory.slots[header.slot]
+        if part.payload is not None and not self.copier.fill(slot, part.payload):
+            return None
+        part.place, part.payload = place, None
+        fault = self.at_landed(header.transfer_id)
+        if fault is not None and fault.act is Act.CORRUPT:
+            slot[0] ^= 0xFF
+        return ""
 
-    def _scatter(self, data: Tensor, place: Place) -> None:
-        # The peer's next write completes, and its notification is sent, only when this side polls.
-        self.poll()
-        cache = self.kv_cache
-        scatter(cache, data.view(cache.dtype), place)
-        wait_copied(cache)  # before the slot has another owner
+    def _fits(self, part: LandingPart) -> bool:
+        """Refuse a payload of any other length: the rest of the slot would be an earlier part's bytes."""
+        size = part.header.bytes
+        return part.payload is None or 0 < len(part.payload) == size <= self.shape.slot_bytes
+
+    def _has_agreed_digest(self, header: handoff_pb2.PartHeader, digests: Digests) -> bool:
+        """A digest that the pair did not agree on is checked too."""
+        agreed = digests.kind_of(header.transfer_id, header.source_rank, self.rank, header.part)
+        return header.digest_kind in ((NONE, *self.copier.digest_kinds) if agreed == NONE else (agreed,))
+
+    def _land(self, part: LandingPart) -> str | None:
+        """Verify a part that is in its slot, then scatter it."""
+        header = part.header
+        data = self.memory.slots[header.slot][: header.bytes]
+        if part.scatter is None:
+            part.digest = part.digest or self.copier.digest(data, header.digest_kind)
+            found = part.digest.result() if part.digest is not None else None
+            if found is None:
+                return None
+            if found != header.digest:
+                return "digest"
+            # The peer's next write completes, and its notification is sent, only when this side polls.
+            self.poll()
+            assert part.place is not None, "it was checked"
+            part.scatter = self.copier.scatter(data, part.place, part.transfer.reserved)
+        return "" if part.scatter is not None and part.scatter.result() else None

@@ -1,7 +1,8 @@
 """One rank's end at the decode worker: a ring of memory, and a thread that verifies and scatters arriving parts.
 
 The leader accounts for the ring; this thread has only the expectations that the leader has sent. A notification that does
-not match one is dropped and counted.
+not match one is dropped and counted. On a device a part is verified and scattered by work that this thread enqueues and
+polls: until that has ended, neither its slot nor its blocks are given to anyone else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from torch import Tensor
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.decode_side.part_landing import CacheShape, Expectations, PartLanding, SlotMemory
+from kv_transfer.decode_side.part_landing import (
+    CacheShape,
+    Expectations,
+    LandingPart,
+    PartLanding,
+    SlotMemory,
+)
+from kv_transfer.device.registry import OpenCopier, open_copier
+from kv_transfer.memory import first_slots
 from kv_transfer.rank_thread import RankThread, pause_between
 from kv_transfer.transports.base import Arrival
 from kv_transfer.transports.registry import Endpoints
@@ -48,26 +57,33 @@ def pause_of(quiet_seconds: float) -> float:
 
 
 class Settling:
-    """Settle requests: each is confirmed after SETTLE_SECONDS and SETTLE_POLLS."""
+    """Settle requests: each is confirmed after SETTLE_SECONDS and SETTLE_POLLS, and once the parts that had arrived
+    before have their outcome."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[float, int, bytes]] = deque()  # time, poll, token
+        self._waiting: deque[tuple[float, int, int, bytes]] = deque()  # time, poll, part, token
         self._polls = 0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, token: bytes) -> None:
-        self._waiting.append((time.monotonic() + SETTLE_SECONDS, self._polls + SETTLE_POLLS, token))
+    def add(self, token: bytes, arrived: int) -> None:
+        """`arrived`: parts until now."""
+        self._waiting.append((time.monotonic() + SETTLE_SECONDS, self._polls + SETTLE_POLLS, arrived, token))
 
     def polled(self) -> None:
         self._polls += 1
 
-    def take(self, now: float) -> bytes | None:
-        """Remove and return the token of a request that is to be confirmed."""
-        if self._waiting and self._waiting[0][0] <= now and self._waiting[0][1] <= self._polls:
-            return self._waiting.popleft()[2]
-        return None
+    def take(self, now: float, ended: int) -> bytes | None:
+        """Remove and return the token of a request that is to be confirmed. `ended`: parts that have their outcome, and
+        all before them."""
+        if not self._waiting:
+            return None
+        since, polls, arrived, token = self._waiting[0]
+        if since > now or polls > self._polls or arrived > ended:
+            return None
+        self._waiting.popleft()
+        return token
 
 
 class ReceiverRank:
@@ -84,16 +100,17 @@ class ReceiverRank:
         config: TransferConfig,
         decode_epoch: int,
         faults: Faults = NO_FAULTS,
+        make_copier: OpenCopier = open_copier,
     ):
         shape = CacheShape.of(kv_cache, kv_head_range[0], config.slot_bytes)
         self.rank = rank
-        self._device = kv_cache.device
         self._endpoints = endpoints
-        self._memory = SlotMemory(config.slot_bytes, kv_cache.device, endpoints)
-        self._expectations = Expectations(kv_cache.device, config.digest_sample_share, decode_epoch)
+        self._copier = make_copier(kv_cache, config.slot_bytes)
+        self._memory = SlotMemory(config.slot_bytes, self._copier, endpoints)
+        self._expectations = Expectations(self._copier, config.digest_sample_share, decode_epoch)
         self._landing = PartLanding(
             rank=rank,
-            kv_cache=kv_cache,
+            copier=self._copier,
             shape=shape,
             memory=self._memory,
             poll=self._collect,
@@ -102,9 +119,12 @@ class ReceiverRank:
         self._at_scattered = faults.point(Point.LANDING_SCATTERED)
         self._settling = Settling()
         self._arrived: deque[Arrival] = deque()
+        self._arrived_parts = 0
+        self._landing_parts: deque[LandingPart] = deque()  # without an outcome, in the order of arrival
+        self._forgetting: deque[bytes] = deque()  # transfers whose ForgetTransfer is to be confirmed
         self._unreported: list[m.PartLanded] = []
         self.dropped: Counter[str] = Counter()
-        self.first_addresses = self._memory.add_segment(max(4, config.ring_bytes // config.slot_bytes))
+        self.first_addresses = self._memory.add_segment(first_slots(config))
         self._thread: RankThread[m.ToReceiver] = RankThread(f"landing-{rank}", self._run)
 
     def start(self, on_event: Callable[[m.FromReceiver], None]) -> None:
@@ -113,7 +133,7 @@ class ReceiverRank:
 
     @property
     def hello(self) -> m.PeerRank:
-        return self._endpoints.hello(self.rank, self._device)
+        return self._endpoints.hello(self.rank, self._copier)
 
     def handle(self, message: m.ToReceiver) -> None:
         self._thread.put(message)
@@ -125,6 +145,7 @@ class ReceiverRank:
 
     def _run(self) -> None:
         try:
+            self._copier.use_thread()
             self._work()
         except Exception as error:  # no memory for a segment, NIXL; a part's own failure ends that part only
             log.exception("the landing thread of rank %d failed: it receives no more parts", self.rank)
@@ -136,7 +157,7 @@ class ReceiverRank:
             worked = self._handle_inbox()
             worked |= self._poll()
             now = time.monotonic()
-            while (token := self._settling.take(now)) is not None:
+            while (token := self._settling.take(now, self._ended_parts)) is not None:
                 self._on_event(m.Confirmed(self.rank, token))
             if worked:
                 last_useful = now
@@ -149,7 +170,7 @@ class ReceiverRank:
     def _pause(self, quiet_seconds: float) -> None:
         if self._settling or self._unreported:
             pause = FAST_POLL_SECONDS
-        elif self._expectations:
+        elif self._expectations or self._landing_parts:
             pause = pause_of(quiet_seconds)
         else:
             pause = SLOW_POLL_SECONDS if quiet_seconds < LINGER_SECONDS else IDLE_POLL_SECONDS
@@ -171,9 +192,10 @@ class ReceiverRank:
             case m.ForgetTransfer():
                 self._forget(message)
             case m.Settle():
-                self._settling.add(message.token)
+                self._settling.add(message.token, self._arrived_parts)
             case m.NewEpoch():
                 self._expectations.new_epoch(message.epoch)
+                self._give_up(lambda part: True)
             case handoff_pb2.PartData():
                 self._endpoints.deliver(message)
             case m.AddSegment():
@@ -194,7 +216,7 @@ class ReceiverRank:
                 self._on_event(m.ProbeArrived(self.rank, nonce))
             else:
                 self._landed(arrival)
-        return worked
+        return self._advance() or worked
 
     def _landed(self, arrival: Arrival) -> None:
         try:
@@ -209,7 +231,31 @@ class ReceiverRank:
         if transfer is None:
             self.dropped["stale"] += 1
             return
-        error = self._landing.take(header, transfer, arrival.payload)
+        self._arrived_parts += 1
+        part = LandingPart(header, transfer, arrival.payload, self._arrived_parts)
+        if self._landing.advance(part):
+            self._ended(part)
+        else:
+            self._landing_parts.append(part)
+
+    @property
+    def _ended_parts(self) -> int:
+        """Parts that have their outcome, and so have all before them."""
+        return self._landing_parts[0].number - 1 if self._landing_parts else self._arrived_parts
+
+    def _advance(self) -> bool:
+        """Return whether a part got its outcome."""
+        ended = [part for part in self._landing_parts if self._landing.advance(part)]
+        for part in ended:
+            self._landing_parts.remove(part)
+            self._ended(part)
+        while self._forgetting and not self._lands(self._forgetting[0]):
+            self._confirm_forgotten(self._forgetting.popleft())
+        return bool(ended)
+
+    def _ended(self, part: LandingPart) -> None:
+        header = part.header
+        assert part.outcome is not None, "it has ended"
         landed = m.PartLanded(
             rank=self.rank,
             slot=header.slot,
@@ -220,7 +266,7 @@ class ReceiverRank:
             layers=(header.layer_begin, header.layer_end),
             tokens=(header.token_begin, header.token_end),
             bytes=header.bytes,
-            error=error,
+            error=part.outcome,
         )
         fault = self._at_scattered(header.transfer_id)
         self._unreported.append(landed)
@@ -240,9 +286,25 @@ class ReceiverRank:
             self._on_event(m.PartsLanded(parts))
 
     def _forget(self, message: m.ForgetTransfer) -> None:
-        self._expectations.forget(message.transfer_id)
+        transfer_id = message.transfer_id
+        self._expectations.forget(transfer_id)
+        self._give_up(lambda part: part.header.transfer_id == transfer_id)
+        if message.confirm and self._lands(transfer_id):
+            self._forgetting.append(transfer_id)
+        elif message.confirm:
+            self._confirm_forgotten(transfer_id)
+        else:
+            self._report()
+
+    def _lands(self, transfer_id: bytes) -> bool:
+        """Whether a part of it has no outcome."""
+        return any(part.header.transfer_id == transfer_id for part in self._landing_parts)
+
+    def _give_up(self, gone: Callable[[LandingPart], bool]) -> None:
+        for part in self._landing_parts:
+            if gone(part):
+                self._landing.give_up(part)
+
+    def _confirm_forgotten(self, transfer_id: bytes) -> None:
         self._report()
-        if (
-            message.confirm
-        ):  # parts are scattered on this thread only, so none of the transfer's is being scattered
-            self._on_event(m.Confirmed(self.rank, message.transfer_id))
+        self._on_event(m.Confirmed(self.rank, transfer_id))

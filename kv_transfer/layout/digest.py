@@ -15,11 +15,6 @@ SUM64 = "sum64"  # expressible in torch, so it runs where the bytes are on CUDA
 MODES = ("off", "sample", "all")  # from the laxest to the strictest
 
 
-def kinds_on(device: torch.device) -> tuple[str, ...]:
-    """Digest kinds that can be computed on `device`, the fastest first."""
-    return (XXH3_128, SUM64) if device.type == "cpu" else (SUM64,)
-
-
 def stricter(one: str, other: str) -> str:
     """The stricter of two MODES."""
     return max(one, other, key=MODES.index)
@@ -29,9 +24,9 @@ class Digests:
     """Which parts carry a digest: all, none, or a sample chosen by transfer id and part, so that both sides choose the
     same parts, and a part that is sent again is treated as before."""
 
-    def __init__(self, device: torch.device, mode: str, sample_share: float, kind: str = ""):
-        """`mode`: one of MODES. `kind`: agreed with the peer; default: the fastest on `device`."""
-        self._kind = kind or kinds_on(device)[0]
+    def __init__(self, mode: str, sample_share: float, kind: str):
+        """`mode`: one of MODES. `kind`: agreed with the peer."""
+        self._kind = kind
         self._below = {"off": 0, "all": 2**64}.get(mode, int(sample_share * 2**64))
 
     def kind_of(self, transfer_id: bytes, source_rank: int, target_rank: int, part: int) -> str:

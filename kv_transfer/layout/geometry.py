@@ -43,7 +43,7 @@ def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: byte
     return flows
 
 
-def _pairs(cache: Tensor, part: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(cache: Tensor, part: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of equal shape [block, layer, K|V, head, token, dim]: (in the cache, in the part)."""
     page, dim = cache.shape[4], cache.shape[5]
     layers, heads = place.layers, place.heads
@@ -62,7 +62,7 @@ def gather(cache: Tensor, part: Tensor, place: Place) -> None:
     if host := HostPart.of(cache, part, place):
         host.gather()
         return
-    for inside_cache, inside_part in _pairs(cache, part, place):
+    for inside_cache, inside_part in pairs(cache, part, place):
         inside_part.copy_(inside_cache)
 
 
@@ -82,11 +82,5 @@ def scatter(cache: Tensor, part: Tensor, place: Place) -> None:
     if host := HostPart.of(cache, part, place):
         host.scatter()
         return
-    for inside_cache, inside_part in _pairs(cache, part, place):
+    for inside_cache, inside_part in pairs(cache, part, place):
         inside_cache.copy_(inside_part)
-
-
-def wait_copied(cache: Tensor) -> None:
-    """Wait for copies on CUDA, which are queued on the device's stream; elsewhere they are done already."""
-    if cache.device.type == "cuda":
-        torch.cuda.current_stream(cache.device).synchronize()

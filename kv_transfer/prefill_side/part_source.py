@@ -4,89 +4,93 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
+from kv_transfer.device.base import Done, PartCopier, Pending, ReadPart
 from kv_transfer.layout.digest import Digests, digest
-from kv_transfer.layout.geometry import gather, pieces, wait_copied
 from kv_transfer.layout.rows import Place
-from kv_transfer.memory import Staging
+from kv_transfer.memory import Staging, staging_bytes
 from kv_transfer.prefill_side.rank_transfer import Job, Part
-from kv_transfer.transports.registry import Endpoints
+from kv_transfer.transports.registry import TRANSPORTS, Endpoints
 
 MIN_PIECE_BYTES = 64 << 10  # shorter pieces are faster copied together first than written one by one
 
 
 class PartSource:
-    def __init__(self, kv_cache: Tensor, first_head: int, endpoints: Endpoints, config: TransferConfig):
+    def __init__(
+        self,
+        kv_cache: Tensor,
+        first_head: int,
+        copier: PartCopier,
+        endpoints: Endpoints,
+        config: TransferConfig,
+    ):
         """`first_head`: of this rank, counted over the whole model."""
-        self._cache = kv_cache
         self._first_head = first_head
-        self._staging = Staging(max(config.staging_bytes, 2 * config.slot_bytes), kv_cache.device)
+        self._copier = copier
+        self._staging = Staging(copier.allocate(staging_bytes(config)))
         self._config = config
         endpoints.register(self._staging.buffer)
-        if self.device.type == "cpu":
+        if kv_cache.device.type == "cpu":
             endpoints.register(kv_cache)
-
-    @property
-    def device(self) -> torch.device:
-        return self._cache.device
 
     @property
     def used_bytes(self) -> int:
         return self._staging.size - self._staging.free_bytes
 
-    @property
-    def max_part_bytes(self) -> int:
-        return self._staging.size // 2
-
     def in_place(self, job: Job) -> list[Tensor] | None:
         """The part without a copy, if it lies in large pieces. The engine keeps the blocks until this rank reports
         TransferDrained, however the hand-off ends."""
-        return pieces(self._cache, self._place(job), MIN_PIECE_BYTES)
+        return self._copier.pieces(self._place(job), MIN_PIECE_BYTES)
 
     def read(
         self, opened: m.OpenTransfer, part: Part, staged_bytes: Callable[[str], int]
-    ) -> list[Tensor] | None:
-        """What is written for a part, whose digest this sets; None while staging has no room for it.
+    ) -> Pending[ReadPart] | None:
+        """Begin to read a part, with the digest whose kind this sets; None while there is no room for it.
 
         `staged_bytes(peer)`: of all transfers to that peer.
         """
-        data = part.pieces or self._gather(part, staged_bytes(opened.peer))
-        if data is not None:
-            wait_copied(self._cache)  # the transports do not wait for CUDA's streams
-            flow = part.job.flow
-            digests = self.digests(opened)
-            part.digest_kind = digests.kind_of(
-                opened.transfer_id, flow.source_rank, flow.target_rank, part.index
-            )
-            part.digest = digest(data, part.digest_kind)
-        return data
+        flow = part.job.flow
+        kind = self.digests(opened).kind_of(
+            opened.transfer_id, flow.source_rank, flow.target_rank, part.index
+        )
+        part.digest_kind = kind
+        if part.pieces is not None:
+            return Done(ReadPart(part.pieces, digest(part.pieces, kind)))
+        return self._gather(opened, part, staged_bytes(opened.peer))
 
     def digests(self, opened: m.OpenTransfer) -> Digests:
         """Which parts carry which digest, as the pair has agreed; else by this worker's setting."""
         config = self._config
-        mode = opened.digests or config.digests
-        return Digests(self.device, mode, config.digest_sample_share, opened.digest_kind)
+        kind = opened.digest_kind or self._copier.digest_kinds[0]
+        return Digests(opened.digests or config.digests, config.digest_sample_share, kind)
 
     def free(self, part: Part) -> None:
         if part.chunk is not None:
             self._staging.free(part.chunk)
             part.chunk = None
 
-    def _gather(self, part: Part, own: int) -> list[Tensor] | None:
-        """A copy in staging."""
-        job, cache = part.job, self._cache
+    def _gather(self, opened: m.OpenTransfer, part: Part, own: int) -> Pending[ReadPart] | None:
+        """Begin a copy in staging."""
+        job = part.job
         if not self._within_share(own, job.bytes):
             return None
-        part.chunk = self._staging.allocate(job.bytes)
-        if part.chunk is None:
+        chunk = self._staging.allocate(job.bytes)
+        if chunk is None:
             return None
-        data = self._staging.view(part.chunk, job.bytes)
-        gather(cache, data.view(cache.dtype), self._place(job))
-        return [data]
+        part.chunk = chunk  # also if the next call raises: then the hand-off's end frees it
+        reading = self._copier.read(
+            self._place(job),
+            self._staging.view(chunk, job.bytes),
+            part.digest_kind,
+            part.computed,
+            to_host=not TRANSPORTS[opened.transport].reads_device_memory,
+        )
+        if reading is None:
+            self.free(part)
+        return reading
 
     def _within_share(self, own: int, size: int) -> bool:
         """Whether `size` more bytes are within a peer's share: half of what the other peers leave, so that a peer that

@@ -1,17 +1,20 @@
 """One hand-off at a sending rank: which layers of which tokens are final, and the parts they are cut into.
 
-engine thread ──note──► computed ──cut──► to ask ──ask──► parts ──grant──► gathered, written ──► verified
+engine thread ──note──► launched ──cut──► to ask ──ask──► parts ──grant──► read ──► written ──► verified
+
+On a device "computed" is a mark that the engine's thread makes behind each group of layers: the thread runs ahead of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from kv_transfer import messages as m
+from kv_transfer.device.base import REACHED, Mark, Pending, ReadPart
 from kv_transfer.layout.geometry import Flow
 from kv_transfer.memory import Chunk
 from kv_transfer.transports.base import PendingWrite
@@ -35,11 +38,13 @@ class Part:
 
     job: Job
     index: int
+    computed: Mark = REACHED  # nothing is read before
     grant: handoff_pb2.SlotGrant | None = None
     posted: bool = False  # under its present grant
     grants: set[tuple[int, int]] = field(default_factory=set)  # (slot, generation) of all its grants
     pieces: list[Tensor] | None = None  # of the cache, written from there; None = through staging
     chunk: Chunk | None = None  # of staging, from its first grant until it is verified
+    reading: Pending[ReadPart] | None = None  # until it is posted
     digest: bytes = b""
     digest_kind: str = ""
     write: PendingWrite | None = None
@@ -88,6 +93,17 @@ class Cutting:
                 begin = end
 
 
+@dataclass(frozen=True)
+class Group:
+    """Layers of a chunk, enough for a part or the chunk's last ones."""
+
+    layers: range
+    begin: int
+    end: int
+    blocks: list[int]  # of the whole chunk
+    computed: Mark
+
+
 @dataclass(eq=False)
 class Transfer:
     """One hand-off at a rank."""
@@ -95,7 +111,7 @@ class Transfer:
     opened: m.OpenTransfer
     cutting: Cutting
     # Appended to by the engine thread, emptied by the rank's; a deque is safe for that.
-    computed: deque[tuple[int, int, int, list[int]]] = field(default_factory=deque)
+    launched: deque[Group] = field(default_factory=deque)
     unasked: deque[Part] = field(default_factory=deque)
     # By (target rank, index): those that slots were requested for, in order
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)
@@ -105,78 +121,105 @@ class Transfer:
     announced: bool = False
     closing: bool = False
     failed: bool = False  # an exception in this rank: nothing more is posted until CloseTransfer
+    _noted: range = range(0)  # layers, by the engine's thread: not in a group yet
+    _noted_blocks: list[int] = field(default_factory=list)
     _seen_first: bool = False
-    _layers: list[int] = field(default_factory=list)  # of the current token range, not yet cut into a job
+    _layers: range = range(0)  # of the current token range, not yet cut into a job
     _tokens: range = range(0)
     _blocks: list[int] = field(default_factory=list)
+    _last_asked: Mark = REACHED
 
-    def note(self, layer: int, token_begin: int, token_end: int, block_ids: Sequence[int]) -> bool:
-        """On the engine's thread: this layer of these tokens is final. Returns whether there is enough for a part."""
-        page = self.cutting.page_size
-        blocks = list(block_ids[: -(-token_end // page)]) if layer == 0 else []
-        self.computed.append((layer, token_begin, token_end, blocks))
-        size = self.cutting.bytes(self.opened.flows, len(self.computed), token_end - token_begin)
-        return layer == self.cutting.num_layers - 1 or size >= self.cutting.part_bytes
+    def note(
+        self,
+        layer: int,
+        token_begin: int,
+        token_end: int,
+        block_ids: Sequence[int],
+        mark: Callable[[], Mark] = lambda: REACHED,
+    ) -> bool:
+        """On the engine's thread: this layer of these tokens is enqueued. Returns whether there is enough for a part; then
+        `mark` was called, once."""
+        if layer == 0:
+            self._noted = range(0)
+            self._noted_blocks = list(block_ids[: -(-token_end // self.cutting.page_size)])
+        self._noted = range(self._noted.start if self._noted else layer, layer + 1)
+        size = self.cutting.bytes(self.opened.flows, len(self._noted), token_end - token_begin)
+        if layer < self.cutting.num_layers - 1 and size < self.cutting.part_bytes:
+            return False
+        self.launched.append(Group(self._noted, token_begin, token_end, self._noted_blocks, mark()))
+        self._noted = range(0)
+        return True
 
     @property
     def cuttable(self) -> bool:
-        return (
-            not (self.closing or self.failed)
-            and bool(self.computed)
-            and self.computed[-1][0] == self.cutting.num_layers - 1
-        )
+        return bool(self.launched) and not (self.closing or self.failed)
 
     @property
     def all_cut(self) -> bool:
         """Whether every layer of every token is in a part, so that the number of parts is final."""
         whole = self.complete_tokens >= self.opened.token_count or not self.opened.flows
-        return whole and not self.computed
+        return whole and not self.launched
 
     @property
     def writing(self) -> bool:
         return any(part.write is not None for part in self.parts.values())
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether something is being read, or a mark is not reached that the next part waits for."""
+        return self.reading or (bool(self.unasked) and self._last_asked.result() is None)
+
+    @property
+    def reading(self) -> bool:
+        """Whether the device still reads from the request's blocks."""
+        return any(part.reading is not None and part.reading.result() is None for part in self.parts.values())
+
     def cut(self) -> bool:
         """Cut noted layers into jobs, once they have `part_bytes` or include the step's last layer. All noted layers are
         cut together, because more layers make longer rows."""
         worked = False
-        while self.computed:
-            self._cut_one(*self.computed.popleft())
+        while self.launched:
+            self._cut_one(self.launched.popleft())
             worked = True
         return worked
 
-    def _cut_one(self, layer: int, begin: int, end: int, blocks: list[int]) -> None:
-        held = self.opened.held_tokens
-        if layer == 0:
-            self._layers, self._blocks, self._tokens = [], blocks, range(max(begin, held), end)
+    def _cut_one(self, group: Group) -> None:
+        held, first, stop = self.opened.held_tokens, group.layers.start, group.layers.stop
+        if first == 0:
+            self._layers, self._blocks = range(0), group.blocks
+            self._tokens = range(max(group.begin, held), group.end)
             if not self._seen_first:
                 self._seen_first = True
-                if begin > held:  # from this worker's own prefix cache: final in every layer
-                    self._add(range(self.cutting.num_layers), range(held, begin))
-        self._layers.append(layer)
-        last = layer == self.cutting.num_layers - 1
+                if group.begin > held:  # from this worker's own prefix cache: final in every layer
+                    layers = range(self.cutting.num_layers)
+                    self._add(layers, range(held, group.begin), group.computed)
+        self._layers = range(self._layers.start if self._layers else first, stop)
+        last = stop == self.cutting.num_layers
         size = self.cutting.bytes(self.opened.flows, len(self._layers), len(self._tokens))
-        if last or (size >= self.cutting.part_bytes and not self.computed):
-            layers = range(self._layers[0], layer + 1)
-            self._layers = []
+        if last or (size >= self.cutting.part_bytes and not self.launched):
+            layers, self._layers = self._layers, range(0)
             if self._tokens:
-                self._add(layers, self._tokens)
+                self._add(layers, self._tokens, group.computed)
         if last:
             self.complete_tokens = self._tokens.stop
 
-    def _add(self, layers: range, tokens: range) -> None:
+    def _add(self, layers: range, tokens: range, computed: Mark) -> None:
         for flow in self.opened.flows:
             for job in self.cutting.jobs(flow, self.opened.slot_bytes, layers, tokens, self._blocks):
                 index = self.counts.get(flow.target_rank, 0)
                 self.counts[flow.target_rank] = index + 1
                 self.bytes += job.bytes
-                self.unasked.append(Part(job, index))
+                self.unasked.append(Part(job, index, computed))
 
     def ask(self, limit: int) -> list[Part]:
-        """The next parts to request slots for; at most `limit` may be requested and not yet verified."""
+        """The next parts to request slots for; at most `limit` may be requested and not yet verified.
+
+        Of those that are not computed only the first: a slot's deadline begins when it is granted.
+        """
         asked: list[Part] = []
-        while self.unasked and len(self.parts) < limit:
+        while self.unasked and len(self.parts) < limit and self._last_asked.result():
             part = self.unasked.popleft()
+            self._last_asked = part.computed
             self.parts[part.key] = part
             asked.append(part)
         return asked

@@ -13,6 +13,7 @@ from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
 from cluster.security.tls import Peers
 from kv_transfer import messages as m
+from kv_transfer.memory import staging_bytes
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.link import ANSWER_SECONDS, LinkToDecode
 from kv_transfer.prefill_side.pending_drain_notices import PendingDrainNotices
@@ -59,7 +60,7 @@ class HandoffSender:
 
     @property
     def staging_bytes(self) -> int:
-        return max(self.config.staging_bytes, 2 * self.config.slot_bytes)
+        return staging_bytes(self.config)
 
     @property
     def staging_used_bytes(self) -> int:

@@ -4,6 +4,8 @@ engine thread:  layer_computed ──note──► jobs
 own thread:     parts ─(slots asked)─► granted ─┬─ in large pieces: as they lie in the cache ────┬─► written ─► verified
                                                 └─ else gathered into staging, free when verified ┘
 
+Blocks and staging are in use until the device has read them, too: Drained waits for that as for a write.
+
 Slots are requested for many parts ahead, so that a part's result and a further grant travel together. Staging is
 allocated only for parts that have a slot, so that a peer that grants nothing uses none of it.
 """
@@ -21,6 +23,9 @@ from cluster.config.worker import TransferConfig
 from cluster.errors import TransportError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
+from kv_transfer.device.base import ReadPart
+from kv_transfer.device.registry import OpenCopier, open_copier
+from kv_transfer.memory import largest_part
 from kv_transfer.prefill_side.part_source import PartSource
 from kv_transfer.prefill_side.rank_peers import RankPeers
 from kv_transfer.prefill_side.rank_transfer import Cutting, Part, Transfer, part_header
@@ -49,10 +54,12 @@ class SenderRank:
         endpoints: Endpoints,
         config: TransferConfig,
         faults: Faults = NO_FAULTS,
+        make_copier: OpenCopier = open_copier,
     ):
         self.rank = rank
         self._endpoints = endpoints
-        self._source = PartSource(kv_cache, kv_head_range[0], endpoints, config)
+        self._copier = make_copier(kv_cache, largest_part(config))
+        self._source = PartSource(kv_cache, kv_head_range[0], self._copier, endpoints, config)
         self._at_granted = faults.point(Point.SENDER_GRANTED)
         self._at_written = faults.point(Point.SENDER_WRITTEN)
         self._transfers: dict[bytes, Transfer] = {}
@@ -65,7 +72,7 @@ class SenderRank:
             page_size=kv_cache.shape[4],
             token_bytes=kv_cache.shape[5] * kv_cache.element_size(),
             part_bytes=config.part_bytes,
-            max_part_bytes=self._source.max_part_bytes,
+            max_part_bytes=largest_part(config),
         )
         self._thread: RankThread[m.ToSender] = RankThread(f"sender-{rank}", self._run)
 
@@ -76,7 +83,7 @@ class SenderRank:
     @property
     def hello(self) -> m.PeerRank:
         """Without metadata: peers do not write to this rank."""
-        return replace(self._endpoints.hello(self.rank, self._source.device), metadata=b"")
+        return replace(self._endpoints.hello(self.rank, self._copier), metadata=b"")
 
     @property
     def staging_used_bytes(self) -> int:
@@ -87,12 +94,13 @@ class SenderRank:
     def layer_computed(
         self, request_id: str, layer: int, token_begin: int, token_end: int, block_ids: Sequence[int]
     ) -> None:
-        """Note a computed layer; wakes this rank's thread once there is enough for a part."""
+        """Note a layer that is enqueued in this thread's stream; wakes this rank's thread once there is enough for a
+        part."""
         transfer = self._by_request.get(request_id)
         if transfer is None or transfer.failed:
             return
         try:
-            if transfer.note(layer, token_begin, token_end, block_ids):
+            if transfer.note(layer, token_begin, token_end, block_ids, self._copier.mark):
                 self._thread.notify()
         except Exception as error:  # a failed hand-off must not end the engine
             self._fail(transfer, error)
@@ -117,6 +125,7 @@ class SenderRank:
 
     def _run(self) -> None:
         try:
+            self._copier.use_thread()
             self._work()
         except Exception as error:  # a failure of one hand-off does not get here: see `_fail`
             log.exception("the sending thread of rank %d failed: it sends no more parts", self.rank)
@@ -144,10 +153,11 @@ class SenderRank:
     def _pause(self) -> None:
         now = time.monotonic()
         writing = any(transfer.writing for transfer in self._known())
+        waiting = writing or any(transfer.waits_for_device for transfer in self._known())
         probing = now < self._probing_until
         if probing or not writing:
             self._endpoints.arrivals()  # drives progress for the peers
-        pause = self._pace.pause(now) if writing else IDLE_POLL_SECONDS
+        pause = self._pace.pause(now) if waiting else IDLE_POLL_SECONDS
         if probing:
             pause = min(pause, 1e-3)
         self._thread.wait(pause, lambda: any(transfer.cuttable for transfer in self._known()))
@@ -216,28 +226,37 @@ class SenderRank:
         return self._send_next(transfer) or worked
 
     def _send_next(self, transfer: Transfer) -> bool:
-        """Gather and post one granted part; messages and writes are looked at before the next one."""
+        """Begin to read what is granted, and post one part that has been read; messages and writes are looked at before
+        the next one."""
+        began = False
         for part in transfer.parts.values():
-            if part.posted or part.grant is None or part.chunk is not None or part.write is not None:
+            if part.posted or part.grant is None or part.write is not None:
                 continue
-            data = self._read(transfer, part)
-            if data is not None:
-                fault = self._at_granted(transfer.opened.transfer_id)
-                if fault is None or fault.act is not Act.DROP:
-                    self._post(transfer, part, part.grant, data)
-                else:
-                    part.posted = True  # as if written, and nothing lands
+            if part.reading is None:
+                if part.chunk is None:  # else of an earlier grant, and not free yet
+                    part.reading = self._source.read(transfer.opened, part, self._staged_bytes)
+                if part.reading is None:
+                    continue
+                began = True
+            if (read := part.reading.result()) is not None:
+                part.reading = None
+                try:
+                    self._send(transfer, part, part.grant, read)
+                finally:
+                    read.release()  # a transport that reads main memory has copied it
                 return True
-        return False
+        return began
 
-    def _read(self, transfer: Transfer, part: Part) -> Sequence[Tensor] | None:
-        """What is written; None while staging has no room."""
-        data = self._source.read(transfer.opened, part, self._staged_bytes)
-        if data is not None:
-            for other in transfer.parts.values():  # the notification of the write before this one leaves now
-                if other.write is not None:
-                    other.write.poll()
-        return data
+    def _send(self, transfer: Transfer, part: Part, grant: handoff_pb2.SlotGrant, read: ReadPart) -> None:
+        for other in transfer.parts.values():  # the notification of the write before this one leaves now
+            if other.write is not None:
+                other.write.poll()
+        part.digest = read.digest
+        fault = self._at_granted(transfer.opened.transfer_id)
+        if fault is None or fault.act is not Act.DROP:
+            self._post(transfer, part, grant, read.pieces)
+        else:
+            part.posted = True  # as if written, and nothing lands
 
     def _staged_bytes(self, peer: str) -> int:
         return sum(transfer.staged_bytes for transfer in self._known() if transfer.opened.peer == peer)
@@ -300,7 +319,7 @@ class SenderRank:
                 if state == "error" and not transfer.closing:
                     label = TRANSPORTS[transfer.opened.transport].label
                     self._on_event(m.TransferFailed(transfer.opened.transfer_id, f"the {label} write failed"))
-            if part.chunk is not None and (part.verified or not part.posted):
+            if part.chunk is not None and part.reading is None and (part.verified or not part.posted):
                 # A corrupted part is gathered again: one that waits for a slot must not keep staging from those
                 # that have one.
                 self._source.free(part)
@@ -331,10 +350,13 @@ class SenderRank:
         self._by_request.pop(transfer.opened.request_id, None)
 
     def _finish_closing(self, transfer: Transfer) -> bool:
-        """Report TransferDrained once no write is pending. An error counts as terminal, never as "did not land"."""
-        if transfer.writing:
+        """Report TransferDrained once no write and no read is pending. An error counts as terminal, never as "did not
+        land"."""
+        if transfer.writing or transfer.reading:
             return False
         for part in transfer.parts.values():
+            if part.reading is not None and (read := part.reading.result()) is not None:
+                read.release()
             self._source.free(part)
         del self._transfers[transfer.opened.transfer_id]
         self._on_event(m.TransferDrained(transfer.opened.transfer_id, self.rank))

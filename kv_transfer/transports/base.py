@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from kv_transfer.messages import DRAM, VRAM
+
+
+def memory_kind(device: torch.device) -> str:
+    return DRAM if device.type == "cpu" else VRAM
 
 
 class PendingWrite(Protocol):

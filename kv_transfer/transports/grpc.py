@@ -50,9 +50,9 @@ class GrpcEndpoint:
         notification: bytes,
         memory: str = "DRAM",
     ) -> PendingWrite:
-        (whole,) = pieces
+        (whole,) = pieces  # in main memory
         header = handoff_pb2.PartHeader.FromString(notification)
-        self._outgoing.append(handoff_pb2.PartData(header=header, payload=whole.cpu().numpy().tobytes()))
+        self._outgoing.append(handoff_pb2.PartData(header=header, payload=whole.numpy().tobytes()))
         return _Copied()
 
     def outgoing(self) -> list[handoff_pb2.PartData]:

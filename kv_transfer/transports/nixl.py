@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cluster.errors import TransportError
-from kv_transfer.transports.base import Arrival, PendingWrite
+from kv_transfer.transports.base import Arrival, PendingWrite, memory_kind
 
 log = logging.getLogger(__name__)
 _STATES = {"DONE": "done", "PROC": "pending"}
@@ -83,7 +83,9 @@ class NixlEndpoint:
         return bytes(self._agent.get_agent_metadata())
 
     def register(self, memory: Tensor) -> None:
-        self._registered.append(self._agent.register_memory([memory]))
+        # By address and device, as `write` names it: what is found there must be what was registered here.
+        place = (memory.data_ptr(), memory.numel() * memory.element_size(), memory.device.index or 0, "")
+        self._registered.append(self._agent.register_memory([place], memory_kind(memory.device)))
 
     def connect(self, agent_name: str, metadata: bytes) -> None:
         self._idle.pop(agent_name, None)
@@ -126,7 +128,7 @@ class NixlEndpoint:
         memory: str = "DRAM",
     ) -> PendingWrite:
         agent = self._agent
-        own_memory = "DRAM" if pieces[0].device.type == "cpu" else "VRAM"
+        own_memory = memory_kind(pieces[0].device)
         ours, theirs = [], []
         for piece in pieces:
             ours.append((piece.data_ptr(), piece.numel(), piece.device.index or 0))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from cluster.config.worker import TransferConfig
 from cluster.errors import TransportError
-from kv_transfer.layout.digest import kinds_on
-from kv_transfer.messages import DRAM, VRAM, PeerRank
-from kv_transfer.transports.base import Arrival, Endpoint
+from kv_transfer.device.base import PartCopier
+from kv_transfer.messages import PeerRank
+from kv_transfer.transports.base import Arrival, Endpoint, memory_kind
 from kv_transfer.transports.grpc import GrpcEndpoint
 from kv_transfer.transports.ucx import open_nixl
 from wire import handoff_pb2
@@ -23,11 +22,15 @@ class Transport:
     name: str  # in settings, on the wire and in metrics
     label: str  # in logs
     is_probed: bool  # may not reach a peer although both sides have it: a pair tests it first
+    reads_device_memory: bool  # else parts are copied to main memory first
 
 
 TRANSPORTS = {  # the preferred one first
     transport.name: transport
-    for transport in (Transport("nixl", "NIXL", is_probed=True), Transport("grpc", "gRPC", is_probed=False))
+    for transport in (
+        Transport("nixl", "NIXL", is_probed=True, reads_device_memory=True),
+        Transport("grpc", "gRPC", is_probed=False, reads_device_memory=False),
+    )
 }
 
 
@@ -88,16 +91,16 @@ class Endpoints:
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints.values())
 
-    def hello(self, rank: int, device: torch.device) -> PeerRank:
-        """How peers reach the rank, and what it can do."""
+    def hello(self, rank: int, copier: PartCopier) -> PeerRank:
+        """How peers reach the rank, and what it can do on its device."""
         addressed = next((endpoint for endpoint in self if endpoint.name), self._stream)
         return PeerRank(
             rank=rank,
             agent_name=addressed.name,
             metadata=addressed.metadata,
-            memory=DRAM if device.type == "cpu" else VRAM,
-            device=device.index or 0,
-            digest_kinds=kinds_on(device),
+            memory=memory_kind(copier.device),
+            device=copier.device.index or 0,
+            digest_kinds=copier.digest_kinds,
             transports=tuple(self._endpoints),
         )
 

@@ -243,7 +243,9 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
 
     monkeypatch.setattr(build, "load_model", load)
     monkeypatch.setattr(local, "check", lambda config: None)
-    transfer = TransferConfig(staging_bytes=3 * MIB, ring_bytes=5 * MIB, ring_max_bytes=7 * MIB)
+    transfer = TransferConfig(
+        staging_bytes=3 * MIB, ring_bytes=5 * MIB, ring_max_bytes=7 * MIB, slot_bytes=MIB
+    )
     config = WorkerConfig(role=role, engine=EngineConfig(model="/m"), transfer=transfer)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         ranks.open_ranks(config, epoch=1, reports=Reports())

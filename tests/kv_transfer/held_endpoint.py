@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer import messages as m
+from kv_transfer.device.registry import OpenCopier, open_copier
 from kv_transfer.layout.geometry import Flow
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.base import Arrival
@@ -23,6 +24,7 @@ from wire import handoff_pb2
 
 @dataclass
 class HeldWrite:
+    pieces: list[Tensor]
     state: str = "pending"
 
     def poll(self) -> str:
@@ -61,7 +63,7 @@ class HeldEndpoint:
         memory: str = "DRAM",
     ) -> HeldWrite:
         assert agent_name in self.connected
-        self.writes.setdefault(agent_name, []).append(HeldWrite())
+        self.writes.setdefault(agent_name, []).append(HeldWrite(list(pieces)))
         return self.writes[agent_name][-1]
 
     def notify(self, agent_name: str, message: bytes) -> None: ...
@@ -128,14 +130,17 @@ def result(transfer: bytes, part: int, verified: bool) -> handoff_pb2.PartResult
 
 
 @contextlib.contextmanager
-def sending_rank() -> Iterator[SendingRank]:
+def sending_rank(
+    kv_cache: Tensor | None = None, make_copier: OpenCopier = open_copier
+) -> Iterator[SendingRank]:
     endpoint = HeldEndpoint()
     rank = SenderRank(
         rank=0,
-        kv_cache=torch.zeros(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM),
+        kv_cache=torch.zeros(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM) if kv_cache is None else kv_cache,
         kv_head_range=(0, HEADS),
         endpoints=Endpoints([endpoint]),
         config=config("nixl"),
+        make_copier=make_copier,
     )
     events: list[object] = []
     rank.start(events.append)

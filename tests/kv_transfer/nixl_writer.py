@@ -6,8 +6,6 @@ import json
 import sys
 import time
 
-import torch
-
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.nixl import NixlEndpoint, NixlWrite
 
@@ -15,7 +13,7 @@ from kv_transfer.transports.nixl import NixlEndpoint, NixlWrite
 def main() -> None:
     hello = json.loads(sys.stdin.readline())
     endpoint = NixlEndpoint("writer")
-    source = aligned_bytes(hello["bytes"], torch.device("cpu"))
+    source = aligned_bytes(hello["bytes"])
     source.fill_(hello["fill"])
     endpoint.register(source)
     endpoint.connect(hello["agent"], bytes.fromhex(hello["metadata"]))

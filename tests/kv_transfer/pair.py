@@ -22,6 +22,7 @@ from kv_transfer.contract import HandoffReport, Reservation
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.decode_side.ring import SlotState
+from kv_transfer.device.registry import OpenCopier, open_copier
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
@@ -71,16 +72,27 @@ def endpoints(transfer: TransferConfig) -> Endpoints:
     return Endpoints([] if transfer.transport == "grpc" else [endpoint()])
 
 
+@dataclass(frozen=True)
+class Device:
+    """Where a side's KV cache lies."""
+
+    make_copier: OpenCopier
+    place: Callable[[torch.Tensor], torch.Tensor] = lambda cache: cache
+
+
+HOST = Device(open_copier)
+
+
 def before_verify(rank: ReceiverRank, hook: Callable[[torch.Tensor], None]) -> None:
     """Calls `hook` with the bytes of each part that lies in its slot."""
-    landing = rank._landing
-    verify = type(landing)._unverified
+    copier: Any = rank._copier
+    digest = type(copier).digest
 
-    def hooked(header: Any, digests: Any, data: torch.Tensor) -> str:
+    def hooked(data: torch.Tensor, kind: str) -> Any:
         hook(data)
-        return verify(landing, header, digests, data)
+        return digest(copier, data, kind)
 
-    landing._unverified = hooked  # type: ignore[method-assign]
+    copier.digest = hooked
 
 
 @dataclass
@@ -147,17 +159,21 @@ class Decode:
 
 @asynccontextmanager
 async def decode_side(
-    transfer: TransferConfig, tensor_parallel: int = 1, faults: Faults = NO_FAULTS
+    transfer: TransferConfig,
+    tensor_parallel: int = 1,
+    faults: Faults = NO_FAULTS,
+    device: Device = HOST,
 ) -> AsyncIterator[Decode]:
     caches = [cache(rank, tensor_parallel) for rank in range(tensor_parallel)]
     ranks = [
         ReceiverRank(
             rank=rank,
-            kv_cache=caches[rank],
+            kv_cache=device.place(caches[rank]),
             kv_head_range=head_range(rank, tensor_parallel, HEADS),
             endpoints=endpoints(transfer),
             config=transfer,
             decode_epoch=DECODE_EPOCH,
+            make_copier=device.make_copier,
         )
         for rank in range(tensor_parallel)
     ]
@@ -226,6 +242,7 @@ async def prefill_side(
     tensor_parallel: int = 1,
     worker_id: str = "prefill",
     faults: Faults = NO_FAULTS,
+    device: Device = HOST,
 ) -> AsyncIterator[Prefill]:
     torch.manual_seed(1)
     whole = torch.randn(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM)
@@ -236,10 +253,11 @@ async def prefill_side(
     ranks = [
         SenderRank(
             rank=rank,
-            kv_cache=caches[rank],
+            kv_cache=device.place(caches[rank]),
             kv_head_range=head_range(rank, tensor_parallel, HEADS),
             endpoints=endpoints(transfer),
             config=transfer,
+            make_copier=device.make_copier,
         )
         for rank in range(tensor_parallel)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-import torch
 
 from kv_transfer.layout.digest import SUM64, XXH3_128, Digests
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side
@@ -84,7 +83,7 @@ async def test_a_sum_of_a_peer_on_another_device_is_verified(decode):
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_a_sampled_part_must_carry_its_digest(wanted):
     """Transfer id and part determine which parts are sampled; the others need no digest."""
-    rule = Digests(torch.device("cpu"), "sample", 0.5)
+    rule = Digests("sample", 0.5, XXH3_128)
     async with decode_side(config("grpc", digests="sample", digest_sample_share=0.5)) as decode:
         one = ScriptedPeer(decode.receiver)
         one.hello(digests="sample")

@@ -13,6 +13,7 @@ import torch
 from cluster.errors import BatonError, DigestMismatchError, InternalError
 from kv_transfer import messages as m
 from kv_transfer.decode_side import landing
+from kv_transfer.device import cpu
 from kv_transfer.layout import geometry
 from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.layout.geometry import Flow
@@ -106,7 +107,7 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
         geometry.gather(cache, data, place)
 
     monkeypatch.setattr(part_source, "MIN_PIECE_BYTES", 1)
-    monkeypatch.setattr(part_source, "gather", gather)
+    monkeypatch.setattr(cpu, "gather", gather)
     side = config("nixl")
     async with (
         decode_side(side, tensor_parallel) as decode,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_transfer.layout.digest import NONE, SUM64, XXH3_128, Digests, digest, kinds_on, stricter
+from kv_transfer.device.cpu import CpuCopier
+from kv_transfer.device.cuda import CudaCopier
+from kv_transfer.layout.digest import NONE, SUM64, XXH3_128, Digests, digest, stricter
 from tests.kv_transfer.pair import SLOT_BYTES, assert_same, before_verify, config, decode_side, prefill_side
 
-CPU = torch.device("cpu")
 TOKENS = 200
 SHARE = 0.5
 
@@ -20,14 +21,14 @@ def chosen(digests: Digests, transfer_id: bytes, parts: int) -> set[int]:
 def test_a_sample_is_its_share_of_the_parts_and_always_the_same():
     names = [bytes([i]) * 16 for i in range(40)]
     for share in (0.05, 0.125, 0.5):
-        digests = Digests(CPU, "sample", share)
+        digests = Digests("sample", share, XXH3_128)
         count = sum(len(chosen(digests, name, 100)) for name in names)
         assert abs(count / 4000 - share) < 0.03
-        again = Digests(CPU, "sample", share)
+        again = Digests("sample", share, XXH3_128)
         assert all(chosen(digests, name, 100) == chosen(again, name, 100) for name in names)
-    assert chosen(Digests(CPU, "all", 0.1), names[0], 50) == set(range(50))
-    assert not chosen(Digests(CPU, "off", 0.1), names[0], 50)
-    assert Digests(CPU, "all", 0.1).kind_of(names[0], 0, 0, 0) == XXH3_128
+    assert chosen(Digests("all", 0.1, XXH3_128), names[0], 50) == set(range(50))
+    assert not chosen(Digests("off", 0.1, XXH3_128), names[0], 50)
+    assert Digests("all", 0.1, XXH3_128).kind_of(names[0], 0, 0, 0) == XXH3_128
 
 
 def some_bytes(count: int) -> torch.Tensor:
@@ -67,8 +68,8 @@ def test_sum64_is_the_sum_of_words_and_the_sum_weighted_by_place():
 
 
 def test_kinds_and_settings():
-    assert kinds_on(CPU) == (XXH3_128, SUM64)
-    assert kinds_on(torch.device("cuda")) == (SUM64,)
+    assert CpuCopier.digest_kinds == (XXH3_128, SUM64)
+    assert CudaCopier.digest_kinds == (SUM64,)
     assert [stricter("off", "sample"), stricter("all", "sample"), stricter("off", "off")] == [
         "sample",
         "all",
@@ -92,7 +93,7 @@ async def test_corruption_is_found_in_the_parts_that_carry_a_digest(mode):
         before_verify(decode.ranks[0], corrupt)
         handoff = await prefill.open(decode.ref, TOKENS)
         report = await prefill.finish(handoff, TOKENS)
-        digests = Digests(CPU, mode, SHARE)
+        digests = Digests(mode, SHARE, XXH3_128)
         expected = chosen(digests, handoff.transfer_id, report.parts)
         assert report.parts > 8
         assert decode.receiver.stats.counts["part_digest"] == prefill.sender.stats.resends == len(expected)

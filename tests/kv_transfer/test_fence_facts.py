@@ -80,7 +80,7 @@ def tls(request, monkeypatch) -> str:
 @pytest.fixture
 def target(tls) -> Iterator[tuple[NixlEndpoint, torch.Tensor]]:
     endpoint = NixlEndpoint(f"target-{os.getpid()}")
-    memory = aligned_bytes(SIZE, torch.device("cpu"))
+    memory = aligned_bytes(SIZE)
     endpoint.register(memory)
     yield endpoint, memory
     endpoint.close()

@@ -74,7 +74,7 @@ def pair(request, monkeypatch) -> Iterator[Pair]:
     if request.param:
         monkeypatch.setenv("UCX_TLS", request.param)
     ends = [NixlEndpoint(f"{name}-{secrets.token_hex(4)}") for name in ("writer", "target")]
-    memory = [aligned_bytes(SIZE, torch.device("cpu")) for _ in ends]
+    memory = [aligned_bytes(SIZE) for _ in ends]
     memory[0].fill_(7)
     for end, own in zip(ends, memory, strict=True):
         end.register(own)

@@ -10,8 +10,9 @@ import torch
 
 from cluster.errors import TransportError
 from kv_transfer import messages as m
-from kv_transfer.decode_side import landing, part_landing
+from kv_transfer.decode_side import landing
 from kv_transfer.decode_side.ring import SlotState
+from kv_transfer.device import cpu
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import LAYERS, PAGE, TRANSPORTS, assert_same, config, decode_side, prefill_side
 from tests.kv_transfer.scripted_peer import DECODE_EPOCH, ScriptedPeer
@@ -143,7 +144,7 @@ async def test_a_part_that_breaks_the_scatter_ends_its_hand_off_only(transport, 
             raise RuntimeError("no")
 
         with monkeypatch.context() as patch:
-            patch.setattr(part_landing, "scatter", breaks)
+            patch.setattr(cpu, "scatter", breaks)
             handoff = await prefill.open(decode.ref, TOKENS)
             with pytest.raises(TransportError, match="failed"):
                 await prefill.finish(handoff, TOKENS)

@@ -38,7 +38,7 @@ def test_an_exception_of_one_hand_off_ends_that_hand_off_only(sending, monkeypat
     wait_for(
         lambda: len(sending.of(handoff_pb2.SlotRequest, A)) == sending.parts(A) + 1, 15, "asked for again"
     )
-    monkeypatch.setattr(SenderRank, "_read", fails_for(A, SenderRank._read))
+    monkeypatch.setattr(SenderRank, "_send", fails_for(A, SenderRank._send))
     sending.endpoint.writes["agent-peer"][0].state = "done"
     sending.rank.handle(grant(A, 0, 9, 1, 4096))
     wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")

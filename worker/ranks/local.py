@@ -15,6 +15,7 @@ from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
 from kv_transfer.decode_side.part_landing import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
+from kv_transfer.device.registry import device_bytes
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
 from kv_transfer.transports.registry import open_endpoints
@@ -29,19 +30,23 @@ def check(config: WorkerConfig) -> None:
 
 def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> LoadedModel:
     """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
+    _select_card(config.engine, rank)
+    handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=uses_cuda(config.engine))
     return build.load_model(
-        config.engine, _group(config, rank, address, listener), handoff_bytes=_handoff_bytes(config)
+        config.engine, _group(config, rank, address, listener), handoff_bytes=handoff_bytes
     )
 
 
-def _handoff_bytes(config: WorkerConfig) -> int:
-    """Upper bound in bytes of the device memory that a rank's hand-off buffers take after the model is loaded."""
-    transfer = config.transfer
-    return transfer.staging_bytes if config.role == "prefill" else transfer.ring_max_bytes
+def _select_card(config: EngineConfig, rank: int) -> None:
+    """Make the rank's card the current one of this thread: what allocates pinned memory or registers memory would open a
+    context on the first card of the node."""
+    if uses_cuda(config):
+        name = "cuda" if config.device == "auto" else config.device
+        torch.cuda.set_device(build.rank_device(name, rank))
 
 
 def uses_cuda(config: EngineConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
 def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> TpGroup:

@@ -1,0 +1,296 @@
+"""Parts on a CUDA device: copied and summed on a stream of their own, beside the engine's.
+
+    engine's stream   … layer 7 │ layer 8 │ layer 9 …
+                                └─ mark ──┐
+    this stream                          wait, gather, sum, (copy to the host) ── event, polled by the host
+
+The engine's stream never waits for this one, and the host waits for neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kv_transfer.device import sum64
+from kv_transfer.device.base import Done, Mark, Pending, ReadPart
+from kv_transfer.device.torch_cuda import Cuda, Event, TorchCuda
+from kv_transfer.layout.block_rows import CacheRows
+from kv_transfer.layout.digest import NONE, SUM64
+from kv_transfer.layout.geometry import pairs
+from kv_transfer.layout.rows import Place
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+B = TypeVar("B")
+
+WORKS = 8  # in progress at a time, each with buffers of its own
+HOST_PARTS = 2  # parts on their way through main memory, for transports that read nothing else
+LEAST_ROW_BYTES = 256  # of a cache whose row indices `device_bytes` has counted
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True)
+class EventMark:
+    event: Event
+
+    def result(self) -> bool | None:
+        return True if self.event.query() else None
+
+
+class Pool(Generic[B]):
+    """Buffers; one that was given back is used again after its event."""
+
+    def __init__(self, buffers: list[B]):
+        self._free = deque(buffers)
+        self._leaving: list[tuple[Event, B]] = []
+
+    def take(self) -> B | None:
+        if self._leaving:
+            ended = [(event, buffer) for event, buffer in self._leaving if event.query()]
+            for one in ended:
+                self._leaving.remove(one)
+                self._free.append(one[1])
+        return self._free.popleft() if self._free else None
+
+    def give_back(self, buffer: B, after: Event | None = None) -> None:
+        if after is None:
+            self._free.append(buffer)
+        else:
+            self._leaving.append((after, buffer))
+
+
+@dataclass(eq=False)
+class Buffers:
+    """Of one work: the row numbers of its part, and its partial sums."""
+
+    rows: Tensor  # int64, of the device
+    host_rows: Tensor  # pinned
+    sums: Tensor
+    host_sums: Tensor
+
+
+class Enqueued(Generic[T]):
+    """Work up to an event. `finish` makes its result, once."""
+
+    def __init__(self, event: Event, finish: Callable[[], T]):
+        self._event = event
+        self._finish = finish
+        self._result: T | None = None
+
+    def result(self) -> T | None:
+        if self._result is None and self._event.query():
+            self._result = self._finish()
+        return self._result
+
+
+class CudaCopier:
+    digest_kinds = (SUM64,)
+
+    def __init__(self, kv_cache: Tensor, part_bytes: int, cuda: Cuda | None = None):
+        """`part_bytes`: of the largest part. Call it where the model is loaded: the current stream is taken for the one in
+        which a decode worker's engine computes."""
+        self._cache = kv_cache
+        self._cuda: Cuda = cuda or TorchCuda(kv_cache.device)
+        self._rows = CacheRows.of(kv_cache)
+        self._engine_stream = self._cuda.current_stream()
+        self._stream = self._cuda.new_stream()
+        rows = max(1, part_bytes // (self._rows.least_elements * kv_cache.element_size()))
+        with self._cuda.on(self._stream):
+            self._buffers = Pool([self._make_buffers(rows) for _ in range(WORKS)])
+            self._host_parts = Pool([self._cuda.pinned(part_bytes) for _ in range(HOST_PARTS)])
+        self._sum = self._choose_sum()
+
+    def _make_buffers(self, rows: int) -> Buffers:
+        def two(count: int) -> tuple[Tensor, Tensor]:
+            return tuple(make(8 * count).view(torch.int64) for make in (self._cuda.empty, self._cuda.pinned))  # type: ignore[return-value]
+
+        return Buffers(*two(rows), *two(sum64.SUMS))
+
+    def _choose_sum(self) -> sum64.Sum:
+        """Compile the kernel and run it once, so that the first part does not wait for that."""
+        chosen = sum64.kernel()
+        if chosen is None:
+            return sum64.torch_sums
+        with self._cuda.on(self._stream):
+            try:
+                words = self._cuda.empty(1024).view(torch.int32).fill_(1)
+                sums = self._cuda.empty(8 * sum64.SUMS).view(torch.int64)
+                chosen(words, sums)
+                self._cuda.synchronize(self._stream)
+            except Exception:  # no C compiler, a driver that is too old
+                log.exception("digests are summed by torch, which takes more memory: the kernel does not run")
+                return sum64.torch_sums
+        return chosen
+
+    @property
+    def device(self) -> torch.device:
+        return self._cache.device
+
+    def allocate(self, size: int) -> Tensor:
+        return self._cuda.empty(size)
+
+    def use_thread(self) -> None:
+        self._cuda.use_thread(self._stream)
+
+    def mark(self) -> Mark:
+        current = self._cuda.current_stream()
+        return EventMark(self._cuda.record(self._engine_stream if current == self._stream else current))
+
+    def enqueued(self) -> Mark:
+        return EventMark(self._cuda.record(self._stream))
+
+    def pieces(self, place: Place, least_bytes: int) -> None:
+        """A part is gathered: reading it from the cache's many pieces was not measured on any card yet."""
+
+    def read(
+        self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool
+    ) -> Pending[ReadPart] | None:
+        self._rows.check(place)
+        buffers = self._buffers.take()
+        host = self._host_parts.take() if to_host and buffers is not None else None
+        if buffers is None or (to_host and host is None):
+            if buffers is not None:
+                self._buffers.give_back(buffers)
+            return None
+        pieces = [into if host is None else host[: into.numel()]]
+
+        def enqueue() -> None:
+            self._wait(after)
+            self._gather(place, into, buffers)
+            self._add_up(into, kind, buffers)
+            if host is not None:
+                pieces[0].copy_(into, non_blocking=True)
+
+        def release() -> None:
+            if host is not None:
+                self._host_parts.give_back(host)
+
+        def finish() -> ReadPart:
+            return ReadPart(pieces, self._digest_in(buffers, kind), release)
+
+        return self._run(enqueue, finish, buffers, host)
+
+    def fill(self, slot: Tensor, payload: bytes) -> bool:
+        host = self._host_parts.take()
+        if host is None:
+            return False
+        size = len(payload)
+        host.numpy()[:size] = np.frombuffer(payload, dtype=np.uint8)
+        try:
+            slot[:size].copy_(host[:size], non_blocking=True)
+        finally:
+            self._host_parts.give_back(host, after=self._cuda.record(self._stream))
+        return True
+
+    def digest(self, data: Tensor, kind: str) -> Pending[bytes] | None:
+        if kind == NONE:
+            return Done(b"")
+        buffers = self._buffers.take()
+        if buffers is None:
+            return None
+        return self._run(
+            lambda: self._add_up(data, kind, buffers), lambda: self._digest_in(buffers, kind), buffers
+        )
+
+    def scatter(self, data: Tensor, place: Place, after: Mark) -> Pending[bool] | None:
+        self._rows.check(place)
+        buffers = self._buffers.take()
+        if buffers is None:
+            return None
+
+        def enqueue() -> None:
+            self._wait(after)
+            self._scatter(data, place, buffers)
+
+        return self._run(enqueue, lambda: True, buffers)
+
+    # --- on the copier's stream --------------------------------------------------------------------------
+
+    def _run(
+        self,
+        enqueue: Callable[[], None],
+        finish: Callable[[], T],
+        buffers: Buffers,
+        host: Tensor | None = None,
+    ) -> Pending[T]:
+        """Enqueue work. If that fails, its buffers are used again after what was enqueued of it."""
+        try:
+            enqueue()
+        except BaseException:
+            event = self._cuda.record(self._stream)
+            self._buffers.give_back(buffers, after=event)
+            if host is not None:
+                self._host_parts.give_back(host, after=event)
+            raise
+
+        def end() -> T:
+            result = finish()
+            self._buffers.give_back(buffers)
+            return result
+
+        return Enqueued(self._cuda.record(self._stream), end)
+
+    def _wait(self, after: Mark) -> None:
+        if isinstance(after, EventMark):
+            self._cuda.wait(self._stream, after.event)
+
+    def _gather(self, place: Place, part: Tensor, buffers: Buffers) -> None:
+        """One launch for all whole blocks."""
+        if (found := self._indexed(place, part, buffers)) is not None:
+            table, rows, inside = found
+            torch.index_select(table, 0, rows, out=inside)
+        for inside_cache, inside_part in self._cut(place, part):
+            inside_part.copy_(inside_cache, non_blocking=True)
+
+    def _scatter(self, part: Tensor, place: Place, buffers: Buffers) -> None:
+        if (found := self._indexed(place, part, buffers)) is not None:
+            table, rows, inside = found
+            table.index_copy_(0, rows, inside)
+        for inside_cache, inside_part in self._cut(place, part):
+            inside_cache.copy_(inside_part, non_blocking=True)
+
+    def _indexed(self, place: Place, part: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(the cache as a table, row numbers, the part's whole blocks as rows)"""
+        whole = self._rows.whole(place)
+        if whole is None:
+            return None
+        width = self._cache.element_size()
+        row_bytes = whole.row_elements * width
+        word = _WORDS[next(size for size in _WORDS if row_bytes % size == 0)]
+        columns = row_bytes // word.itemsize
+        count = len(whole.index)
+        buffers.host_rows.numpy()[:count] = whole.index
+        buffers.rows[:count].copy_(buffers.host_rows[:count], non_blocking=True)
+        first = whole.begin * width
+        inside = part[first : first + count * row_bytes].view(word).view(count, columns)
+        table = self._cache.view(-1).view(word).view(-1, columns)
+        return table, buffers.rows[:count], inside
+
+    def _cut(self, place: Place, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        flat = part.view(self._cache.dtype)
+        return [
+            pair for cut, begin in self._rows.cut(place) for pair in pairs(self._cache, flat[begin:], cut)
+        ]
+
+    def _add_up(self, data: Tensor, kind: str, buffers: Buffers) -> None:
+        if kind == NONE:
+            return
+        self._sum(data.view(torch.int32), buffers.sums)
+        buffers.host_sums.copy_(buffers.sums, non_blocking=True)
+
+    def _digest_in(self, buffers: Buffers, kind: str) -> bytes:
+        return b"" if kind == NONE else sum64.sum64(buffers.host_sums)
+
+
+def device_bytes(part_bytes: int) -> int:
+    """Upper bound of the device memory that a copier takes, for parts of `part_bytes`."""
+    buffers = WORKS * 8 * (part_bytes // LEAST_ROW_BYTES + sum64.SUMS)
+    return buffers + (0 if sum64.kernel() else 3 * part_bytes)

@@ -1,0 +1,32 @@
+"""The part copier of a device, and the memory of it that hand-offs take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from cluster.config.worker import TransferConfig
+from kv_transfer import memory
+from kv_transfer.device import cuda
+from kv_transfer.device.base import PartCopier
+from kv_transfer.device.cpu import CpuCopier
+
+OpenCopier = Callable[[Tensor, int], PartCopier]  # (KV cache, bytes of the largest part)
+
+
+def open_copier(kv_cache: Tensor, part_bytes: int) -> PartCopier:
+    """`part_bytes`: of the largest part."""
+    return CpuCopier(kv_cache) if kv_cache.device.type == "cpu" else cuda.CudaCopier(kv_cache, part_bytes)
+
+
+def device_bytes(role: Literal["prefill", "decode"], config: TransferConfig, *, on_cuda: bool) -> int:
+    """Upper bound of what one rank's hand-offs take of its device's memory (on a CPU, of main memory) beside the KV cache:
+    send staging or the landing ring at its largest, and the copier's buffers."""
+    if role == "prefill":
+        total = memory.staging_bytes(config)
+        part = memory.largest_part(config)
+    else:
+        total, part = memory.most_slots(config) * config.slot_bytes, config.slot_bytes
+    return total + (cuda.device_bytes(part) if on_cuda else 0)

@@ -1,0 +1,29 @@
+"""The sums of a part in one launch. Importing it needs Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 2048  # of one step of one program
+WARPS = 8
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_words(words, sums, count, step: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Program p of P sums the words of steps p, p + P, …; `sums` [P, 2] int64, `words` [count] int32."""
+    program = tl.program_id(0)
+    total = tl.zeros([step], tl.int64)
+    weighted = tl.zeros([step], tl.int64)
+    for first in range(program * step, count, tl.num_programs(0) * step):
+        at = first + tl.arange(0, step)
+        word = tl.load(words + at, mask=at < count, other=0).to(tl.int64)
+        total += word
+        weighted += word * (at.to(tl.int64) + 1)
+    tl.store(sums + 2 * program, tl.sum(total, axis=0))
+    tl.store(sums + 2 * program + 1, tl.sum(weighted, axis=0))
+
+
+def kernel_sums(words: Tensor, sums: Tensor) -> None:
+    sum_words[(sums.numel() // 2,)](words, sums, words.numel(), step=WORDS, num_warps=WARPS)

@@ -1,0 +1,93 @@
+"""A part as rows of equal length, for devices that copy many rows with one indexed operation.
+
+          cut block │        whole blocks        │ cut block
+    tokens ─────────┼────────────────────────────┼──────────►
+              Place │ rows of the cache, indexed │ Place
+
+A row is the longest piece of a whole block that has the same length for all of the part: a layer, or those heads of one
+layer's K or V that lie together. The at most two cut blocks at the ends of a part are copied one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kv_transfer.layout.rows import Place
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whole blocks: row i of the part is row `index[i]` of the cache. `begin`: the part's element at which they begin."""
+
+    index: NDArray[np.int64]
+    row_elements: int
+    begin: int
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """A cache [block, layer, K|V, head, token, dim] as a table of rows."""
+
+    num_blocks: int
+    num_layers: int
+    num_heads: int
+    page_size: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, cache: Tensor) -> CacheRows:
+        blocks, layers, _, heads, page, dim = cache.shape
+        return cls(blocks, layers, heads, page, dim)
+
+    @property
+    def least_elements(self) -> int:
+        """Of a row."""
+        return self.page_size * self.head_dim
+
+    def check(self, place: Place) -> None:
+        """Raise IndexError for a block that does not exist: on a device it would be an error of the whole process."""
+        ids = place.block_ids
+        if ids and not 0 <= min(ids) <= max(ids) < self.num_blocks:
+            raise IndexError(f"blocks {min(ids)}…{max(ids)} of a cache of {self.num_blocks}")
+
+    def whole(self, place: Place) -> Rows | None:
+        """The part's whole blocks; None if it has none."""
+        page, begin, end = self.page_size, *self._border(place)
+        if begin >= end:
+            return None
+        first = place.tokens.start // page
+        ids = np.asarray(place.block_ids[begin // page - first : end // page - first], dtype=np.int64)
+        layers = np.arange(place.layers.start, place.layers.stop, dtype=np.int64)
+        rows = ids[:, None] * self.num_layers + layers
+        inside = (begin - place.tokens.start) * self._token_elements(place)
+        if len(place.heads) == self.num_heads:
+            return Rows(rows.reshape(-1), 2 * self.num_heads * self.least_elements, inside)
+        together = math.gcd(len(place.heads), place.heads.start, self.num_heads)
+        planes = rows[:, :, None] * 2 + np.arange(2)
+        heads = np.arange(place.heads.start // together, place.heads.stop // together)
+        index = planes[:, :, :, None] * (self.num_heads // together) + heads
+        return Rows(index.reshape(-1), together * self.least_elements, inside)
+
+    def cut(self, place: Place) -> Iterator[tuple[Place, int]]:
+        """The part's cut blocks, each as a place with the part's element at which it begins."""
+        page, begin, end = self.page_size, *self._border(place)
+        tokens = place.tokens
+        for some in (range(tokens.start, min(begin, tokens.stop)), range(max(end, begin), tokens.stop)):
+            if some:
+                block = some.start // page - tokens.start // page
+                cut = replace(place, tokens=some, block_ids=place.block_ids[block : block + 1])
+                yield cut, (some.start - tokens.start) * self._token_elements(place)
+
+    def _border(self, place: Place) -> tuple[int, int]:
+        """Token positions between which the part's whole blocks lie; the first is not below the second if it has none."""
+        page, tokens = self.page_size, place.tokens
+        return -(-tokens.start // page) * page, tokens.stop // page * page
+
+    def _token_elements(self, place: Place) -> int:
+        return len(place.layers) * 2 * len(place.heads) * self.head_dim
