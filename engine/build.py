@@ -130,7 +130,7 @@ def load_model(config: EngineConfig, group: TpGroup | None = None, *, beside_byt
     ops = _make_ops(model, decoder, cache, resolved, team)
     attention = registry.make(resolved.attention_backend, shape, cache, team)
     _trim_allocator()
-    return LoadedModel(resolved, model, decoder, ops, attention, cache, group, team)
+    return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
 
 
 def _make_ops(
