@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
@@ -25,6 +26,8 @@ from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
+from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.host_sampler import HostSampler
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
@@ -53,6 +56,7 @@ class Runner(Protocol):
     num_blocks: int
     page_size: int
     config: EngineConfig
+    device: torch.device
 
     def execute(self, plan: StepPlan) -> Tensor: ...
 
@@ -75,7 +79,8 @@ class Engine:
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes)
-        self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters)
+        sampler = DeviceSampler(runner.device) if runner.device.type != "cpu" else HostSampler()
+        self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters, sampler)
         self.steps = 0
         self.step_items: list[PlanItem] = []  # of the last step; empty while the next one is scheduled
         self.step_times = StepTimes()
@@ -174,10 +179,11 @@ class Engine:
         self._scheduler.rows.assign(decision.scheduled)
         plan = decision.plan()
         self.step_items = plan.items
-        logits = self._runner.execute(plan)
+        pending = self._outputs.begin(decision, plan, self._runner.execute(plan))
+        pending.results()
         self.steps += 1
         tokens = sum(decision.scheduled.values())
-        self._outputs.process(decision, plan, logits, StepSpan(began, time.monotonic(), tokens), output)
+        self._outputs.finish(decision, pending, StepSpan(began, time.monotonic(), tokens), output)
         self.step_times.add(tokens, len(decision.scheduled), time.monotonic() - began)
         return output
 

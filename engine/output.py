@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
-from engine.next_tokens import Draws, StopLimits, is_sound, next_tokens
+from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
 from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
+from engine.sampling.base import Sampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
@@ -32,17 +33,29 @@ class StepSpan:
 
 class OutputProcessor:
     def __init__(
-        self, scheduler: Scheduler, prefixes: PrefixCache, limits: StopLimits, counters: EngineStats
+        self,
+        scheduler: Scheduler,
+        prefixes: PrefixCache,
+        limits: StopLimits,
+        counters: EngineStats,
+        sampler: Sampler,
     ):
+        self._sampler = sampler
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._limits = limits
         self._counters = counters
 
-    def process(
-        self, decision: StepDecision, plan: StepPlan, logits: Tensor, span: StepSpan, output: StepOutput
+    def begin(self, decision: StepDecision, plan: StepPlan, logits: Tensor) -> PendingTokens:
+        """Begin to draw. `logits` is [tokens of `plan` that want them, vocab]."""
+        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.num_logits]
+        draws = [Draws(s, row, self._new_choices(s)) for row, s in enumerate(sampled)]
+        return PendingTokens(draws, logits, self._limits, self._sampler)
+
+    def finish(
+        self, decision: StepDecision, pending: PendingTokens, span: StepSpan, output: StepOutput
     ) -> None:
-        """Add the step's tokens and ends to `output`. `logits` is [tokens of `plan` that want them, vocab]."""
+        """Add the step's tokens and ends to `output`."""
         for sequence, count in decision.scheduled.items():
             if sequence.state is not S.RUNNING:  # another choice of its request has failed
                 continue
@@ -50,25 +63,20 @@ class OutputProcessor:
                 self._advance(sequence, count, span)
             except Exception as error:
                 self._fail(sequence, engine_request_error(error), output)
-        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.num_logits]
-        draws = [
-            Draws(sequence, row, self._new_choices(sequence))
-            for row, sequence in enumerate(sampled)
-            if sequence.state is S.RUNNING
-        ]
-        for draw, drawn in zip(draws, next_tokens(draws, logits, self._limits), strict=True):
-            if draw.sequence.state is not S.RUNNING:  # another choice of its request has failed
+        for index, drawn in enumerate(pending.results()):
+            sequence = pending.draws[index].sequence
+            if sequence.state is not S.RUNNING:  # another choice of its request has failed
                 continue
             try:
                 if isinstance(drawn, EngineRequestError):
                     raise drawn
-                self._accept(draw.sequence, drawn, output)
+                self._accept(sequence, drawn, output)
                 output.tokens.extend(drawn)
                 self._counters.output_tokens += len(drawn)
             except Exception as error:
-                if not is_sound(logits[draw.logits_row]):
-                    self._scheduler.invalidate(draw.sequence.request.request_id)
-                self._fail(draw.sequence, engine_request_error(error), output)
+                if pending.unsound(index):
+                    self._scheduler.invalidate(sequence.request.request_id)
+                self._fail(sequence, engine_request_error(error), output)
 
     def append_tokens(self, first: Sequence, tokens: Seq[TokenOutput]) -> None:
         """Append to the choice `first` its token. The other tokens, at the end of a prompt, begin choices of their own."""

@@ -65,8 +65,8 @@ class ModelRunner:
         self._attention = model.attention
         self._group = model.group
         self._export_sink = export_sink
-        device = self.kv_cache.device
-        recorder = recorder or on_card(device, self.config.cuda_graphs, self._attention.capturable)
+        self.device = self.kv_cache.device
+        recorder = recorder or on_card(self.device, self.config.cuda_graphs, self._attention.capturable)
         self._buffers = self._make_buffers(recorder is not None)
         self._decode_jobs = _decode_jobs(model, self._buffers)
         self._graphs = self._make_graphs(recorder) if recorder else None

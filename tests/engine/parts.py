@@ -15,6 +15,7 @@ from engine.cache.block_pool import BlockPool
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan
 from engine.request import ChainReport, EngineRequest, EngineStats, SamplingParams, StepOutput
+from engine.sampling.host_sampler import HostSampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
@@ -54,7 +55,8 @@ class Parts:
         )
         self.counters = EngineStats()
         self.scheduler = Scheduler(config, self.pool, prefixes)
-        self.outputs = OutputProcessor(self.scheduler, prefixes, StopLimits((EOS,), CONTEXT), self.counters)
+        limits = StopLimits((EOS,), CONTEXT)
+        self.outputs = OutputProcessor(self.scheduler, prefixes, limits, self.counters, HostSampler())
 
     def choices(self, name: str) -> list[Sequence]:
         return self.scheduler.requests[name]
@@ -70,7 +72,7 @@ class Parts:
                 row[value] = 1.0
         assert len(rows) == sum(item.num_logits for item in plan.items)
         span = StepSpan(10.0, 12.0, sum(decision.scheduled.values()))
-        self.outputs.process(decision, plan, logits, span, output)
+        self.outputs.finish(decision, self.outputs.begin(decision, plan, logits), span, output)
         self.check()
         return output
 
