@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
+from engine.flight import Flight
 from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
 from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
@@ -52,20 +53,21 @@ class OutputProcessor:
         draws = [Draws(s, row, self._new_choices(s)) for row, s in enumerate(sampled)]
         return PendingTokens(draws, logits, self._limits, self._sampler)
 
-    def finish(
-        self, decision: StepDecision, pending: PendingTokens, span: StepSpan, output: StepOutput
-    ) -> None:
-        """Add the step's tokens and ends to `output`."""
-        for sequence, count in decision.scheduled.items():
-            if sequence.state is not S.RUNNING:  # another choice of its request has failed
+    def finish(self, flight: Flight, span: StepSpan) -> None:
+        """Add the step's tokens and ends to its output."""
+        output, pending = flight.output, flight.pending
+        for sequence, count in flight.decision.scheduled.items():
+            if not flight.counts(sequence):  # it has left, or another choice of its request has failed
                 continue
             try:
-                self._advance(sequence, count, span)
+                if not flight.followed:
+                    self._advance(sequence, count, span)
+                self._prefixes.register(sequence, sequence.num_computed)
             except Exception as error:
                 self._fail(sequence, engine_request_error(error), output)
         for index, drawn in enumerate(pending.results()):
             sequence = pending.draws[index].sequence
-            if sequence.state is not S.RUNNING:  # another choice of its request has failed
+            if not flight.counts(sequence):
                 continue
             try:
                 if isinstance(drawn, EngineRequestError):
@@ -87,7 +89,10 @@ class OutputProcessor:
             if token.finish is not None:
                 self._scheduler.finish(sibling)
         own = next(token for token in tokens if token.choice == first.choice)
-        first.tokens.append(own.token_id)
+        if first.tokens[-1] < 0:  # stands for it, since the next step was launched
+            first.tokens[-1] = own.token_id
+        else:
+            first.tokens.append(own.token_id)
         if own.finish is not None:
             self._scheduler.finish(first)
 
@@ -103,8 +108,6 @@ class OutputProcessor:
                 counters.prefill_chunks += 1
             work.chunks.append(PromptChunk(span.began, span.ended, count))
         sequence.num_computed += count
-        sequence.blocks_in_row = len(sequence.blocks)
-        self._prefixes.register(sequence, sequence.num_computed)
 
     def _new_choices(self, sequence: Sequence) -> int:
         """How many choices are drawn from its logits: all of them at the end of the prompt, then one."""

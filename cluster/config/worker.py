@@ -48,6 +48,11 @@ class EngineConfig(Frozen):
     cuda_graphs: bool = Field(
         True, description="record decode steps before the first request and replay them; on CUDA only"
     )
+    overlap: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="launch a decode step before the host has read the tokens of the last one; auto: on CUDA. Never with "
+        "tensor_parallel above 1",
+    )
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
     nodes: int = Field(
         1,

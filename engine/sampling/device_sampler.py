@@ -38,6 +38,7 @@ class _Batch:
     """What the host knows of a step's rows, and its places on the device."""
 
     rows: Sequence[Row]
+    keys: list[DrawKey]  # of now: a row's tokens may grow before its results are read
     failed: dict[int, EngineRequestError] = field(default_factory=dict)
     whole: list[int] = field(default_factory=list)  # rows drawn from all tokens
     cut: list[int] = field(default_factory=list)  # rows drawn from those that top-k, top-p and min-p keep
@@ -46,7 +47,7 @@ class _Batch:
 
     @classmethod
     def of(cls, rows: Sequence[Row], vocab: int) -> _Batch:
-        batch = cls(rows)
+        batch = cls(rows, [DrawKey(row.params.seed, row.choice, len(row.tokens)) for row in rows])
         for i, row in enumerate(rows):
             if row.params.temperature >= GREEDY_BELOW:
                 (batch.cut if has_cuts(row.params) else batch.whole).append(i)
@@ -54,10 +55,6 @@ class _Batch:
                 batch.asked.append(i)
         batch.top = min(vocab, max((rows[i].params.top_logprobs for i in batch.asked), default=0))
         return batch
-
-    def key(self, i: int) -> DrawKey:
-        row = self.rows[i]
-        return DrawKey(row.params.seed, row.choice, len(row.tokens))
 
 
 class _Arrays:
@@ -120,7 +117,7 @@ class DeviceDraw:
     def _again(self, i: int, j: int) -> int:
         """The token of row i, the j-th of those that are cut, from all that the cuts keep."""
         assert self._cut_logits is not None
-        row, key = self._batch.rows[i], self._batch.key(i)
+        row, key = self._batch.rows[i], self._batch.keys[i]
         temperature = sampler.scale(row)
         groups = keep(self._cut_logits[j : j + 1], [row.params], [temperature])
         kept = next(one for one in groups if len(one.rows))
@@ -170,7 +167,7 @@ class DeviceSampler:
         for some in (batch.whole, batch.cut):
             arrays.add(some, np.int64)
             arrays.add([scales[i] for i in some], np.float64)
-            arrays.put(key_words([batch.key(i) for i in some]).astype(np.int64))
+            arrays.put(key_words([batch.keys[i] for i in some]).astype(np.int64))
         cut = [rows[i].params for i in batch.cut]
         arrays.add([one.top_k for one in cut], np.int64)
         arrays.add([one.top_p for one in cut], np.float64)

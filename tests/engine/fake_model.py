@@ -57,6 +57,7 @@ class FakeRunner:
             )
             for staged in (False, True)
         )
+        self.ahead = 0  # steps that were launched before the last one's tokens were read
         self.sick: set[str] = set()  # requests whose logits are NaN
         self.model_config = ModelConfig(
             family="fake",
@@ -85,22 +86,23 @@ class FakeRunner:
         for position, token in enumerate(tokens, begin):
             self.cache[block_ids[position // PAGE], position % PAGE] = token
 
-    def _load(self, plan: StepPlan) -> None:
+    def _load(self, plan: StepPlan, drawn: Tensor | None) -> None:
         """As a leader, and as a rank that follows it. Each item's row must be its blocks on both; steps of single tokens
         are padded, as recorded ones are."""
         delta = StepDelta.of(plan)
         if all(len(item.token_ids) == item.num_logits == 1 for item in plan.items):
             delta = delta.padded(-len(plan.items) % (MOST_PADDING + 1), 1, self.leader.null_row)
-        self.leader.load(delta)
-        self.follower.load(StepDelta.from_bytes(delta.to_bytes()))
+        self.ahead += drawn is not None
+        self.leader.load(delta, drawn)
+        self.follower.load(StepDelta.from_bytes(delta.to_bytes()), drawn)
         for buffers in (self.leader, self.follower):
             for item in plan.items:
                 assert buffers.table[item.row, : len(item.block_ids)].tolist() == item.block_ids, item
             assert buffers.table[buffers.null_row].eq(self.num_blocks).all(), "the row of padding"
 
-    def execute(self, plan: StepPlan) -> Tensor:
+    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Reads and writes the cache by the follower's buffers alone."""
-        self._load(plan)
+        self._load(plan, drawn)
         step = self.follower
         for copy in plan.copies:
             self.cache[copy.target] = self.cache[copy.source]

@@ -12,6 +12,7 @@ import torch
 
 from cluster.config.worker import EngineConfig
 from engine.cache.block_pool import BlockPool
+from engine.flight import Flight
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan
 from engine.request import ChainReport, EngineRequest, EngineStats, SamplingParams, StepOutput
@@ -63,7 +64,7 @@ class Parts:
 
     def process(self, decision: StepDecision, rows: list[int | float]) -> StepOutput:
         """As if the model had computed the step: the greedy token of each row of logits; a float fills the whole row."""
-        plan, output = decision.plan(), StepOutput([], [])
+        plan = decision.plan()
         logits = torch.zeros(len(rows), VOCAB)
         for row, value in zip(logits, rows, strict=True):
             if isinstance(value, float):
@@ -72,9 +73,10 @@ class Parts:
                 row[value] = 1.0
         assert len(rows) == sum(item.num_logits for item in plan.items)
         span = StepSpan(10.0, 12.0, sum(decision.scheduled.values()))
-        self.outputs.finish(decision, self.outputs.begin(decision, plan, logits), span, output)
+        flight = Flight(decision, plan, self.outputs.begin(decision, plan, logits), StepOutput([], []))
+        self.outputs.finish(flight, span)
         self.check()
-        return output
+        return flight.output
 
     def check(self) -> None:
         self.pool.check_integrity(Counter(b for s in self.scheduler.sequences() for b in s.blocks))

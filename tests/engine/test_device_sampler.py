@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
 from engine.sampling import device_sampler as module
 from engine.sampling.adjust import Row
-from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
 from engine.sampling.philox import DrawKey, all_words, key_words, words
 from engine.sampling.sampler import Result, Sampled, sample
 from tests.engine.fake_model import FakeRunner
@@ -34,7 +35,13 @@ def rows_of(params: Sequence[SamplingParams], banned: tuple[int, ...] = ()) -> l
 
 def drawn(logits: Tensor, rows: Sequence[Row], sampler: DeviceSampler | None = None) -> list[Result]:
     sampler = sampler or DeviceSampler(CPU)
-    return sampler.begin(logits, list(range(len(rows))), rows).results()
+    return begun(sampler, logits, list(range(len(rows))), rows).results()
+
+
+def begun(sampler: DeviceSampler, logits: Tensor, source: list[int], rows: Sequence[Row]) -> DeviceDraw:
+    draw = sampler.begin(logits, source, rows)
+    assert isinstance(draw, DeviceDraw), "the batch failed, and each row was drawn alone"
+    return draw
 
 
 def some_logits(count: int, width: float, vocab: int = VOCAB) -> Tensor:
@@ -67,9 +74,13 @@ def test_a_wide_nucleus_is_drawn_again(vocab):
         for i in range(30)
     ]
     rows = rows_of(params)
-    draw = DeviceSampler(CPU).begin(logits, list(range(30)), rows)
+    expected = sample(logits, rows)
+    draw = begun(DeviceSampler(CPU), logits, list(range(30)), rows)
     first = draw.token_ids.tolist()
-    results, expected = draw.results(), sample(logits, rows)
+    for row in rows:  # the next step is launched meanwhile
+        cast(list[int], row.tokens).append(-1)
+    logits.fill_(math.nan)
+    results = draw.results()
     assert results == expected
     assert draw.redrawn == set(range(1, 30, 2))
     assert all(isinstance(one, Sampled) for one in results)
@@ -117,7 +128,7 @@ def test_a_row_that_may_take_no_token_says_why():
 def test_choices_of_a_prompt_are_drawn_from_one_row():
     logits = some_logits(2, 2.0)
     rows = [Row(SamplingParams(seed=5), choice, [1, 2], 2, ()) for choice in range(3)]
-    assert DeviceSampler(CPU).begin(logits, [1, 0, 1], rows).results() == sample(logits[[1, 0, 1]], rows)
+    assert begun(DeviceSampler(CPU), logits, [1, 0, 1], rows).results() == sample(logits[[1, 0, 1]], rows)
 
 
 def test_the_models_logits_stay_as_they_are():
@@ -140,7 +151,8 @@ def test_a_batch_that_fails_is_drawn_row_by_row(monkeypatch, caplog):
 
     monkeypatch.setattr(module, "largest_sum", failing)
     logits, rows = some_logits(3, 1.0), rows_of([SamplingParams(seed=i) for i in range(3)])
-    assert drawn(logits, rows) == sample(logits, rows)
+    draw = DeviceSampler(CPU).begin(logits, [0, 1, 2], rows)
+    assert draw.results() == sample(logits, rows) and draw.token_ids.shape == (3,)
     assert "each row is drawn alone" in caplog.text
 
 
