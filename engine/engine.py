@@ -121,8 +121,8 @@ class Engine:
         """Free the request's blocks. Of a reservation's KV the first `verified_tokens` tokens stay cached. False if there
         is no such request."""
         found = self._scheduler.remove(request_id, verified_tokens)
-        if found and self._flight is not None:
-            self._flight.hold_left(self._pool, self._runner.page_size)
+        if found:
+            self._sequences_left()
         return found
 
     def park(self, request_id: str) -> None:
@@ -240,10 +240,19 @@ class Engine:
             following.void |= flight.redrawn()
         self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
         flight.release(self._pool)
-        if following is not None:
-            following.hold_left(self._pool, self._runner.page_size)
         self._collected_at = time.monotonic()
         self.step_times.add(flight.tokens, len(flight.decision.scheduled), self._collected_at - began)
+        self._sequences_left()
+
+    def _sequences_left(self) -> None:
+        """Keep what the step under way writes from other use; if nothing else of it is wanted, wait for it."""
+        flight = self._flight
+        if flight is None:
+            return
+        flight.hold_left(self._pool, self._runner.page_size)
+        if not any(flight.counts(sequence) for sequence in flight.decision.scheduled):
+            self._flight = None
+            self._collect(flight)
 
     # --- facts -----------------------------------------------------------------------------------------
 

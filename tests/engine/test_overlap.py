@@ -176,15 +176,29 @@ def test_blocks_of_an_aborted_request_are_free_after_its_step():
     assert engine.stats().blocks_held == 0
 
 
-def test_a_last_step_is_collected_though_nothing_runs():
-    engine, _ = two_running()
+def test_nothing_is_held_when_the_last_request_has_left():
+    """By an abort, or by its end."""
+    engine, runner = two_running()
     engine.step()
     engine.step()
     engine.abort("long")
     engine.abort("short")
+    assert not engine.has_work and engine.stats().blocks_held == 0 and engine.stats().steps == 3
+    engine.add(EngineRequest("other", [4] * 6, greedy(3)))
+    while not engine.step().done:
+        pass
+    assert runner.ahead == 3
+    assert not engine.has_work and engine.stats().blocks_held == 0
+
+
+def test_a_step_under_way_is_collected_though_nothing_else_can_run():
+    engine, _ = two_running()
+    engine.step()
+    engine.step()
+    engine.pause("long")
+    engine.pause("short")
     assert engine.has_work
-    assert engine.step().tokens == [] and not engine.has_work
-    assert engine.stats().blocks_held == 0
+    assert len(engine.step().tokens) == 2 and not engine.has_work
 
 
 @pytest.mark.parametrize(
