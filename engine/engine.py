@@ -60,6 +60,7 @@ class Runner(Protocol):
     page_size: int
     config: EngineConfig
     device: torch.device
+    num_ranks: int
 
     def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Logits, valid until the next step; for `drawn` see StepBuffers.load."""
@@ -90,7 +91,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._pool, prefixes)
         sampler = DeviceSampler(runner.device) if runner.device.type != "cpu" else HostSampler()
         self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters, sampler)
-        self._overlap = overlaps(config.overlap, runner.device, config.tensor_parallel)
+        self._overlap = overlaps(config.overlap, runner.device, runner.num_ranks)
         self._flight: Flight | None = None
         self._collected_at = 0.0
         self.steps = 0

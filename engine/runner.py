@@ -64,6 +64,7 @@ class ModelRunner:
         self._ops = model.ops
         self._attention = model.attention
         self._group = model.group
+        self.num_ranks = model.group.size
         self._export_sink = export_sink
         self.device = self.kv_cache.device
         recorder = recorder or on_card(self.device, self.config.cuda_graphs, self._attention.capturable)

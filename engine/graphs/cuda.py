@@ -11,10 +11,15 @@ from engine.graphs.base import Recording
 
 class CudaRecorder:
     def __init__(self, device: torch.device):
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, function: Callable[[], None]) -> Recording:
+        with torch.cuda.device(self._device):
+            return self._record(function)
+
+    def _record(self, function: Callable[[], None]) -> Recording:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -70,7 +70,7 @@ class Transit:
         copied = None
         if self._device.type == "cuda":
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+            copied.record(torch.cuda.current_stream(self._device))
 
         def read() -> list[NDArray[Any]]:
             if copied is not None:

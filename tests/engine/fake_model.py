@@ -43,6 +43,7 @@ class FakeRunner:
         self.page_size = PAGE
         self.config = EngineConfig(model=Path("/fake"), max_model_len=CONTEXT, page_size=PAGE, **settings)  # type: ignore[arg-type]
         self.device = torch.device("cpu")
+        self.num_ranks = 1
         self.cache = torch.zeros(num_blocks + 1, PAGE, dtype=torch.int64)
         rows = table_rows(self.config.max_batch_tokens, num_blocks)
         self.leader, self.follower = (
