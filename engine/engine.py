@@ -122,8 +122,8 @@ class Engine:
         """Free the request's blocks. Of a reservation's KV the first `verified_tokens` tokens stay cached. False if there
         is no such request."""
         found = self._scheduler.remove(request_id, verified_tokens)
-        if found:
-            self._sequences_left()
+        if found and self._flight is not None:
+            self._flight.hold_left(self._pool, self._runner.page_size)  # until the next call of `step`
         return found
 
     def park(self, request_id: str) -> None:
@@ -243,17 +243,12 @@ class Engine:
         flight.release(self._pool)
         self._collected_at = time.monotonic()
         self.step_times.add(flight.tokens, len(flight.decision.scheduled), self._collected_at - began)
-        self._sequences_left()
-
-    def _sequences_left(self) -> None:
-        """Keep what the step under way writes from other use; if nothing else of it is wanted, wait for it."""
-        flight = self._flight
-        if flight is None:
+        if following is None:
             return
-        flight.hold_left(self._pool, self._runner.page_size)
-        if not any(flight.counts(sequence) for sequence in flight.decision.scheduled):
+        following.hold_left(self._pool, self._runner.page_size)
+        if not any(following.counts(sequence) for sequence in following.decision.scheduled):
             self._flight = None
-            self._collect(flight)
+            self._collect(following)  # nothing of it is wanted
 
     # --- facts -----------------------------------------------------------------------------------------
 
