@@ -160,7 +160,7 @@ def load_model(
     cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
     ops, attention = parts(cache)
     trim_allocator()
-    return LoadedModel(resolved, model, decoder, ops, attention, cache, group, team)
+    return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
 
 
 def _make_ops(

@@ -2,6 +2,8 @@
 
     step:  scheduler decides ─► runner computes ─► output processor draws tokens, ends requests
 
+With overlap the next step is launched before the host reads the tokens of the last one (engine/flight.py).
+
 Every method is called on one thread, except `stats`.
 """
 
@@ -14,17 +16,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequestError, engine_request_error
 from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
+from engine.flight import Flight, predictable
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
+from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.host_sampler import HostSampler
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
@@ -53,8 +59,16 @@ class Runner(Protocol):
     num_blocks: int
     page_size: int
     config: EngineConfig
+    device: torch.device
+    num_ranks: int
 
-    def execute(self, plan: StepPlan) -> Tensor: ...
+    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
+        """Logits, valid until the next step; for `drawn` see StepBuffers.load."""
+
+
+def overlaps(asked: str, device: torch.device, ranks: int) -> bool:
+    """Whether steps are launched ahead. Other ranks would need the tokens, which the leader draws."""
+    return ranks == 1 and (asked == "on" or (asked == "auto" and device.type == "cuda"))
 
 
 class Engine:
@@ -75,9 +89,14 @@ class Engine:
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes)
-        self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters)
+        sampler = DeviceSampler(runner.device) if runner.device.type != "cpu" else HostSampler()
+        self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters, sampler)
+        self._overlap = overlaps(config.overlap, runner.device, runner.num_ranks)
+        self._flight: Flight | None = None
+        self._collected_at = 0.0
         self.steps = 0
-        self.step_items: list[PlanItem] = []  # of the last step; empty while the next one is scheduled
+        # Of the last step, and of the one launched ahead of its results; empty while one is scheduled.
+        self.step_items: list[PlanItem] = []
         self.step_times = StepTimes()
 
     # --- requests --------------------------------------------------------------------------------------
@@ -102,7 +121,10 @@ class Engine:
     def abort(self, request_id: str, verified_tokens: int = 0) -> bool:
         """Free the request's blocks. Of a reservation's KV the first `verified_tokens` tokens stay cached. False if there
         is no such request."""
-        return self._scheduler.remove(request_id, verified_tokens)
+        found = self._scheduler.remove(request_id, verified_tokens)
+        if found and self._flight is not None:
+            self._flight.hold_left(self._pool, self._runner.page_size)  # until the next call of `step`
+        return found
 
     def park(self, request_id: str) -> None:
         """Stop computing the request but keep its blocks until `abort`: hand-off writes may still read them."""
@@ -153,7 +175,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._flight is not None or self._scheduler.has_work
 
     @property
     def full(self) -> bool:
@@ -161,6 +183,26 @@ class Engine:
         return self._scheduler.batch_full or self._scheduler.short_of_blocks
 
     def step(self) -> StepOutput:
+        """The results of one step."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            launched = self._launch()
+            if isinstance(launched, StepOutput):
+                return launched
+            flight = launched
+        if self._may_follow(flight):
+            flight.follow()
+            following = self._launch(flight)
+            if isinstance(following, Flight):
+                self._flight = following
+            else:
+                self.step_items = flight.plan.items
+        self._collect(flight)
+        return flight.output
+
+    def _launch(self, before: Flight | None = None) -> Flight | StepOutput:
+        """Launch a step, perhaps behind one whose tokens have not been read. If nothing can be scheduled, only what
+        scheduling has ended is returned."""
         began, self.step_items = time.monotonic(), []
         decision = self._scheduler.schedule()
         counters = self._counters
@@ -173,13 +215,40 @@ class Engine:
             return output
         self._scheduler.rows.assign(decision.scheduled)
         plan = decision.plan()
-        self.step_items = plan.items
-        logits = self._runner.execute(plan)
+        self.step_items = plan.items if before is None else plan.items + before.plan.items
+        logits = self._runner.execute(plan, before.pending.token_ids if before is not None else None)
+        for sequence in decision.scheduled:
+            sequence.blocks_in_row = len(sequence.blocks)
+        return Flight(decision, plan, self._outputs.begin(decision, plan, logits), output)
+
+    def _may_follow(self, flight: Flight) -> bool:
+        """Whether the next step may be launched now: scheduling it neither admits, preempts nor evicts."""
+        scheduler = self._scheduler
+        return (
+            self._overlap
+            and not scheduler.waiting
+            and self._pool.num_free >= len(scheduler.running)  # one each, to grow or to copy
+            and predictable(flight)
+        )
+
+    def _collect(self, flight: Flight) -> None:
+        """Wait for the step, and process its tokens."""
+        flight.pending.results()
         self.steps += 1
-        tokens = sum(decision.scheduled.values())
-        self._outputs.process(decision, plan, logits, StepSpan(began, time.monotonic(), tokens), output)
-        self.step_times.add(tokens, len(decision.scheduled), time.monotonic() - began)
-        return output
+        began, ended = max(flight.output.began, self._collected_at), time.monotonic()
+        following = self._flight
+        if following is not None:
+            following.void |= flight.redrawn()
+        self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
+        flight.release(self._pool)
+        self._collected_at = time.monotonic()
+        self.step_times.add(flight.tokens, len(flight.decision.scheduled), self._collected_at - began)
+        if following is None:
+            return
+        following.hold_left(self._pool, self._runner.page_size)
+        if not any(following.counts(sequence) for sequence in following.decision.scheduled):
+            self._flight = None
+            self._collect(following)  # nothing of it is wanted
 
     # --- facts -----------------------------------------------------------------------------------------
 
@@ -209,5 +278,6 @@ class Engine:
     def check_integrity(self) -> None:
         """Between two steps: every reference on a block is held by a sequence."""
         sequences = self._scheduler.sequences()
-        self._pool.check_integrity(Counter(block for s in sequences for block in s.blocks))
+        held = self._flight.held if self._flight is not None else []
+        self._pool.check_integrity(Counter([*held, *(block for s in sequences for block in s.blocks)]))
         self._scheduler.rows.check_integrity(sequences)

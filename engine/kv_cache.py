@@ -132,9 +132,10 @@ def check_fits(pool_bytes: int, block_bytes: int, config: EngineConfig) -> None:
 def allocate(
     pool_bytes: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """`block_shape` is one block's [layer, 2, kv_head, token, dim]."""
+    """The pool's blocks, and behind them the null block, which padding of recorded steps writes to. `block_shape` is one
+    block's [layer, 2, kv_head, token, dim]."""
     block_bytes = torch.Size(block_shape).numel() * dtype.itemsize
-    blocks = pool_bytes // block_bytes
+    blocks = pool_bytes // block_bytes + 1
     shape = (blocks, *block_shape)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,5 @@
-"""Draws the next tokens from a step's logits; a failure in one row ends that row's request only."""
+"""Draws the next tokens from a step's logits, in two halves: begun behind the forward pass, read by the host later. A
+failure in one row ends that row's request only."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from cluster.errors import EngineRequestError, engine_request_error
 from engine.request import FinishReason, SamplingParams, TokenOutput
 from engine.sampling.adjust import Row
-from engine.sampling.sampler import Sampled, sample
+from engine.sampling.base import Sampler, is_sound
+from engine.sampling.sampler import Sampled
 from engine.scheduler.sequence import Sequence
 
 
@@ -34,40 +36,74 @@ class StopLimits:
 Drawn = list[TokenOutput] | EngineRequestError
 
 
-def next_tokens(draws: Seq[Draws], logits: Tensor, limits: StopLimits) -> list[Drawn]:
-    """Tokens for each entry of `draws`, in its order, or the error that ends that request.
+class PendingTokens:
+    """Draws of a step that are begun. Entries are those of `draws`, in its order."""
 
-    `logits` is [rows, vocab].
-    """
-    results: list[Drawn] = []
-    rows: list[Row] = []
-    source: list[int] = []
-    for draw in draws:
-        try:
-            own = _rows(draw, limits)
-            rows += own
+    def __init__(self, draws: Seq[Draws], logits: Tensor, limits: StopLimits, sampler: Sampler):
+        """`logits` is [rows, vocab]."""
+        self.draws = draws
+        self._limits = limits
+        self._positions = [len(draw.sequence.tokens) for draw in draws]
+        self._failed: dict[int, EngineRequestError] = {}
+        self._unsound: set[int] = set()
+        self._rows: list[Row] = []
+        self._first: list[int] = []  # of each entry: its first row
+        source: list[int] = []
+        for index, draw in enumerate(draws):
+            self._first.append(len(self._rows))
+            try:
+                own = _rows(draw, limits)
+            except Exception as error:
+                self._failed[index] = engine_request_error(error)
+                if not is_sound(logits[draw.logits_row]):
+                    self._unsound.add(index)
+                continue
+            self._rows += own
             source += [draw.logits_row] * len(own)
-            results.append([])
-        except Exception as error:
-            results.append(engine_request_error(error))
-    if not rows:
-        return results
-    sampled = iter(zip(rows, sample(logits[source], rows), strict=True))
-    for index, draw in enumerate(draws):
-        if not isinstance(results[index], list):
-            continue
-        own_sampled = [next(sampled) for _ in range(draw.choices)]
+        self._results: list[Drawn] | None = None
+        self._drawn = sampler.begin(logits, source, self._rows) if self._rows else None
+
+    @property
+    def all_begun(self) -> bool:
+        return not self._failed and self._drawn is not None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [rows] on the device, of all entries if `all_begun`."""
+        assert self._drawn is not None
+        return self._drawn.token_ids
+
+    def results(self) -> list[Drawn]:
+        """The tokens of each entry, or the error that ends its request. Waits for the device."""
+        if self._results is None:
+            sampled = self._drawn.results() if self._drawn is not None else []
+            self._results = [self._tokens(index, sampled) for index in range(len(self.draws))]
+        return self._results
+
+    def _tokens(self, index: int, sampled: Seq[Sampled | EngineRequestError]) -> Drawn:
+        if index in self._failed:
+            return self._failed[index]
+        sequence, position = self.draws[index].sequence, self._positions[index]
         try:
-            results[index] = [_output(draw.sequence, row, token, limits) for row, token in own_sampled]
+            return [
+                _output(sequence, self._rows[row], position, sampled[row], self._limits)
+                for row in self._rows_of(index)
+            ]
         except Exception as error:
-            results[index] = engine_request_error(error)
-    return results
+            return engine_request_error(error)
 
+    def _rows_of(self, index: int) -> range:
+        return range(self._first[index], self._first[index] + self.draws[index].choices)
 
-def is_sound(logits: Tensor) -> bool:
-    """Whether a row, as the model gave it, has a finite maximum. If not, the KV that it was computed from is wrong, and
-    every request that found it in the prefix cache would fail as well."""
-    return bool(logits.max().isfinite())
+    def redrawn(self, index: int) -> bool:
+        """After `results`: whether the entry's token is not that of `token_ids`."""
+        return self._drawn is not None and not self._drawn.redrawn.isdisjoint(self._rows_of(index))
+
+    def unsound(self, index: int) -> bool:
+        """After `results`, for an entry that failed: whether its logits were without a finite maximum."""
+        if index in self._failed or self._drawn is None:
+            return index in self._unsound
+        return not self._drawn.unsound.isdisjoint(self._rows_of(index))
 
 
 def _rows(draws: Draws, limits: StopLimits) -> list[Row]:
@@ -80,11 +116,10 @@ def _rows(draws: Draws, limits: StopLimits) -> list[Row]:
 
 
 def _output(
-    sequence: Sequence, row: Row, token: Sampled | EngineRequestError, limits: StopLimits
+    sequence: Sequence, row: Row, position: int, token: Sampled | EngineRequestError, limits: StopLimits
 ) -> TokenOutput:
     if isinstance(token, EngineRequestError):
         raise token
-    position = len(sequence.tokens)
     output_count = position - sequence.num_prompt + 1
     reason = finish_reason(token.token_id, output_count, position + 1, row.params, limits.eos, limits.max_len)
     return TokenOutput(

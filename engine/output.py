@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
-from engine.next_tokens import Draws, StopLimits, is_sound, next_tokens
+from engine.flight import Flight
+from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
 from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
+from engine.sampling.base import Sampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
@@ -32,43 +34,51 @@ class StepSpan:
 
 class OutputProcessor:
     def __init__(
-        self, scheduler: Scheduler, prefixes: PrefixCache, limits: StopLimits, counters: EngineStats
+        self,
+        scheduler: Scheduler,
+        prefixes: PrefixCache,
+        limits: StopLimits,
+        counters: EngineStats,
+        sampler: Sampler,
     ):
+        self._sampler = sampler
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._limits = limits
         self._counters = counters
 
-    def process(
-        self, decision: StepDecision, plan: StepPlan, logits: Tensor, span: StepSpan, output: StepOutput
-    ) -> None:
-        """Add the step's tokens and ends to `output`. `logits` is [tokens of `plan` that want them, vocab]."""
-        for sequence, count in decision.scheduled.items():
-            if sequence.state is not S.RUNNING:  # another choice of its request has failed
+    def begin(self, decision: StepDecision, plan: StepPlan, logits: Tensor) -> PendingTokens:
+        """Begin to draw. `logits` is [tokens of `plan` that want them, vocab]."""
+        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.num_logits]
+        draws = [Draws(s, row, self._new_choices(s)) for row, s in enumerate(sampled)]
+        return PendingTokens(draws, logits, self._limits, self._sampler)
+
+    def finish(self, flight: Flight, span: StepSpan) -> None:
+        """Add the step's tokens and ends to its output."""
+        output, pending = flight.output, flight.pending
+        for sequence, count in flight.decision.scheduled.items():
+            if not flight.counts(sequence):  # it has left, or another choice of its request has failed
                 continue
             try:
-                self._advance(sequence, count, span)
+                if not flight.followed:
+                    self._advance(sequence, count, span)
+                self._prefixes.register(sequence, sequence.num_computed)
             except Exception as error:
                 self._fail(sequence, engine_request_error(error), output)
-        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.num_logits]
-        draws = [
-            Draws(sequence, row, self._new_choices(sequence))
-            for row, sequence in enumerate(sampled)
-            if sequence.state is S.RUNNING
-        ]
-        for draw, drawn in zip(draws, next_tokens(draws, logits, self._limits), strict=True):
-            if draw.sequence.state is not S.RUNNING:  # another choice of its request has failed
+        for index, drawn in enumerate(pending.results()):
+            sequence = pending.draws[index].sequence
+            if not flight.counts(sequence):
                 continue
             try:
                 if isinstance(drawn, EngineRequestError):
                     raise drawn
-                self._accept(draw.sequence, drawn, output)
+                self._accept(sequence, drawn, output)
                 output.tokens.extend(drawn)
                 self._counters.output_tokens += len(drawn)
             except Exception as error:
-                if not is_sound(logits[draw.logits_row]):
-                    self._scheduler.invalidate(draw.sequence.request.request_id)
-                self._fail(draw.sequence, engine_request_error(error), output)
+                if pending.unsound(index):
+                    self._scheduler.invalidate(sequence.request.request_id)
+                self._fail(sequence, engine_request_error(error), output)
 
     def append_tokens(self, first: Sequence, tokens: Seq[TokenOutput]) -> None:
         """Append to the choice `first` its token. The other tokens, at the end of a prompt, begin choices of their own."""
@@ -79,7 +89,10 @@ class OutputProcessor:
             if token.finish is not None:
                 self._scheduler.finish(sibling)
         own = next(token for token in tokens if token.choice == first.choice)
-        first.tokens.append(own.token_id)
+        if first.tokens[-1] < 0:  # stands for it, since the next step was launched
+            first.tokens[-1] = own.token_id
+        else:
+            first.tokens.append(own.token_id)
         if own.finish is not None:
             self._scheduler.finish(first)
 
@@ -95,8 +108,6 @@ class OutputProcessor:
                 counters.prefill_chunks += 1
             work.chunks.append(PromptChunk(span.began, span.ended, count))
         sequence.num_computed += count
-        sequence.blocks_in_row = len(sequence.blocks)
-        self._prefixes.register(sequence, sequence.num_computed)
 
     def _new_choices(self, sequence: Sequence) -> int:
         """How many choices are drawn from its logits: all of them at the end of the prompt, then one."""

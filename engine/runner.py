@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from engine.attention.base import AttentionBackend
+from engine.graphs.base import Recorder
+from engine.graphs.decode_graphs import DecodeGraphs, on_card, sizes_for
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
@@ -17,7 +19,7 @@ from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
 from engine.sampling import cuts, draw
-from engine.step_buffers import StepBuffers
+from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class LoadedModel:
     decoder: Decoder
     ops: LayerOps
     attention: AttentionBackend
-    kv_cache: Tensor
+    kv_cache: Tensor  # the pool; `ops` and `attention` have one block more, the null block
     group: TpGroup
     team: Team
 
@@ -45,10 +47,13 @@ class LoadedModel:
 class ModelRunner:
     """On the leader `execute` is called with a plan; other ranks follow in `serve`.
 
-    `export_sink` is called after each layer for the items of a plan that are exported.
+    `export_sink` is called after each layer for the items of a plan that are exported. With a `recorder` decode steps are
+    recorded and replayed; on CUDA there is one unless the settings forbid it.
     """
 
-    def __init__(self, model: LoadedModel, export_sink: ExportSink | None = None):
+    def __init__(
+        self, model: LoadedModel, export_sink: ExportSink | None = None, recorder: Recorder | None = None
+    ):
         self.config = model.config
         self.model_config = model.model_config
         self.kv_cache = model.kv_cache
@@ -59,20 +64,31 @@ class ModelRunner:
         self._ops = model.ops
         self._attention = model.attention
         self._group = model.group
+        self.num_ranks = model.group.size
         self._export_sink = export_sink
-        self._buffers = self._make_buffers()
+        self.device = self.kv_cache.device
+        recorder = recorder or on_card(self.device, self.config.cuda_graphs, self._attention.capturable)
+        self._buffers = self._make_buffers(recorder is not None)
         self._decode_jobs = _decode_jobs(model, self._buffers)
+        self._graphs = self._make_graphs(recorder) if recorder else None
 
-    def _make_buffers(self) -> StepBuffers:
+    def _make_buffers(self, padded: bool) -> StepBuffers:
         config = self.config
         most = config.max_batch_tokens if config.chunked_prefill else config.max_model_len
+        largest = sizes_for(config.max_batch_requests)[-1]
         return StepBuffers(
             table_rows(config.max_batch_tokens, self.num_blocks),
             -(-config.max_model_len // config.page_size),
             max(most, config.max_batch_tokens),
             config.page_size,
             self.kv_cache.device,
+            padding=Padding(largest, largest, self.num_blocks) if padded else None,
         )
+
+    def _make_graphs(self, recorder: Recorder) -> DecodeGraphs:
+        sizes = sizes_for(self.config.max_batch_requests)
+        logits = torch.zeros(sizes[-1], self.model_config.vocab_size, device=self.kv_cache.device)
+        return DecodeGraphs(self._compute, self._buffers, recorder, sizes, logits)
 
     @property
     def arrivals(self) -> Arrivals:
@@ -80,12 +96,14 @@ class ModelRunner:
         return self._group.arrivals
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Tensor:
-        """float32 logits [tokens that want them, vocab], in the order of the items."""
+    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
+        """float32 logits [tokens that want them, vocab], in the order of the items; valid until the next step. For
+        `drawn`, on a single rank only, see StepBuffers.load."""
         delta = StepDelta.of(plan)
         if self._group.size > 1:
+            assert drawn is None, "other ranks have no draws"
             self._group.share(delta.to_bytes())
-        return self._run(delta)
+        return self._run(delta, drawn)
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -98,16 +116,24 @@ class ModelRunner:
         if self._group.size > 1 and self._group.rank == 0:
             self._group.share(None)
 
-    def _run(self, delta: StepDelta) -> Tensor:
+    def _run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
         for source, target in delta.copies.tolist():
             self.kv_cache[target].copy_(self.kv_cache[source])
+        if self._graphs is not None and self._graphs.takes(delta):
+            if self._group.size > 1:  # the recorded operations of the group do not count themselves
+                self._group.arrivals.arrive()
+            return self._graphs.run(delta, drawn)
         step = self._buffers
-        step.load(delta)
+        step.load(delta, drawn)
         if self._decode_jobs is not None and not delta.exports and self._decode_jobs.takes(step):
             return self._decode_jobs.run()
+        return self._compute()
+
+    def _compute(self) -> Tensor:
+        """The step in the buffers, operation by operation."""
+        step, sink = self._buffers, self._export_sink
         self._ops.begin(step.positions, step.slots)
         self._attention.begin(step)
-        sink = self._export_sink
         exports = step.exports() if sink is not None else []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -123,11 +149,20 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compute one prompt and one token in the first blocks, so that the first request does not pay for first calls."""
         prompt = [0] * min(2 * self.page_size, self.config.max_model_len - 1, self.config.max_batch_tokens)
-        blocks = list(range(min(3, self.num_blocks)))
+        blocks, rows = list(range(min(3, self.num_blocks))), self._buffers.null_row
         self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, 0, 1)], []))
         logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, 0, 1)], []))
+        for size in reversed(
+            self._graphs.sizes if self._graphs else ()
+        ):  # the largest first: others use its memory
+            self.execute(_tokens_at_start(min(size, rows)))
         draw.warm_up(logits)
         cuts.warm_up(logits)
+
+
+def _tokens_at_start(count: int) -> StepPlan:
+    """A decode step of so many sequences before there is any: all write to the first block."""
+    return StepPlan([PlanItem("warm-up", [0], 0, [0], row, 1) for row in range(count)], [])
 
 
 def _decode_jobs(model: LoadedModel, step: StepBuffers) -> DecodeJobs | None:

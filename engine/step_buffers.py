@@ -5,11 +5,12 @@
     tokens                  of all items: ids, positions, slots
 
 What kernels read lies in one slab: on CPUs it is written in place, to other devices it is copied once a step. Entries
-behind those of the step are stale.
+behind those of the step are stale, but for those of padding (engine/graphs).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,15 @@ from torch import Tensor
 from engine.step_delta import StepDelta
 
 _LINE = 64  # every array begins at a cache line
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What recorded steps (engine/graphs) need beside sequences."""
+
+    items: int  # of the largest step, with padding
+    tokens: int
+    null_block: int  # of the KV cache; no sequence has it
 
 
 class Chunk(NamedTuple):
@@ -36,30 +46,44 @@ class Chunk(NamedTuple):
 
 
 class _Slab:
-    """Arrays side by side in host memory, and the tensors of the same on the device."""
+    """Arrays side by side in host memory, and the tensors of the same on the device.
+
+    If it is staged, the host has it twice and steps take turns: the device may copy one while the next step is written.
+    """
 
     def __init__(self, sizes: dict[str, tuple[int, type]], device: torch.device, staged: bool):
-        offsets, total = {}, 0
+        self._parts, total = dict[str, tuple[slice, type]](), 0
         for name, (count, kind) in sizes.items():
-            offsets[name] = total
-            total += -(-count * np.dtype(kind).itemsize // _LINE) * _LINE
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(total + _LINE, dtype=torch.uint8, pin_memory=pinned)
-        self._host = self._host[-self._host.data_ptr() % _LINE :][:total]
-        self._device = torch.zeros(total, dtype=torch.uint8, device=device) if staged else self._host
+            size = count * np.dtype(kind).itemsize
+            self._parts[name] = (slice(total, total + size), kind)
+            total += -(-size // _LINE) * _LINE
+        self._hosts = [_aligned(total, device) for _ in range(1 + staged)]
+        self._turn = 0
+        self._device = torch.zeros(total, dtype=torch.uint8, device=device) if staged else self._hosts[0]
         self._staged = staged
-        self.arrays: dict[str, NDArray[Any]] = {}
-        self.tensors: dict[str, Tensor] = {}
-        for name, (count, kind) in sizes.items():
-            part = slice(offsets[name], offsets[name] + count * np.dtype(kind).itemsize)
-            self.arrays[name] = self._host[part].numpy().view(kind)
-            dtype = torch.int32 if kind is np.int32 else torch.int64
-            self.tensors[name] = self._device[part].view(dtype)
+        self._views: list[dict[str, NDArray[Any]]] = [
+            {name: host[part].numpy().view(kind) for name, (part, kind) in self._parts.items()}
+            for host in self._hosts
+        ]
+        self.arrays = self._views[0]
+        self.tensors: dict[str, Tensor] = {
+            name: self._device[part].view(torch.int32 if kind is np.int32 else torch.int64)
+            for name, (part, kind) in self._parts.items()
+        }
+
+    def next_step(self) -> None:
+        """The part that is written now was copied two steps ago: the results of that step have been read since."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+        self.arrays = self._views[self._turn]
 
     def upload(self) -> None:
-        """The host's part may be written again when the device has copied it: before the step's logits are read."""
         if self._staged:
-            self._device.copy_(self._host, non_blocking=True)
+            self._device.copy_(self._hosts[self._turn], non_blocking=True)
+
+
+def _aligned(size: int, device: torch.device) -> Tensor:
+    host = torch.zeros(size + _LINE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return host[-host.data_ptr() % _LINE :][:size]
 
 
 class StepBuffers:
@@ -74,27 +98,47 @@ class StepBuffers:
         device: torch.device,
         *,
         staged: bool | None = None,
+        padding: Padding | None = None,
     ):
         """`staged`: whether tensors are copies of the host's arrays; by default on every device but the CPU."""
         self._page = page_size
         staged = device.type != "cpu" if staged is None else staged
-        items = dict.fromkeys(("rows", "ends", "singles"), (rows, np.int32))
-        borders = dict.fromkeys(("cu_q", "cu_k"), (rows + 1, np.int32))
-        tokens = dict.fromkeys(("tokens", "positions", "slots", "logit_rows"), (max_tokens, np.int64))
-        self._slab = _Slab({**items, **borders, **tokens}, device, staged)
-        self._table = np.zeros(
-            (rows, row_blocks), np.int32
-        )  # of the system's zero pages: rows unused cost nothing
-        self.table = torch.from_numpy(self._table)
+        most = max(rows, padding.items) if padding else rows
+        items = dict.fromkeys(("rows", "ends", "singles"), (most, np.int32))
+        borders = dict.fromkeys(("cu_q", "cu_k"), (most + 1, np.int32))
+        most_tokens = max(max_tokens, padding.tokens) if padding else max_tokens
+        tokens = dict.fromkeys(("tokens", "positions", "slots", "logit_rows"), (most_tokens, np.int64))
+        written = {"table_places": (2 * rows, np.int64), "table_blocks": (2 * rows, np.int32)}
+        self._slab = _Slab({**items, **borders, **tokens, **written}, device, staged)
+        # Of the system's zero pages: rows unused cost nothing. Behind the sequences' rows lies that of padding.
+        self._table = np.zeros((rows + 1, row_blocks), np.int32)
+        self._table[rows] = padding.null_block if padding else 0
+        self._null_row = rows
+        self._whole_table = torch.from_numpy(self._table)
         if staged:
-            self.table = torch.zeros(rows, row_blocks, dtype=torch.int32, device=device)
+            self._whole_table = self._whole_table.to(device, copy=True)
+        self.staged = staged
         self.num_items = self.num_tokens = self.num_logits = self.num_singles = 0
         self.longest = 0  # length of the longest item's sequence, this step's tokens included
         self.most_tokens = 0  # of one item
         self.chunks: list[Chunk] = []  # the items of more than one token
         self._delta: StepDelta | None = None
 
+    @property
+    def null_row(self) -> int:
+        """The row of the table that names the null block only."""
+        return self._null_row
+
+    def bound_lengths(self) -> None:
+        """Make `longest` the longest context that there can be: what is recorded now runs with any lengths later."""
+        self.longest = self._table.shape[1] * self._page
+
     # --- the step, as tensors -------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Tensor:
+        """int32 [rows, blocks of the longest context]; the last row is that of padding."""
+        return self._whole_table
 
     @property
     def tokens(self) -> Tensor:
@@ -171,8 +215,11 @@ class StepBuffers:
 
     # --- loading --------------------------------------------------------------------------------------
 
-    def load(self, delta: StepDelta) -> None:
+    def load(self, delta: StepDelta, drawn: Tensor | None = None) -> None:
+        """A token below 0 stands for one that the host has not read yet: -1 - i for entry i of `drawn`, int64 [draws] on
+        the device."""
         self._delta = delta
+        self._slab.next_step()
         self._update_table(delta)
         count, total = len(delta.rows), len(delta.tokens)
         self.num_items, self.num_tokens = count, total
@@ -188,20 +235,38 @@ class StepBuffers:
         self._load_tokens(delta, arrays["cu_q"])
         self._load_logit_rows(delta, arrays["cu_q"])
         self._slab.upload()
+        self._copy_to_table(len(delta.blocks))
+        if drawn is not None:
+            drawn_tokens = drawn.index_select(0, (-1 - self.tokens).clamp_(min=0))
+            self.tokens.copy_(torch.where(self.tokens < 0, drawn_tokens, self.tokens))
 
     def _update_table(self, delta: StepDelta) -> None:
         at = 0
         for row, first, count in delta.updates.tolist():
             self._table[row, first : first + count] = delta.blocks[at : at + count]
             at += count
-        if at and self.table.data_ptr() != self._table.ctypes.data:
-            row, first, count = delta.updates.T
-            shift = np.arange(at) - np.repeat(count.cumsum() - count, count)
-            places = np.repeat(row.astype(np.int64) * self._table.shape[1] + first, count) + shift
-            where, blocks = (
-                torch.from_numpy(some).to(self.table.device) for some in (places, delta.blocks.copy())
+        arrays = self._slab.arrays
+        if self.staged and 0 < at <= len(arrays["table_places"]):
+            arrays["table_places"][:at], arrays["table_blocks"][:at] = (
+                _places(delta, self._table.shape[1]),
+                delta.blocks,
             )
-            self.table.view(-1).index_copy_(0, where, blocks)
+
+    def _copy_to_table(self, count: int) -> None:
+        """Write `count` new blocks to the device's table: from the slab, or by a copy of their own where it has not room
+        for them, as with long prompts."""
+        if not count or not self.staged:
+            return
+        assert self._delta is not None, "after `load`"
+        tensors = self._slab.tensors
+        if count <= len(tensors["table_places"]):
+            where, blocks = tensors["table_places"][:count], tensors["table_blocks"][:count]
+        else:
+            places = torch.from_numpy(_places(self._delta, self._table.shape[1]))
+            where, blocks = (
+                one.to(self.table.device) for one in (places, torch.from_numpy(self._delta.blocks.copy()))
+            )
+        self.table.view(-1).index_copy_(0, where, blocks)
 
     def _load_tokens(self, delta: StepDelta, cu_q: NDArray[np.int32]) -> None:
         count, total, arrays = self.num_items, self.num_tokens, self._slab.arrays
@@ -239,3 +304,11 @@ class StepBuffers:
         first = cu_q[1 : self.num_items + 1] - wanted
         shift = np.arange(total) - np.repeat(wanted.cumsum() - wanted, wanted)
         self._slab.arrays["logit_rows"][:total] = np.repeat(first, wanted) + shift
+
+
+def _places(delta: StepDelta, row_blocks: int) -> NDArray[np.int64]:
+    """Of each new block its place in the table, as one row of numbers."""
+    row, first, count = delta.updates.T
+    shift = np.arange(len(delta.blocks)) - np.repeat(count.cumsum() - count, count)
+    places: NDArray[np.int64] = np.repeat(row.astype(np.int64) * row_blocks + first, count) + shift
+    return places

@@ -55,6 +55,22 @@ class StepDelta(NamedTuple):
             [(index, item.request_id) for index, item in enumerate(items) if item.export],
         )
 
+    def padded(self, items: int, tokens_each: int, row: int) -> StepDelta:
+        """With so many items behind the step's own, each of `tokens_each` tokens from position 0 on, all in this row."""
+        if not items:
+            return self
+
+        def more(array: Ints, value: int, count: int = items) -> Ints:
+            return np.concatenate([array, np.full(count, value, np.int32)])
+
+        return self._replace(
+            rows=more(self.rows, row),
+            begins=more(self.begins, 0),
+            counts=more(self.counts, tokens_each),
+            logits=more(self.logits, tokens_each),
+            tokens=more(self.tokens, 0, items * tokens_each),
+        )
+
     def to_bytes(self) -> bytes:
         """Sizes of the arrays, the arrays, then the exports as msgpack. No pickle: ranks' sockets check no identity."""
         arrays: tuple[Ints, ...] = self[:-1]

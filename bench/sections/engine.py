@@ -156,9 +156,9 @@ class EngineBench:
         runner = self._engine._runner
         execute = runner.execute
 
-        def timed(plan: StepPlan) -> torch.Tensor:
+        def timed(plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
             began = time.perf_counter()
-            logits = execute(plan)
+            logits = execute(plan, drawn)
             if logits.is_cuda:
                 torch.cuda.synchronize()
             self._forward_seconds += time.perf_counter() - began

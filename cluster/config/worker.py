@@ -59,6 +59,14 @@ class EngineConfig(Frozen):
         True, description="keep the KV blocks of ended requests for prompts that begin alike"
     )
     attention_backend: str = Field("auto", description="auto | cpu | sdpa | varlen | flash")
+    cuda_graphs: bool = Field(
+        True, description="record decode steps before the first request and replay them; on CUDA only"
+    )
+    overlap: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="launch a decode step before the host has read the tokens of the last one; auto: on CUDA. Never with "
+        "tensor_parallel above 1",
+    )
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
     nodes: int = Field(
         1,

@@ -25,6 +25,9 @@ class AttentionBackend(Protocol):
     """One per rank. `begin` once a step, then `attend` once a layer."""
 
     name: str
+    # Whether `begin` and `attend` read nothing back to the host and use of the step's lengths only the bounds, `longest`
+    # and `most_tokens`: then a step can be recorded (engine/graphs).
+    capturable: bool
 
     def begin(self, step: StepBuffers) -> None:
         """Prepare what all layers of the step share. The buffers stay as they are until its last layer."""

@@ -46,6 +46,7 @@ class Piece:
 
 class SdpaBackend:
     name = "sdpa"
+    capturable = False
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: Team):
         self._shape = shape

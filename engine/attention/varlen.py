@@ -28,6 +28,8 @@ class VarlenBackend:
     """`kernel(q=…, k=…, v=…, cu_seqlens_q=…, cu_seqlens_k=…, seqused_k=…, max_seqlen_q=…, max_seqlen_k=…,
     block_table=…, softmax_scale=…, window=(left, right))` → [tokens, heads, dim]."""
 
+    capturable = True
+
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, kernel: Kernel, name: str = "varlen"):
         if shape.page_size not in PAGE_SIZES:
             raise ConfigError(

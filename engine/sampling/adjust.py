@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,19 +41,18 @@ class _Entries:
         self.ids.append(ids)
         self.numbers.append(numbers)
 
-    def tensors(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """(index of the logits, the numbers)"""
-        rows = np.repeat(np.array(self.rows), [len(ids) for ids in self.ids])
-        where = (_on(rows, logits), _on(np.concatenate(self.ids), logits))
-        return where, _on(np.concatenate(self.numbers), logits).to(logits.dtype)
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Rows, ids and numbers."""
+        rows = np.repeat(np.array(self.rows, dtype=np.int64), [len(ids) for ids in self.ids])
+        return rows, np.concatenate(self.ids), np.concatenate(self.numbers).astype(np.float64)
 
 
-def _on(array: NDArray[Any], logits: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(logits.device)
+T = TypeVar("T")
+Changes = list[tuple[T, T, T] | None]  # of bias, repetition, frequency, forbidden: rows, ids, numbers
 
 
 class Adjustments:
-    """Collects what changes logits, row by row; `apply` changes them all."""
+    """Collects what changes logits, row by row, for `apply`."""
 
     def __init__(self, vocab: int):
         self._vocab = vocab
@@ -79,22 +78,35 @@ class Adjustments:
             amounts = params.presence_penalty + params.frequency_penalty * counts
             self._frequency.add(number, ids, amounts)
         if row.forbidden:
-            self._forbidden.add(number, np.array(row.forbidden), np.zeros(len(row.forbidden)))
+            self._forbidden.add(number, np.array(row.forbidden), np.full(len(row.forbidden), -np.inf))
 
-    def apply(self, logits: Tensor) -> None:
-        """Change `logits`, fp32 [rows, vocab], in place: bias, repetition, presence and frequency, forbidden."""
-        if self._bias.rows:
-            where, bias = self._bias.tensors(logits)
-            logits.index_put_(where, bias, accumulate=True)
-        if self._repetition.rows:
-            where, penalty = self._repetition.tensors(logits)
-            seen = logits[where]
-            scaled = torch.where(seen > 0, seen / penalty, seen * penalty)
-            scaled = scaled.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-            logits[where] = torch.where(seen.isfinite(), scaled, seen)
-        if self._frequency.rows:
-            where, amounts = self._frequency.tensors(logits)
-            logits[where] -= amounts
-        if self._forbidden.rows:
-            where, _ = self._forbidden.tensors(logits)
-            logits[where] = float("-inf")
+    def placed(self, place: Callable[[NDArray[Any]], T]) -> Changes[T]:
+        """What `apply` needs, each array after `place`."""
+        kinds = (self._bias, self._repetition, self._frequency, self._forbidden)
+        return [_placed(*kind.arrays(), place) if kind.rows else None for kind in kinds]
+
+
+def _placed(
+    rows: NDArray[Any], ids: NDArray[Any], numbers: NDArray[Any], place: Callable[[NDArray[Any]], T]
+) -> tuple[T, T, T]:
+    return place(rows), place(ids), place(numbers)
+
+
+def apply(logits: Tensor, changes: Changes[Tensor]) -> None:
+    """Change `logits`, fp32 [rows, vocab], in place: bias, repetition, presence and frequency, forbidden."""
+    bias, repetition, frequency, forbidden = changes
+    if bias is not None:
+        rows, ids, amounts = bias
+        logits.index_put_((rows, ids), amounts.to(logits.dtype), accumulate=True)
+    if repetition is not None:
+        rows, ids, penalties = repetition
+        seen, penalty = logits[rows, ids], penalties.to(logits.dtype)
+        scaled = torch.where(seen > 0, seen / penalty, seen * penalty)
+        scaled = scaled.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+        logits.index_put_((rows, ids), torch.where(seen.isfinite(), scaled, seen))
+    if frequency is not None:
+        rows, ids, amounts = frequency
+        logits.index_put_((rows, ids), logits[rows, ids] - amounts.to(logits.dtype))
+    if forbidden is not None:
+        rows, ids, never = forbidden
+        logits.index_put_((rows, ids), never.to(logits.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ class Kept(NamedTuple):
     # int64 [rows, candidates], by falling logit, of equals the lower id first; None: all tokens by their ids
     token_ids: Tensor | None
     logits: Tensor  # fp32 [rows, candidates]; -inf where a cut leaves the candidate out
+
+
+MassOfAll = Callable[[Tensor, Tensor, "_Cuts", Tensor], Tensor]
 
 
 class _Cuts(NamedTuple):
@@ -65,6 +68,15 @@ def keep(logits: Tensor, params: Sequence[SamplingParams], temperatures: Sequenc
             return
 
 
+def keep_largest(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates of all rows among their largest: token ids and logits [rows, candidates], as in Kept, and for each row
+    whether these are all that the cuts keep. Reads nothing back to the host; columns as in _Cuts."""
+    cuts = _Cuts(temperatures, top_k, top_p, min_p)
+    return _cut(logits, cuts, min(_SORTED[-1], logits.shape[1]), _mass_of_every_row)
+
+
 def warm_up(logits: Tensor) -> None:
     """Compile the CPU's kernel, or load it from its cache. `logits` is fp32 [1, vocab]."""
     for _ in keep(torch.zeros_like(logits), [SamplingParams(top_p=0.9)], [1.0]):
@@ -86,7 +98,9 @@ def _selected(logits: Tensor, cuts: _Cuts) -> Tensor:
     return logits.masked_fill(~kept, float("-inf"))
 
 
-def _cut(logits: Tensor, cuts: _Cuts, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _cut(
+    logits: Tensor, cuts: _Cuts, size: int, mass_of_all: MassOfAll | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Candidates among the `size` largest: ids, logits, and for each row whether these are all that the cuts keep."""
     values, ids = _sorted(logits, size)
     top_k, min_p = cuts.top_k, cuts.min_p
@@ -96,7 +110,8 @@ def _cut(logits: Tensor, cuts: _Cuts, size: int) -> tuple[Tensor, Tensor, Tensor
     nucleus = cuts.top_p < 1.0
     shortened = (top_k > 0) | (min_p > 0)
     mass = torch.where(kept, mass, 0.0)
-    total = torch.where(shortened, mass.sum(-1, keepdim=True), _mass_of_all(logits, values, cuts, nucleus))
+    whole = (mass_of_all or _mass_of_all)(logits, values, cuts, nucleus)
+    total = torch.where(shortened, mass.sum(-1, keepdim=True), whole)
     before = mass.cumsum(-1) - mass
     left = kept & (~nucleus | (before < cuts.top_p * total) | (place == 0))
     if values.shape[1] == logits.shape[1]:
@@ -126,3 +141,9 @@ def _mass_of_all(logits: Tensor, values: Tensor, cuts: _Cuts, nucleus: Tensor) -
         above = (logits[rows] - values[rows, :1]) / cuts.temperature[rows].float()
         total[rows] = above.exp().sum(-1, keepdim=True, dtype=torch.float64)
     return total
+
+
+def _mass_of_every_row(logits: Tensor, values: Tensor, cuts: _Cuts, nucleus: Tensor) -> Tensor:
+    """The same for all rows, without asking which need it."""
+    above = (logits - values[:, :1]) / cuts.temperature.float()
+    return above.exp().sum(-1, keepdim=True, dtype=torch.float64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.base import has_numba
-from engine.sampling.philox import DrawKey, key_words, words
+from engine.sampling.philox import DrawKey, all_words, key_words, words
 
 _NO_IDS = np.empty((0, 0), dtype=np.int64)
 
@@ -49,12 +49,19 @@ def draw_by_torch(
 ) -> Tensor:
     """The same for any device; on the CPU the reference of its kernel."""
     device = logits.device
-    if token_ids is None:
-        token_ids = torch.arange(logits.shape[1], device=device)[None]
     own = torch.from_numpy(key_words(keys).astype(np.int64)).to(device)
-    uniform = (words(token_ids, own).double() + 0.5) * 2.0**-32
-    scale = torch.tensor(temperatures, dtype=torch.float64, device=device)[:, None]
-    sums = logits.double() / scale - (-uniform.log()).log()
+    return largest_sum(logits, token_ids, torch.tensor(temperatures, dtype=torch.float64, device=device), own)
+
+
+def largest_sum(logits: Tensor, token_ids: Tensor | None, temperatures: Tensor, keys: Tensor) -> Tensor:
+    """`draw` with all arguments on the device: temperatures float64 [rows], keys int64 [rows, 5] as `key_words`."""
+    if token_ids is None:
+        token_ids = torch.arange(logits.shape[1], device=logits.device)[None]
+        noise = all_words(logits.shape[1], keys)
+    else:
+        noise = words(token_ids, keys)
+    uniform = (noise.double() + 0.5) * 2.0**-32
+    sums = logits.double() / temperatures[:, None] - (-uniform.log()).log()
     equal = sums == sums.max(-1, keepdim=True).values
     never = torch.iinfo(torch.int64).max
     return torch.where(equal, token_ids.expand(sums.shape), never).min(-1).values

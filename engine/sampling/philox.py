@@ -67,3 +67,11 @@ def words(token_ids: Tensor, keys: Tensor) -> Tensor:
     shape = (keys.shape[0], token_ids.shape[1])
     four = torch.stack(philox4x32((p0, p1, choice, (token_ids >> 2).expand(shape)), (k0, k1)))
     return four.gather(0, (token_ids & 3).expand(shape)[None])[0]
+
+
+def all_words(tokens: int, keys: Tensor) -> Tensor:
+    """int64 [rows, tokens]: the words of tokens 0, 1, 2 …; four of them are one call of the generator."""
+    k0, k1, p0, p1, choice = keys[:, :, None].unbind(1)
+    counters = torch.arange(-(-tokens // 4), device=keys.device)[None].expand(keys.shape[0], -1)
+    four = torch.stack(philox4x32((p0, p1, choice, counters), (k0, k1)), -1)
+    return four.flatten(1)[:, :tokens]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
-from engine.sampling.adjust import Adjustments, Row
+from engine.sampling.adjust import Adjustments, Row, apply
 from engine.sampling.cuts import has_cuts, keep
 from engine.sampling.draw import draw
 from engine.sampling.philox import DrawKey
@@ -71,9 +71,9 @@ def _sample(logits: Tensor, rows: Sequence[Row]) -> list[Result]:
     logprobs = _logprobs(_rows(logits, asked)) if asked else None
     if adjustments:
         logits = logits.clone()
-        adjustments.apply(logits)
+        apply(logits, adjustments.placed(lambda array: torch.from_numpy(array).to(logits.device)))
     best = logits.argmax(-1)  # NaN wins argmax: a row with one is found below
-    scales = torch.tensor([_scale(row) for row in rows], dtype=logits.dtype, device=logits.device)
+    scales = torch.tensor([scale(row) for row in rows], dtype=logits.dtype, device=logits.device)
     finite = (logits.gather(-1, best[:, None])[:, 0] / scales).isfinite()
     chosen = torch.where(finite, _chosen(logits, rows, best), best)
     results: list[Result] = [Sampled(token) for token in chosen.tolist()]
@@ -82,7 +82,7 @@ def _sample(logits: Tensor, rows: Sequence[Row]) -> list[Result]:
         for i, result in zip(asked, _with_logprobs(logprobs, chosen[asked], top), strict=True):
             results[i] = result
     for i in (~finite).nonzero()[:, 0].tolist():
-        results[i] = _no_maximum(logits[i], rows[i])
+        results[i] = no_maximum(bool((logits[i] == float("-inf")).all()), rows[i])
     for i, reason in failed.items():
         results[i] = reason
     return results
@@ -92,7 +92,7 @@ def _rows(logits: Tensor, numbers: list[int]) -> Tensor:
     return logits if len(numbers) == logits.shape[0] else logits[numbers]
 
 
-def _scale(row: Row) -> float:
+def scale(row: Row) -> float:
     """What logits are divided by."""
     temperature = row.params.temperature
     return 1.0 if temperature < GREEDY_BELOW else max(temperature, LOWEST_TEMPERATURE)
@@ -118,14 +118,14 @@ def _chosen(logits: Tensor, rows: Sequence[Row], best: Tensor) -> Tensor:
 def _of(rows: Sequence[Row], numbers: list[int]) -> tuple[list[float], list[DrawKey]]:
     """Temperatures and keys of some rows."""
     some = [rows[i] for i in numbers]
-    return [_scale(row) for row in some], [
+    return [scale(row) for row in some], [
         DrawKey(row.params.seed, row.choice, len(row.tokens)) for row in some
     ]
 
 
-def _no_maximum(logits: Tensor, row: Row) -> EngineRequestError:
-    """`logits` as adjusted."""
-    if row.forbidden and bool((logits == float("-inf")).all()):
+def no_maximum(excluded: bool, row: Row) -> EngineRequestError:
+    """`excluded`: whether all of its logits, as adjusted, are -inf."""
+    if row.forbidden and excluded:
         return EngineRequestError(
             "min_tokens forbids every token: each ends the output or has no probability", field="min_tokens"
         )

@@ -16,12 +16,13 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from engine.model.config import ModelConfig
 from engine.plan import StepPlan, table_rows
-from engine.step_buffers import StepBuffers
+from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 
 VOCAB = 97
 PAGE = 4
 CONTEXT = 64
+MOST_PADDING = 3
 
 
 def next_token(tokens: list[int]) -> int:
@@ -41,12 +42,23 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.page_size = PAGE
         self.config = EngineConfig(model=Path("/fake"), max_model_len=CONTEXT, page_size=PAGE, **settings)  # type: ignore[arg-type]
-        self.cache = torch.zeros(num_blocks, PAGE, dtype=torch.int64)
+        self.device = torch.device("cpu")
+        self.num_ranks = 1
+        self.cache = torch.zeros(num_blocks + 1, PAGE, dtype=torch.int64)
         rows = table_rows(self.config.max_batch_tokens, num_blocks)
         self.leader, self.follower = (
-            StepBuffers(rows, num_blocks, 2 * num_blocks * PAGE, PAGE, self.cache.device, staged=staged)
+            StepBuffers(
+                rows,
+                num_blocks,
+                2 * num_blocks * PAGE,
+                PAGE,
+                self.device,
+                staged=staged,
+                padding=Padding(rows + MOST_PADDING, rows + MOST_PADDING, num_blocks),
+            )
             for staged in (False, True)
         )
+        self.ahead = 0  # steps that were launched before the last one's tokens were read
         self.sick: set[str] = set()  # requests whose logits are NaN
         self.model_config = ModelConfig(
             family="fake",
@@ -75,18 +87,23 @@ class FakeRunner:
         for position, token in enumerate(tokens, begin):
             self.cache[block_ids[position // PAGE], position % PAGE] = token
 
-    def _load(self, plan: StepPlan) -> None:
-        """As a leader, and as a rank that follows it. Each item's row must be its blocks on both."""
+    def _load(self, plan: StepPlan, drawn: Tensor | None) -> None:
+        """As a leader, and as a rank that follows it. Each item's row must be its blocks on both; steps of single tokens
+        are padded, as recorded ones are."""
         delta = StepDelta.of(plan)
-        self.leader.load(delta)
-        self.follower.load(StepDelta.from_bytes(delta.to_bytes()))
+        if all(len(item.token_ids) == item.num_logits == 1 for item in plan.items):
+            delta = delta.padded(-len(plan.items) % (MOST_PADDING + 1), 1, self.leader.null_row)
+        self.ahead += drawn is not None
+        self.leader.load(delta, drawn)
+        self.follower.load(StepDelta.from_bytes(delta.to_bytes()), drawn)
         for buffers in (self.leader, self.follower):
             for item in plan.items:
                 assert buffers.table[item.row, : len(item.block_ids)].tolist() == item.block_ids, item
+            assert buffers.table[buffers.null_row].eq(self.num_blocks).all(), "the row of padding"
 
-    def execute(self, plan: StepPlan) -> Tensor:
+    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Reads and writes the cache by the follower's buffers alone."""
-        self._load(plan)
+        self._load(plan, drawn)
         step = self.follower
         for copy in plan.copies:
             self.cache[copy.target] = self.cache[copy.source]

@@ -12,9 +12,11 @@ import torch
 
 from cluster.config.worker import EngineConfig
 from engine.cache.block_pool import BlockPool
+from engine.flight import Flight
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan
 from engine.request import ChainReport, EngineRequest, EngineStats, SamplingParams, StepOutput
+from engine.sampling.host_sampler import HostSampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
@@ -54,14 +56,15 @@ class Parts:
         )
         self.counters = EngineStats()
         self.scheduler = Scheduler(config, self.pool, prefixes)
-        self.outputs = OutputProcessor(self.scheduler, prefixes, StopLimits((EOS,), CONTEXT), self.counters)
+        limits = StopLimits((EOS,), CONTEXT)
+        self.outputs = OutputProcessor(self.scheduler, prefixes, limits, self.counters, HostSampler())
 
     def choices(self, name: str) -> list[Sequence]:
         return self.scheduler.requests[name]
 
     def process(self, decision: StepDecision, rows: list[int | float]) -> StepOutput:
         """As if the model had computed the step: the greedy token of each row of logits; a float fills the whole row."""
-        plan, output = decision.plan(), StepOutput([], [])
+        plan = decision.plan()
         logits = torch.zeros(len(rows), VOCAB)
         for row, value in zip(logits, rows, strict=True):
             if isinstance(value, float):
@@ -70,9 +73,10 @@ class Parts:
                 row[value] = 1.0
         assert len(rows) == sum(item.num_logits for item in plan.items)
         span = StepSpan(10.0, 12.0, sum(decision.scheduled.values()))
-        self.outputs.process(decision, plan, logits, span, output)
+        flight = Flight(decision, plan, self.outputs.begin(decision, plan, logits), StepOutput([], []))
+        self.outputs.finish(flight, span)
         self.check()
-        return output
+        return flight.output
 
     def check(self) -> None:
         self.pool.check_integrity(Counter(b for s in self.scheduler.sequences() for b in s.blocks))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from cluster.errors import BlocksExhaustedError
 from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.engine import Engine
+from engine.plan import StepPlan
 from engine.request import EngineRequest, EngineReservation, SamplingParams, TokenOutput
+from engine.sampling.adjust import Row
+from engine.sampling.host_sampler import HostDraw, HostSampler
+from engine.sampling.sampler import Result
 from engine.scheduler.sequence import NO_ROW
 from tests.engine.fake_model import PAGE, FakeRunner, continuation
 
@@ -20,12 +27,61 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
+class LateRunner(FakeRunner):
+    """Writes a step's KV only when its results are read, or the next step is computed: as late as a device may."""
+
+    def __init__(self, blocks: int, **settings: object):
+        super().__init__(blocks, **settings)
+        self.late: list[tuple[Tensor, Tensor]] = []
+
+    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
+        self.write()
+        before = self.cache.clone()
+        logits = super().execute(plan, drawn)
+        step = self.follower
+        for copy in plan.copies:
+            before[copy.target] = before[copy.source]
+        self.late = [(step.slots.clone(), step.tokens.clone())]
+        self.cache.copy_(before)
+        return logits
+
+    def write(self) -> None:
+        for slots, tokens in self.late:
+            self.cache.view(-1)[slots] = tokens
+        self.late = []
+
+
+class LateSampler(HostSampler):
+    def __init__(self, runner: LateRunner):
+        self._runner = runner
+
+    def begin(self, logits: Tensor, source: list[int], rows: Seq[Row]) -> HostDraw:
+        draw, runner = super().begin(logits, source, rows), self._runner
+        mine, results = runner.late, draw.results
+
+        def read() -> list[Result]:
+            if runner.late is mine:
+                runner.write()
+            return results()
+
+        draw.results = read  # type: ignore[method-assign]
+        return draw
+
+
 class World:
     def __init__(
-        self, blocks: int, budget: int, chunked: bool, limit: int, batch: int = 256, tenants: int = 1
+        self,
+        blocks: int,
+        budget: int,
+        chunked: bool,
+        limit: int,
+        batch: int = 256,
+        tenants: int = 1,
+        overlap: bool = False,
     ):
-        self.runner = FakeRunner(
+        self.runner = LateRunner(
             blocks,
+            overlap="on" if overlap else "off",
             max_batch_tokens=budget,
             max_batch_requests=batch,
             chunked_prefill=chunked,
@@ -33,6 +89,7 @@ class World:
         )
         self.tenants = tenants
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
+        self.engine._outputs._sampler = LateSampler(self.runner)
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.reserved: dict[str, list[int]] = {}
@@ -182,9 +239,10 @@ operations = st.one_of(
     limit=st.sampled_from([0, 12]),
     batch=st.sampled_from([2, 256]),
     tenants=st.integers(1, 3),
+    overlap=st.booleans(),
 )
-def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, tenants):
-    world = World(blocks, budget, chunked, limit, batch, tenants)
+def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, tenants, overlap):
+    world = World(blocks, budget, chunked, limit, batch, tenants, overlap)
     for name, *arguments in steps:
         getattr(world, name)(*arguments)
         world.check()

@@ -31,8 +31,8 @@ class HurtRunner(FakeRunner):
     def hurt(self, block: int) -> None:
         self.cache[block] = NOT_A_NUMBER
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
-        logits = super().execute(plan)
+    def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().execute(plan, drawn)
         wanting = iter(range(len(logits)))
         for item in plan.items:
             used = self.cache[item.block_ids[: -(-item.end // PAGE)]].flatten()[: item.end]

@@ -44,8 +44,8 @@ class SickRunner(FakeRunner):
         super().__init__(64, **settings)
         self.value, self.at, self.seen = value, at, 0
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
-        logits = super().execute(plan)
+    def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().execute(plan, drawn)
         wanting = [item for item in plan.items if item.num_logits]
         for row, item in enumerate(wanting):
             if item.request_id == "bad":
@@ -184,7 +184,7 @@ def test_a_failed_request_that_exports_keeps_its_blocks_until_it_is_aborted():
 
 def test_a_failure_of_the_forward_pass_is_no_single_requests():
     class Broken(FakeRunner):
-        def execute(self, plan: StepPlan) -> torch.Tensor:
+        def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
             raise RuntimeError("a rank has died")
 
     runner = Broken(8)
@@ -294,9 +294,9 @@ def test_ranks_stay_in_step_when_a_request_fails(checkpoint, monkeypatch):
         engine = engine_of(leader)
         real, seen = leader.execute, 0
 
-        def execute(plan: StepPlan) -> torch.Tensor:
+        def execute(plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
             nonlocal seen
-            logits = real(plan).clone()
+            logits = real(plan, drawn).clone()
             wanting = [item.request_id for item in plan.items if item.num_logits]
             if "bad" in wanting:
                 seen += 1

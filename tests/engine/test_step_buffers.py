@@ -57,7 +57,7 @@ def test_a_step_of_chunks_and_tokens(staged):
     assert step.single_chunks() == [Chunk(slice(0, 1), 3, 5, 6), Chunk(slice(7, 8), 1, 0, 1)]
     assert (step.longest, step.most_tokens) == (6, 3)
     assert step.exports() == [("chunk", 3, 6, [2, 5])]
-    assert step.table[:, :2].tolist() == [[2, 5], [3, 0], [0, 0], [4, 9], [0, 0], [11, 0]]
+    assert step.table[:6, :2].tolist() == [[2, 5], [3, 0], [0, 0], [4, 9], [0, 0], [11, 0]]
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -71,6 +71,36 @@ def test_a_later_step_writes_only_new_blocks(staged):
     assert step.slots.tolist() == [39, 24] and step.all_single is False
     step.load(sent(StepPlan([PlanItem("two", [9], 4, [1, 2], 3, 1)], [])))
     assert step.slots.tolist() == [8] and step.all_single and step.chunks == []
+
+
+def test_more_new_blocks_than_the_slab_has_room_for():
+    """Those of long prompts."""
+    step, prompts = (
+        make(staged=True),
+        [PlanItem(str(row), [1], 31, [8 * row + i for i in range(8)], row, 1) for row in range(6)],
+    )
+    step.load(sent(StepPlan(prompts, [])))
+    assert step.table[:6].flatten().tolist() == list(range(48))
+
+
+def test_a_step_is_written_while_the_last_one_is_copied():
+    """The host has two parts that take turns."""
+    step = make(staged=True)
+    step.load(sent(StepPlan([PlanItem("one", [7], 5, [4, 9], 3, 1)], [])))
+    on_its_way = step._slab.arrays["tokens"]
+    step.load(sent(StepPlan([PlanItem("one", [8], 6, [4, 9], 3, 1)], [])))
+    assert on_its_way[0] == 7 and step.tokens.tolist() == [8]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_tokens_that_the_host_has_not_read(staged):
+    step = make(staged=staged)
+    items = [
+        PlanItem(str(row), [token], 5, [2 * row, 2 * row + 1], row, 1)
+        for row, token in enumerate([-2, 9, -1, -2])
+    ]
+    step.load(sent(StepPlan(items, [])), torch.tensor([70, 80]))
+    assert step.tokens.tolist() == [80, 9, 70, 80]
 
 
 def test_tensors_stay_where_they_are():

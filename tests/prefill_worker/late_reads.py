@@ -96,13 +96,13 @@ class Runner(FakeRunner):
         self.kv = torch.zeros(BLOCKS, 1, 2, 1, PAGE, DIM)
         self.sink: SenderRank | None = None
 
-    def execute(self, plan: StepPlan) -> Tensor:
+    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         for item in plan.items:
             for position, token in enumerate(item.token_ids, item.begin):
                 self.kv[item.block_ids[position // PAGE], :, :, :, position % PAGE] = float(token)
             if item.export and self.sink is not None:
                 self.sink.layer_computed(item.request_id, 0, item.begin, item.end, item.block_ids)
-        return super().execute(plan)
+        return super().execute(plan, drawn)
 
 
 @dataclass

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.errors import DrainingError
-from engine.request import StepOutput
+from engine.engine import Engine
+from engine.request import EngineRequest, SamplingParams, StepOutput
+from tests.engine.fake_model import FakeRunner, continuation
 from tests.harness.waiting import until
 from worker.engine_commands import MOST_PASSES
 from worker.engine_host import LAST_SECONDS, EngineHost
@@ -184,3 +187,32 @@ def test_a_failed_step_concerns_its_own_requests_or_all(items, blamed):
     engine = FullEngine()
     engine.step_items = [SimpleNamespace(request_id=name) for name in items]  # type: ignore[attr-defined]
     assert [name for name in "ab" if make(engine).in_failed_step(name)] == blamed
+
+
+async def test_an_engine_that_launches_steps_ahead_serves_and_frees():
+    """Requests are added and aborted while a step is under way."""
+    runner = FakeRunner(64, overlap="on")
+    engine = Engine(runner, runner.config, secret=b"h")
+    got: dict[str, list[int]] = {}
+
+    def on_output(output: StepOutput) -> None:
+        for token in output.tokens:
+            got.setdefault(token.request_id, []).append(token.token_id)
+
+    host = EngineHost(engine, on_output=on_output, on_failure=lambda error: None, step_stall_seconds=5.0)
+    host.start()
+    prompts = {str(i): [3 + i] * 5 for i in range(12)}
+    for name, prompt in prompts.items():
+        sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        request = EngineRequest(name, prompt, sampling)
+        await host.call(partial(Engine.add, request=request))
+        if int(name) % 3 == 0:
+            await until(partial(got.__contains__, name), "a token")
+            await host.call(partial(Engine.abort, request_id=name))
+    await until(lambda: not engine.has_work and not engine.stats().blocks_held, "all have ended")
+    await until(lambda: all(len(got[name]) == 40 for name in prompts if int(name) % 3), "all tokens")
+    for name, prompt in prompts.items():
+        assert got[name] == continuation(prompt, 40)[: len(got[name])]
+    assert runner.ahead > 0
+    await host.stop()
+    assert host.ended_well

@@ -1,0 +1,88 @@
+"""A step that has been launched and whose tokens the host has not read, and when the next one can be launched before that.
+
+launch 1 ─► launch 2 ─► collect 1 ─► launch 3 ─► collect 2 …
+               │            └ an end is noticed here: step 2 has computed a token too many, which is dropped
+               └ takes the tokens of step 1 from the device
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.cache.block_pool import BlockPool
+from engine.next_tokens import PendingTokens
+from engine.plan import StepPlan
+from engine.request import SamplingParams, StepOutput
+from engine.scheduler.decision import StepDecision
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import SequenceState as S
+
+
+@dataclass(eq=False)
+class Flight:
+    decision: StepDecision
+    plan: StepPlan
+    pending: PendingTokens
+    output: StepOutput
+    # Its sequences have been advanced by their token, which is -1 - i until the host has read entry i of `pending`.
+    followed: bool = False
+    # Sequences whose token before this step was drawn again: this one has computed a wrong token, and is dropped.
+    void: set[Sequence] = field(default_factory=set)
+    held: list[int] = field(default_factory=list)  # blocks that it writes, of sequences that have left
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.decision.scheduled.values())
+
+    def counts(self, sequence: Sequence) -> bool:
+        """Whether the step's result for this sequence is used."""
+        return sequence.state is S.RUNNING and sequence not in self.void
+
+    def follow(self) -> None:
+        """Advance the sequences by their next tokens, which only the device has."""
+        self.followed = True
+        for index, sequence in enumerate(self.decision.scheduled):
+            if self.counts(sequence):
+                sequence.num_computed += 1
+                sequence.tokens.append(-1 - index)
+
+    def redrawn(self) -> set[Sequence]:
+        """After the results are read: the sequences whose token differs from the one that the device went on with."""
+        draws = self.pending.draws
+        return {draw.sequence for index, draw in enumerate(draws) if self.pending.redrawn(index)}
+
+    def hold_left(self, pool: BlockPool, page: int) -> None:
+        """Keep the blocks that the step may still be writing from other use, if their sequences have left."""
+        for sequence, item in zip(self.decision.scheduled, self.plan.items, strict=True):
+            written = item.block_ids[item.begin // page]
+            if not sequence.blocks and written not in self.held:
+                pool.retain([written], sequence.request.tenant)
+                self.held.append(written)
+
+    def release(self, pool: BlockPool) -> None:
+        pool.free(self.held)
+        self.held = []
+
+
+def predictable(flight: Flight) -> bool:
+    """Whether the next step can be planned without this one's tokens: each sequence gets one, and nothing that depends on
+    which one it is has to be computed on the host."""
+    return flight.pending.all_begun and all(
+        item.num_logits == len(item.token_ids) == 1 and _plain(sequence)
+        for sequence, item in zip(flight.decision.scheduled, flight.plan.items, strict=True)
+    )
+
+
+def _plain(sequence: Sequence) -> bool:
+    request = sequence.request
+    return (
+        sequence.num_computed >= sequence.num_prompt
+        and not request.prefill_only
+        and not request.export
+        and not _counts_tokens(request.sampling)
+    )
+
+
+def _counts_tokens(params: SamplingParams) -> bool:
+    """Penalties need the tokens before."""
+    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)

@@ -1,0 +1,97 @@
+"""Decode steps of fixed sizes, recorded before the first request and replayed.
+
+    step of 5 sequences ─► the next larger size, 8 ─► buffers: 5 of the step, 3 of padding ─► replay ─► 5 rows of logits
+
+Padding is tokens of a sequence of its own, whose row of the block table names the null block only: a block behind the
+pool's, which no request reads. So a replay writes nothing that a request reads, whatever the size.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.graphs.base import Recorder, Recording
+from engine.step_buffers import StepBuffers
+from engine.step_delta import StepDelta
+
+log = logging.getLogger(__name__)
+SIZES = (1, 2, 4, *range(8, 257, 8))
+
+
+def sizes_for(most: int) -> tuple[int, ...]:
+    """The sizes for steps of up to `most` sequences."""
+    return SIZES[: bisect_left(SIZES, most) + 1]
+
+
+class DecodeGraphs:
+    """`forward` computes the step in the buffers and returns float32 logits [tokens, vocab].
+
+    Every item of a step has `tokens_each` tokens, and the logits of all are wanted. A size is recorded at its first step,
+    which the warm-up makes.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], Tensor],
+        step: StepBuffers,
+        recorder: Recorder,
+        sizes: tuple[int, ...],
+        logits: Tensor,
+        tokens_each: int = 1,
+    ):
+        """`logits`, float32 [largest size · tokens_each, vocab], is written by every recording."""
+        self.sizes = sizes
+        self._forward = forward
+        self._step = step
+        self._recorder = recorder
+        self._logits = logits
+        self._tokens_each = tokens_each
+        self._recordings: dict[int, Recording] = {}
+
+    def takes(self, delta: StepDelta) -> bool:
+        each = self._tokens_each
+        if delta.exports or len(delta.rows) > self.sizes[-1]:
+            return False
+        return bool((delta.counts == each).all() and (delta.logits == each).all())
+
+    def run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
+        """Logits of the step's own tokens, valid until the next step. See StepBuffers.load for `drawn`."""
+        count = len(delta.rows)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        self._step.load(delta.padded(size - count, self._tokens_each, self._step.null_row), drawn)
+        recording = self._recordings.get(size)
+        if recording is None:
+            recording = self._recordings[size] = self._record(size)
+        recording.replay()
+        return self._logits[: count * self._tokens_each]
+
+    def _record(self, size: int) -> Recording:
+        self._step.bound_lengths()
+        logits = self._logits[: size * self._tokens_each]
+
+        def compute() -> None:
+            logits.copy_(self._forward())
+
+        recording = self._recorder.record(compute)
+        log.info(
+            "decode steps of %d sequences are recorded: %d of %d sizes",
+            size, len(self._recordings) + 1, len(self.sizes),
+        )  # fmt: skip
+        return recording
+
+
+def on_card(device: torch.device, enabled: bool, capturable: bool) -> Recorder | None:
+    """The recorder for steps on this device; None where steps are not recorded."""
+    if device.type != "cuda" or not enabled:
+        return None
+    if not capturable:
+        log.info("decode steps are not recorded: the attention backend reads lengths on the host")
+        return None
+    from engine.graphs.cuda import CudaRecorder
+
+    return CudaRecorder(device)

@@ -1,0 +1,39 @@
+"""The contract of a sampler: draws are begun, and their results are read later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.sampling.adjust import Row
+from engine.sampling.sampler import Result
+
+
+class PendingDraw(Protocol):
+    """One token per row."""
+
+    # After `results`: rows whose token is not that of `token_ids`, and rows whose logits, as the model gave them, had no
+    # finite maximum.
+    redrawn: set[int]
+    unsound: set[int]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [rows], on the device; before `results` too."""
+
+    def results(self) -> list[Result]:
+        """Waits for the device."""
+
+
+class Sampler(Protocol):
+    def begin(self, logits: Tensor, source: list[int], rows: Sequence[Row]) -> PendingDraw:
+        """Begin to draw; row i reads row source[i] of `logits`, fp32 [any, vocab], which may be written again once the
+        device has done what was begun."""
+
+
+def is_sound(logits: Tensor) -> bool:
+    """Whether a row, as the model gave it, has a finite maximum. If not, the KV that it was computed from is wrong, and
+    every request that found it in the prefix cache would fail as well."""
+    return bool(logits.max().isfinite())

@@ -1,0 +1,308 @@
+"""Steps launched before the last one's tokens are read: streams, ends, reports and blocks are those of steps in turn."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import load_model
+from engine.engine import Engine, overlaps
+from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
+from engine.runner import ModelRunner
+from engine.sampling.device_sampler import DeviceSampler
+from tests.engine.fake_model import FakeRunner, continuation
+from tests.engine.ranks import KV_BYTES, engine_of, run
+from tests.harness.checkpoints import prompt_ids
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Seen:
+    tokens: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    chains: set[tuple[bytes, ...]] = field(default_factory=set)
+
+    def streams(self) -> dict[tuple[str, int], list[tuple[int, FinishReason | None]]]:
+        return {key: [(one.token_id, one.finish) for one in tokens] for key, tokens in self.tokens.items()}
+
+
+def some_requests(seed: int) -> list[EngineRequest]:
+    rng = random.Random(seed)
+    requests = []
+    for i in range(24):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.0, 3.0]),
+            top_p=rng.choice([1.0, 0.9]),
+            seed=i,
+            max_tokens=rng.randint(1, 30),
+            min_tokens=rng.choice([0, 0, 5]),
+            ignore_eos=rng.random() < 0.3,
+            stop_token_ids=tuple(rng.sample(range(3, 97), rng.choice([0, 8]))),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.2]),
+            logprobs=rng.random() < 0.3,
+            top_logprobs=2,
+        )
+        prompt = [rng.randint(3, 6) for _ in range(rng.randint(1, 20))]
+        requests.append(EngineRequest(f"r{i}", prompt, params, n=rng.choice([1, 1, 2, 3])))
+    return requests
+
+
+def serve(
+    overlap: str,
+    seed: int,
+    *,
+    blocks: int = 400,
+    device: bool = False,
+    aborted: bool = False,
+    **settings: Any,
+) -> tuple[Seen, FakeRunner]:
+    runner = FakeRunner(blocks, overlap=overlap, **settings)
+    seen = Seen()
+
+    def on_chain(report: ChainReport) -> None:
+        if report.held:
+            assert report.held <= len(report.hashes)
+            seen.chains.add(tuple(report.hashes[: report.held]))
+
+    engine = Engine(runner, runner.config, secret=b"o", on_chain=on_chain)
+    if device:
+        engine._outputs._sampler = DeviceSampler(CPU)
+    rng, requests, count = random.Random(seed), some_requests(seed), 0
+    while requests or engine.has_work:
+        if requests and (not engine.has_work or rng.random() < 0.15):
+            engine.add(requests.pop())
+        if aborted and rng.random() < 0.1:
+            engine.abort(f"r{rng.randrange(24)}")
+        output = engine.step()
+        engine.check_integrity()
+        assert all(token >= 0 for s in engine._scheduler.sequences() for token in s.tokens)
+        for token in output.tokens:
+            stream = seen.tokens.setdefault((token.request_id, token.choice), [])
+            assert not stream or (stream[-1].position + 1 == token.position and stream[-1].finish is None)
+            stream.append(token)
+        for done in output.done:
+            if done.error is not None:
+                seen.errors[done.request_id] = done.error.message
+        count += 1
+        assert count < 5000
+    assert engine.stats().blocks_held == 0
+    return seen, runner
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_are_the_same(seed, device):
+    """Stop tokens, limits, choices, logprobs; requests come at any time."""
+    plain, runner = serve("off", seed, device=device)
+    ahead, following = serve("on", seed, device=device)
+    assert ahead.tokens == plain.tokens and ahead.errors == plain.errors
+    assert ahead.chains == plain.chains
+    assert runner.ahead == 0 and following.ahead > 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_are_the_same_where_blocks_are_short(seed):
+    """Sequences are preempted and computed again."""
+    plain, _ = serve("off", seed, blocks=18, max_batch_tokens=16)
+    ahead, following = serve("on", seed, blocks=18, max_batch_tokens=16)
+    assert ahead.streams() == plain.streams() and following.ahead > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_are_beginnings_where_requests_are_aborted(seed):
+    whole, _ = serve("off", seed)
+    some, following = serve("on", seed, aborted=True)
+    assert following.ahead > 10 and len(some.tokens) > 5
+    for key, stream in some.streams().items():
+        assert stream == whole.streams()[key][: len(stream)]
+
+
+def greedy(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
+
+
+def two_running(**settings: Any) -> tuple[Engine, FakeRunner]:
+    runner = FakeRunner(40, overlap="on", **settings)
+    engine = Engine(runner, runner.config, secret=b"o")
+    engine.add(EngineRequest("long", [5] * 6, greedy(30)))
+    engine.add(EngineRequest("short", [4] * 6, greedy(3)))
+    return engine, runner
+
+
+def test_a_step_is_launched_before_the_last_one_is_collected():
+    engine, runner = two_running()
+    engine.step()  # the prompts
+    assert runner.ahead == 0
+    output = engine.step()
+    assert runner.ahead == 1 and len(output.tokens) == 2
+    assert engine._flight is not None and {item.request_id for item in engine.step_items} == {"long", "short"}
+
+
+def test_blocks_that_a_step_still_writes_are_not_given_away():
+    """The end is noticed when the next step is under way already."""
+    engine, _ = two_running()
+    engine.step()
+    engine.step()
+    blocks = list(engine._scheduler.requests["short"][0].blocks)
+    assert [done.request_id for done in engine.step().done] == ["short"]
+    flight = engine._flight
+    assert flight is not None and len(flight.held) == 1
+    (written,) = flight.held
+    assert written == flight.plan.items[1].block_ids[flight.plan.items[1].begin // 4]
+    assert written not in engine._pool._free and all(
+        block in engine._pool._free for block in blocks if block != written
+    )
+    engine.step()
+    assert written in engine._pool._free and not flight.held
+
+
+def test_blocks_of_an_aborted_request_are_free_after_its_step():
+    engine, _ = two_running()
+    engine.step()
+    engine.step()
+    engine.abort("long")
+    flight = engine._flight
+    assert flight is not None and len(flight.held) == 1
+    engine.check_integrity()
+    output = engine.step()
+    assert {token.request_id for token in output.tokens} == {"short"}
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().blocks_held == 0
+
+
+def test_nothing_is_held_when_the_last_request_has_left():
+    """By an abort, in the next step; by its end, at once."""
+    engine, runner = two_running()
+    engine.step()
+    engine.step()
+    engine.abort("long")
+    engine.abort("short")
+    assert engine.has_work and engine.stats().blocks_held == 2
+    assert engine.step().tokens == []
+    assert not engine.has_work and engine.stats().blocks_held == 0
+    engine.add(EngineRequest("other", [4] * 6, greedy(3)))
+    while not engine.step().done:
+        pass
+    assert runner.ahead == 3
+    assert not engine.has_work and engine.stats().blocks_held == 0
+
+
+def test_a_step_under_way_is_collected_though_nothing_else_can_run():
+    engine, _ = two_running()
+    engine.step()
+    engine.step()
+    engine.pause("long")
+    engine.pause("short")
+    assert engine.has_work
+    assert len(engine.step().tokens) == 2 and not engine.has_work
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}]
+)
+def test_penalties_wait_for_the_tokens(sampling):
+    runner = FakeRunner(40, overlap="on")
+    engine = Engine(runner, runner.config, secret=b"o")
+    engine.add(EngineRequest("one", [5] * 6, greedy(12, **sampling)))
+    while engine.has_work:
+        engine.step()
+    assert runner.ahead == 0 and engine.stats().output_tokens == 12
+
+
+def test_a_waiting_request_is_not_passed_by():
+    """A step that may admit it is planned with what the last one left."""
+    engine, runner = two_running(max_batch_requests=2)
+    engine.step()
+    engine.add(EngineRequest("waits", [3] * 6, greedy(3)))
+    engine.step()
+    assert runner.ahead == 0
+
+
+def test_a_token_that_is_drawn_again_takes_its_step_back():
+    """The device went on with the wrong one: what that step computed of the sequence is dropped."""
+    runner = FakeRunner(40, overlap="on")
+    engine = Engine(runner, runner.config, secret=b"o")
+    prompt = [5] * 6
+    engine.add(EngineRequest("one", prompt, greedy(20)))
+    engine.add(EngineRequest("two", [4] * 6, greedy(20)))
+    real, calls = engine._outputs._sampler.begin, 0
+
+    def begin(logits: Any, source: Any, rows: Any) -> Any:
+        """Of every third draw the first token is another on the device."""
+        nonlocal calls
+        calls += 1
+        draw = real(logits, source, rows)
+        if calls % 3:
+            return draw
+        wrong = draw.token_ids
+        wrong[0] = (wrong[0] + 1) % 97
+
+        class Redrawn:
+            redrawn, unsound, token_ids = {0}, set[int](), wrong
+
+            def results(self) -> Any:
+                return draw.results()
+
+        return Redrawn()
+
+    engine._outputs._sampler.begin = begin  # type: ignore[method-assign]
+    got: dict[str, list[int]] = {"one": [], "two": []}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            got[token.request_id].append(token.token_id)
+        engine.check_integrity()
+    assert got == {"one": continuation(prompt, 20), "two": continuation([4] * 6, 20)}
+    assert runner.ahead > 10
+
+
+def test_a_row_that_fails_ends_its_request_though_the_next_step_has_begun():
+    engine, runner = two_running()
+    engine.step()
+    runner.sick.add("long")
+    output = engine.step()  # launches two steps; in both the logits of "long" are no numbers
+    assert runner.ahead == 1
+    assert [(one.request_id, one.error is not None) for one in output.done] == [("long", True)]
+    got = [token.token_id for token in output.tokens]
+    while engine.has_work:
+        got += [token.token_id for token in engine.step().tokens]
+    assert got == continuation([4] * 6, 3)[1:]
+    assert engine.stats().blocks_held == 0
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpu"])
+def test_a_model_says_the_same(backend, checkpoint):
+    from cluster.config.worker import EngineConfig
+
+    answers = []
+    for overlap in ("off", "on"):
+        config = EngineConfig(
+            model=checkpoint("qwen3"),
+            dtype="float32",
+            kv_memory_bytes=KV_BYTES,
+            attention_backend=backend,
+            overlap=overlap,
+        )
+        runner = ModelRunner(load_model(config))
+        requests = [
+            EngineRequest(
+                str(i),
+                prompt_ids(9 + 8 * i, seed=i),
+                SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=6 + 7 * i, ignore_eos=True),
+                n=1 + i % 2,
+            )
+            for i in range(5)
+        ]
+        answers.append(run(engine_of(runner), *requests))
+    assert answers[0] == answers[1]
+
+
+def test_steps_overlap_on_a_card_and_on_one_rank():
+    cuda = torch.device("cuda")
+    assert overlaps("auto", cuda, 1) and not overlaps("auto", CPU, 1) and not overlaps("auto", cuda, 2)
+    assert overlaps("on", CPU, 1) and not overlaps("off", cuda, 1) and not overlaps("on", cuda, 2)
