@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 
 from cluster.config.worker import EngineConfig
 from cluster.process.memory import Limit
@@ -55,7 +54,7 @@ def main() -> None:
     hashes = [index.to_bytes(16, "little") for index in range(runner.num_blocks)]
     for block, block_hash in zip(pool.allocate(runner.num_blocks), hashes, strict=True):
         pool.register(block, block_hash, hashes[block - 1] if block else None)
-    buffers = aligned_bytes(handoff, torch.device("cpu"))
+    buffers = aligned_bytes(handoff)
     runner.kv_cache.fill_(0.5)
     for _ in range(2):
         runner.execute(largest_step.plan(loaded.config))
