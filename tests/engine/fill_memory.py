@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from cluster.config.worker import EngineConfig
 from cluster.process.memory import Limit
 from engine import build, largest_step
