@@ -14,6 +14,7 @@ from engine import kv_cache, largest_step
 from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
+from engine.graphs import decode_graphs
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
 from engine.model.config import ModelConfig, check_shares, inverse_frequencies, tables
 from engine.model.decoder import Decoder
@@ -135,7 +136,7 @@ def load_model(
         torch.set_num_threads(resolved.threads)
     memory, size = memory or memory_of(device), block_bytes(model, resolved)
     kv_cache.check_before_load(
-        resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes)
+        resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes, size)
     )
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
@@ -150,12 +151,14 @@ def load_model(
         ops = _make_ops(model, decoder, cache, resolved, team)
         return ops, registry.make(resolved.attention_backend, shape, cache, team)
 
-    step_bytes = 0
+    step_bytes, recorded_bytes = 0, size  # of the null block
     if not resolved.kv_memory_bytes:
         one_block = torch.zeros((1, *block), dtype=dtype, device=device)
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, parts, one_block, memory)
+        if decode_graphs.recorded(device, resolved.cuda_graphs, parts(one_block)[1].capturable):
+            recorded_bytes += largest_step.recorded_bytes(resolved, decoder, parts, one_block, memory)
         del one_block
-    needs = kv_cache.Needs(0, step_bytes, handoff_bytes)
+    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
     ops, attention = parts(cache)

@@ -24,13 +24,14 @@ class Needs(NamedTuple):
     weights: int  # 0 once they are loaded
     step: int  # the largest step, while it runs
     handoff: int  # the landing ring, or staging
+    recorded: int = 0  # decode steps that are recorded and replayed, and the null block that pads them
 
     @property
     def total(self) -> int:
         return sum(self)
 
     def __str__(self) -> str:
-        names = ("the weights", "the largest step", "hand-offs")
+        names = ("the weights", "the largest step", "hand-offs", "recorded steps")
         return " and ".join(f"{size} for {name}" for size, name in zip(self, names, strict=True) if size)
 
 

@@ -1,8 +1,10 @@
-"""The step that takes the most memory: run once after the weights are loaded, before the KV pool is allocated.
+"""Steps that take the most memory: run once after the weights are loaded, before the KV pool is allocated.
 
-It has every token and every sequence that a step may have. One sequence ends at the longest context, where attention
-gathers the most keys; of it so many rows are computed as attention takes at a time, because each costs a whole context's
-keys. All sequences share one block: what they compute is noise, what it takes is the same.
+The largest step has every token and every sequence that a step may have. One sequence ends at the longest context, where
+attention gathers the most keys; of it so many rows are computed as attention takes at a time, because each costs a whole
+context's keys. All sequences share one block: what they compute is noise, what it takes is the same.
+
+Recorded decode steps keep their memory beside it: they never run at the same time, but replays use fixed addresses.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from engine.attention.base import AttentionBackend
 from engine.device_memory import DeviceMemory
+from engine.graphs.decode_graphs import sizes_for
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
@@ -74,7 +77,9 @@ def bytes_taken(
     """
     memory.begin_peak()
     try:
-        _run(config, decoder, group, *make(cache))
+        logits = _run(config, decoder, plan(config), *make(cache))
+        _draw(group, logits)
+        del logits
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"max_batch_tokens: a step of {most_tokens(config)} tokens and {config.max_batch_requests} requests does not "
@@ -84,18 +89,53 @@ def bytes_taken(
     return memory.peak_bytes()
 
 
+@torch.inference_mode()
+def recorded_bytes(
+    config: EngineConfig, decoder: Decoder, make: MakeParts, cache: Tensor, memory: DeviceMemory
+) -> int:
+    """Bytes of a rank's memory that recorded decode steps keep: their logits, and one pool that the largest of them fills.
+
+    Every rank of the group must call it. `cache` has one block. Raises ConfigError if they do not fit.
+    """
+    sequences = sizes_for(config.max_batch_requests)[-1]
+    items = [PlanItem(f"recorded-{row}", [0], 0, [0], row, 1) for row in range(sequences)]
+    memory.begin_peak()
+    try:
+        logits = _run(config, decoder, StepPlan(items, []), *make(cache), bounded=True)
+        kept = logits.numel() * logits.itemsize
+        del logits
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_batch_requests: a recorded step of {sequences} requests does not fit beside the weights: {error}",
+            field="max_batch_requests",
+        ) from None
+    return memory.peak_bytes() + kept
+
+
 def _run(
-    config: EngineConfig, decoder: Decoder, group: TpGroup, ops: LayerOps, attention: AttentionBackend
-) -> None:
-    step_plan = plan(config)
+    config: EngineConfig,
+    decoder: Decoder,
+    step_plan: StepPlan,
+    ops: LayerOps,
+    attention: AttentionBackend,
+    *,
+    bounded: bool = False,
+) -> Tensor:
+    """Logits of the step. `bounded`: as it is recorded, for the longest context whatever the plan says."""
     rows = max(config.max_batch_tokens, len(step_plan.items))
     pages = -(-config.max_model_len // config.page_size)
-    step = StepBuffers(rows, pages, most_tokens(config), config.page_size, decoder.embedding.device)
+    tokens = max(most_tokens(config), rows)
+    step = StepBuffers(rows, pages, tokens, config.page_size, decoder.embedding.device)
     step.load(StepDelta.of(step_plan))
+    if bounded:
+        step.bound_lengths()
     ops.begin(step.positions, step.slots)
     attention.begin(step)
     hidden = decoder.forward(step.tokens, ops, attention.attend)
-    logits = decoder.logits(hidden[step.logit_rows])
+    return decoder.logits(hidden[step.logit_rows])
+
+
+def _draw(group: TpGroup, logits: Tensor) -> None:
     if group.rank == 0:
         params = SamplingParams(temperature=1.0, top_p=0.9)
         sample(logits, [Row(params, 0, [0], 1, ())] * logits.shape[0])

@@ -85,12 +85,16 @@ class DecodeGraphs:
         return recording
 
 
+def recorded(device: torch.device, enabled: bool, capturable: bool) -> bool:
+    """Whether decode steps are recorded on this device."""
+    return device.type == "cuda" and enabled and capturable
+
+
 def on_card(device: torch.device, enabled: bool, capturable: bool) -> Recorder | None:
     """The recorder for steps on this device; None where steps are not recorded."""
-    if device.type != "cuda" or not enabled:
-        return None
-    if not capturable:
-        log.info("decode steps are not recorded: the attention backend reads lengths on the host")
+    if not recorded(device, enabled, capturable):
+        if recorded(device, enabled, capturable=True):
+            log.info("decode steps are not recorded: the attention backend reads lengths on the host")
         return None
     from engine.graphs.cuda import CudaRecorder
 
