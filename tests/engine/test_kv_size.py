@@ -285,9 +285,11 @@ def test_a_pool_of_exactly_one_context_has_its_null_block_beside_it(checkpoint, 
     memory = Loading(monkeypatch, 100 * MIB)
     loaded = load_model(exact, memory=memory)
     assert loaded.kv_cache.shape[0] == 16
-    weights = memory.used
-    with pytest.raises(ConfigError, match=f"{block} for recorded steps, by 1:"):
-        load_model(exact, memory=Loading(monkeypatch, weights + 17 * block - 1))
+    for weights, before_load in ((build.weight_bytes(model, exact), True), (memory.used, False)):
+        short = Loading(monkeypatch, weights + 17 * block - 1)
+        with pytest.raises(ConfigError, match=f"{block} for recorded steps, by 1:"):
+            load_model(exact, memory=short)
+        assert ("load" not in short.calls) is before_load
 
 
 def test_a_given_pool_is_not_measured(checkpoint, monkeypatch) -> None:
