@@ -61,22 +61,22 @@ class PendingTokens:
             self._rows += own
             source += [draw.logits_row] * len(own)
         self._results: list[Drawn] | None = None
-        self._drawn = sampler.begin(logits, source, self._rows) if self._rows else None
+        # Without rows too: the step is waited for by the draw's results, also where it computes a part of a prompt only.
+        self._drawn = sampler.begin(logits, source, self._rows)
 
     @property
     def all_begun(self) -> bool:
-        return not self._failed and self._drawn is not None
+        return bool(self._rows) and not self._failed
 
     @property
     def token_ids(self) -> Tensor:
         """int64 [rows] on the device, of all entries if `all_begun`."""
-        assert self._drawn is not None
         return self._drawn.token_ids
 
     def results(self) -> list[Drawn]:
-        """The tokens of each entry, or the error that ends its request. Waits for the device."""
+        """The tokens of each entry, or the error that ends its request. Waits for the device: the step has ended then."""
         if self._results is None:
-            sampled = self._drawn.results() if self._drawn is not None else []
+            sampled = self._drawn.results()
             self._results = [self._tokens(index, sampled) for index in range(len(self.draws))]
         return self._results
 
@@ -97,11 +97,11 @@ class PendingTokens:
 
     def redrawn(self, index: int) -> bool:
         """After `results`: whether the entry's token is not that of `token_ids`."""
-        return self._drawn is not None and not self._drawn.redrawn.isdisjoint(self._rows_of(index))
+        return not self._drawn.redrawn.isdisjoint(self._rows_of(index))
 
     def unsound(self, index: int) -> bool:
         """After `results`, for an entry that failed: whether its logits were without a finite maximum."""
-        if index in self._failed or self._drawn is None:
+        if index in self._failed:
             return index in self._unsound
         return not self._drawn.unsound.isdisjoint(self._rows_of(index))
 

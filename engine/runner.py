@@ -90,6 +90,12 @@ class ModelRunner:
         logits = torch.zeros(sizes[-1], self.model_config.vocab_size, device=self.kv_cache.device)
         return DecodeGraphs(self._compute, self._buffers, recorder, sizes, logits)
 
+    def use_thread(self) -> None:
+        """Prepare the calling thread for `execute`: its current card is the rank's. A new thread's is the node's first,
+        where kernels that do not look at their tensors would run, and pinned memory would open a context."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @property
     def arrivals(self) -> Arrivals:
         """This rank's progress through the group's collective operations."""

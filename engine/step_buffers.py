@@ -72,7 +72,8 @@ class _Slab:
         }
 
     def next_step(self) -> None:
-        """The part that is written now was copied two steps ago: the results of that step have been read since."""
+        """The part that is written now was copied two steps ago: the results of that step, of every one, have been read
+        since."""
         self._turn = (self._turn + 1) % len(self._hosts)
         self.arrays = self._views[self._turn]
 

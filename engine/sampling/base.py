@@ -24,13 +24,13 @@ class PendingDraw(Protocol):
         """int64 [rows], on the device; before `results` too."""
 
     def results(self) -> list[Result]:
-        """Waits for the device."""
+        """Waits until the device has done what was begun, and all before it."""
 
 
 class Sampler(Protocol):
     def begin(self, logits: Tensor, source: list[int], rows: Sequence[Row]) -> PendingDraw:
         """Begin to draw; row i reads row source[i] of `logits`, fp32 [any, vocab], which may be written again once the
-        device has done what was begun."""
+        device has done what was begun. There may be no row."""
 
 
 def is_sound(logits: Tensor) -> bool:

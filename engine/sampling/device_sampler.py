@@ -145,6 +145,8 @@ class DeviceSampler:
         try:
             return self._begin(logits, source, rows)
         except Exception as error:
+            if not rows:  # the device itself has failed
+                raise
             log.warning("a step's draw failed, each row is drawn alone", exc_info=error)
             results = [
                 sampler.sample(logits[s : s + 1], [row])[0] for s, row in zip(source, rows, strict=True)

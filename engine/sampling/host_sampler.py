@@ -30,7 +30,7 @@ class HostDraw:
 
 class HostSampler:
     def begin(self, logits: Tensor, source: list[int], rows: Sequence[Row]) -> HostDraw:
-        results = sample(logits[source], rows)
+        results = sample(logits[source], rows) if rows else []
         return HostDraw(results, unsound_rows(logits, source, results), logits.device)
 
 
