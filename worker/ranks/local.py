@@ -10,7 +10,9 @@ import torch
 from cluster.addresses import advertised
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.faults.orders import open_faults
+from cluster.process.memory import room_bytes
 from engine import build
+from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
 from kv_transfer.decode_side.part_landing import check_slot_bytes
@@ -35,6 +37,23 @@ def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket 
     return build.load_model(
         config.engine, _group(config, rank, address, listener), handoff_bytes=handoff_bytes
     )
+
+
+def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None) -> WorkerConfig:
+    """`config` with the part of the host's memory that each of its `ranks` here may take, before the first one starts.
+
+    Ranks that measured for themselves would each take all of it: they load at the same time, and host memory is in use
+    only once it is written to. Cards, and sizes that are given, stay as they are.
+    """
+    engine = config.engine
+    if ranks == 1 or uses_cuda(engine) or engine.memory_bytes or engine.kv_memory_bytes:
+        return config
+    memory = memory or HostMemory()
+    own = memory.own_bytes()  # of this process, which is a rank
+    room = room_bytes(memory.limits(), engine.memory_utilization) + own
+    if room < ranks:  # the first rank says what is missing
+        return config
+    return config.model_copy(update={"engine": engine.model_copy(update={"memory_bytes": room // ranks})})
 
 
 def _select_card(config: EngineConfig, rank: int) -> None:
