@@ -10,6 +10,7 @@ Recorded decode steps need memory of their own, though they never run at the sam
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from engine.parallel.group import TpGroup
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
 from engine.sampling.adjust import Row
-from engine.sampling.sampler import sample
+from engine.sampling.registry import sampler_for
 from engine.step_buffers import StepBuffers
 from engine.step_delta import StepDelta
 
@@ -129,6 +130,18 @@ def _run(
 
 
 def _draw(group: TpGroup, logits: Tensor) -> None:
-    if group.rank == 0:
-        params = SamplingParams(temperature=1.0, top_p=0.9)
-        sample(logits, [Row(params, 0, [0], 1, ())] * logits.shape[0])
+    """What takes most: every row from all tokens, and every row from those that top-p keeps of logits that are nearly
+    equal. Of the first draw is kept what is kept while the next step is computed."""
+    if group.rank > 0:
+        return
+    sampler, rows = sampler_for(logits.device), range(logits.shape[0])
+    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "logit_bias": {0: 1.0}}
+    draws = [
+        sampler.begin(logits, list(rows), [Row(params, 0, [0], 1, ()) for _ in rows])
+        for params in (
+            SamplingParams(temperature=1.0, **more),
+            SamplingParams(temperature=100.0, top_p=0.9, **more),
+        )
+    ]
+    for one in draws:
+        one.results()
