@@ -181,5 +181,6 @@ def _buffers(rows: int, config: EngineConfig) -> StepBuffers:
 
     from engine.step_buffers import StepBuffers
 
-    row_blocks = -(-config.max_model_len // config.page_size)
-    return StepBuffers(rows, row_blocks, config.max_batch_tokens, config.page_size, torch.device("cpu"))
+    return StepBuffers(
+        rows, config.context_blocks, config.max_batch_tokens, config.page_size, torch.device("cpu")
+    )
