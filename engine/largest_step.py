@@ -130,8 +130,8 @@ def _run(
 
 
 def _draw(group: TpGroup, logits: Tensor) -> None:
-    """What takes most: every row from all tokens, and every row from those that top-p keeps of logits that are nearly
-    equal. Of the first draw is kept what is kept while the next step is computed."""
+    """Run the two draws that take the most memory: of every row from all tokens, and of every row from those that top-p
+    keeps of nearly equal logits. The first one's results are read last, as a step's are while the next one is computed."""
     if group.rank > 0:
         return
     sampler, rows = sampler_for(logits.device), range(logits.shape[0])
