@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.config.worker import EngineConfig
 from engine.build import load_model
 from engine.engine import Engine, overlaps
 from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
@@ -321,8 +322,6 @@ def test_a_row_that_fails_ends_its_request_though_the_next_step_has_begun():
 
 @pytest.mark.parametrize("backend", ["sdpa", "cpu"])
 def test_a_model_says_the_same(backend, checkpoint):
-    from cluster.config.worker import EngineConfig
-
     answers = []
     for overlap in ("off", "on"):
         config = EngineConfig(
