@@ -58,7 +58,7 @@ class EngineConfig(Frozen):
     prefix_caching: bool = Field(
         True, description="keep the KV blocks of ended requests for prompts that begin alike"
     )
-    attention_backend: str = Field("auto", description="auto | cpu | sdpa | varlen | flash")
+    attention_backend: str = Field("auto", description="auto | cpu | sdpa | triton | varlen | flash")
     cuda_graphs: bool = Field(
         True, description="record decode steps before the first request and replay them; on CUDA only"
     )

@@ -11,7 +11,7 @@ WARPS = 8
 
 
 @triton.jit(do_not_specialize=["count"])
-def sum_words(words, sums, count, step: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+def sum_words(words, sums, count, step: tl.constexpr):
     """Program p of P sums the words of steps p, p + P, …; `sums` [P, 2] int64, `words` [count] int32."""
     program = tl.program_id(0)
     total = tl.zeros([step], tl.int64)
