@@ -81,6 +81,18 @@ class EngineConfig(Frozen):
         "the running batch; 0 = no limit",
     )
 
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step, once max_model_len is resolved: without chunks a whole prompt is one step."""
+        return (
+            self.max_batch_tokens if self.chunked_prefill else max(self.max_batch_tokens, self.max_model_len)
+        )
+
+    @property
+    def context_blocks(self) -> int:
+        """KV blocks of the longest context, once max_model_len is resolved."""
+        return -(-self.max_model_len // self.page_size)
+
     @model_validator(mode="after")
     def _one_card_is_one_rank(self) -> EngineConfig:
         if ":" in self.device and self.tensor_parallel > 1:

@@ -6,7 +6,6 @@ backlog, as of preempted streams, waits behind its own tenant's sequences and wo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import inf
@@ -17,10 +16,11 @@ AGING_SECONDS = 30.0
 LOOKS = 32  # in AGING_SECONDS
 
 Kind = tuple[str, int]  # tenant and class
+Clock = Callable[[], float]  # monotonic seconds
 
 
 class Aging:
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Clock):
         self.clock = clock
         self._last_look = -inf
         self._turns: dict[Kind, float] = {}  # the last one, of those with waiting sequences

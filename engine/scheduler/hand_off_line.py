@@ -11,18 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 MOST_PASSED = 16
 LONGEST_LINE = 64  # beyond it the one that needs least leaves: it finds room first
 
 
+class Moment(NamedTuple):
+    """Of a hand-off's last offer; or a limit, and those offered last before its step and its time have gone elsewhere."""
+
+    step: int
+    at: float  # monotonic seconds
+
+    def is_over(self, limit: Moment) -> bool:
+        return self.step < limit.step and self.at <= limit.at
+
+
 @dataclass
 class _Refused:
     need: int  # blocks, at its last offer
-    step: int  # of its last offer
-    at: float  # the same in monotonic seconds
+    offered: Moment
     passed: int  # hand-offs that the line had seen taken when it came
 
 
@@ -40,40 +48,39 @@ class HandOffLine:
     def __len__(self) -> int:
         return len(self._refused)
 
-    def refused(self, what: Hashable, need: int, step: int, at: float) -> None:
+    def refused(self, what: Hashable, need: int, offered: Moment) -> None:
         if (one := self._refused.get(what)) is not None:
-            one.need, one.step, one.at = need, step, at
+            one.need, one.offered = need, offered
             return
         if len(self._refused) >= LONGEST_LINE:
             least = min(self._refused, key=lambda one: self._refused[one].need)
             if self._refused[least].need >= need:
                 return
             del self._refused[least]
-        self._refused[what] = _Refused(need, step, at, self._taken)
+        self._refused[what] = _Refused(need, offered, self._taken)
 
     def taken(self, what: Hashable) -> None:
         self._taken += 1
         self._refused.pop(what, None)
 
-    def forget(self, step: int = 0, at: float = -inf) -> None:
-        """Those last offered before this step or time have gone elsewhere."""
-        gone = [what for what, one in self._refused.items() if one.step < step or one.at < at]
+    def forget(self, limit: Moment) -> None:
+        gone = [what for what, one in self._refused.items() if one.offered.is_over(limit)]
         for what in gone:
             del self._refused[what]
 
-    def kept_from(self, what: Hashable, step: int) -> int:
-        """Blocks that it must leave to those before it. Hand-offs last offered before `step` have gone elsewhere."""
+    def kept_from(self, what: Hashable, limit: Moment) -> int:
+        """Blocks that it must leave to those before it."""
         kept = 0
         for other, one in self._refused.items():
             if other == what:
                 break
-            if one.step >= step and self._is_due(one):
+            if self._is_due(one) and not one.offered.is_over(limit):
                 kept = max(kept, one.need)
         return kept
 
-    def first(self, step: int) -> First | None:
+    def first(self, limit: Moment) -> First | None:
         """Of those that no other may pass the one that needs most; if there is none, the first that still comes."""
-        here = [(what, one) for what, one in self._refused.items() if one.step >= step]
+        here = [(what, one) for what, one in self._refused.items() if not one.offered.is_over(limit)]
         if not here:
             return None
         due = [(what, one) for what, one in here if self._is_due(one)]

@@ -1,7 +1,7 @@
 """Hand-offs that were refused for lack of blocks.
 
 A refused hand-off comes again, to this worker or another one, and waits nowhere here: what came to the engine after its
-refusal would go before it each time. Later ones leave it its blocks for some steps after its last offer. A tenant has one
+refusal would go before it each time. Later ones leave it its blocks for some time after its last offer. A tenant has one
 such claim in each class, so that its local prompts and its hand-offs alternate; all claims together are at most half of
 the cache. A tenant's own hand-offs pass one another a bounded number of times (`hand_off_line.py`).
 
@@ -15,20 +15,23 @@ needs: one that needs more than half of the cache would be refused for ever besi
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from cluster.protocol.times import RETRY_PAUSE_SECONDS
 from engine.request import EngineRequest
-from engine.scheduler.aging import AGING_SECONDS
-from engine.scheduler.hand_off_line import HandOffLine
+from engine.scheduler.aging import AGING_SECONDS, Clock
+from engine.scheduler.hand_off_line import HandOffLine, Moment
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 
-KEPT_STEPS = 64  # after the last offer; then it has gone to another worker
-KEPT_SECONDS = 1.0  # the same where the engine has nothing to do and makes no steps
+# A hand-off has gone to another worker when both have passed since its last offer. A router tries another one first, so it
+# is back after two pauses; offers are answered between steps, so after a third step where those are slower.
+KEPT_SECONDS = 4 * RETRY_PAUSE_SECONDS
+KEPT_STEPS = 4  # no limit where the engine has nothing to do and makes no steps
+LOOKS = 32  # in KEPT_SECONDS
 MOST_DOUBLINGS = 6
 PART_OF_POOL = 2  # the divisor: so much of the cache is claimed at most
 
@@ -58,8 +61,7 @@ class Refusal:
     rank: int
     need: int
     arrival: int
-    offered: int = 0  # the step of the last offer
-    offered_at: float = 0.0  # monotonic seconds
+    offered: Moment = Moment(0, 0.0)
     whole: bool = False  # it may be to more than half of the cache
 
     @property
@@ -80,14 +82,15 @@ class Unused:
     """Claims of a tenant that ended unused, since one of its hand-offs was last taken."""
 
     count: int
-    until: int  # the step from which its refusals are claims again
+    until: float  # when its refusals are claims again, in monotonic seconds
 
 
 class Refusals:
-    def __init__(self, blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, blocks: int, clock: Clock) -> None:
         self._clock = clock
         self._most = blocks // PART_OF_POOL
         self._step = 0
+        self._last_look = -inf
         self._of: dict[Kind, Refusal] = {}  # of each tenant and class
         self._ordered: list[Refusal] | None = None  # by class and arrival; None once one came or left
         self._unused: dict[str, Unused] = {}
@@ -96,34 +99,40 @@ class Refusals:
 
     def begin_step(self) -> None:
         self._step += 1
-        self._forget(lambda one: self._step - one.offered >= KEPT_STEPS)
-        if self._step % KEPT_STEPS == 0:
-            longest = KEPT_STEPS << MOST_DOUBLINGS
-            self._unused = {t: one for t, one in self._unused.items() if one.until + longest > self._step}
-            oldest = self._clock() - AGING_SECONDS
-            self._refused = {kind: span for kind, span in self._refused.items() if span.last > oldest}
-            for kind, line in list(self._lines.items()):
-                line.forget(self._since)
-                if not len(line):
-                    del self._lines[kind]
+        now = self._clock()
+        if now - self._last_look < KEPT_SECONDS / LOOKS:
+            return
+        self._last_look, limit = now, self._limit(now)
+        self._forget(limit, now)
+        longest = KEPT_SECONDS * (1 << MOST_DOUBLINGS)
+        self._unused = {t: one for t, one in self._unused.items() if one.until + longest > now}
+        self._refused = {kind: one for kind, one in self._refused.items() if now - one.last < AGING_SECONDS}
+        for kind, line in list(self._lines.items()):
+            line.forget(limit)
+            if not len(line):
+                del self._lines[kind]
 
     def no_steps(self, request: EngineRequest) -> None:
         """The engine has nothing to do, and a hand-off is offered."""
-        oldest = self._clock() - KEPT_SECONDS
-        self._forget(lambda one: one.offered_at <= oldest)
+        now = self._clock()
+        limit = Moment(self._step + 1, now - KEPT_SECONDS)
+        self._forget(limit, now)
         if (line := self._lines.get(kind_of(request))) is not None:
-            line.forget(at=oldest)
+            line.forget(limit)
 
-    def _forget(self, is_over: Callable[[Refusal], bool]) -> None:
+    def _limit(self, now: float) -> Moment:
+        return Moment(self._step - KEPT_STEPS + 1, now - KEPT_SECONDS)
+
+    def _forget(self, limit: Moment, now: float) -> None:
         for kind, one in list(self._of.items()):
-            if is_over(one):
+            if one.offered.is_over(limit):
                 self._remove(kind)
-                self._not_taken(one.request.tenant)
+                self._not_taken(one.request.tenant, now)
 
-    def _not_taken(self, tenant: str) -> None:
+    def _not_taken(self, tenant: str, now: float) -> None:
         former = self._unused.get(tenant)
         count = min(MOST_DOUBLINGS, former.count + 1) if former is not None else 0
-        self._unused[tenant] = Unused(count, self._step + (KEPT_STEPS << count))
+        self._unused[tenant] = Unused(count, now + KEPT_SECONDS * (1 << count))
 
     def rank(self, request: EngineRequest) -> int:
         """Of the class that a hand-off counts as of."""
@@ -136,12 +145,7 @@ class Refusals:
     def kept_from(self, offer: Offer) -> int:
         """Blocks that it must leave to others of its tenant and class."""
         line = self._lines.get(kind_of(offer.request))
-        return line.kept_from(offer.what, self._since) if line is not None else 0
-
-    @property
-    def _since(self) -> int:
-        """Hand-offs that were last offered before this step have gone elsewhere."""
-        return self._step - KEPT_STEPS + 1
+        return line.kept_from(offer.what, self._limit(self._clock())) if line is not None else 0
 
     def refused(self, offer: Offer) -> None:
         request, kind, now = offer.request, kind_of(offer.request), self._clock()
@@ -149,18 +153,18 @@ class Refusals:
         if span is None or now - span.last >= AGING_SECONDS:
             span = self._refused[kind] = Span(now, now)
         span.last = now
-        line = self._lines[kind]
-        line.refused(offer.what, offer.need, self._step, now)
-        first = line.first(self._since)
+        line, offered = self._lines[kind], Moment(self._step, now)
+        line.refused(offer.what, offer.need, offered)
+        first = line.first(self._limit(now))
         if first is None or (first.is_next and first.what != offer.what):
             return
         if (one := self._of.get(kind)) is None:
             unused = self._unused.get(request.tenant)
-            if unused is not None and self._step < unused.until:
+            if unused is not None and now < unused.until:
                 return
             one = self._of[kind] = Refusal(request, offer.rank, 0, offer.arrival)
             self._ordered = None
-        one.need, one.offered, one.offered_at = first.need, self._step, now
+        one.need, one.offered = first.need, offered
         whole = now - span.began >= AGING_SECONDS
         if (one.rank, one.whole) != (offer.rank, whole):
             one.rank, one.whole, self._ordered = offer.rank, whole, None
@@ -168,7 +172,7 @@ class Refusals:
     def taken(self, offer: Offer) -> None:
         """It has got its blocks."""
         kind, line = kind_of(offer.request), self._lines.get(kind_of(offer.request))
-        first = line.first(self._since) if line is not None else None
+        first = line.first(self._limit(self._clock())) if line is not None else None
         if first is None or not first.is_next or first.what == offer.what:
             self._remove(kind)
         if line is not None:

@@ -20,7 +20,7 @@ from cluster.errors import BlocksExhaustedError
 from engine.cache.block_pool import BlockPool
 from engine.plan import table_rows
 from engine.request import EngineRequest
-from engine.scheduler.aging import Aging
+from engine.scheduler.aging import Aging, Clock
 from engine.scheduler.ahead import Ahead
 from engine.scheduler.blocks import Blocks
 from engine.scheduler.decision import StepDecision
@@ -37,7 +37,7 @@ from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns, singles_and_chunks
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, pool: BlockPool, prefixes: PrefixCache):
+    def __init__(self, config: EngineConfig, pool: BlockPool, prefixes: PrefixCache, clock: Clock):
         self._config = config
         self._pool = pool
         self._prefixes = prefixes
@@ -51,9 +51,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by `order`
         self.running: dict[Sequence, None] = {}
         self.reservations = Reservations()
-        self._refusals = Refusals(pool.total)
+        self._refusals = Refusals(pool.total, clock)
         self._left = LeftSeats()
-        self._aging = Aging()
+        self._aging = Aging(clock)
         self._crowded = False  # in the last step single tokens took what is kept for prompts, or would have
         self._alone: Sequence | None = None  # waits for a step of its own
         self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
@@ -360,7 +360,8 @@ class Scheduler:
         step, because parts of the reservation's KV may be landing in them."""
         if self.reservations.eviction_pending:
             return False
-        if self.evict_reservation(growing, decision):
+        if (victim := self.reservations.evict(growing, self._blocks.shares)) is not None:
+            decision.evicted_reservations.append(victim.request.request_id)
             self._claims.evicted_for(growing)
             return False
         if self._victims is None:
@@ -368,13 +369,6 @@ class Scheduler:
         self._preempt(self._victims.next(), decision)
         # The victim may be another choice of its request, which is returned with all of them.
         return growing.state is S.RUNNING
-
-    def evict_reservation(self, growing: Sequence, decision: StepDecision) -> bool:
-        """Evict a reservation for `growing`. False if there is none that it may evict."""
-        victim = self.reservations.evict(growing, self._blocks.shares)
-        if victim is not None:
-            decision.evicted_reservations.append(victim.request.request_id)
-        return victim is not None
 
     def _preempt(self, victim: Sequence, decision: StepDecision) -> None:
         """Free the victim's blocks, scheduled or not: nothing is computed yet. It is computed again later; if it is too

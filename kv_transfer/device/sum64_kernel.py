@@ -1,4 +1,4 @@
-"""The sums of a part in one launch. Importing it needs Triton."""
+"""The partial sums of a part (sum64.py) in one launch. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 2048  # of one step of one program
+WORDS = 2048  # that one program adds in one step
 WARPS = 8
 
 
@@ -26,4 +26,5 @@ def sum_words(words, sums, count, step: tl.constexpr):
 
 
 def kernel_sums(words: Tensor, sums: Tensor) -> None:
+    """A `Sum` (sum64.py)."""
     sum_words[(sums.numel() // 2,)](words, sums, words.numel(), step=WORDS, num_warps=WARPS)

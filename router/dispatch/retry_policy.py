@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from cluster import errors
+from cluster.protocol.times import RETRY_PAUSE_SECONDS
 
-PAUSE_SECONDS = 0.02
-MAX_PAUSE_SECONDS = 0.5
+FIRST_PAUSE_SECONDS = 0.02
 
 
 class RetryPolicy:
@@ -37,7 +37,7 @@ class RetryPolicy:
             self.deadline = self._clock() + self._admission_seconds
         self._fruitless += costly and not progress
         pause = max(wanted, self._pause)
-        self._pause = min(max(2 * self._pause, PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), RETRY_PAUSE_SECONDS)
         if self._fruitless >= self._max_attempts:
             raise errors.AttemptsExhaustedError(
                 f"gave up after {self._fruitless} attempts: {reason.public_text}"

@@ -18,7 +18,6 @@ from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams, StepOutput
-from engine.scheduler.decision import StepDecision
 from engine.scheduler.sequence import Sequence
 from kv_transfer import messages as m
 from kv_transfer.contract import DecodeEngine
@@ -110,8 +109,8 @@ class HandMovedRank:
 class Core:
     """The parts of a worker that its role uses."""
 
-    def __init__(self, blocks: int) -> None:
-        self.runner = FakeRunner(blocks, max_batch_tokens=64)
+    def __init__(self, blocks: int, overlap: bool = False) -> None:
+        self.runner = FakeRunner(blocks, max_batch_tokens=64, overlap="on" if overlap else "off")
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.worker_id = "d"
         self.page_size = PAGE
@@ -188,8 +187,8 @@ class Stream:
 class DecodeWorld:
     """Made inside its loop."""
 
-    def __init__(self, blocks: int = 24) -> None:
-        self.core = Core(blocks)
+    def __init__(self, blocks: int = 24, overlap: bool = False) -> None:
+        self.core = Core(blocks, overlap)
         self.rank = HandMovedRank()
         parts: Any = self.core
         self.role = DecodeRole(parts, self._make_receiver)
@@ -259,11 +258,12 @@ class DecodeWorld:
 
     def evict(self) -> None:
         """As a step does that is short of blocks."""
-        scheduler, decision = self.core.engine._scheduler, StepDecision()
+        scheduler, evicted = self.core.engine._scheduler, list[str]()
         growing = Sequence(EngineRequest("growing", [3], SamplingParams(), priority=1), 0, [3], 0)
         if not scheduler.reservations.eviction_pending:
-            scheduler.evict_reservation(growing, decision)
-        self.role.on_output(StepOutput([], [], decision.evicted_reservations))
+            victim = scheduler.reservations.evict(growing, scheduler._blocks.shares)
+            evicted += [victim.request.request_id] if victim is not None else []
+        self.role.on_output(StepOutput([], [], evicted))
 
     def step(self) -> StepOutput | None:
         if not self.core.engine.has_work:

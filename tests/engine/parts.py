@@ -23,6 +23,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 
 PAGE, VOCAB, CONTEXT, EOS = 4, 16, 256, 2
+STEP_SECONDS = 1 / 32
 
 
 def request(name: str, prompt: list[int], new: int = 40, **more: object) -> EngineRequest:
@@ -55,7 +56,8 @@ class Parts:
             self.pool, PAGE, self.reports.append, secret=b"s", enabled=config.prefix_caching
         )
         self.counters = EngineStats()
-        self.scheduler = Scheduler(config, self.pool, prefixes)
+        self.now, self.step_seconds = 100.0, STEP_SECONDS
+        self.scheduler = Scheduler(config, self.pool, prefixes, lambda: self.now)
         limits = StopLimits((EOS,), CONTEXT)
         self.outputs = OutputProcessor(self.scheduler, prefixes, limits, self.counters, HostSampler())
 
@@ -96,6 +98,7 @@ class Parts:
     def step(self, check: bool = True) -> Counter[str]:
         """As if the model had computed a step; returns the tokens that requests got."""
         got: Counter[str] = Counter()
+        self.now += self.step_seconds
         for sequence, count in self.scheduler.schedule().scheduled.items():
             sequence.num_computed += count
             if not sequence.missing:

@@ -10,9 +10,8 @@ class Waiting:
     """Prompts of the class batch that find no blocks, and a clock."""
 
     def __init__(self, count: int, held: int = 40):
-        self.now = 100.0
         self.parts = Parts(40)
-        self.parts.scheduler._aging.clock = lambda: self.now
+        self.parts.step_seconds = 0.0
         self.parts.hand_off("holds", blocks=held)
         self.parts.scheduler.set_paused("holds", True)
         for number in range(count):
@@ -25,7 +24,7 @@ class Waiting:
     def after(self, seconds: float) -> list[int]:
         """The ranks of all that wait, in their order, after a step at each twentieth of so many seconds."""
         for _ in range(20):
-            self.now += seconds / 20
+            self.parts.now += seconds / 20
             self.parts.step()
         return [one.rank for one in self.parts.scheduler.waiting]
 

@@ -9,11 +9,13 @@ import pytest
 
 from cluster.errors import BlocksExhaustedError
 from engine.scheduler.decision import StepDecision
+from engine.scheduler.refusals import KEPT_SECONDS
 from engine.scheduler.sequence import SequenceState as S
-from tests.engine.parts import PAGE, Parts, count_calls, request
+from tests.engine.parts import PAGE, STEP_SECONDS, Parts, count_calls, request
 
 BLOCKS = 40
 TOKENS = 5  # of each request
+KEPT = round(KEPT_SECONDS / STEP_SECONDS)
 
 
 class Flow:
@@ -337,7 +339,7 @@ def with_stale(*more: str) -> Flow:
 def test_a_hand_off_that_went_elsewhere_keeps_others_out_for_some_steps_whatever_waits() -> None:
     flow = with_stale()
     flow.parts.scheduler.add(request("other", [6] * 8 * PAGE, 100, tenant="z"))
-    assert 60 <= steps_until_it_joins(flow, "other") <= 64
+    assert KEPT - 4 <= steps_until_it_joins(flow, "other") <= KEPT + 2
     assert flow.parts.choices("waits for a seat")[0].state is S.WAITING
 
 
@@ -359,16 +361,18 @@ def test_an_offer_renews_a_claim_and_one_that_ends_unused_delays_the_next() -> N
             flow.parts.step()
         assert claims(flow) == 1
         stale(flow, "x", 39)
-    for delay in (64, 128, 256):
-        for _ in range(64):
-            assert claims(flow) == 1
+    for delay in (KEPT, 2 * KEPT, 4 * KEPT):
+        steps = 0
+        while claims(flow):
             flow.parts.step()
+            steps += 1
+        assert KEPT <= steps <= KEPT + 2
         for _ in range(delay):
             stale(flow, "x")
             assert claims(flow) == 0
             flow.parts.step()
         stale(flow, "x")
-    for _ in range(64):
+    while claims(flow):
         flow.parts.step()
     flow.parts.hand_off("taken", tenant="x")
     stale(flow, "x")
@@ -401,13 +405,12 @@ def test_a_refused_hand_off_of_a_lower_class_hides_none_of_its_tenant() -> None:
 
 
 def test_a_claim_ends_too_where_the_engine_makes_no_steps() -> None:
-    flow, now = Flow(), [0.0]
-    flow.parts.scheduler._refusals._clock = lambda: now[0]
+    flow = Flow()
     flow.parts.hand_off("holds", blocks=30)
     stale(flow, "x", 40)
     flow.parts.scheduler.remove("holds")
     stale(flow, "y", 30)
-    now[0] += 1.0
+    flow.parts.now += KEPT_SECONDS
     flow.parts.hand_off("y again", blocks=30, tenant="y")
 
 

@@ -22,29 +22,27 @@ def test_the_growth_of_many_choices_keeps_a_hand_off_out_of_half_of_the_cache_at
 
 def test_a_hand_off_of_a_lower_class_is_not_refused_for_ever() -> None:
     """Those of a higher class take all that becomes free, and have claims to more; it counts as of theirs in time."""
-    flow, now = Flow(), [0.0]
-    flow.parts.scheduler._refusals._clock = lambda: now[0]
-    taken: list[float] = []
+    flow = Flow()
+    flow.parts.step_seconds = 0.1
+    taken, began = list[float](), flow.parts.now
     for _ in range(700):
         flow.step("a")
         while flow.offer("a"):
             pass
         if flow.offer("b", priority=-1):
-            taken.append(now[0])
-        now[0] += 0.1
+            taken.append(flow.parts.now - began)
     assert len(taken) == 2
     assert 30.0 <= taken[0] <= 35.0 and 30.0 <= taken[1] - taken[0] <= 35.0, "one for each aging time"
 
 
 def test_a_hand_off_of_a_lower_class_that_was_not_offered_for_long_has_not_aged() -> None:
-    flow, now = Flow(), [0.0]
-    flow.parts.scheduler._refusals._clock = lambda: now[0]
+    flow = Flow()
     for _ in range(2):
         while flow.offer("a"):
             pass
         assert not flow.offer("b", priority=-1)
         assert flow.parts.scheduler._refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
-        now[0] += 31.0
+        flow.parts.now += 31.0
         assert flow.parts.scheduler._refusals.rank(request("b", [3], tenant="b", priority=-1)) == 1
         for _ in range(65):
             flow.step("a")

@@ -16,7 +16,7 @@ from engine.request import TokenOutput
 from engine.scheduler import aging as aging_module
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
-from tests.engine.parts import PAGE, Parts, request
+from tests.engine.parts import PAGE, STEP_SECONDS, Parts, request
 
 NEW = 14  # tokens at most of a request
 LONGEST_WAIT = 250  # steps, for a token or for blocks; of budgets below four tokens more
@@ -148,6 +148,7 @@ class World:
             end()
         self.offer()
         self.more()
+        self.parts.now += STEP_SECONDS
         decision = self.scheduler.schedule()
         self.kinds["preempted"] += decision.preemptions
         self.kinds["returned"] += len(decision.returned)
