@@ -124,10 +124,11 @@ def load_model(
     handoff_bytes: int = 0,
     memory: DeviceMemory | None = None,
 ) -> LoadedModel:
-    """Load the model. `handoff_bytes`: device memory that this rank will allocate later, beside its KV pool.
+    """Load this rank's share of the model.
 
-    The pool comes last: what is loaded before it counts as in use, what a step takes is measured. Raises ModelError naming
-    the tensor or key, or ConfigError naming the setting.
+    `handoff_bytes`: device memory that the rank allocates later, beside its KV pool. The pool comes last, because it is
+    sized by what is in use and by what the largest step was measured to take. Raises ModelError naming the tensor or key,
+    or ConfigError naming the setting.
     """
     group = group or NullGroup()
     model, resolved = check(config)
@@ -147,21 +148,21 @@ def load_model(
         decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
     )
 
-    def parts(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
+    def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
         ops = _make_ops(model, decoder, cache, resolved, team)
         return ops, registry.make(resolved.attention_backend, shape, cache, team)
 
-    step_bytes, recorded_bytes = 0, size  # of the null block
+    step_bytes, recorded_bytes = 0, size  # the null block
     if not resolved.kv_memory_bytes:
         one_block = torch.zeros((1, *block), dtype=dtype, device=device)
-        step_bytes = largest_step.bytes_taken(resolved, decoder, group, parts, one_block, memory)
-        if decode_graphs.recorded(device, resolved.cuda_graphs, parts(one_block)[1].capturable):
-            recorded_bytes += largest_step.recorded_bytes(resolved, decoder, parts, one_block, memory)
+        step_bytes = largest_step.bytes_taken(resolved, decoder, group, backends, one_block, memory)
+        if decode_graphs.recorded(device, resolved.cuda_graphs, backends(one_block)[1].capturable):
+            recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
         del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
-    ops, attention = parts(cache)
+    ops, attention = backends(cache)
     trim_allocator()
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
 

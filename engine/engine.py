@@ -29,8 +29,8 @@ from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
-from engine.sampling.device_sampler import DeviceSampler
-from engine.sampling.host_sampler import HostSampler
+from engine.sampling.registry import sampler_for
+from engine.scheduler.aging import Clock
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
@@ -79,7 +79,9 @@ class Engine:
         *,
         secret: bytes,
         on_chain: Callable[[ChainReport], None] = lambda report: None,
+        clock: Clock = time.monotonic,
     ):
+        self._clock = clock
         self._runner = runner
         self._max_len = config.max_model_len or runner.model_config.max_model_len
         self._pool = BlockPool(runner.num_blocks, lambda chain, held: on_chain(ChainReport(chain, held)))
@@ -88,8 +90,8 @@ class Engine:
         )
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
         self._counters = EngineStats()  # its gauges are set by `stats` only
-        self._scheduler = Scheduler(config, self._pool, prefixes)
-        sampler = DeviceSampler(runner.device) if runner.device.type != "cpu" else HostSampler()
+        self._scheduler = Scheduler(config, self._pool, prefixes, clock)
+        sampler = sampler_for(runner.device)
         self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters, sampler)
         self._overlap = overlaps(config.overlap, runner.device, runner.num_ranks)
         self._flight: Flight | None = None
@@ -203,7 +205,7 @@ class Engine:
     def _launch(self, before: Flight | None = None) -> Flight | StepOutput:
         """Launch a step, perhaps behind one whose tokens have not been read. If nothing can be scheduled, only what
         scheduling has ended is returned."""
-        began, self.step_items = time.monotonic(), []
+        began, self.step_items = self._clock(), []
         decision = self._scheduler.schedule()
         counters = self._counters
         counters.prompt_tokens_cached += decision.cached_tokens
@@ -235,13 +237,13 @@ class Engine:
         """Wait for the step, and process its tokens."""
         flight.pending.results()
         self.steps += 1
-        began, ended = max(flight.output.began, self._collected_at), time.monotonic()
+        began, ended = max(flight.output.began, self._collected_at), self._clock()
         following = self._flight
         if following is not None:
             following.void |= flight.redrawn()
         self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
         flight.release(self._pool)
-        self._collected_at = time.monotonic()
+        self._collected_at = self._clock()
         self.step_times.add(flight.tokens, len(flight.decision.scheduled), self._collected_at - began)
         if following is None:
             return
@@ -278,6 +280,6 @@ class Engine:
     def check_integrity(self) -> None:
         """Between two steps: every reference on a block is held by a sequence."""
         sequences = self._scheduler.sequences()
-        held = self._flight.held if self._flight is not None else []
+        held = self._flight.held if self._flight is not None else {}
         self._pool.check_integrity(Counter([*held, *(block for s in sequences for block in s.blocks)]))
         self._scheduler.rows.check_integrity(sequences)

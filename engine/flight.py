@@ -28,7 +28,7 @@ class Flight:
     followed: bool = False
     # Sequences whose token before this step was drawn again: this one has computed a wrong token, and is dropped.
     void: set[Sequence] = field(default_factory=set)
-    held: list[int] = field(default_factory=list)  # blocks that it writes, of sequences that have left
+    held: dict[int, None] = field(default_factory=dict)  # blocks that it writes, of sequences that have left
 
     @property
     def tokens(self) -> int:
@@ -59,14 +59,15 @@ class Flight:
     def hold_left(self, pool: BlockPool, page: int) -> None:
         """Keep the blocks that the step may still be writing from other use, if their sequences have left."""
         for sequence, item in zip(self.decision.scheduled, self.plan.items, strict=True):
-            written = item.block_ids[item.begin // page]
-            if not sequence.blocks and written not in self.held:
-                pool.retain([written], sequence.request.tenant)
-                self.held.append(written)
+            if not sequence.blocks:
+                first, end = item.begin // page, -(-(item.begin + len(item.token_ids)) // page)
+                written = [block for block in item.block_ids[first:end] if block not in self.held]
+                pool.retain(written, sequence.request.tenant)
+                self.held.update(dict.fromkeys(written))
 
     def release(self, pool: BlockPool) -> None:
-        pool.free(self.held)
-        self.held = []
+        pool.free(list(self.held))
+        self.held = {}
 
 
 def predictable(flight: Flight) -> bool:

@@ -1,5 +1,5 @@
-"""Draws the next tokens from a step's logits, in two halves: begun behind the forward pass, read by the host later. A
-failure in one row ends that row's request only."""
+"""Draws the next tokens from a step's logits in two halves: the draw is enqueued after the forward pass, the host reads
+its results later. A failure in one row ends that row's request only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Drawn = list[TokenOutput] | EngineRequestError
 
 
 class PendingTokens:
-    """Draws of a step that are begun. Entries are those of `draws`, in its order."""
+    """The draws of a step, from their begin on. An entry is one of `draws`, named by its index there."""
 
     def __init__(self, draws: Seq[Draws], logits: Tensor, limits: StopLimits, sampler: Sampler):
         """`logits` is [rows, vocab]."""
@@ -61,16 +61,17 @@ class PendingTokens:
             self._rows += own
             source += [draw.logits_row] * len(own)
         self._results: list[Drawn] | None = None
-        # Without rows too: the step is waited for by the draw's results, also where it computes a part of a prompt only.
+        # Without rows too: the host waits for its results, also after a step that computes only a part of a prompt.
         self._drawn = sampler.begin(logits, source, self._rows)
 
     @property
     def all_begun(self) -> bool:
+        """Whether `token_ids` has a row of every entry."""
         return bool(self._rows) and not self._failed
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [rows] on the device, of all entries if `all_begun`."""
+        """int64 [rows] on the device: all choices of the entries that did not fail before the draw, in order."""
         return self._drawn.token_ids
 
     def results(self) -> list[Drawn]:

@@ -11,7 +11,7 @@ behind those of the step are stale, but for those of padding (engine/graphs).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,10 +45,33 @@ class Chunk(NamedTuple):
         return self.end - self.begin == 1
 
 
+class Copying(Protocol):
+    """A copy from the host that the device makes in its own time."""
+
+    def began(self) -> None: ...
+
+    def wait(self) -> None:
+        """Until the one that began last has been made."""
+
+
+class _CudaCopying:
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def began(self) -> None:
+        self._made.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._made.synchronize()
+
+
 class _Slab:
     """Arrays side by side in host memory, and the tensors of the same on the device.
 
     If it is staged, the host has it twice and steps take turns: the device may copy one while the next step is written.
+    A rank that follows the leader reads no results, so it can be many steps ahead of its device: a part is written again
+    only once its copy has been made.
     """
 
     def __init__(self, sizes: dict[str, tuple[int, type]], device: torch.device, staged: bool):
@@ -59,6 +82,7 @@ class _Slab:
             total += -(-size // _LINE) * _LINE
         self._hosts = [_aligned(total, device) for _ in range(1 + staged)]
         self._turn = 0
+        self._copying: list[Copying] = [_CudaCopying(device) for _ in self._hosts if device.type == "cuda"]
         self._device = torch.zeros(total, dtype=torch.uint8, device=device) if staged else self._hosts[0]
         self._staged = staged
         self._views: list[dict[str, NDArray[Any]]] = [
@@ -72,14 +96,16 @@ class _Slab:
         }
 
     def next_step(self) -> None:
-        """The part that is written now was copied two steps ago: the results of that step, of every one, have been read
-        since."""
         self._turn = (self._turn + 1) % len(self._hosts)
+        if self._copying:
+            self._copying[self._turn].wait()
         self.arrays = self._views[self._turn]
 
     def upload(self) -> None:
         if self._staged:
             self._device.copy_(self._hosts[self._turn], non_blocking=True)
+            if self._copying:
+                self._copying[self._turn].began()
 
 
 def _aligned(size: int, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a step costs beside its computation, with many sequences at long contexts: choosing them, and telling other ranks.
+"""What a step costs beside its computation, with many sequences at long contexts: scheduling, and sending plans to ranks.
 
-The engine plans; a model that computes nothing stands behind it. The plan goes over a process group of two processes, as
-between ranks of one worker.
+The engine is real, its model computes nothing. Plans are sent over a process group of two processes, as between ranks of
+one worker.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def run(context: Context) -> Section:
 
 
 def section(sequences: int, tokens: int, steps: int) -> Section:
-    """`tokens`: of each sequence at the start. Medians of so many steps."""
+    """Measure medians over `steps` steps. `tokens`: of each sequence at the start."""
     with tempfile.TemporaryDirectory(prefix="bench-steps-") as model:
         write_model(Path(model), ModelShape(layers=1, hidden=64, heads=2, kv_heads=1, intermediate=64))
         with _ranks(Path(model), sequences, tokens) as runner:
-            scheduling, telling = _measure(runner, sequences, tokens, steps)
+            scheduling, sending = _measure(runner, sequences, tokens, steps)
     what = f"{sequences} running at {tokens} tokens"
     return Section(
         "steps",
@@ -56,14 +56,15 @@ def section(sequences: int, tokens: int, steps: int) -> Section:
         [
             Figure(f"scheduling, {what}", scheduling * 1e3, "ms", "≤ 0.5", "with the plan"),
             Figure(
-                f"plan to rank, {what}", telling * 1e3, "ms", "≤ 0.3", "until it is in the rank's buffers"
+                f"plan to rank, {what}", sending * 1e3, "ms", "≤ 0.3", "until it is in the rank's buffers"
             ),
         ],
     )
 
 
 class _Runner:
-    """A model that computes nothing. `told`: of each step, seconds from its plan to the other rank's buffers."""
+    """A model that computes nothing. `sending_seconds`: of each step, from its plan to the other
+    rank's buffers."""
 
     def __init__(
         self, config: EngineConfig, model: ModelConfig, blocks: int, group: DistributedGroup, end: Connection
@@ -72,7 +73,7 @@ class _Runner:
 
         self.num_blocks, self.page_size, self.num_ranks = blocks, config.page_size, 2
         self.config, self.model_config, self.device = config, model, torch.device("cpu")
-        self.told: list[float] = []
+        self.sending_seconds: list[float] = []
         self._group, self._end = group, end
         self._logits = torch.zeros(config.max_batch_requests, model.vocab_size)
 
@@ -81,7 +82,7 @@ class _Runner:
 
         began = time.monotonic()  # the same clock in both processes
         self._group.share(StepDelta.of(plan).to_bytes())
-        self.told.append(self._end.recv() - began)
+        self.sending_seconds.append(self._end.recv() - began)
         return self._logits[: sum(item.num_logits for item in plan.items)]
 
     def stop(self) -> None:
@@ -89,7 +90,7 @@ class _Runner:
 
 
 def _measure(runner: _Runner, sequences: int, tokens: int, steps: int) -> tuple[float, float]:
-    """Seconds of scheduling and of telling the other rank."""
+    """Median seconds of scheduling, and of sending the plan to the other rank."""
     from engine.engine import Engine
     from engine.request import EngineRequest, SamplingParams
 
@@ -114,10 +115,10 @@ def _measure(runner: _Runner, sequences: int, tokens: int, steps: int) -> tuple[
     for _ in range(WARM_STEPS):
         engine.step()
     took.clear()
-    runner.told.clear()
+    runner.sending_seconds.clear()
     for _ in range(steps):
         engine.step()
-    return statistics.median(took), statistics.median(runner.told)
+    return statistics.median(took), statistics.median(runner.sending_seconds)
 
 
 @contextmanager
@@ -181,5 +182,6 @@ def _buffers(rows: int, config: EngineConfig) -> StepBuffers:
 
     from engine.step_buffers import StepBuffers
 
-    row_blocks = -(-config.max_model_len // config.page_size)
-    return StepBuffers(rows, row_blocks, config.max_batch_tokens, config.page_size, torch.device("cpu"))
+    return StepBuffers(
+        rows, config.context_blocks, config.max_batch_tokens, config.page_size, torch.device("cpu")
+    )

@@ -99,8 +99,11 @@ class DeviceDraw:
         results: list[Result] = [Sampled(token) for token in tokens]
         for j, i in enumerate(batch.cut):
             if finite[i] and not known[j]:
-                results[i] = Sampled(self._again(i, j))
                 self.redrawn.add(i)
+                try:
+                    results[i] = Sampled(self._again(i, j))
+                except Exception as error:  # no memory for a whole row's sort
+                    batch.failed[i] = engine_request_error(error)
         for j, i in enumerate(batch.asked):
             count = min(batch.top, batch.rows[i].params.top_logprobs)
             place = slice(j * batch.top, j * batch.top + count)

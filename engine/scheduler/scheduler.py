@@ -10,7 +10,6 @@ as full. A share of the budget is then kept for prompts: of running sequences, a
 from __future__ import annotations
 
 import itertools
-import time
 from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -38,9 +37,7 @@ from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns, singles_and_chunks
 
 
 class Scheduler:
-    def __init__(
-        self, config: EngineConfig, pool: BlockPool, prefixes: PrefixCache, clock: Clock = time.monotonic
-    ):
+    def __init__(self, config: EngineConfig, pool: BlockPool, prefixes: PrefixCache, clock: Clock):
         self._config = config
         self._pool = pool
         self._prefixes = prefixes

@@ -70,7 +70,7 @@ def engine_of(values: dict[str, Any], role: Role, model: ModelConfig) -> EngineC
 
 def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """An upper estimate of what the largest step takes with a paged attention kernel, in bf16."""
-    tokens, ranks = largest_step.most_tokens(config), config.tensor_parallel
+    tokens, ranks = config.step_tokens, config.tensor_parallel
     kv_heads = max(1, model.num_kv_heads // ranks)
     heads = model.num_heads // ranks + 2 * kv_heads
     widths = 6 * model.hidden_size + 3 * heads * model.head_dim + 4 * model.intermediate_size // ranks

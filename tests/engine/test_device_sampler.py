@@ -89,6 +89,23 @@ def test_a_wide_nucleus_is_drawn_again(vocab):
     assert [first[i] for i in kept] == [results[i].token_id for i in kept]  # type: ignore[union-attr]
 
 
+def test_a_row_that_cannot_be_drawn_again_fails_alone(monkeypatch):
+    """A whole row's sort may find no memory."""
+    logits, params = some_logits(3, 0.1, 3000), [SamplingParams(top_p=0.95, seed=i) for i in range(3)]
+    expected = sample(logits, rows_of(params))
+    draw, again = begun(DeviceSampler(CPU), logits, [0, 1, 2], rows_of(params)), DeviceDraw._again
+
+    def second_fails(self: DeviceDraw, i: int, j: int) -> int:
+        if i == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return again(self, i, j)
+
+    monkeypatch.setattr(DeviceDraw, "_again", second_fails)
+    first, second, third = draw.results()
+    assert [first, third] == [expected[0], expected[2]]
+    assert isinstance(second, EngineRequestError)
+
+
 def test_logprobs_are_those_of_the_cpu():
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, logprobs=i % 3 > 0, top_logprobs=i % 4)

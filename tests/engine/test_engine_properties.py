@@ -19,6 +19,7 @@ from engine.sampling.host_sampler import HostDraw, HostSampler
 from engine.sampling.sampler import Result
 from engine.scheduler.sequence import NO_ROW
 from tests.engine.fake_model import PAGE, FakeRunner, continuation
+from tests.engine.parts import STEP_SECONDS
 
 SECRET, SALT = b"p", bytes(16)
 
@@ -28,7 +29,9 @@ def greedy(count: int) -> SamplingParams:
 
 
 class LateRunner(FakeRunner):
-    """Writes a step's KV only when its results are read, or the next step is computed: as late as a device may."""
+    """Writes a step's KV only when its results are read, or the next step is computed: as late as a device may.
+
+    That of a step without draws at once: nobody waits for it, and a device lets what lands wait for it (ADR 0142)."""
 
     def __init__(self, blocks: int, **settings: object):
         super().__init__(blocks, **settings)
@@ -43,6 +46,8 @@ class LateRunner(FakeRunner):
             before[copy.target] = before[copy.source]
         self.late = [(step.slots.clone(), step.tokens.clone())]
         self.cache.copy_(before)
+        if not len(logits):
+            self.write()
         return logits
 
     def write(self) -> None:
@@ -88,7 +93,8 @@ class World:
             recompute_limit_tokens=limit,
         )
         self.tenants = tenants
-        self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
+        self.now = 0.0
+        self.engine = Engine(self.runner, self.runner.config, secret=SECRET, clock=lambda: self.now)
         self.engine._outputs._sampler = LateSampler(self.runner)
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
@@ -168,6 +174,7 @@ class World:
     def step(self) -> None:
         if not self.engine.has_work:
             return
+        self.now += STEP_SECONDS
         output = self.engine.step()
         for token in output.tokens:
             self.got.setdefault((token.request_id, token.choice), []).append(token.token_id)

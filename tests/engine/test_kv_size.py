@@ -335,7 +335,7 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
 def test_the_largest_step_reaches_every_limit(limits: dict[str, int]) -> None:
     config = settings(**limits)
     items = largest_step.plan(config).items
-    tokens = largest_step.most_tokens(config)
+    tokens = config.step_tokens
     assert sum(len(item.token_ids) for item in items) == tokens
     assert len(items) >= min(config.max_batch_requests, tokens)
     assert max(item.end for item in items) == config.max_model_len

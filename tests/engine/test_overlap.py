@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.config.worker import EngineConfig
 from engine.build import load_model
 from engine.engine import Engine, overlaps
 from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
@@ -163,6 +164,29 @@ def test_blocks_that_a_step_still_writes_are_not_given_away():
     assert written in engine._pool._free and not flight.held
 
 
+def test_all_blocks_that_a_chunk_writes_are_held():
+    """A step behind another one computes a chunk where its sequence was paused meanwhile."""
+    engine, _ = two_running(max_batch_tokens=16)
+    engine.step()
+    engine.add(EngineRequest("prompt", [3] * 40, greedy(3)))
+    engine.step()
+    engine.pause("prompt")
+    engine.step()
+    engine.resume("prompt")
+    engine.step()
+    flight = engine._flight
+    assert flight is not None
+    (item,) = (one for one in flight.plan.items if one.request_id == "prompt")
+    written = item.block_ids[item.begin // 4 : -(-(item.begin + len(item.token_ids)) // 4)]
+    assert len(written) > 2
+    engine.abort("prompt")
+    assert set(written) <= set(flight.held)
+    engine.check_integrity()
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().blocks_held == 0
+
+
 def test_blocks_of_an_aborted_request_are_free_after_its_step():
     engine, _ = two_running()
     engine.step()
@@ -298,8 +322,6 @@ def test_a_row_that_fails_ends_its_request_though_the_next_step_has_begun():
 
 @pytest.mark.parametrize("backend", ["sdpa", "cpu"])
 def test_a_model_says_the_same(backend, checkpoint):
-    from cluster.config.worker import EngineConfig
-
     answers = []
     for overlap in ("off", "on"):
         config = EngineConfig(

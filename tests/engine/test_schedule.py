@@ -29,7 +29,7 @@ def running(count: int, tokens: int) -> Scheduler:
     runner = FakeRunner(count * (tokens // PAGE + 2), max_batch_tokens=2048)
     pool = BlockPool(runner.num_blocks)
     prefixes = PrefixCache(pool, PAGE, lambda report: None, secret=b"s", enabled=True)
-    scheduler = Scheduler(runner.config, pool, prefixes)
+    scheduler = Scheduler(runner.config, pool, prefixes, lambda: 0.0)
     for number in range(count):
         sequence = Sequence(request(f"{number}", tokens, number % 3 - 1), 0, [5] * (tokens + 1), number)
         sequence.blocks = pool.allocate(tokens // PAGE)

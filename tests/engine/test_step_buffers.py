@@ -92,6 +92,49 @@ def test_a_step_is_written_while_the_last_one_is_copied():
     assert on_its_way[0] == 7 and step.tokens.tolist() == [8]
 
 
+class LateCopies:
+    """A device that copies only once the host waits for it."""
+
+    def __init__(self, step: StepBuffers):
+        self.pending: list[torch.Tensor] = []
+        self.made: list[list[int]] = []  # the first tokens of each copy
+        slab = step._slab
+        first = slab._parts["tokens"][0].start
+        device = slab._device
+
+        class Late:
+            def copy_(_, host: torch.Tensor, non_blocking: bool) -> None:
+                assert non_blocking
+                self.pending.append(host)
+
+        class Copying:
+            def began(_) -> None:
+                _.number = len(self.made) + len(self.pending)
+
+            def wait(_) -> None:
+                while len(self.made) < getattr(_, "number", 0):
+                    device.copy_(self.pending.pop(0))
+                    self.made.append(device[first : first + 16].view(torch.int64).tolist())
+
+        slab._device = Late()  # type: ignore[assignment]
+        slab._copying = [Copying(), Copying()]
+
+    def all(self, step: StepBuffers) -> list[list[int]]:
+        for one in step._slab._copying:
+            one.wait()
+        return self.made
+
+
+def test_a_part_of_the_host_is_not_written_before_its_copy_was_made():
+    """Nobody waits for steps without draws; a device that is behind would get a later step's tokens."""
+    step = make(staged=True)
+    copies = LateCopies(step)
+    for number in range(5):
+        step.load(sent(StepPlan([PlanItem("prompt", [number, number], 2 * number, [4, 5, 6], 0, 0)], [])))
+        assert len(copies.made) == max(0, number - 1), "no wait for the last two steps"
+    assert copies.all(step) == [[number, number] for number in range(5)]
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_tokens_that_the_host_has_not_read(staged):
     step = make(staged=staged)

@@ -40,25 +40,25 @@ def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket 
 
 
 def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None) -> WorkerConfig:
-    """`config` with the part of the host's memory that each of its `ranks` here may take, before the first one starts.
+    """`config` with the share of the host's memory that each of its `ranks` on this host may take.
 
-    Ranks that measured for themselves would each take all of it: they load at the same time, and host memory is in use
-    only once it is written to. Cards, and sizes that are given, stay as they are.
+    It is measured once, before the first rank starts, for the reason in baton/local/memory.py. On cards, and where a size
+    is given, `config` is returned as it is.
     """
     engine = config.engine
     if ranks == 1 or uses_cuda(engine) or engine.memory_bytes or engine.kv_memory_bytes:
         return config
     memory = memory or HostMemory()
-    own = memory.own_bytes()  # of this process, which is a rank
+    own = memory.own_bytes()  # counts as the share of the rank in this process
     room = room_bytes(memory.limits(), engine.memory_utilization) + own
-    if room < ranks:  # the first rank says what is missing
+    if room < ranks:  # loading fails in the first rank, whose error says how much is missing
         return config
     return config.model_copy(update={"engine": engine.model_copy(update={"memory_bytes": room // ranks})})
 
 
 def _select_card(config: EngineConfig, rank: int) -> None:
-    """Make the rank's card the current one of this thread: what allocates pinned memory or registers memory would open a
-    context on the first card of the node."""
+    """Make the rank's card the current one of this thread. Else pinning or registering memory would open a context on the
+    node's first card."""
     if uses_cuda(config):
         name = "cuda" if config.device == "auto" else config.device
         torch.cuda.set_device(build.rank_device(name, rank))
