@@ -1,6 +1,7 @@
 """The machine's limits: what a perfect engine and a perfect hand-off could reach.
 
-- memory bandwidth: one thread reads 512 MiB, far more than any cache holds, by the faster of two methods;
+- memory bandwidth: one thread reads 512 MiB in huge pages, far more than any cache holds, by the faster of two
+  methods;
 - GEMM: every linear layer of the model at a whole prompt's length, by the fastest of torch, oneDNN with prepacked
   weights, and the engine's own product where the engine would use it;
 - copy between processes: the kernel's own (process_vm_writev), which is what NIXL uses between processes of one
@@ -46,7 +47,7 @@ class Limits:
 
     def section(self) -> Section:
         figures = [
-            Figure("memory read", self.read_bytes / 1e9, "GB/s", note="one thread, 512 MiB"),
+            Figure("memory read", self.read_bytes / 1e9, "GB/s", note="one thread, 512 MiB in huge pages"),
             Figure("GEMM", self.gemm_flops / 1e9, "GFLOP/s", note=GEMM_NOTE),
             Figure("copy between processes", self.copy_bytes / 1e9, "GB/s", note="process_vm_writev"),
             Figure("copy into shared memory", self.shared_copy_bytes / 1e9, "GB/s", note="memcpy"),
@@ -65,7 +66,11 @@ def measure(repeats: int = 7) -> Limits:
 
 
 def read_rate(repeats: int, device: str = "cpu") -> float:
-    data = torch.ones(READ_BYTES // 4, device=device)
+    """Bytes per second. On a CPU they lie in huge pages, as weights do."""
+    if device == "cpu":
+        data = aligned_bytes(READ_BYTES).view(torch.float32).fill_(1.0)
+    else:
+        data = torch.ones(READ_BYTES // 4, device=device)
     ways: list[Callable[[], Any]] = [data.sum]
     if device == "cpu":
         libc: Any = ctypes.CDLL(None)

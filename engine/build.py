@@ -14,6 +14,7 @@ from engine import kv_cache, largest_step
 from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
+from engine.graphs import decode_graphs
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
 from engine.model.config import ModelConfig, check_shares, inverse_frequencies, tables
 from engine.model.decoder import Decoder
@@ -123,10 +124,11 @@ def load_model(
     handoff_bytes: int = 0,
     memory: DeviceMemory | None = None,
 ) -> LoadedModel:
-    """Load the model. `handoff_bytes`: device memory that this rank will allocate later, beside its KV pool.
+    """Load this rank's share of the model.
 
-    The pool comes last: what is loaded before it counts as in use, what a step takes is measured. Raises ModelError naming
-    the tensor or key, or ConfigError naming the setting.
+    `handoff_bytes`: device memory that the rank allocates later, beside its KV pool. The pool comes last, because it is
+    sized by what is in use and by what the largest step was measured to take. Raises ModelError naming the tensor or key,
+    or ConfigError naming the setting.
     """
     group = group or NullGroup()
     model, resolved = check(config)
@@ -135,7 +137,7 @@ def load_model(
         torch.set_num_threads(resolved.threads)
     memory, size = memory or memory_of(device), block_bytes(model, resolved)
     kv_cache.check_before_load(
-        resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes)
+        resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes, size)
     )
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
@@ -146,19 +148,21 @@ def load_model(
         decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
     )
 
-    def parts(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
+    def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
         ops = _make_ops(model, decoder, cache, resolved, team)
         return ops, registry.make(resolved.attention_backend, shape, cache, team)
 
-    step_bytes = 0
+    step_bytes, recorded_bytes = 0, size  # the null block
     if not resolved.kv_memory_bytes:
         one_block = torch.zeros((1, *block), dtype=dtype, device=device)
-        step_bytes = largest_step.bytes_taken(resolved, decoder, group, parts, one_block, memory)
+        step_bytes = largest_step.bytes_taken(resolved, decoder, group, backends, one_block, memory)
+        if decode_graphs.recorded(device, resolved.cuda_graphs, backends(one_block)[1].capturable):
+            recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
         del one_block
-    needs = kv_cache.Needs(0, step_bytes, handoff_bytes)
+    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
-    ops, attention = parts(cache)
+    ops, attention = backends(cache)
     trim_allocator()
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
 

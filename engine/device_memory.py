@@ -1,4 +1,4 @@
-"""The memory that a rank computes in, the host's or a card's: what is in use, and what a computation takes at most."""
+"""The memory that a rank computes in, the host's or a card's: how much is in use, and the peak of a computation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from cluster.process.memory import Limit, limits
 
-# What a process takes of a card beside torch's allocator: CUDA's context, loaded kernels, NCCL's buffers.
+# A process's use of a card outside torch's allocator: CUDA's context, loaded kernels, NCCL's buffers.
 CONTEXT_BYTES = 1 << 30
 
 
 class DeviceMemory(Protocol):
-    """Memory that an allocator keeps for later counts as free."""
+    """Memory that an allocator keeps for later counts as free. All sizes are in bytes."""
 
     device: torch.device
     is_host: bool
@@ -27,10 +27,11 @@ class DeviceMemory(Protocol):
     def own_bytes(self) -> int:
         """Bytes in use by this process."""
 
-    def begin_peak(self) -> None: ...
+    def begin_peak(self) -> None:
+        """Reset the peak."""
 
     def peak_bytes(self) -> int:
-        """The most that was in use at a time since `begin_peak`, beyond what is in use now."""
+        """The most in use at a time since `begin_peak`, less what is in use now."""
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
@@ -38,7 +39,7 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 class HostMemory:
-    """Of the machine and its container; what this process takes is its resident set."""
+    """Memory of the machine and its container; a process uses its resident set."""
 
     device = torch.device("cpu")
     is_host = True
@@ -73,7 +74,7 @@ class HostMemory:
 
 
 class CardMemory:
-    """Of a CUDA device. Its limit counts other processes on the card."""
+    """Memory of a CUDA device, with all processes on it."""
 
     is_host = False
 

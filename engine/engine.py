@@ -29,8 +29,7 @@ from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
-from engine.sampling.device_sampler import DeviceSampler
-from engine.sampling.host_sampler import HostSampler
+from engine.sampling.registry import sampler_for
 from engine.scheduler.aging import Clock
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
@@ -92,7 +91,7 @@ class Engine:
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
-        sampler = DeviceSampler(runner.device) if runner.device.type != "cpu" else HostSampler()
+        sampler = sampler_for(runner.device)
         self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters, sampler)
         self._overlap = overlaps(config.overlap, runner.device, runner.num_ranks)
         self._flight: Flight | None = None

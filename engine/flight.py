@@ -47,9 +47,14 @@ class Flight:
                 sequence.tokens.append(-1 - index)
 
     def redrawn(self) -> set[Sequence]:
-        """After the results are read: the sequences whose token differs from the one that the device went on with."""
+        """After the results are read: the sequences whose token differs from the one that the device went on with. Of a
+        sequence whose result is dropped the next step has not taken the device's token."""
         draws = self.pending.draws
-        return {draw.sequence for index, draw in enumerate(draws) if self.pending.redrawn(index)}
+        return {
+            draw.sequence
+            for index, draw in enumerate(draws)
+            if self.counts(draw.sequence) and self.pending.redrawn(index)
+        }
 
     def hold_left(self, pool: BlockPool, page: int) -> None:
         """Keep the blocks that the step may still be writing from other use, if their sequences have left."""

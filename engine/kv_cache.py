@@ -14,23 +14,24 @@ from cluster.process.memory import room_bytes
 from engine.device_memory import DeviceMemory
 from engine.parallel.group import TpGroup
 
-# What blocks take of the host's memory beside their KV: the block pool, hashes of the prefix cache.
+# Host memory of one block beside its KV: entries in the tables of the block pool and the prefix cache.
 BOOKKEEPING_BYTES = 512
 
 
 class Needs(NamedTuple):
-    """Bytes of a rank's memory that something else than its KV pool is still to take."""
+    """Bytes of a rank's memory that are not in use yet and not for its KV pool."""
 
     weights: int  # 0 once they are loaded
     step: int  # the largest step, while it runs
     handoff: int  # the landing ring, or staging
+    recorded: int = 0  # recorded decode steps, and the null block for their padding
 
     @property
     def total(self) -> int:
         return sum(self)
 
     def __str__(self) -> str:
-        names = ("the weights", "the largest step", "hand-offs")
+        names = ("the weights", "the largest step", "hand-offs", "recorded steps")
         return " and ".join(f"{size} for {name}" for size, name in zip(self, names, strict=True) if size)
 
 
@@ -92,9 +93,9 @@ def _check_left(
 ) -> None:
     """`room`: what the rule leaves on the rank with the least."""
     if missing := missing_bytes(room, block_bytes, config):
-        setting, share = _closest(config, memory)
+        setting, bound = _tightest_bound(config, memory)
         raise ConfigError(
-            f"{share} leaves {max(0, room)} bytes for the KV pool{f' beside {needs}' if needs.total else ''}"
+            f"{bound} leaves {max(0, room)} bytes for the KV pool{f' beside {needs}' if needs.total else ''}"
             f"{' (the least of all ranks)' if config.tensor_parallel > 1 else ''}, one context of {config.max_model_len} "
             f"tokens needs {missing} more: lower max_model_len or max_batch_tokens, use more ranks (tensor_parallel), or "
             f"free what else uses this memory",
@@ -102,20 +103,22 @@ def _check_left(
         )
 
 
-def _closest(config: EngineConfig, memory: DeviceMemory) -> tuple[str, str]:
-    """The setting that bounds the pool, and what it says."""
+def _tightest_bound(config: EngineConfig, memory: DeviceMemory) -> tuple[str, str]:
+    """(the setting that leaves the pool least, its value and what of it is in use, for the error)"""
     share = config.memory_utilization
     limit = min(memory.limits(), key=lambda one: room_bytes([one], share))
     own = memory.own_bytes()
     if config.memory_bytes and config.memory_bytes - own < room_bytes([limit], share):
         return "memory", f"memory: {config.memory_bytes} bytes, {own} of them in use,"
-    said = f"memory_utilization: {share:g} of {limit.total} bytes, {limit.used} of them in use,"
-    return "memory_utilization", said
+    return (
+        "memory_utilization",
+        f"memory_utilization: {share:g} of {limit.total} bytes, {limit.used} of them in use,",
+    )
 
 
 def missing_bytes(pool_bytes: int, block_bytes: int, config: EngineConfig) -> int:
     """Bytes that a pool lacks to hold one context."""
-    needed = -(-config.max_model_len // config.page_size)
+    needed = config.context_blocks
     return 0 if pool_bytes // block_bytes >= needed else needed * block_bytes - pool_bytes
 
 
@@ -132,8 +135,8 @@ def check_fits(pool_bytes: int, block_bytes: int, config: EngineConfig) -> None:
 def allocate(
     pool_bytes: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The pool's blocks, and behind them the null block, which padding of recorded steps writes to. `block_shape` is one
-    block's [layer, 2, kv_head, token, dim]."""
+    """Zeros [blocks + 1, *block_shape]: as many blocks as fit `pool_bytes`, then the null block, which padding of recorded
+    steps reads and writes. `block_shape` is [layer, 2, kv_head, token, dim]."""
     block_bytes = torch.Size(block_shape).numel() * dtype.itemsize
     blocks = pool_bytes // block_bytes + 1
     shape = (blocks, *block_shape)

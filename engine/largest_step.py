@@ -1,13 +1,16 @@
-"""The step that takes the most memory: run once after the weights are loaded, before the KV pool is allocated.
+"""Steps that take the most memory: run once after the weights are loaded, before the KV pool is allocated.
 
-It has every token and every sequence that a step may have. One sequence ends at the longest context, where attention
-gathers the most keys; of it so many rows are computed as attention takes at a time, because each costs a whole context's
-keys. All sequences share one block: what they compute is noise, what it takes is the same.
+The largest step has the most tokens and the most sequences of any step. One sequence ends at the longest context, where
+attention gathers the most keys. It computes only as many tokens as attention takes at a time, because each of them reads
+the keys of the whole context. All sequences share one block: the result is noise, the memory is that of a real step.
+
+Recorded decode steps need memory of their own, though they never run at the same time: replays use fixed addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +19,26 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from engine.attention.base import AttentionBackend
 from engine.device_memory import DeviceMemory
+from engine.graphs.decode_graphs import sizes_for
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
 from engine.sampling.adjust import Row
-from engine.sampling.sampler import sample
+from engine.sampling.registry import sampler_for
 from engine.step_buffers import StepBuffers
 from engine.step_delta import StepDelta
 
-# As many as a backend computes at a time (engine/attention/sdpa.py).
+# Tokens of one sequence that a backend computes at a time (engine/attention/sdpa.py).
 CONTEXT_ROWS = 256
-MakeParts = Callable[[Tensor], tuple[LayerOps, AttentionBackend]]  # over a KV cache
+MakeBackends = Callable[[Tensor], tuple[LayerOps, AttentionBackend]]  # over a KV cache
 
 
 def plan(config: EngineConfig) -> StepPlan:
-    """`config` is resolved."""
+    """The largest step. `config` is resolved."""
     longest = config.max_model_len
-    tokens = most_tokens(config)
+    tokens = config.step_tokens
     sequences = min(config.max_batch_requests, tokens)
     rows = min(CONTEXT_ROWS, longest, tokens - sequences + 1)
     spans = [(longest - rows, rows)]
@@ -44,19 +48,12 @@ def plan(config: EngineConfig) -> StepPlan:
         count = max(1, min(longest, rest - max(0, sequences - len(spans) - 1)))
         spans.append((0, count))
         rest -= count
-    pages = -(-longest // config.page_size)
-    return StepPlan(
-        [
-            PlanItem(f"largest-{row}", [0] * count, begin, [0] * pages, row, 1)
-            for row, (begin, count) in enumerate(spans)
-        ],
-        [],
-    )
-
-
-def most_tokens(config: EngineConfig) -> int:
-    """Tokens of one step at most: without chunks a whole prompt is one step."""
-    return max(config.max_batch_tokens, 0 if config.chunked_prefill else config.max_model_len)
+    blocks = [0] * config.context_blocks
+    items = [
+        PlanItem(f"largest-{row}", [0] * count, begin, blocks, row, 1)
+        for row, (begin, count) in enumerate(spans)
+    ]
+    return StepPlan(items, [])
 
 
 @torch.inference_mode()
@@ -64,38 +61,87 @@ def bytes_taken(
     config: EngineConfig,
     decoder: Decoder,
     group: TpGroup,
-    make: MakeParts,
+    make: MakeBackends,
     cache: Tensor,
     memory: DeviceMemory,
 ) -> int:
-    """Bytes that the largest step takes of a rank's memory while it runs, its buffers and `make`'s parts included.
+    """Bytes that the largest step takes of a rank's memory while it runs, with its buffers and what `make` returns.
 
     Every rank of the group must call it. `cache` has one block. Raises ConfigError if the step does not fit.
     """
     memory.begin_peak()
     try:
-        _run(config, decoder, group, *make(cache))
+        logits = _run(config, decoder, plan(config), *make(cache))
+        _draw(group, logits)
+        del logits
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"max_batch_tokens: a step of {most_tokens(config)} tokens and {config.max_batch_requests} requests does not "
+            f"max_batch_tokens: a step of {config.step_tokens} tokens and {config.max_batch_requests} requests does not "
             f"fit beside the weights: {error}",
             field="max_batch_tokens",
         ) from None
     return memory.peak_bytes()
 
 
+@torch.inference_mode()
+def recorded_bytes(
+    config: EngineConfig, decoder: Decoder, make: MakeBackends, cache: Tensor, memory: DeviceMemory
+) -> int:
+    """Bytes of a rank's memory that recorded decode steps keep: their logits, and a memory pool as large as the largest
+    of them needs.
+
+    Every rank of the group must call it. `cache` has one block. Raises ConfigError if they do not fit.
+    """
+    sequences = sizes_for(config.max_batch_requests)[-1]
+    items = [PlanItem(f"recorded-{row}", [0], 0, [0], row, 1) for row in range(sequences)]
+    memory.begin_peak()
+    try:
+        logits = _run(config, decoder, StepPlan(items, []), *make(cache), bounded=True)
+        kept = logits.numel() * logits.itemsize
+        del logits
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_batch_requests: a recorded step of {sequences} requests does not fit beside the weights: {error}",
+            field="max_batch_requests",
+        ) from None
+    return memory.peak_bytes() + kept
+
+
 def _run(
-    config: EngineConfig, decoder: Decoder, group: TpGroup, ops: LayerOps, attention: AttentionBackend
-) -> None:
-    step_plan = plan(config)
+    config: EngineConfig,
+    decoder: Decoder,
+    step_plan: StepPlan,
+    ops: LayerOps,
+    attention: AttentionBackend,
+    *,
+    bounded: bool = False,
+) -> Tensor:
+    """float32 logits [items, vocab] of the step. `bounded`: for the longest context, as steps are recorded."""
     rows = max(config.max_batch_tokens, len(step_plan.items))
-    pages = -(-config.max_model_len // config.page_size)
-    step = StepBuffers(rows, pages, most_tokens(config), config.page_size, decoder.embedding.device)
+    tokens = max(config.step_tokens, rows)
+    step = StepBuffers(rows, config.context_blocks, tokens, config.page_size, decoder.embedding.device)
     step.load(StepDelta.of(step_plan))
+    if bounded:
+        step.bound_lengths()
     ops.begin(step.positions, step.slots)
     attention.begin(step)
     hidden = decoder.forward(step.tokens, ops, attention.attend)
-    logits = decoder.logits(hidden[step.logit_rows])
-    if group.rank == 0:
-        params = SamplingParams(temperature=1.0, top_p=0.9)
-        sample(logits, [Row(params, 0, [0], 1, ())] * logits.shape[0])
+    return decoder.logits(hidden[step.logit_rows])
+
+
+def _draw(group: TpGroup, logits: Tensor) -> None:
+    """Run the two draws that take the most memory: of every row from all tokens, and of every row from those that top-p
+    keeps of nearly equal logits. The first one's results are read last, as a step's are while the next one is computed."""
+    if group.rank > 0:
+        return
+    sampler, rows = sampler_for(logits.device), range(logits.shape[0])
+    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "logit_bias": {0: 1.0}}
+    draws = [
+        sampler.begin(logits, list(rows), [Row(params, 0, [0], 1, ()) for _ in rows])
+        for params in (
+            SamplingParams(temperature=1.0, **more),
+            SamplingParams(temperature=100.0, top_p=0.9, **more),
+        )
+    ]
+    for one in draws:
+        one.results()

@@ -1,5 +1,5 @@
-"""Draws the next tokens from a step's logits, in two halves: begun behind the forward pass, read by the host later. A
-failure in one row ends that row's request only."""
+"""Draws the next tokens from a step's logits in two halves: the draw is enqueued after the forward pass, the host reads
+its results later. A failure in one row ends that row's request only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Drawn = list[TokenOutput] | EngineRequestError
 
 
 class PendingTokens:
-    """Draws of a step that are begun. Entries are those of `draws`, in its order."""
+    """The draws of a step, from their begin on. An entry is one of `draws`, named by its index there."""
 
     def __init__(self, draws: Seq[Draws], logits: Tensor, limits: StopLimits, sampler: Sampler):
         """`logits` is [rows, vocab]."""
@@ -61,22 +61,23 @@ class PendingTokens:
             self._rows += own
             source += [draw.logits_row] * len(own)
         self._results: list[Drawn] | None = None
-        self._drawn = sampler.begin(logits, source, self._rows) if self._rows else None
+        # Without rows too: the host waits for its results, also after a step that computes only a part of a prompt.
+        self._drawn = sampler.begin(logits, source, self._rows)
 
     @property
     def all_begun(self) -> bool:
-        return not self._failed and self._drawn is not None
+        """Whether `token_ids` has a row of every entry."""
+        return bool(self._rows) and not self._failed
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [rows] on the device, of all entries if `all_begun`."""
-        assert self._drawn is not None
+        """int64 [rows] on the device: all choices of the entries that did not fail before the draw, in order."""
         return self._drawn.token_ids
 
     def results(self) -> list[Drawn]:
-        """The tokens of each entry, or the error that ends its request. Waits for the device."""
+        """The tokens of each entry, or the error that ends its request. Waits for the device: the step has ended then."""
         if self._results is None:
-            sampled = self._drawn.results() if self._drawn is not None else []
+            sampled = self._drawn.results()
             self._results = [self._tokens(index, sampled) for index in range(len(self.draws))]
         return self._results
 
@@ -97,11 +98,11 @@ class PendingTokens:
 
     def redrawn(self, index: int) -> bool:
         """After `results`: whether the entry's token is not that of `token_ids`."""
-        return self._drawn is not None and not self._drawn.redrawn.isdisjoint(self._rows_of(index))
+        return not self._drawn.redrawn.isdisjoint(self._rows_of(index))
 
     def unsound(self, index: int) -> bool:
         """After `results`, for an entry that failed: whether its logits were without a finite maximum."""
-        if index in self._failed or self._drawn is None:
+        if index in self._failed:
             return index in self._unsound
         return not self._drawn.unsound.isdisjoint(self._rows_of(index))
 

@@ -74,12 +74,11 @@ class ModelRunner:
 
     def _make_buffers(self, padded: bool) -> StepBuffers:
         config = self.config
-        most = config.max_batch_tokens if config.chunked_prefill else config.max_model_len
         largest = sizes_for(config.max_batch_requests)[-1]
         return StepBuffers(
             table_rows(config.max_batch_tokens, self.num_blocks),
-            -(-config.max_model_len // config.page_size),
-            max(most, config.max_batch_tokens),
+            config.context_blocks,
+            config.step_tokens,
             config.page_size,
             self.kv_cache.device,
             padding=Padding(largest, largest, self.num_blocks) if padded else None,
@@ -89,6 +88,12 @@ class ModelRunner:
         sizes = sizes_for(self.config.max_batch_requests)
         logits = torch.zeros(sizes[-1], self.model_config.vocab_size, device=self.kv_cache.device)
         return DecodeGraphs(self._compute, self._buffers, recorder, sizes, logits)
+
+    def use_thread(self) -> None:
+        """Prepare the calling thread for `execute`: its current card is the rank's. A new thread's is the node's first,
+        where kernels that do not look at their tensors would run, and pinned memory would open a context."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @property
     def arrivals(self) -> Arrivals:
@@ -149,19 +154,19 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compute one prompt and one token in the first blocks, so that the first request does not pay for first calls."""
         prompt = [0] * min(2 * self.page_size, self.config.max_model_len - 1, self.config.max_batch_tokens)
-        blocks, rows = list(range(min(3, self.num_blocks))), self._buffers.null_row
+        blocks = list(range(min(3, self.num_blocks)))
         self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, 0, 1)], []))
         logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, 0, 1)], []))
         for size in reversed(
             self._graphs.sizes if self._graphs else ()
-        ):  # the largest first: others use its memory
-            self.execute(_tokens_at_start(min(size, rows)))
+        ):  # the others use the largest one's memory
+            self.execute(_first_tokens(min(size, self._buffers.null_row)))
         draw.warm_up(logits)
         cuts.warm_up(logits)
 
 
-def _tokens_at_start(count: int) -> StepPlan:
-    """A decode step of so many sequences before there is any: all write to the first block."""
+def _first_tokens(count: int) -> StepPlan:
+    """A decode step of `count` sequences without a request: all write to the first block."""
     return StepPlan([PlanItem("warm-up", [0], 0, [0], row, 1) for row in range(count)], [])
 
 

@@ -70,8 +70,8 @@ class _Slab:
     """Arrays side by side in host memory, and the tensors of the same on the device.
 
     If it is staged, the host has it twice and steps take turns: the device may copy one while the next step is written.
-    Nobody reads the results of a step without draws, as of a prompt's first chunks: a part is written again only once its
-    copy has been made.
+    A rank that follows the leader reads no results, so it can be many steps ahead of its device: a part is written again
+    only once its copy has been made.
     """
 
     def __init__(self, sizes: dict[str, tuple[int, type]], device: torch.device, staged: bool):

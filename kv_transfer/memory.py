@@ -18,7 +18,7 @@ def staging_bytes(config: TransferConfig) -> int:
 
 
 def largest_part(config: TransferConfig) -> int:
-    """Bytes of the largest part that a rank sends, so that staging takes two."""
+    """Bytes of the largest part that a rank sends: two of them fit staging."""
     return staging_bytes(config) // 2
 
 

@@ -43,6 +43,7 @@ class EngineHost:
     on_failure: Callable[[BaseException], None]
     step_stall_seconds: float
     ranks_answer: Callable[[], bool] = lambda: True
+    use_thread: Callable[[], None] = lambda: None  # called first, on the thread
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -126,6 +127,7 @@ class EngineHost:
 
     def _run(self) -> None:
         try:
+            self.use_thread()
             while not self._stopping:
                 self._run_commands()
                 if not self._stopping and self.engine.has_work:

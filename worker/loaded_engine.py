@@ -44,6 +44,7 @@ class LoadedEngine:
             on_failure=ending.engine_failed,
             step_stall_seconds=config.step_stall_seconds,
             ranks_answer=self.ranks.watch.healthy,
+            use_thread=runner.use_thread,
         )
         self._watching: asyncio.Task[None] | None = None
 

@@ -1,8 +1,8 @@
 """How `baton up` divides a machine's memory, and that of its cards, between the ranks that it starts.
 
-Ranks that measured for themselves what is free would each take all of it: they load at the same time, and host memory is
-in use only once it is written to. So every rank gets its part of what was free before the first one started, also when it
-is started again.
+If each rank measured free memory by itself, each would take all of it: they load at the same time, and host memory is in
+use only once it is written to. So the memory is measured once, before the first rank starts, and each rank gets an equal
+share of it, the same one whenever it is restarted.
 """
 
 from __future__ import annotations
@@ -26,58 +26,60 @@ ROUTER_BYTES = 256 << 20
 RAY_BYTES = 1 << 30
 CARDS_SECONDS = 60.0
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-HOST = -1  # beside the numbers of cards
+HOST = -1  # a location; the others are numbers of cards
 
 
 class PoolMemory(NamedTuple):
-    """The workers of a role, as many as may run at once."""
+    """The workers of a role."""
 
-    workers: int
+    workers: int  # as many as may run at once
     ranks: int  # of one worker
-    device: str
-    utilization: float
-    kv_bytes: int  # given for one rank; 0 = none
+    device: str  # EngineConfig.device
+    utilization: float  # EngineConfig.memory_utilization
+    kv_bytes: int  # EngineConfig.kv_memory_bytes
 
-    def places(self, cards: int) -> Iterator[int]:
-        """Where its ranks are, by the rule of engine/build.py; without a card all are on the host."""
+    def locations(self, cards: int) -> Iterator[int]:
+        """Yield the location of each rank on a machine with `cards` cards, as engine/build.py places it."""
         on_host = self.device == "cpu" or not cards
         named = self.device.partition(":")[2]
         for rank in range(self.ranks):
-            place = HOST if on_host else int(named or rank % cards)
-            yield from [place] * self.workers
+            location = HOST if on_host else int(named or rank % cards)
+            yield from [location] * self.workers
 
 
 class Machine(NamedTuple):
     host: Sequence[Limit]
     cards: Sequence[Limit]
-    beside: int  # bytes of the host that other processes of the cluster will take
+    set_aside: int  # bytes of the host for the cluster's other processes
 
-    def limits(self, place: int) -> Sequence[Limit]:
-        return self.host if place == HOST else self.cards[place : place + 1]
+    def limits(self, location: int) -> Sequence[Limit]:
+        """Empty for a card that the machine does not have."""
+        return self.host if location == HOST else self.cards[location : location + 1]
 
 
 def divide(pools: Mapping[Role, PoolMemory], machine: Machine) -> dict[Role, int]:
     """The bytes that one rank of each role may take. Raises ConfigError if nothing is left."""
-    ranks = Counter(place for pool in pools.values() for place in pool.places(len(machine.cards)))
-    return {role: _part(pool, machine, ranks) for role, pool in pools.items() if pool.workers}
+    ranks = Counter(location for pool in pools.values() for location in pool.locations(len(machine.cards)))
+    return {role: _share(pool, machine, ranks) for role, pool in pools.items() if pool.workers}
 
 
-def _part(pool: PoolMemory, machine: Machine, ranks: Counter[int]) -> int:
-    parts = []
-    for place in set(pool.places(len(machine.cards))):
-        limits = machine.limits(place)
-        if not limits:  # a card that is not there: the worker says so
+def _share(pool: PoolMemory, machine: Machine, ranks: Counter[int]) -> int:
+    """The smallest share of all locations of the pool, because its workers are alike."""
+    shares = []
+    for location in set(pool.locations(len(machine.cards))):
+        limits = machine.limits(location)
+        if not limits:  # the worker refuses to start, and names the card
             continue
-        room = room_bytes(limits, pool.utilization) - (machine.beside if place == HOST else 0)
-        if room < ranks[place]:
+        room = room_bytes(limits, pool.utilization) - (machine.set_aside if location == HOST else 0)
+        if room < ranks[location]:
             smallest = min(limits, key=lambda limit: room_bytes([limit], pool.utilization))
             raise ConfigError(
                 f"--memory-utilization {pool.utilization:g} of {smallest.total} bytes, {smallest.used} of them in use, "
-                f"leaves nothing for {ranks[place]} ranks: {ranks[place] - room} bytes are missing",
+                f"leaves nothing for {ranks[location]} ranks: {ranks[location] - room} bytes are missing",
                 field="memory_utilization",
             )
-        parts.append(room // ranks[place])
-    return min(parts, default=0)
+        shares.append(room // ranks[location])
+    return min(shares, default=0)
 
 
 def check_given(pools: Mapping[Role, PoolMemory], machine: Machine) -> None:
@@ -88,30 +90,33 @@ def check_given(pools: Mapping[Role, PoolMemory], machine: Machine) -> None:
     """
     asked, ranks = Counter[int](), Counter[int]()
     for pool in pools.values():
-        for place in pool.places(len(machine.cards)):
-            asked[place] += pool.kv_bytes
-            ranks[place] += 1
-    for place, total in asked.items():
-        free = min((limit.free for limit in machine.limits(place)), default=total)
+        for location in pool.locations(len(machine.cards)):
+            asked[location] += pool.kv_bytes
+            ranks[location] += 1
+    for location, total in asked.items():
+        free = min((limit.free for limit in machine.limits(location)), default=total)
         if total > free:
+            where = "" if location == HOST else f" on card {location}"
             raise ConfigError(
-                f"--kv-memory {_in_gib(total // ranks[place])} for each of {ranks[place]} ranks is more than the "
-                f"{_in_gib(free)} of memory that are free{'' if place == HOST else f' on card {place}'}: give less than "
-                f"{_in_gib(free // ranks[place])}, or omit it for a share that fits",
+                f"--kv-memory {_in_gib(total // ranks[location])} for each of {ranks[location]} ranks is more than the "
+                f"{_in_gib(free)} of memory that are free{where}: give less than "
+                f"{_in_gib(free // ranks[location])}, or omit it for a share that fits",
                 field="kv_memory",
             )
 
 
 def cards() -> list[Limit]:
-    """The machine's CUDA cards as torch sees them; without a driver torch is not asked."""
+    """The machine's CUDA cards as torch sees them. Without a driver there are none, and torch is not started."""
     if not any(file.exists() for file in _DRIVER):
         return []
     command = [sys.executable, "-m", "engine.cards"]
     try:
-        said = subprocess.run(command, capture_output=True, timeout=CARDS_SECONDS, check=True).stdout
-        return [Limit(*card) for card in json.loads(said)]
+        output = subprocess.run(command, capture_output=True, timeout=CARDS_SECONDS, check=True).stdout
+        return [Limit(*card) for card in json.loads(output)]
     except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
-        log.warning("the cards' memory is not known, and not divided: %s", error)
+        log.warning(
+            "the memory of the cards could not be read, so it is not divided between ranks: %s", error
+        )
         return []
 
 

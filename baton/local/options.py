@@ -152,11 +152,11 @@ class UpOptions(Frozen):
 
     @cached_property
     def _machine(self) -> memory.Machine:
-        """As it is before the first process starts."""
+        """Measured once, before the first process starts."""
         on_cpu = all(self._given_engine(role).get("device") == "cpu" for role in ROLES)
         routers = self.routers * self.router_config(0).processes
-        beside = routers * memory.ROUTER_BYTES + (memory.RAY_BYTES if self.pool == "ray" else 0)
-        return memory.Machine(limits(), [] if on_cpu else memory.cards(), beside)
+        set_aside = routers * memory.ROUTER_BYTES + (memory.RAY_BYTES if self.pool == "ray" else 0)
+        return memory.Machine(limits(), [] if on_cpu else memory.cards(), set_aside)
 
     @property
     def _memory_pools(self) -> dict[Role, memory.PoolMemory]:
@@ -174,7 +174,7 @@ class UpOptions(Frozen):
 
     @property
     def _rank_bytes(self) -> dict[Role, int]:
-        """What one rank may take. Raises ConfigError."""
+        """The bytes that one rank may take. Raises ConfigError if they do not suffice."""
         pools, machine = self._memory_pools, self._machine
         memory.check_given(pools, machine)
         return memory.divide(pools, machine)
@@ -214,13 +214,13 @@ class UpOptions(Frozen):
     def worker_config(
         self, role: Role, redis_url: str = "", namespace: str = "", secret: str = ""
     ) -> WorkerConfig:
-        """Raises pydantic.ValidationError, or ConfigError."""
+        """Settings of a worker. Raises pydantic.ValidationError, or ConfigError where memory does not suffice."""
         memory_bytes = {"engine": {"memory_bytes": self._rank_bytes.get(role, 0)}}
         cluster = {"redis_url": redis_url, "namespace": namespace, "secret": secret}
         return WorkerConfig.model_validate(_merged(memory_bytes, self._settings(role), cluster))
 
     def _settings(self, role: Role) -> dict[str, Any]:
-        """Of a worker, but for the memory that it may take."""
+        """Settings of a worker, without the memory that its ranks may take."""
         returns = role == "decode" and self.prefill_workers
         defaults = {
             "max_batch_tokens": BATCH_TOKENS[role],

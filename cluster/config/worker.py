@@ -58,7 +58,7 @@ class EngineConfig(Frozen):
     prefix_caching: bool = Field(
         True, description="keep the KV blocks of ended requests for prompts that begin alike"
     )
-    attention_backend: str = Field("auto", description="auto | cpu | sdpa | varlen | flash")
+    attention_backend: str = Field("auto", description="auto | cpu | sdpa | triton | varlen | flash")
     cuda_graphs: bool = Field(
         True, description="record decode steps before the first request and replay them; on CUDA only"
     )
@@ -80,6 +80,18 @@ class EngineConfig(Frozen):
         description="a preempted request longer than this returns to the router instead of being computed again here, in "
         "the running batch; 0 = no limit",
     )
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step, once max_model_len is resolved: without chunks a whole prompt is one step."""
+        return (
+            self.max_batch_tokens if self.chunked_prefill else max(self.max_batch_tokens, self.max_model_len)
+        )
+
+    @property
+    def context_blocks(self) -> int:
+        """KV blocks of the longest context, once max_model_len is resolved."""
+        return -(-self.max_model_len // self.page_size)
 
     @model_validator(mode="after")
     def _one_card_is_one_rank(self) -> EngineConfig:

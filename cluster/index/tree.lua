@@ -54,12 +54,12 @@ local function mark(prefix, key, slots, held, kind, until_ms, known)
     if raw then c, p, u = struct.unpack(PACK, raw) end
     local says = true
     if kind == 'predicted' then
-      says = c < held and (u == 0 or held >= p)  -- of what is confirmed a prediction says nothing
+      says = c < held and (u == 0 or held >= p)  -- a prediction does not change what is confirmed
       if says then p, u = held, until_ms end
     elseif kind == 'whole' then
       if held > c then c = held end
     else
-      -- A worker's own word ends a prediction that promised more.
+      -- A worker's report ends a prediction of more.
       c, p, u = held, 0, 0
     end
     if not says then
@@ -100,7 +100,8 @@ local function split(prefix, key, label, m, expire_at)
   redis.call('PEXPIREAT', prefix .. 'w:' .. child, expire_at)
 end
 
--- What a node that was read whole holds of these slots; nil where asking Redis costs less than looking through its fields.
+-- The fields of these slots, by index in `slots`, if the node was read whole; nil where reading them from Redis costs less than a
+-- search of all its fields.
 local LOOKED_THROUGH = 64
 local function held_in(node, slots)
   local fields, found = node.fields, {}
@@ -113,10 +114,10 @@ local function held_in(node, slots)
   return found
 end
 
--- Of `chain`, each of `slots` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut
--- also clears the slots below the cut. Only as much of the chain as is held creates nodes. -> how many nodes it has looked at
+-- Records that each of `slots` holds the first `held` blocks of `chain`. A report that is cut also clears the slots below the
+-- cut. Nodes are created only for blocks that are held. -> how many nodes it has looked at
 -- seen: nodes that walk (walk.lua) has read in this script, by key, or false where there was none; nil: none were read.
--- keeps: those that were there already may expire when they would have.
+-- keeps: do not change when nodes expire that were there already.
 local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at, seen, keeps)
   local total = #chain / KEY
   local kind = 'predicted'
@@ -162,7 +163,7 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       redis.call('HSET', prefix .. 'w:' .. key, 'c', '1')
     end
     local mine = math.min(math.max(held - pos, 0), math.min(m, run))
-    -- Where the chain leaves this run and is cut only after that, the rest of the run is not spoken of.
+    -- Where the chain leaves this run and is cut only after that, the report is not about the rest of the run.
     local how = kind == 'cut' and m < run and held >= pos + m and 'whole' or kind
     -- A leaf beyond which nothing was found takes the rest of the chain at once.
     local leaf = node and node.whole and there and m == run and not node.parent and held > pos + run and seen[node_key(chain, pos + run)] == false

@@ -1,5 +1,7 @@
--- Reading the tree for a placement; tree.lua is put in front.
--- Forgets slots that belong to nobody any more: looks at `budget` of a node's slots, others each time.
+-- Reads the tree for a placement; tree.lua is put in front.
+
+-- Removes slots without an owner from a node. Checks `budget` of its slots at most, other ones each time. -> the rest of the
+-- budget
 local function sweep(node, now, owners, budget)
   local size = #node.fields / 2
   local looks = math.min(budget, size)
@@ -15,19 +17,21 @@ local function sweep(node, now, owners, budget)
   return budget - looks
 end
 
--- Leading blocks of a node's run that a slot holds, of the `m` that the chain shares with it.
+-- How many leading blocks of a node's run a slot holds: `m` at most, which the chain shares with the run.
 local function held_of(packed, m, now)
   local have, predicted, until_ms = struct.unpack(PACK, packed)
   if predicted > have and until_ms > now then have = predicted end
   return have < m and have or m
 end
 
--- The nodes along `chain`, while some worker may hold a whole run; the same by key with false where there is none, which spares
--- a later insert of the same chain from reading them; and what `covered` answers for any slots, nil where a node was not read
--- whole. Of a node: at (its key), label, pos, run, m (blocks shared), fields (of one with more than `wide` slots some of them),
--- read (these were all), parent (then: it has children), and after the sweep whether they still are all (whole), and whether the
--- node still has any (there).
--- expire_at: false where nodes expire when they would have, or an insert of the same chain follows.
+-- Follows `chain` for as long as some worker may hold a node's whole run. ->
+--   the nodes in order;
+--   the same by key, with false where there is none, so that a later insert of the chain need not read them again;
+--   what `covered` returns for any slots; nil where a node was not read whole.
+-- A node: at (its key), label, pos, run, m (blocks that the chain shares with the run), fields (of a node with more than `wide`
+-- slots some of them), read (fields were all), parent (it has children; set where read), and after the sweep: whole (fields still
+-- are all), there (the node still has fields).
+-- expire_at: false where the nodes' expiry is not changed, or an insert of the same chain follows.
 local function walk(prefix, chain, now, expire_at, owners, budget, wide)
   local nodes, seen, cover = {}, {}, {}
   local total, pos = #chain / KEY, 0
@@ -72,8 +76,8 @@ local function walk(prefix, chain, now, expire_at, owners, budget, wide)
   return nodes, seen, cover
 end
 
--- At most `most` slots that hold something of the deepest nodes, the deepest first, and how many blocks of the chain others may
--- hold. `random` decides where a node has more.
+-- -> at most `most` slots that hold blocks of the deepest nodes, the deepest first; how many blocks of the chain other slots may
+-- hold. Where a node has more slots, `random` (0 to 1) chooses.
 local function holders(nodes, most, random, now)
   local found, seen, others = {}, {}, 0
   local function take(slot, have)
@@ -98,7 +102,7 @@ local function holders(nodes, most, random, now)
   return found, others
 end
 
--- Slot -> leading blocks of the chain that it covers, of `slots` at least; nil: none.
+-- -> by slot the leading blocks of the chain that it holds, nil for none; of `slots` at least, others may be missing.
 local function covered(nodes, slots, now)
   local cover = {}
   for n = 1, #nodes do

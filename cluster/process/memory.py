@@ -13,10 +13,10 @@ _OWN = Path("/proc/self/cgroup")
 
 
 class Limit(NamedTuple):
-    """A limit of memory: of a machine, a container or a card."""
+    """The memory of a machine, a container or a card."""
 
     total: int  # bytes
-    free: int  # of these, not in use by any process
+    free: int  # bytes of it that no process uses
 
     @property
     def used(self) -> int:
@@ -29,18 +29,14 @@ def limits(cgroups: Path = _CGROUPS, own: Path = _OWN) -> list[Limit]:
     return [Limit(machine.total, machine.available), *cgroup_limits(cgroups, own)]
 
 
-def available_bytes() -> int:
-    """Return the bytes that every limit of this process leaves."""
-    return min(limit.free for limit in limits())
-
-
 def room_bytes(within: Iterable[Limit], utilization: float) -> int:
-    """Return the bytes that may still be taken until a limit is used to this share; negative if one is already."""
+    """Return how many more bytes may be taken before the first limit is in use to this share (0 to 1); negative if one is
+    beyond it."""
     return min(int(limit.total * utilization) - limit.used for limit in within)
 
 
 def cgroup_limits(cgroups: Path = _CGROUPS, own: Path = _OWN) -> Iterator[Limit]:
-    """Yields each memory limit above this process; unreadable ones are skipped."""
+    """Yield the limit of each memory cgroup above this process; unreadable ones are skipped."""
     for directory in _directories(cgroups, own):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),  # version 2

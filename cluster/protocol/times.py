@@ -26,8 +26,8 @@ FORGET_SECONDS = 300.0  # the registry drops a dead worker; late exit notices ar
 # A router's charges in Redis: another router removes them once this lease has run out
 ROUTER_LEASE_SECONDS = LOST_SECONDS
 
-# A router tries a refused request again after a pause that doubles up to this one, at another decode worker if it can. A
-# decode worker leaves the blocks of a refused hand-off free for as long as it may come back.
+# Longest pause before a router tries a refused request again, at another decode worker if there is one; pauses double up
+# to it. The time for which a decode worker keeps blocks free for a refused hand-off follows from it.
 RETRY_PAUSE_SECONDS = 0.5
 
 # Ranks of a worker

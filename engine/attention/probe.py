@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionShape
+from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import Kernel, VarlenBackend
 from engine.ops.team import Team
@@ -23,16 +23,31 @@ HEADS, KV_HEADS, BLOCKS = 4, 2, 5
 TOLERANCE = 5e-2  # absolute; for bf16 values of magnitude 1
 
 
+MakeBackend = Callable[[AttentionShape, Tensor], AttentionBackend]
+
+
 def why_not(
     make: Callable[[], Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
 ) -> str:
     """Return why the kernel cannot be used, or "" if it works."""
-    try:
+
+    def backend() -> MakeBackend:
         kernel = make()
+        return lambda shape, cache: VarlenBackend(shape, cache, kernel)
+
+    return why_not_backend(backend, device, dtype, head_dim, page_size)
+
+
+def why_not_backend(
+    make: Callable[[], MakeBackend], device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
+) -> str:
+    """The same for a whole backend. `make` imports it."""
+    try:
+        backend = make()
         for window in (0, page_size // 2):
             shape = AttentionShape(HEADS, KV_HEADS, head_dim, page_size, (window,))
             for items in _steps(page_size):
-                if not _right(kernel, shape, items, device, dtype):
+                if not _right(backend, shape, items, device, dtype):
                     return "is installed, but its output is not attention: wrong results on this device"
     except Exception as error:  # whatever a broken install, or a kernel that lacks this card, raises
         return f"does not work here ({type(error).__name__}: {str(error).strip() or 'no reason given'})"
@@ -50,7 +65,7 @@ def _steps(page: int) -> list[list[PlanItem]]:
 
 @torch.inference_mode()
 def _right(
-    kernel: Kernel, shape: AttentionShape, items: list[PlanItem], device: torch.device, dtype: torch.dtype
+    make: MakeBackend, shape: AttentionShape, items: list[PlanItem], device: torch.device, dtype: torch.dtype
 ) -> bool:
     random = torch.Generator().manual_seed(len(items[0].token_ids))
     page, dim = shape.page_size, shape.head_dim
@@ -64,7 +79,7 @@ def _right(
     q = draw(len(places), HEADS, dim)
     buffers = StepBuffers(2, 2, len(places), page, device)
     buffers.load(StepDelta.of(StepPlan(items, [])))
-    paged = VarlenBackend(shape, cache, kernel)
+    paged = make(shape, cache)
     paged.begin(buffers)
     got = paged.attend(0, q, k, v)
     plain = SdpaBackend(shape, cache.float(), Team(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -15,7 +16,8 @@ from engine.ops.base import has_numba
 from engine.ops.team import KernelTeam, Team
 
 log = logging.getLogger(__name__)
-NAMES = ("cpu", "sdpa", "varlen", "flash")
+PAGED = ("triton", "flash", "varlen")  # on CUDA, in the order in which "auto" tries them
+NAMES = ("cpu", "sdpa", *PAGED)
 MAX_HEAD_DIM = 256
 
 
@@ -25,7 +27,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
     if name == "auto":
         if device.type != "cuda":
             return "cpu" if fits else "sdpa"
-        paged = (one for one in ("flash", "varlen") if not _refusal(one, device, dtype, head_dim, page_size))
+        paged = (one for one in PAGED if not _refusal(one, device, dtype, head_dim, page_size))
         return next(paged, "sdpa")
     if name not in NAMES:
         raise ConfigError(
@@ -36,15 +38,19 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
             "attention_backend cpu needs numba, float32 or bfloat16, and a head_dim that 8 divides",
             field="attention_backend",
         )
-    if name in ("varlen", "flash") and device.type != "cuda":
+    if name in PAGED and device.type != "cuda":
         raise ConfigError(f"attention_backend {name} needs a CUDA device", field="attention_backend")
-    if name in ("varlen", "flash") and (refusal := _refusal(name, device, dtype, head_dim, page_size)):
+    if name in PAGED and (refusal := _refusal(name, device, dtype, head_dim, page_size)):
         raise ConfigError(f"attention_backend {name} {refusal}", field="attention_backend")
     return name
 
 
 def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
     """Why a paged CUDA kernel can't run here; empty if it can."""
+    if name == "triton":
+        if head_dim > MAX_HEAD_DIM:
+            return f"takes heads of up to {MAX_HEAD_DIM}, not {head_dim}"
+        return _probe(name, device, dtype, head_dim, page_size)
     if dtype is not torch.bfloat16:
         return "needs bfloat16"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:  # FlashAttention 2's, which both are
@@ -61,8 +67,16 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
     from engine.attention import probe
     from engine.attention.varlen import flash_varlen, torch_varlen
 
+    if name == "triton":
+        return probe.why_not_backend(_triton, device, dtype, head_dim, page_size)
     make = flash_varlen if name == "flash" else torch_varlen
     return probe.why_not(make, device, dtype, head_dim, page_size)
+
+
+def _triton() -> Callable[[AttentionShape, Tensor], AttentionBackend]:
+    from engine.attention.triton_backend import TritonBackend
+
+    return TritonBackend
 
 
 def can_run(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
@@ -80,6 +94,8 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> Atte
         from engine.attention.sdpa import SdpaBackend
 
         return SdpaBackend(shape, kv_cache, team)
+    if name == "triton":
+        return _triton()(shape, kv_cache)
     if name == "varlen":
         from engine.attention.varlen import VarlenBackend, torch_varlen
 

@@ -8,10 +8,11 @@ from typing import Protocol
 
 class Recording(Protocol):
     def replay(self) -> None:
-        """Repeat the operations. They read and write the tensors that the recorded function did; numbers that Python
-        computed then are those of then."""
+        """Repeat the operations on the tensors that the function read and wrote. Numbers that Python computed while it was
+        recorded are not computed again."""
 
 
 class Recorder(Protocol):
     def record(self, function: Callable[[], None]) -> Recording:
-        """Record the operations of `function`, which reads nothing back to the host. It is called twice or more."""
+        """Record the operations of `function`, which must read nothing back to the host. It is called at least twice: the
+        first call may compile kernels."""

@@ -2,8 +2,8 @@
 
     step of 5 sequences ─► the next larger size, 8 ─► buffers: 5 of the step, 3 of padding ─► replay ─► 5 rows of logits
 
-Padding is tokens of a sequence of its own, whose row of the block table names the null block only: a block behind the
-pool's, which no request reads. So a replay writes nothing that a request reads, whatever the size.
+Padding is one more sequence, whose row of the block table names only the null block, which no request reads. So a replay
+writes nothing that a request reads, whatever the size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ SIZES = (1, 2, 4, *range(8, 257, 8))
 
 
 def sizes_for(most: int) -> tuple[int, ...]:
-    """The sizes for steps of up to `most` sequences."""
+    """The sizes to record for steps of up to `most` sequences; beyond the last one steps are not recorded."""
     return SIZES[: bisect_left(SIZES, most) + 1]
 
 
 class DecodeGraphs:
-    """`forward` computes the step in the buffers and returns float32 logits [tokens, vocab].
+    """Runs decode steps in which each sequence has `tokens_each` tokens and all logits are wanted.
 
-    Every item of a step has `tokens_each` tokens, and the logits of all are wanted. A size is recorded at its first step,
-    which the warm-up makes.
+    A size is recorded at its first step, which is one of the warm-up.
     """
 
     def __init__(
@@ -44,7 +43,8 @@ class DecodeGraphs:
         logits: Tensor,
         tokens_each: int = 1,
     ):
-        """`logits`, float32 [largest size · tokens_each, vocab], is written by every recording."""
+        """`forward` computes the step in the buffers and returns float32 logits [tokens, vocab]. Every recording writes to
+        `logits`, float32 [largest size · tokens_each, vocab]."""
         self.sizes = sizes
         self._forward = forward
         self._step = step
@@ -54,13 +54,15 @@ class DecodeGraphs:
         self._recordings: dict[int, Recording] = {}
 
     def takes(self, delta: StepDelta) -> bool:
+        """Whether `run` can compute this step."""
         each = self._tokens_each
         if delta.exports or len(delta.rows) > self.sizes[-1]:
             return False
         return bool((delta.counts == each).all() and (delta.logits == each).all())
 
     def run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
-        """Logits of the step's own tokens, valid until the next step. See StepBuffers.load for `drawn`."""
+        """float32 logits [tokens, vocab] of the step without its padding, valid until the next step. For `drawn` see
+        StepBuffers.load."""
         count = len(delta.rows)
         size = self.sizes[bisect_left(self.sizes, count)]
         self._step.load(delta.padded(size - count, self._tokens_each, self._step.null_row), drawn)
@@ -85,12 +87,16 @@ class DecodeGraphs:
         return recording
 
 
+def recorded(device: torch.device, enabled: bool, capturable: bool) -> bool:
+    """Whether decode steps are recorded on this device."""
+    return device.type == "cuda" and enabled and capturable
+
+
 def on_card(device: torch.device, enabled: bool, capturable: bool) -> Recorder | None:
-    """The recorder for steps on this device; None where steps are not recorded."""
-    if device.type != "cuda" or not enabled:
-        return None
-    if not capturable:
-        log.info("decode steps are not recorded: the attention backend reads lengths on the host")
+    """The recorder of this device; None where decode steps are not recorded."""
+    if not recorded(device, enabled, capturable):
+        if recorded(device, enabled, capturable=True):
+            log.info("decode steps are not recorded: the attention backend reads lengths on the host")
         return None
     from engine.graphs.cuda import CudaRecorder
 

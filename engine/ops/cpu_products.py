@@ -43,7 +43,7 @@ def has_instruction() -> bool:
 
 def pack(weight: Tensor) -> Tensor:
     """bf16 [outputs, inputs], inputs even → its panels, in huge pages: processors
-    prefetch within a page only (docs/adr/0143)."""
+    prefetch within a page only (docs/adr/0141)."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
     panels = padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)

@@ -81,7 +81,7 @@ class Adjustments:
             self._forbidden.add(number, np.array(row.forbidden), np.full(len(row.forbidden), -np.inf))
 
     def placed(self, place: Callable[[NDArray[Any]], T]) -> Changes[T]:
-        """What `apply` needs, each array after `place`."""
+        """The changes for `apply`, each array converted by `place`, e.g. to a tensor of the device."""
         kinds = (self._bias, self._repetition, self._frequency, self._forbidden)
         return [_placed(*kind.arrays(), place) if kind.rows else None for kind in kinds]
 

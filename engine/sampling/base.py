@@ -1,4 +1,4 @@
-"""The contract of a sampler: draws are begun, and their results are read later."""
+"""The contract of a sampler: a draw is enqueued on the device, and its results are read later."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class PendingDraw(Protocol):
         """int64 [rows], on the device; before `results` too."""
 
     def results(self) -> list[Result]:
-        """Waits for the device."""
+        """The token of each row, or the error that ends its request. Waits until the device has computed the draw, and
+        everything enqueued before it."""
 
 
 class Sampler(Protocol):
     def begin(self, logits: Tensor, source: list[int], rows: Sequence[Row]) -> PendingDraw:
-        """Begin to draw; row i reads row source[i] of `logits`, fp32 [any, vocab], which may be written again once the
-        device has done what was begun."""
+        """Begin a draw: row i is drawn from row source[i] of `logits`, fp32 [any, vocab], which must not change until the
+        device has computed the draw. There may be no row."""
 
 
 def is_sound(logits: Tensor) -> bool:

@@ -99,8 +99,11 @@ class DeviceDraw:
         results: list[Result] = [Sampled(token) for token in tokens]
         for j, i in enumerate(batch.cut):
             if finite[i] and not known[j]:
-                results[i] = Sampled(self._again(i, j))
                 self.redrawn.add(i)
+                try:
+                    results[i] = Sampled(self._again(i, j))
+                except Exception as error:  # no memory for a whole row's sort
+                    batch.failed[i] = engine_request_error(error)
         for j, i in enumerate(batch.asked):
             count = min(batch.top, batch.rows[i].params.top_logprobs)
             place = slice(j * batch.top, j * batch.top + count)
@@ -145,6 +148,8 @@ class DeviceSampler:
         try:
             return self._begin(logits, source, rows)
         except Exception as error:
+            if not rows:  # the device itself has failed
+                raise
             log.warning("a step's draw failed, each row is drawn alone", exc_info=error)
             results = [
                 sampler.sample(logits[s : s + 1], [row])[0] for s, row in zip(source, rows, strict=True)

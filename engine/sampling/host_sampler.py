@@ -1,4 +1,4 @@
-"""The sampler that has its results at once: on CPUs, and where a batch on another device failed as a whole."""
+"""The sampler that draws at once: on CPUs, and on other devices for a batch that failed as a whole."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class HostDraw:
 
 class HostSampler:
     def begin(self, logits: Tensor, source: list[int], rows: Sequence[Row]) -> HostDraw:
-        results = sample(logits[source], rows)
+        results = sample(logits[source], rows) if rows else []
         return HostDraw(results, unsound_rows(logits, source, results), logits.device)
 
 
 def unsound_rows(logits: Tensor, source: list[int], results: list[Result]) -> set[int]:
-    """Of the rows that failed."""
+    """Those of the failed rows whose logits, as the model gave them, have no finite maximum."""
     failed = (i for i, one in enumerate(results) if not isinstance(one, Sampled))
     return {i for i in failed if not is_sound(logits[source[i]])}

@@ -1,4 +1,4 @@
-"""Numbers between host and device, one copy each way and step, through memory that the device can copy by itself."""
+"""Copies numbers between host and device, once each way per step, through pinned memory on CUDA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Host:
 
 
 class Transit:
-    """Two buffers each way take turns: one step's may still be copied when the next one's is written."""
+    """There are two host buffers each way, used in turn: one step's may still be copied when the next one's is written."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -44,7 +44,8 @@ class Transit:
         self._turn ^= 1
 
     def send(self, arrays: list[NDArray[Any]]) -> list[Tensor]:
-        """The arrays of 64-bit numbers on the device, valid until the next `send`."""
+        """Copy arrays of 64-bit numbers to the device. The tensors have the arrays' shapes and are valid until the next
+        `send`."""
         sizes = [array.size for array in arrays]
         total = sum(sizes)
         host = self._up[self._turn].at_least(total)
@@ -60,7 +61,8 @@ class Transit:
         ]
 
     def fetch(self, numbers: list[Tensor]) -> Callable[[], list[NDArray[Any]]]:
-        """Copy tensors of 64-bit numbers back; the function waits for the copy and gives their values in flat arrays."""
+        """Begin to copy tensors of 64-bit numbers to the host. The returned function waits for the copy and returns a flat
+        array per tensor."""
         packed = torch.cat([one.flatten().view(torch.int64) for one in numbers])
         sizes = [one.numel() for one in numbers]
         kinds = [np.float64 if one.dtype is torch.float64 else np.int64 for one in numbers]

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class ExpectedTransfer:
     message: m.ExpectTransfer
     digests: Digests
-    reserved: Mark  # before it the engine may still use the blocks for whoever had them last
+    reserved: Mark  # until it is reached, the engine may use the blocks for the request that had them last
 
 
 class Expectations:
@@ -167,7 +167,7 @@ class SlotMemory:
 
 @dataclass(eq=False)
 class LandingPart:
-    """A part between its arrival and its outcome.
+    """A part from its arrival to its outcome.
 
     arrived ─► (filled) ─► digest ─► scatter ─► outcome
     """
@@ -179,12 +179,14 @@ class LandingPart:
     place: Place | None = None  # once it is checked
     digest: Pending[bytes] | None = None
     scatter: Pending[bool] | None = None
-    ending: Mark | None = None  # of a part that is given up: after what was enqueued until then
-    outcome: str | None = None  # "" = verified and scattered, or why not; None: it goes on
+    ending: Mark | None = (
+        None  # of a part that was given up: reached once what was enqueued until then has ended
+    )
+    outcome: str | None = None  # "" = verified and scattered, or the reason why not; None = neither yet
 
     @property
     def has_ended(self) -> bool:
-        """Whether the device does nothing of it any more."""
+        """Whether the device has ended all work on it."""
         return all(
             one is None or one.result() is not None for one in (self.digest, self.scatter, self.ending)
         )
@@ -200,7 +202,7 @@ class PartLanding:
     at_landed: FaultPoint
 
     def advance(self, part: LandingPart) -> bool:
-        """Do for a part what can be done now; return whether it has its outcome.
+        """Take a part as far as possible without waiting; return whether it has its outcome.
 
         Raises only what the device reports about itself: the thread serves all hand-offs.
         """
@@ -220,7 +222,7 @@ class PartLanding:
         part.ending = part.ending or self.copier.enqueued()
 
     def _next(self, part: LandingPart) -> str | None:
-        """The outcome, or None while the device works or has no room."""
+        """The outcome, or None while the device works on the part or has no free buffer."""
         if part.ending is not None:
             return "failed" if part.has_ended else None
         if part.place is None and (problem := self._arrive(part)) != "":
@@ -228,7 +230,7 @@ class PartLanding:
         return self._land(part)
 
     def _arrive(self, part: LandingPart) -> str | None:
-        """Check a part, and put its bytes into its slot; "" once both are done."""
+        """Check a part and copy its bytes into its slot; "" once both are done, a reason if the check fails, else None."""
         header = part.header
         place = self.shape.place(header, part.transfer.message, header.source_rank)
         if place is None or not self._fits(part):

@@ -2,7 +2,7 @@
 
 The leader accounts for the ring; this thread has only the expectations that the leader has sent. A notification that does
 not match one is dropped and counted. On a device a part is verified and scattered by work that this thread enqueues and
-polls: until that has ended, neither its slot nor its blocks are given to anyone else.
+polls; its slot and its blocks stay in use until that has ended.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class Settling:
         return bool(self._waiting)
 
     def add(self, token: bytes, arrived: int) -> None:
-        """`arrived`: parts until now."""
+        """`arrived`: how many parts have arrived until now."""
         self._waiting.append((time.monotonic() + SETTLE_SECONDS, self._polls + SETTLE_POLLS, arrived, token))
 
     def polled(self) -> None:
         self._polls += 1
 
     def take(self, now: float, ended: int) -> bytes | None:
-        """Remove and return the token of a request that is to be confirmed. `ended`: parts that have their outcome, and
-        all before them."""
+        """Remove and return the token of a request that is to be confirmed now, if there is one. `ended`: how many of the
+        first parts that arrived have their outcome."""
         if not self._waiting:
             return None
         since, polls, arrived, token = self._waiting[0]
@@ -240,7 +240,7 @@ class ReceiverRank:
 
     @property
     def _ended_parts(self) -> int:
-        """Parts that have their outcome, and so have all before them."""
+        """How many of the first parts that arrived have their outcome."""
         return self._landing_parts[0].number - 1 if self._landing_parts else self._arrived_parts
 
     def _advance(self) -> bool:
@@ -297,7 +297,7 @@ class ReceiverRank:
             self._report()
 
     def _lands(self, transfer_id: bytes) -> bool:
-        """Whether a part of it has no outcome."""
+        """Whether a part of the hand-off has no outcome yet."""
         return any(part.header.transfer_id == transfer_id for part in self._landing_parts)
 
     def _give_up(self, gone: Callable[[LandingPart], bool]) -> None:

@@ -1,7 +1,7 @@
 """The contract of a part copier.
 
-Nothing here waits: a method enqueues its work on the device and returns something whose `result` is polled. Where the
-work is done at once, as on a CPU, the result is there at once.
+No method waits: it enqueues work on the device and returns an object whose `result` is polled. A CPU does the work at
+once, so that the first poll has its result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pending(Protocol[T_co]):
         """None until the work has ended. Raises what the device reports."""
 
 
-Mark = Pending[bool]  # a point in the order of a device's work
+Mark = Pending[bool]  # reached once all work that was enqueued before it has ended
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ReadPart:
 
 
 class PartCopier(Protocol):
-    """Copies the parts of one rank's KV cache. One thread uses it, after `use_thread`; `mark` may be called on any.
+    """Copies the parts of one rank's KV cache. One thread uses it, after `use_thread`; any thread may call `mark`.
 
-    A method that returns None or False has no buffer free: call it again later.
+    A method that returns None or False found no free buffer and has enqueued nothing: it is to be called again later.
     """
 
     @property
@@ -71,15 +71,15 @@ class PartCopier(Protocol):
         """Prepare the calling thread: called once, first, on the thread that uses this copier."""
 
     def mark(self) -> Mark:
-        """Reached once the device has computed everything that the engine has enqueued until now. On the engine's thread
-        that is its current stream."""
+        """Reached once the device has computed everything that the engine has enqueued until now: on the engine's thread
+        in the current stream, on the copier's own thread in the stream that was current when the copier was made."""
 
     def enqueued(self) -> Mark:
-        """Reached once everything that this copier has enqueued until now has ended."""
+        """Reached once everything that this copier itself has enqueued until now has ended."""
 
     def pieces(self, place: Place, least_bytes: int) -> list[Tensor] | None:
-        """The part as it lies in the cache, if a transport should read it there: in pieces of at least `least_bytes`, in
-        the order of the wire. Raises IndexError for a block that does not exist."""
+        """Views of the part in the cache, each of at least `least_bytes`, in the order of the wire; None if a transport
+        should not read it there. Raises IndexError for a block that does not exist."""
 
     def read(
         self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool
@@ -92,7 +92,9 @@ class PartCopier(Protocol):
     def fill(self, slot: Tensor, payload: bytes) -> bool:
         """Copy `payload` to the beginning of `slot`, before any work that is enqueued later."""
 
-    def digest(self, data: Tensor, kind: str) -> Pending[bytes] | None: ...
+    def digest(self, data: Tensor, kind: str) -> Pending[bytes] | None:
+        """Compute the digest of `data` (uint8, of this device). `kind`: one of `digest_kinds`, or digest.NONE, which
+        gives b""."""
 
     def scatter(self, data: Tensor, place: Place, after: Mark) -> Pending[bool] | None:
         """Copy a part from `data` (uint8) into the cache, once `after` is reached. Raises IndexError as `read` does."""

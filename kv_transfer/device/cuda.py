@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 B = TypeVar("B")
 
-WORKS = 8  # in progress at a time, each with buffers of its own
+WORKS = 8  # in progress at a time; each has buffers of its own
 HOST_PARTS = 2  # parts on their way through main memory, for transports that read nothing else
-LEAST_ROW_BYTES = 256  # of a cache whose row indices `device_bytes` has counted
+LEAST_ROW_BYTES = 256  # `device_bytes` counts the row numbers of a cache whose rows are at least as long
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -45,40 +45,48 @@ class EventMark:
         return True if self.event.query() else None
 
 
-class Pool(Generic[B]):
-    """Buffers; one that was given back is used again after its event."""
+class BufferPool(Generic[B]):
+    """A fixed number of buffers."""
 
     def __init__(self, buffers: list[B]):
         self._free = deque(buffers)
-        self._leaving: list[tuple[Event, B]] = []
+        self._released: list[tuple[Event, B]] = []  # in use until the event
 
-    def take(self) -> B | None:
-        if self._leaving:
-            ended = [(event, buffer) for event, buffer in self._leaving if event.query()]
-            for one in ended:
-                self._leaving.remove(one)
-                self._free.append(one[1])
+    def acquire(self) -> B | None:
+        """None if all are in use."""
+        for one in [one for one in self._released if one[0].query()]:
+            self._released.remove(one)
+            self._free.append(one[1])
         return self._free.popleft() if self._free else None
 
-    def give_back(self, buffer: B, after: Event | None = None) -> None:
+    def release(self, buffer: B, after: Event | None = None) -> None:
+        """`after`: the last event that uses the buffer; None: it is not in use any more."""
         if after is None:
             self._free.append(buffer)
         else:
-            self._leaving.append((after, buffer))
+            self._released.append((after, buffer))
 
 
 @dataclass(eq=False)
 class Buffers:
-    """Of one work: the row numbers of its part, and its partial sums."""
+    """What one work needs beside its part; int64, the host's pinned."""
 
-    rows: Tensor  # int64, of the device
-    host_rows: Tensor  # pinned
-    sums: Tensor
+    rows: Tensor  # [most rows of a part]: row numbers in the cache
+    host_rows: Tensor
+    sums: Tensor  # [SUMS]: partial sums of the digest
     host_sums: Tensor
 
 
-class Enqueued(Generic[T]):
-    """Work up to an event. `finish` makes its result, once."""
+class IndexedRows(NamedTuple):
+    """A part's whole blocks as rows: `part[i]` belongs to `cache[numbers[i]]`. Both have the widest integers that fit."""
+
+    cache: Tensor  # [all rows, columns]
+    numbers: Tensor  # int64 [rows]
+    part: Tensor  # [rows, columns]
+
+
+class EnqueuedWork(Generic[T]):
+    """Work that has ended at an event. `finish` makes its result, and is called once."""
 
     def __init__(self, event: Event, finish: Callable[[], T]):
         self._event = event
@@ -95,8 +103,8 @@ class CudaCopier:
     digest_kinds = (SUM64,)
 
     def __init__(self, kv_cache: Tensor, part_bytes: int, cuda: Cuda | None = None):
-        """`part_bytes`: of the largest part. Call it where the model is loaded: the current stream is taken for the one in
-        which a decode worker's engine computes."""
+        """`part_bytes`: of the largest part. Make it on the thread that loads the model: a decode worker's engine computes
+        in the stream that is current here."""
         self._cache = kv_cache
         self._cuda: Cuda = cuda or TorchCuda(kv_cache.device)
         self._rows = CacheRows.of(kv_cache)
@@ -104,8 +112,8 @@ class CudaCopier:
         self._stream = self._cuda.new_stream()
         rows = max(1, part_bytes // (self._rows.least_elements * kv_cache.element_size()))
         with self._cuda.on(self._stream):
-            self._buffers = Pool([self._make_buffers(rows) for _ in range(WORKS)])
-            self._host_parts = Pool([self._cuda.pinned(part_bytes) for _ in range(HOST_PARTS)])
+            self._buffers = BufferPool([self._make_buffers(rows) for _ in range(WORKS)])
+            self._host_parts = BufferPool([self._cuda.pinned(part_bytes) for _ in range(HOST_PARTS)])
         self._sum = self._choose_sum()
 
     def _make_buffers(self, rows: int) -> Buffers:
@@ -148,17 +156,17 @@ class CudaCopier:
         return EventMark(self._cuda.record(self._stream))
 
     def pieces(self, place: Place, least_bytes: int) -> None:
-        """A part is gathered: reading it from the cache's many pieces was not measured on any card yet."""
+        """None: parts are gathered. It was measured on no card yet whether reading the cache's many pieces is faster."""
 
     def read(
         self, place: Place, into: Tensor, kind: str, after: Mark, *, to_host: bool
     ) -> Pending[ReadPart] | None:
         self._rows.check(place)
-        buffers = self._buffers.take()
-        host = self._host_parts.take() if to_host and buffers is not None else None
+        buffers = self._buffers.acquire()
+        host = self._host_parts.acquire() if to_host and buffers is not None else None
         if buffers is None or (to_host and host is None):
             if buffers is not None:
-                self._buffers.give_back(buffers)
+                self._buffers.release(buffers)
             return None
         pieces = [into if host is None else host[: into.numel()]]
 
@@ -171,7 +179,7 @@ class CudaCopier:
 
         def release() -> None:
             if host is not None:
-                self._host_parts.give_back(host)
+                self._host_parts.release(host)
 
         def finish() -> ReadPart:
             return ReadPart(pieces, self._digest_in(buffers, kind), release)
@@ -179,7 +187,7 @@ class CudaCopier:
         return self._run(enqueue, finish, buffers, host)
 
     def fill(self, slot: Tensor, payload: bytes) -> bool:
-        host = self._host_parts.take()
+        host = self._host_parts.acquire()
         if host is None:
             return False
         size = len(payload)
@@ -187,13 +195,13 @@ class CudaCopier:
         try:
             slot[:size].copy_(host[:size], non_blocking=True)
         finally:
-            self._host_parts.give_back(host, after=self._cuda.record(self._stream))
+            self._host_parts.release(host, after=self._cuda.record(self._stream))
         return True
 
     def digest(self, data: Tensor, kind: str) -> Pending[bytes] | None:
         if kind == NONE:
             return Done(b"")
-        buffers = self._buffers.take()
+        buffers = self._buffers.acquire()
         if buffers is None:
             return None
         return self._run(
@@ -202,7 +210,7 @@ class CudaCopier:
 
     def scatter(self, data: Tensor, place: Place, after: Mark) -> Pending[bool] | None:
         self._rows.check(place)
-        buffers = self._buffers.take()
+        buffers = self._buffers.acquire()
         if buffers is None:
             return None
 
@@ -221,22 +229,22 @@ class CudaCopier:
         buffers: Buffers,
         host: Tensor | None = None,
     ) -> Pending[T]:
-        """Enqueue work. If that fails, its buffers are used again after what was enqueued of it."""
+        """Enqueue work. Where that raises, the buffers stay in use until what was enqueued has ended."""
         try:
             enqueue()
         except BaseException:
             event = self._cuda.record(self._stream)
-            self._buffers.give_back(buffers, after=event)
+            self._buffers.release(buffers, after=event)
             if host is not None:
-                self._host_parts.give_back(host, after=event)
+                self._host_parts.release(host, after=event)
             raise
 
         def end() -> T:
             result = finish()
-            self._buffers.give_back(buffers)
+            self._buffers.release(buffers)
             return result
 
-        return Enqueued(self._cuda.record(self._stream), end)
+        return EnqueuedWork(self._cuda.record(self._stream), end)
 
     def _wait(self, after: Mark) -> None:
         if isinstance(after, EventMark):
@@ -244,21 +252,19 @@ class CudaCopier:
 
     def _gather(self, place: Place, part: Tensor, buffers: Buffers) -> None:
         """One launch for all whole blocks."""
-        if (found := self._indexed(place, part, buffers)) is not None:
-            table, rows, inside = found
-            torch.index_select(table, 0, rows, out=inside)
+        if (rows := self._indexed(place, part, buffers)) is not None:
+            torch.index_select(rows.cache, 0, rows.numbers, out=rows.part)
         for inside_cache, inside_part in self._cut(place, part):
             inside_part.copy_(inside_cache, non_blocking=True)
 
     def _scatter(self, part: Tensor, place: Place, buffers: Buffers) -> None:
-        if (found := self._indexed(place, part, buffers)) is not None:
-            table, rows, inside = found
-            table.index_copy_(0, rows, inside)
+        if (rows := self._indexed(place, part, buffers)) is not None:
+            rows.cache.index_copy_(0, rows.numbers, rows.part)
         for inside_cache, inside_part in self._cut(place, part):
             inside_cache.copy_(inside_part, non_blocking=True)
 
-    def _indexed(self, place: Place, part: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(the cache as a table, row numbers, the part's whole blocks as rows)"""
+    def _indexed(self, place: Place, part: Tensor, buffers: Buffers) -> IndexedRows | None:
+        """None for a part without a whole block."""
         whole = self._rows.whole(place)
         if whole is None:
             return None
@@ -270,11 +276,14 @@ class CudaCopier:
         buffers.host_rows.numpy()[:count] = whole.index
         buffers.rows[:count].copy_(buffers.host_rows[:count], non_blocking=True)
         first = whole.begin * width
-        inside = part[first : first + count * row_bytes].view(word).view(count, columns)
-        table = self._cache.view(-1).view(word).view(-1, columns)
-        return table, buffers.rows[:count], inside
+        return IndexedRows(
+            self._cache.view(-1).view(word).view(-1, columns),
+            buffers.rows[:count],
+            part[first : first + count * row_bytes].view(word).view(count, columns),
+        )
 
     def _cut(self, place: Place, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of the cut blocks: (in the cache, in the part)."""
         flat = part.view(self._cache.dtype)
         return [
             pair for cut, begin in self._rows.cut(place) for pair in pairs(self._cache, flat[begin:], cut)
@@ -291,6 +300,6 @@ class CudaCopier:
 
 
 def device_bytes(part_bytes: int) -> int:
-    """Upper bound of the device memory that a copier takes, for parts of `part_bytes`."""
+    """Upper bound of the bytes of device memory that a copier allocates, for parts of at most `part_bytes`."""
     buffers = WORKS * 8 * (part_bytes // LEAST_ROW_BYTES + sum64.SUMS)
     return buffers + (0 if sum64.kernel() else 3 * part_bytes)

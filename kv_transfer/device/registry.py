@@ -1,4 +1,4 @@
-"""The part copier of a device, and the memory of it that hand-offs take."""
+"""Chooses the part copier of a device, and says how much of its memory hand-offs take."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The digest `sum64` (layout/digest.py) as sums that a device computes without its host waiting for them.
+"""The digest `sum64` (layout/digest.py) in two halves, so that the host does not wait for the device.
 
-The device adds up partial sums, the host the few that are left. By a kernel where Triton is installed, else by
-operations of torch, which need twice the part's bytes beside it.
+The device computes partial sums, the host adds them up. A Triton kernel computes them where Triton is installed, else
+torch's operations, which need twice the part's bytes of further memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-PARTIAL_SUMS = 256  # pairs: of the words, and of the words weighted by their index from 1
+PARTIAL_SUMS = 256  # pairs: the sum of some words, and that of each word times its index from 1
 SUMS = 2 * PARTIAL_SUMS
 WIDEST = 1024  # columns of the table that torch's operations sum
 Sum = Callable[[Tensor, Tensor], None]
@@ -21,8 +21,8 @@ Sum = Callable[[Tensor, Tensor], None]
 
 
 def torch_sums(words: Tensor, sums: Tensor) -> None:
-    """As a table of rows: a word's index is row · columns + column, so that the weighted sum needs no product of the size
-    of the words."""
+    """A `Sum` by torch. In a table a word's index is row · columns + column, so row and column sums give the weighted sum
+    without a product as large as the part."""
     count = words.numel()
     columns = min(WIDEST, count & -count) if count else 1
     table = words.view(-1, columns).to(torch.int64)
@@ -35,13 +35,13 @@ def torch_sums(words: Tensor, sums: Tensor) -> None:
 
 
 def sum64(sums: Tensor) -> bytes:
-    """The digest. `sums`: in main memory."""
+    """The digest, 16 bytes. `sums`: int64 [SUMS] in main memory."""
     total, weighted = (int(one) for one in sums.view(-1, 2).numpy().sum(0))
     return (total % 2**64).to_bytes(8, "little") + (weighted % 2**64).to_bytes(8, "little")
 
 
 def kernel() -> Sum | None:
-    """Triton's, or None where it is not installed."""
+    """The Triton kernel, or None where Triton is not installed."""
     try:
         from kv_transfer.device.sum64_kernel import kernel_sums
     except ImportError as error:

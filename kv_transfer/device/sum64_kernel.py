@@ -1,4 +1,4 @@
-"""The sums of a part in one launch. Importing it needs Triton."""
+"""The partial sums of a part (sum64.py) in one launch. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 2048  # of one step of one program
+WORDS = 2048  # that one program adds in one step
 WARPS = 8
 
 
 @triton.jit(do_not_specialize=["count"])
-def sum_words(words, sums, count, step: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+def sum_words(words, sums, count, step: tl.constexpr):
     """Program p of P sums the words of steps p, p + P, …; `sums` [P, 2] int64, `words` [count] int32."""
     program = tl.program_id(0)
     total = tl.zeros([step], tl.int64)
@@ -26,4 +26,5 @@ def sum_words(words, sums, count, step: tl.constexpr):  # type: ignore[no-untype
 
 
 def kernel_sums(words: Tensor, sums: Tensor) -> None:
+    """A `Sum` (sum64.py)."""
     sum_words[(sums.numel() // 2,)](words, sums, words.numel(), step=WORDS, num_warps=WARPS)

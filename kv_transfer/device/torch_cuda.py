@@ -1,4 +1,4 @@
-"""What a part copier uses of torch.cuda."""
+"""The part of torch.cuda that a part copier uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Event(Protocol):
 
 
 class Cuda(Protocol):
-    """What of torch.cuda is used, so that a test can stand in for it."""
+    """Streams, events and memory of one device. Tests give one of their own, because they have no card."""
 
     def new_stream(self) -> Any: ...
 
@@ -28,7 +28,7 @@ class Cuda(Protocol):
     def record(self, stream: Any) -> Event: ...
 
     def wait(self, stream: Any, event: Any) -> None:
-        """What is enqueued in `stream` from now on begins after `event`."""
+        """Let work that is enqueued in `stream` from now on begin after `event`. The host does not wait."""
 
     def synchronize(self, stream: Any) -> None: ...
 

@@ -1,11 +1,12 @@
-"""A part as rows of equal length, for devices that copy many rows with one indexed operation.
+"""Divides a part into rows of equal length, for devices that copy many rows with one indexed operation.
 
           cut block │        whole blocks        │ cut block
     tokens ─────────┼────────────────────────────┼──────────►
               Place │ rows of the cache, indexed │ Place
 
-A row is the longest piece of a whole block that has the same length for all of the part: a layer, or those heads of one
-layer's K or V that lie together. The at most two cut blocks at the ends of a part are copied one by one.
+A row is a layer of a block if the part has all heads, else a group of neighbouring heads of one layer's K or V: as many
+as divide the cache's heads, the part's heads and the first of these. The at most two cut blocks at the ends of a part are
+copied one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class CacheRows:
 
     @property
     def least_elements(self) -> int:
-        """Of a row."""
+        """Elements of the shortest row: one head."""
         return self.page_size * self.head_dim
 
     def check(self, place: Place) -> None:
@@ -85,7 +86,7 @@ class CacheRows:
                 yield cut, (some.start - tokens.start) * self._token_elements(place)
 
     def _border(self, place: Place) -> tuple[int, int]:
-        """Token positions between which the part's whole blocks lie; the first is not below the second if it has none."""
+        """(begin, end) of the tokens in the part's whole blocks; begin ≥ end if it has none."""
         page, tokens = self.page_size, place.tokens
         return -(-tokens.start // page) * page, tokens.stop // page * page
 

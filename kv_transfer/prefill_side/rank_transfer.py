@@ -38,7 +38,7 @@ class Part:
 
     job: Job
     index: int
-    computed: Mark = REACHED  # nothing is read before
+    computed: Mark = REACHED  # the part is read after it
     grant: handoff_pb2.SlotGrant | None = None
     posted: bool = False  # under its present grant
     grants: set[tuple[int, int]] = field(default_factory=set)  # (slot, generation) of all its grants
@@ -105,6 +105,40 @@ class Group:
 
 
 @dataclass(eq=False)
+class NotedLayers:
+    """Layers of a chunk that the engine's thread has enqueued and that are in no group yet. Used on that thread only."""
+
+    cutting: Cutting
+    flows: Sequence[Flow]
+    layers: range = range(0)
+    blocks: list[int] = field(default_factory=list)
+
+    def note(
+        self, layer: int, begin: int, end: int, block_ids: Sequence[int], mark: Callable[[], Mark]
+    ) -> Group | None:
+        """Note a layer of the tokens [begin, end); return the group that it completes, with a `mark` behind it."""
+        if layer == 0:
+            self.layers = range(0)
+            self.blocks = list(block_ids[: -(-end // self.cutting.page_size)])
+        self.layers = range(self.layers.start if self.layers else layer, layer + 1)
+        size = self.cutting.bytes(self.flows, len(self.layers), end - begin)
+        if layer < self.cutting.num_layers - 1 and size < self.cutting.part_bytes:
+            return None
+        group = Group(self.layers, begin, end, self.blocks, mark())
+        self.layers = range(0)
+        return group
+
+
+@dataclass(eq=False)
+class UncutLayers:
+    """Layers of a chunk that are in no job yet."""
+
+    layers: range = range(0)
+    tokens: range = range(0)
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Transfer:
     """One hand-off at a rank."""
 
@@ -121,13 +155,13 @@ class Transfer:
     announced: bool = False
     closing: bool = False
     failed: bool = False  # an exception in this rank: nothing more is posted until CloseTransfer
-    _noted: range = range(0)  # layers, by the engine's thread: not in a group yet
-    _noted_blocks: list[int] = field(default_factory=list)
+    _noted: NotedLayers = field(init=False)
     _seen_first: bool = False
-    _layers: range = range(0)  # of the current token range, not yet cut into a job
-    _tokens: range = range(0)
-    _blocks: list[int] = field(default_factory=list)
+    _uncut: UncutLayers = field(default_factory=UncutLayers)
     _last_asked: Mark = REACHED
+
+    def __post_init__(self) -> None:
+        self._noted = NotedLayers(self.cutting, self.opened.flows)
 
     def note(
         self,
@@ -139,16 +173,10 @@ class Transfer:
     ) -> bool:
         """On the engine's thread: this layer of these tokens is enqueued. Returns whether there is enough for a part; then
         `mark` was called, once."""
-        if layer == 0:
-            self._noted = range(0)
-            self._noted_blocks = list(block_ids[: -(-token_end // self.cutting.page_size)])
-        self._noted = range(self._noted.start if self._noted else layer, layer + 1)
-        size = self.cutting.bytes(self.opened.flows, len(self._noted), token_end - token_begin)
-        if layer < self.cutting.num_layers - 1 and size < self.cutting.part_bytes:
-            return False
-        self.launched.append(Group(self._noted, token_begin, token_end, self._noted_blocks, mark()))
-        self._noted = range(0)
-        return True
+        group = self._noted.note(layer, token_begin, token_end, block_ids, mark)
+        if group is not None:
+            self.launched.append(group)
+        return group is not None
 
     @property
     def cuttable(self) -> bool:
@@ -166,7 +194,7 @@ class Transfer:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether something is being read, or a mark is not reached that the next part waits for."""
+        """Whether something is being read, or the next part waits for a mark that is not reached."""
         return self.reading or (bool(self.unasked) and self._last_asked.result() is None)
 
     @property
@@ -186,26 +214,26 @@ class Transfer:
     def _cut_one(self, group: Group) -> None:
         held, first, stop = self.opened.held_tokens, group.layers.start, group.layers.stop
         if first == 0:
-            self._layers, self._blocks = range(0), group.blocks
-            self._tokens = range(max(group.begin, held), group.end)
+            self._uncut = UncutLayers(range(0), range(max(group.begin, held), group.end), group.blocks)
             if not self._seen_first:
                 self._seen_first = True
                 if group.begin > held:  # from this worker's own prefix cache: final in every layer
                     layers = range(self.cutting.num_layers)
                     self._add(layers, range(held, group.begin), group.computed)
-        self._layers = range(self._layers.start if self._layers else first, stop)
+        uncut = self._uncut
+        uncut.layers = range(uncut.layers.start if uncut.layers else first, stop)
         last = stop == self.cutting.num_layers
-        size = self.cutting.bytes(self.opened.flows, len(self._layers), len(self._tokens))
+        size = self.cutting.bytes(self.opened.flows, len(uncut.layers), len(uncut.tokens))
         if last or (size >= self.cutting.part_bytes and not self.launched):
-            layers, self._layers = self._layers, range(0)
-            if self._tokens:
-                self._add(layers, self._tokens, group.computed)
+            layers, uncut.layers = uncut.layers, range(0)
+            if uncut.tokens:
+                self._add(layers, uncut.tokens, group.computed)
         if last:
-            self.complete_tokens = self._tokens.stop
+            self.complete_tokens = uncut.tokens.stop
 
     def _add(self, layers: range, tokens: range, computed: Mark) -> None:
         for flow in self.opened.flows:
-            for job in self.cutting.jobs(flow, self.opened.slot_bytes, layers, tokens, self._blocks):
+            for job in self.cutting.jobs(flow, self.opened.slot_bytes, layers, tokens, self._uncut.blocks):
                 index = self.counts.get(flow.target_rank, 0)
                 self.counts[flow.target_rank] = index + 1
                 self.bytes += job.bytes

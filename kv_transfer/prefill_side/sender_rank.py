@@ -4,7 +4,7 @@ engine thread:  layer_computed ──note──► jobs
 own thread:     parts ─(slots asked)─► granted ─┬─ in large pieces: as they lie in the cache ────┬─► written ─► verified
                                                 └─ else gathered into staging, free when verified ┘
 
-Blocks and staging are in use until the device has read them, too: Drained waits for that as for a write.
+Blocks and staging stay in use until the device has read them: TransferDrained waits for reads as it does for writes.
 
 Slots are requested for many parts ahead, so that a part's result and a further grant travel together. Staging is
 allocated only for parts that have a slot, so that a peer that grants nothing uses none of it.

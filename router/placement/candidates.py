@@ -24,7 +24,7 @@ class Candidates:
 
     @cached_property
     def arguments(self) -> list[bytes]:
-        """Packed when the script is called: a router that places without Redis needs them not."""
+        """Packed when the script is called, because a router that places without Redis does not use them."""
         workers = (*self.decode, *self.prefill)
         where = [one.location for one in workers]
         return [
@@ -48,13 +48,13 @@ class Candidates:
 
 
 def _numbered(names: Iterable[str]) -> bytes:
-    """A byte for each name: equal ones have the same number, "" has 0. Of 255 names at most."""
+    """A byte per name: equal names have the same number, "" has 0. There may be 255 different names."""
     numbers = {"": 0}
     return bytes(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 class Heads:
-    """The best of the sorted sets of a KV group, but for some workers."""
+    """The first workers of the sorted sets of a KV group, without some that are named."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What all routers had placed when Redis last answered, for placement while it does not."""
+"""The load of the workers, by all routers, when Redis last answered: for placement while it does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALID_SECONDS = 60.0  # later most of what was placed then has ended
 
 
 class LastLoads:
-    """Tokens that wait at prefill workers and that are resident at decode workers."""
+    """Load by worker: tokens that wait at a prefill worker, tokens that are resident at a decode worker."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class LastLoads:
         self._charges, self._eligibility = charges, eligibility
         self._clock = clock
         self._read_at = -VALID_SECONDS
-        self._then: dict[str, int] = {}  # by name; what this router had placed is among it
-        self._own: Mapping[str, int] = {}  # what it had placed
-        self._fullest = 0
+        self._then: dict[str, int] = {}  # by name, what this router had placed included
+        self._own: Mapping[str, int] = {}  # by name, what this router had placed
+        self._fullest = 0  # the largest load in `_then`
 
     def ask(self, pipeline: Pipeline) -> Callable[[Answers], None]:
         own, eligibility = dict(self._charges.by_worker), self._eligibility()
@@ -57,7 +57,7 @@ class LastLoads:
         )
 
     def refused(self, error: redis.RedisError) -> None:
-        """What was read before goes on to be used."""
+        """The loads that were read before stay in use."""
 
     def _take(self, own: Mapping[str, int], loads: Iterable[tuple[str, Any]]) -> None:
         self._then = {name: int(load or 0) for name, load in loads}
@@ -69,12 +69,13 @@ class LastLoads:
         return self._clock() - self._read_at < VALID_SECONDS
 
     def of(self, name: str) -> int | None:
-        """Then, and what this router has added since. None: the worker had more than those that were read."""
+        """The load that was read, and what this router has added since; None for a worker that was not among those with
+        the least load."""
         then = self._then.get(name)
         return None if then is None else self._since(name, then)
 
     def at_least(self, name: str) -> int:
-        """As `of`; of a worker that had more than those that were read, what the fullest of these had."""
+        """As `of`; where that is None, a lower bound: the largest load that was read, and what this router has added."""
         return self._since(name, self._then.get(name, self._fullest))
 
     def _since(self, name: str, then: int) -> int:

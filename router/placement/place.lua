@@ -15,22 +15,22 @@
 --   7   priority class: high | normal | batch
 --   8   transfer id
 --   9   packed charge that a former call for the same placement has made, and this one replaces; '': none
---   10  KV group whose sets (sets.lua) the candidates are read from, or where they follow: '' these are all, and nobody reads
---       the sets; '-' some of many
---   11  number of prefill candidates; with a group 1, or 0: none is wanted
---   with a group: 12 names of prefill workers to pass over and 13 of decode workers, each behind a zero byte; 14 how many
---       prefill workers, 15 decode workers the router sees
+--   10  KV group whose sets (sets.lua) the candidates are read from. Where the candidates are arguments instead: '' if they are
+--       all workers, so that the sets are not kept; '-' if they are some of many
+--   11  number of prefill candidates; with a group 1 if a prefill worker is wanted, else 0
+--   with a group: 12 names of prefill workers and 13 of decode workers to pass over, each behind a zero byte; 14 how many
+--       prefill workers and 15 decode workers the router sees
 --   without: 12 slots of the candidates, decode workers first (4-byte numbers, packed), 13 capacities of the decode workers
 --       (8-byte doubles, packed), numbers of the candidates' 14 places, 15 racks and 16 zones (a byte each, 0: unknown), 17 what
 --       the place of each shares (a byte each: 1 a clique, 2 a host), 18… their fields of `load`
 -- -> one packed ANSWER: number of the call, cached tokens at the worker that prefills, at the decode worker, uncached tokens,
 --    cost, terms…, prefill worker ('' = the decode worker prefills), a zero byte, decode worker
---    or a list: -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
---    -5: Redis has a later run of this router, or -6: no live worker of a role is among the candidates that the sets
---    name, or -7: the router no longer waits for this call, or has charged the attempt by itself,
---    or -8: the sets hold fewer than half of the workers that the router sees. Then nothing was charged. Calls without a decode worker (-1) or without a pair (-2) are not made.
--- now_ms and insert are those of cluster/index/tree.lua, walk, holders and covered those of walk.lua; sets.lua and charges.lua
--- are in front, too.
+--    or a list, and nothing was charged: -3, seconds to the first token: too late; -4: the best worker is leaving or has left, the
+--    router is to read the membership again; -5: Redis has a later run of this router; -6: no live worker of a role is among the
+--    candidates that the sets name; -7: the router no longer waits for this call, or has charged the attempt by itself; -8: the
+--    sets hold fewer than half of the workers that the router sees. Calls without a decode worker (-1) or without a pair (-2) are
+--    not made.
+-- In front of this file: cluster/index/tree.lua (now_ms, insert), walk.lua (walk, holders, covered), sets.lua, charges.lua.
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
@@ -46,15 +46,15 @@ local ANSWERS = 256
 local ANSWER = '>I8I4I4I4dddddd'
 local BEST = 8  -- of each role that are paired with each other
 local HEADS = 8  -- of each set
--- Where the best pair costs WORTH_LOOKING times what it would without a hand-off, the first WIDE of each set are looked at, once:
--- rare where networks are fast beside prefill. Where they are slow it would be most placements of long prompts: after each such
--- look that has found no pair beyond a tie better, half as many of the router's calls look, one of eight at least.
+-- Where the best pair costs WORTH_LOOKING times what it would without a hand-off, the first WIDE of each set are read too, once.
+-- That is rare where networks are fast compared with prefill. Where they are slow it would be most placements of long prompts, so
+-- each wide look that finds no clearly better pair halves the share of the router's calls that look, down to one of eight.
 local WIDE, WORTH_LOOKING, MOST_IN_VAIN = 32, 1.5, 3
 local HOLDERS = 8  -- of the prefix, of both roles
 local TRIES = 16  -- of pairs whose workers turn out to be gone
 local TIE = 1.05
 -- One call of eight refreshes the time to live of the nodes that it passes, and looks at SWEPT of their slots for dead owners:
--- a hot node is passed often, and the reports of those that have computed the prompt refresh it too.
+-- placements pass a hot node often, and the reports of workers that have computed the prompt refresh it too.
 local tends = random < 1 / 8
 local SWEPT = 16
 local call, byte, sub = redis.call, string.byte, string.sub

@@ -1,4 +1,4 @@
-"""Calls the placement script, whose arguments are the cost model's, the request's and the candidates'."""
+"""Calls the placement script with the numbers of the cost model, the request and the candidates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TOO_LATE, _LATER_RUN = -3, -5
 
 
 class Unplaced(IntEnum):
-    """Why the script has placed nothing, though another call may."""
+    """Why the script has placed nothing, where another call may succeed."""
 
     LEAVING = -4  # the best worker is leaving, or has left
     NOBODY = -6  # no live worker of a role is among the heads of the sets
@@ -76,7 +76,7 @@ def script_source() -> str:
 
 
 class Numbers(NamedTuple):
-    """Of a call; place.lua says what they are."""
+    """The numbers of a call, in the order of NUMBERS in place.lua, which describes them. Seconds, tokens and bytes."""
 
     tokens: int
     page_size: int

@@ -37,8 +37,8 @@ local ship_rate, far_rate = token_bytes / fast, token_bytes / slow
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
 local cold, need = prefill_seconds(L), L + out
 local cold_ship = L * ship_rate
--- By index. hits, and computes (seconds of a prefill there): of those that hold something of the prompt. wait, living, queue: of
--- decode workers.
+-- By index. Only of workers that hold some of the prompt: hits (tokens), computes (seconds of a prefill there). Only of decode
+-- workers: wait (seconds), living (resident tokens), queue (seconds).
 local score, hits, computes, wait, living, queue = {}, {}, {}, {}, {}, {}
 local function waits_at(p) return math.max(0, (load_of[p] or 0) / rate) end
 local longest, longest_hit, cover, may_local = nil, 0, nil, nil

@@ -1,4 +1,4 @@
-"""Reads from Redis once a second what placement goes by beside the script, in one round trip."""
+"""Reads Redis's memory use and the workers' load once a second, in one round trip."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ Answers = Sequence[Any]
 
 
 class Polled(Protocol):
-    """A reading. It keeps its last values while Redis does not answer."""
+    """Values that are read from Redis. They stay as they are while Redis does not answer."""
 
     def ask(self, pipeline: Pipeline) -> Callable[[Answers], None]:
-        """Add its commands; the returned function is called with their answers."""
-        ...
+        """Add commands to the pipeline; the returned function is called with their answers."""
 
     def refused(self, error: redis.RedisError) -> None:
-        """Redis has answered one of its commands with an error."""
-        ...
+        """Called instead where Redis has answered one of the commands with an error."""
 
 
 class RedisPoll:
@@ -44,6 +42,7 @@ class RedisPoll:
         await self._polling.close(2 * POLL_SECONDS)
 
     async def read(self) -> None:
+        """Read all values once. Raises nothing: the next turn tries again."""
         pipeline, parts = self._client.pipeline(transaction=False), []
         for reading in self._readings:
             before = len(pipeline)

@@ -23,7 +23,7 @@ from cluster.config.router import RouterConfig
 from cluster.config.shared import ClusterFields
 from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
-from cluster.process.memory import available_bytes
+from cluster.process.memory import limits
 from cluster.redis.connect import why_silent
 from router.rights import rights
 
@@ -119,7 +119,7 @@ def test_a_redis_that_answers_is_not_reported(redis_url):
 
 
 def test_up_counts_the_pools_of_all_ranks(checkpoint):
-    model, free = checkpoint("llama"), available_bytes()
+    model, free = checkpoint("llama"), min(limit.free for limit in limits())
     one_fits = free // 3
     engine = {"engine": {"kv_memory_bytes": one_fits, "device": "cpu"}}
     options = UpOptions(model, prefill=0, decode=1, worker=engine)

@@ -15,6 +15,7 @@ from bench import checkpoint, limits, report
 from bench.__main__ import SECTIONS, main
 from bench.checkpoint import ModelShape
 from bench.figures import Figure, Section
+from bench.sections import steps
 from engine.ops import cpu_products
 
 SMALL = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=1024)
@@ -102,6 +103,12 @@ def test_every_way_of_a_linear_multiplies_alike() -> None:
     assert len(others) == prepacked + cpu_products.supported()
     for product in others:
         torch.testing.assert_close(product, plain, rtol=2e-2, atol=2e-2)
+
+
+def test_a_plan_is_timed_until_another_process_has_it() -> None:
+    found = steps.section(sequences=5, tokens=64, steps=4)
+    scheduling, telling = (figure.value for figure in found.figures)
+    assert 0 < scheduling < 1000 and 0 < telling < 1000
 
 
 def test_unknown_sections_are_refused() -> None:

@@ -109,8 +109,8 @@ class HandMovedRank:
 class Core:
     """The parts of a worker that its role uses."""
 
-    def __init__(self, blocks: int) -> None:
-        self.runner = FakeRunner(blocks, max_batch_tokens=64)
+    def __init__(self, blocks: int, overlap: bool = False) -> None:
+        self.runner = FakeRunner(blocks, max_batch_tokens=64, overlap="on" if overlap else "off")
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.worker_id = "d"
         self.page_size = PAGE
@@ -187,8 +187,8 @@ class Stream:
 class DecodeWorld:
     """Made inside its loop."""
 
-    def __init__(self, blocks: int = 24) -> None:
-        self.core = Core(blocks)
+    def __init__(self, blocks: int = 24, overlap: bool = False) -> None:
+        self.core = Core(blocks, overlap)
         self.rank = HandMovedRank()
         parts: Any = self.core
         self.role = DecodeRole(parts, self._make_receiver)

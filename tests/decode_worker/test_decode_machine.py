@@ -42,13 +42,17 @@ class DecodeMachine(PeerRules):
         self.promised_dead: set[bytes] = set()  # the arbiter has said ABORTED
         self.committed: set[bytes] = set()  # by the engine
 
-    @initialize(leaves_after=st.sampled_from([0, 1, 4, 12, 12]), blocks=st.sampled_from([10, 24]))
-    def build(self, leaves_after: int, blocks: int) -> None:
+    @initialize(
+        leaves_after=st.sampled_from([0, 1, 4, 12, 12]),
+        blocks=st.sampled_from([10, 24]),
+        overlap=st.booleans(),
+    )
+    def build(self, leaves_after: int, blocks: int, overlap: bool) -> None:
         # Wishes that it should: most orders would end before anything has begun.
         self.leaves_after = leaves_after
 
         async def make() -> DecodeWorld:
-            return DecodeWorld(blocks)
+            return DecodeWorld(blocks, overlap)
 
         self.world = self.run(make())
         self.world.rank.on_told = self.landed.told
@@ -262,6 +266,8 @@ class DecodeMachine(PeerRules):
             self.cancel(transfer)
         self.answer_all()
         assert self.world.receiver.live == 0
+        self.now(self.world.step)  # one may have been launched ahead
+        assert not self.world.core.engine.has_work
         assert self.world.core.engine.stats().blocks_held == 0, "blocks are held without an owner"
         for peer in ("p0", "p1"):
             self.process_exits(peer)

@@ -135,6 +135,19 @@ def test_every_package_of_the_wheel_is_copied() -> None:
     assert {*wheel["packages"], *wheel["force-include"]} <= copied
 
 
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_cuda_images_have_a_c_compiler_and_no_others(target: str) -> None:
+    """Triton calls one at the first launch of a kernel."""
+    installed = {
+        word
+        for stage in _lineage(target)
+        for run in stage.all("RUN")
+        if "apt-get install" in run
+        for word in run.split()
+    }
+    assert ({"gcc", "libc6-dev"} <= installed) is target.endswith("-cuda")
+
+
 def test_installed_packages_are_in_the_constraints() -> None:
     commands = [
         part.strip() for stage in _parse()[1].values() for run in stage.all("RUN") for part in run.split("&&")

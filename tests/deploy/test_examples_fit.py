@@ -16,6 +16,7 @@ from cluster.config.worker import EngineConfig, Role, TransferConfig
 from cluster.errors import ConfigError
 from engine import build, kv_cache, largest_step
 from engine.device_memory import CONTEXT_BYTES
+from engine.graphs.decode_graphs import sizes_for
 from engine.kv_cache import Needs
 from engine.model.config import ModelConfig
 from tests.engine.fake_memory import GIB, FakeMemory
@@ -69,7 +70,7 @@ def engine_of(values: dict[str, Any], role: Role, model: ModelConfig) -> EngineC
 
 def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """An upper estimate of what the largest step takes with a paged attention kernel, in bf16."""
-    tokens, ranks = largest_step.most_tokens(config), config.tensor_parallel
+    tokens, ranks = config.step_tokens, config.tensor_parallel
     kv_heads = max(1, model.num_kv_heads // ranks)
     heads = model.num_heads // ranks + 2 * kv_heads
     widths = 6 * model.hidden_size + 3 * heads * model.head_dim + 4 * model.intermediate_size // ranks
@@ -79,13 +80,22 @@ def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return 2 * (tokens * widths + gathered) + table + sampler
 
 
+def recorded_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """The null block, and of recorded decode steps the logits and a step of so many tokens."""
+    sequences = sizes_for(config.max_batch_requests)[-1]
+    decode = config.model_copy(update={"max_batch_tokens": sequences, "max_batch_requests": sequences})
+    return build.block_bytes(model, config) + sequences * model.vocab_size * 4 + step_bytes(model, decode)
+
+
 def check(text: str, role: Role, card: str) -> None:
     """Raises ConfigError if the example does not fit."""
     values = values_of(text)
     model = model_of(values)
     config = engine_of(values, role, model)
     handoff = values["transfer"]["ringMaxBytes"] if role == "decode" else TransferConfig().staging_bytes
-    needs = Needs(build.weight_bytes(model, config), step_bytes(model, config), handoff)
+    needs = Needs(
+        build.weight_bytes(model, config), step_bytes(model, config), handoff, recorded_bytes(model, config)
+    )
     memory = FakeMemory(int(CARDS[card] * GIB), CONTEXT_BYTES)
     kv_cache.check_before_load(config, build.block_bytes(model, config), memory, needs)
 

@@ -224,7 +224,7 @@ def test_a_backend_that_cannot_run_here_is_refused():
     assert registry.choose("auto", cpu, torch.float32, 60, 16) == "sdpa"
     with pytest.raises(ConfigError, match="head_dim"):
         registry.choose("cpu", cpu, torch.float32, 60, 16)
-    for name in ("flash", "varlen", "nonsense"):
+    for name in ("triton", "flash", "varlen", "nonsense"):
         with pytest.raises(ConfigError):
             registry.choose(name, cpu, torch.float32, 64, 16)
     shape = AttentionShape(HEADS, KV, DIM, 7, (0,))
@@ -253,6 +253,15 @@ def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
     assert registry.choose("auto", card, bf16, 64, 16) == "flash"
     assert registry.choose("auto", card, bf16, 64, 48) == "sdpa"
     assert registry.choose("auto", card, torch.float32, 64, 16) == "sdpa"
+    works.add("triton")
+    for dtype, head_dim, page, chosen in (
+        (bf16, 64, 16, "triton"),
+        (torch.float32, 60, 48, "triton"),
+        (bf16, 512, 16, "sdpa"),
+    ):
+        assert registry.choose("auto", card, dtype, head_dim, page) == chosen
+    with pytest.raises(ConfigError, match="up to 256, not 512"):
+        registry.choose("triton", card, bf16, 512, 16)
 
 
 EACH_KERNEL = """

@@ -18,6 +18,7 @@ from engine.request import EngineRequest, SamplingParams
 from engine.sampling import device_sampler as module
 from engine.sampling.adjust import Row
 from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
+from engine.sampling.host_sampler import HostDraw
 from engine.sampling.philox import DrawKey, all_words, key_words, words
 from engine.sampling.sampler import Result, Sampled, sample
 from tests.engine.fake_model import FakeRunner
@@ -86,6 +87,23 @@ def test_a_wide_nucleus_is_drawn_again(vocab):
     assert all(isinstance(one, Sampled) for one in results)
     kept = [i for i in range(30) if i not in draw.redrawn]
     assert [first[i] for i in kept] == [results[i].token_id for i in kept]  # type: ignore[union-attr]
+
+
+def test_a_row_that_cannot_be_drawn_again_fails_alone(monkeypatch):
+    """A whole row's sort may find no memory."""
+    logits, params = some_logits(3, 0.1, 3000), [SamplingParams(top_p=0.95, seed=i) for i in range(3)]
+    expected = sample(logits, rows_of(params))
+    draw, again = begun(DeviceSampler(CPU), logits, [0, 1, 2], rows_of(params)), DeviceDraw._again
+
+    def second_fails(self: DeviceDraw, i: int, j: int) -> int:
+        if i == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return again(self, i, j)
+
+    monkeypatch.setattr(DeviceDraw, "_again", second_fails)
+    first, second, third = draw.results()
+    assert [first, third] == [expected[0], expected[2]]
+    assert isinstance(second, EngineRequestError)
 
 
 def test_logprobs_are_those_of_the_cpu():
@@ -214,3 +232,55 @@ def test_an_engine_says_the_same_with_either_sampler():
             got += [(one.request_id, one.choice, one.token_id, one.finish) for one in engine.step().tokens]
         answers.append(got)
     assert answers[0] == answers[1] and len(answers[0]) > 60
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_step_without_a_token_is_waited_for_too(overlap, monkeypatch):
+    """Else the host runs ahead of the device, and writes numbers of later steps over those that it has not copied yet."""
+    waited: list[int] = []
+    results = HostDraw.results
+
+    def wait(draw: HostDraw) -> list[Result]:
+        waited.append(len(results(draw)))
+        return results(draw)
+
+    monkeypatch.setattr(HostDraw, "results", wait)
+    runner = FakeRunner(64, max_batch_tokens=8, overlap=overlap)
+    engine = Engine(runner, runner.config, secret=b"s")
+    engine.add(EngineRequest("long", [5] * 30, SamplingParams(temperature=0.0, max_tokens=1)))
+    for step in range(1, 5):
+        engine.step()
+        assert len(waited) == step
+    assert waited == [0, 0, 0, 1] and not engine.has_work
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(0, VOCAB), torch.zeros(2, VOCAB)])
+def test_a_draw_of_no_row_waits_for_the_device(logits, monkeypatch):
+    """Of a part of a prompt; of rows that have all failed before."""
+    sampler, read = DeviceSampler(CPU), list[str]()
+    fetch = sampler._transit.fetch
+
+    def fetch_and_note(numbers: list[Tensor]) -> object:
+        values = fetch(numbers)
+
+        def wait() -> object:
+            read.append("waited")
+            return values()
+
+        return wait
+
+    monkeypatch.setattr(sampler._transit, "fetch", fetch_and_note)
+    draw = sampler.begin(logits, [], [])
+    assert draw.results() == [] and read == ["waited"]
+    assert not draw.redrawn and not draw.unsound and len(draw.token_ids) == 0
+
+
+def test_a_device_that_fails_without_a_row_is_no_row_s_failure(monkeypatch):
+    sampler = DeviceSampler(CPU)
+
+    def fail(*arguments: object) -> object:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(sampler, "_begin", fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        sampler.begin(torch.zeros(0, VOCAB), [], [])

@@ -15,12 +15,15 @@ from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import Limit
 from engine import build, kv_cache, largest_step
+from engine.attention.sdpa import SdpaBackend
 from engine.build import load_model
 from engine.cache.block_pool import BlockPool
+from engine.graphs import decode_graphs
 from engine.kv_cache import BOOKKEEPING_BYTES, Needs
 from engine.model.weights import Checkpoint
 from engine.parallel.group import NullGroup
 from engine.runner import ModelRunner
+from engine.step_buffers import StepBuffers
 from tests.engine.fake_memory import GIB, FakeMemory
 from tests.engine.shapes import PUBLISHED_BYTES, SHAPES
 from tests.worker.fake_rank import Reports
@@ -221,9 +224,72 @@ def test_the_pool_comes_after_the_weights_and_the_largest_step(checkpoint, monke
     assert order == ["limits", "load", "begin", "peak", "limits"]
     assert memory.used > 500_000
     block_bytes = runner.kv_cache[0].numel() * runner.kv_cache.itemsize
-    room = 90 * MIB - memory.used - 15 * MIB
+    room = 90 * MIB - memory.used - 15 * MIB - block_bytes  # that of padding
     assert runner.num_blocks == room // (block_bytes + BOOKKEEPING_BYTES)
     assert runner.config.kv_memory_bytes == runner.num_blocks * block_bytes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_recorded_steps_are_counted_where_there_are_any(enabled, checkpoint, monkeypatch) -> None:
+    """Their logits, and a step's memory for the recordings themselves, which is never freed."""
+
+    def recorded(device: torch.device, enabled: bool, capturable: bool) -> bool:
+        return enabled and not capturable  # as it is on the CPU
+
+    monkeypatch.setattr(decode_graphs, "recorded", recorded)
+    memory = Loading(monkeypatch, 100 * MIB, peak=7 * MIB)
+    config = EngineConfig(
+        model=checkpoint("llama"), device="cpu", max_model_len=256, max_batch_requests=5, cuda_graphs=enabled
+    )
+    loaded = load_model(config, memory=memory)
+    block_bytes = loaded.kv_cache[0].numel() * loaded.kv_cache.itemsize
+    steps = 7 * MIB + enabled * (7 * MIB + 8 * loaded.model_config.vocab_size * 4)
+    room = 90 * MIB - memory.used - steps - block_bytes
+    assert loaded.kv_cache.shape[0] == room // (block_bytes + BOOKKEEPING_BYTES)
+    assert memory.calls.count("peak") == 1 + enabled
+
+
+def test_a_recorded_step_has_the_longest_context_and_every_size(checkpoint, monkeypatch) -> None:
+    """What a kernel sets aside for it depends on the bounds."""
+    seen: list[tuple[int, int]] = []
+    begin = SdpaBackend.begin
+
+    def noted(backend: SdpaBackend, step: StepBuffers) -> None:
+        seen.append((step.num_items, step.longest))
+        begin(backend, step)
+
+    monkeypatch.setattr(SdpaBackend, "begin", noted)
+    config = EngineConfig(
+        model=checkpoint("llama"),
+        device="cpu",
+        attention_backend="sdpa",
+        max_batch_requests=20,
+        max_model_len=250,
+    )
+    loaded = load_model(config, memory=FakeMemory(GIB, is_host=True))
+    kept = largest_step.recorded_bytes(
+        loaded.config,
+        loaded.decoder,
+        lambda cache: (loaded.ops, loaded.attention),
+        loaded.kv_cache,
+        FakeMemory(GIB, peak=5),
+    )
+    assert seen[-1] == (24, 256)
+    assert kept == 5 + 24 * loaded.model_config.vocab_size * 4
+
+
+def test_a_pool_of_exactly_one_context_has_its_null_block_beside_it(checkpoint, monkeypatch) -> None:
+    model, resolved = build.check(EngineConfig(model=checkpoint("llama"), device="cpu", max_model_len=256))
+    block = build.block_bytes(model, resolved)
+    exact = resolved.model_copy(update={"kv_memory_bytes": block * 16})
+    memory = Loading(monkeypatch, 100 * MIB)
+    loaded = load_model(exact, memory=memory)
+    assert loaded.kv_cache.shape[0] == 16
+    for weights, before_load in ((build.weight_bytes(model, exact), True), (memory.used, False)):
+        short = Loading(monkeypatch, weights + 17 * block - 1)
+        with pytest.raises(ConfigError, match=f"{block} for recorded steps, by 1:"):
+            load_model(exact, memory=short)
+        assert ("load" not in short.calls) is before_load
 
 
 def test_a_given_pool_is_not_measured(checkpoint, monkeypatch) -> None:
@@ -269,7 +335,7 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
 def test_the_largest_step_reaches_every_limit(limits: dict[str, int]) -> None:
     config = settings(**limits)
     items = largest_step.plan(config).items
-    tokens = largest_step.most_tokens(config)
+    tokens = config.step_tokens
     assert sum(len(item.token_ids) for item in items) == tokens
     assert len(items) >= min(config.max_batch_requests, tokens)
     assert max(item.end for item in items) == config.max_model_len

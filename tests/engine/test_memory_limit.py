@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fill(model: Path, before: list[str] | None, limit: int) -> dict[str, Any]:
-    """Run it within a limit that `before` makes; without one the process is told."""
+    """Fill the memory within a limit that `before` enforces; without one the process only believes in it."""
     command = [sys.executable, "-m", "tests.engine.fill_memory", str(model), str(HANDOFF)]
     command = [*command, str(limit)] if before is None else [*before, *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -56,13 +56,13 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", SHAPES)
 def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Path]) -> None:
-    """The kernel kills a process that takes more; where no limit can be made here, one is told."""
+    """The kernel kills a process that takes more, where a limit can be made here."""
     with limited(LIMIT) as before:
         check(fill(models[size], before, LIMIT))
 
 
-def test_a_container_of_which_only_the_files_speak(models: dict[str, Path]) -> None:
-    """What holds where no test may make a cgroup."""
+def test_a_limit_that_the_kernel_does_not_enforce(models: dict[str, Path]) -> None:
+    """So that the rule is tested where no cgroup can be made."""
     check(fill(models["middle"], None, LIMIT))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+from cluster.config.worker import EngineConfig
 from engine.build import load_model
 from engine.engine import Engine, overlaps
 from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
 from engine.runner import ModelRunner
+from engine.sampling.adjust import Row
 from engine.sampling.device_sampler import DeviceSampler
 from tests.engine.fake_model import FakeRunner, continuation
 from tests.engine.ranks import KV_BYTES, engine_of, run
@@ -247,27 +250,22 @@ def test_a_waiting_request_is_not_passed_by():
     assert runner.ahead == 0
 
 
-def test_a_token_that_is_drawn_again_takes_its_step_back():
-    """The device went on with the wrong one: what that step computed of the sequence is dropped."""
-    runner = FakeRunner(40, overlap="on")
-    engine = Engine(runner, runner.config, secret=b"o")
-    prompt = [5] * 6
-    engine.add(EngineRequest("one", prompt, greedy(20)))
-    engine.add(EngineRequest("two", [4] * 6, greedy(20)))
+def draw_again(engine: Engine, again: Callable[[int, list[Row]], int | None]) -> None:
+    """`again(calls, rows)` names a row of a draw whose token is another on the device."""
     real, calls = engine._outputs._sampler.begin, 0
 
     def begin(logits: Any, source: Any, rows: Any) -> Any:
-        """Of every third draw the first token is another on the device."""
         nonlocal calls
         calls += 1
         draw = real(logits, source, rows)
-        if calls % 3:
+        row = again(calls, rows)
+        if row is None:
             return draw
         wrong = draw.token_ids
-        wrong[0] = (wrong[0] + 1) % 97
+        wrong[row] = (wrong[row] + 1) % 97
 
         class Redrawn:
-            redrawn, unsound, token_ids = {0}, set[int](), wrong
+            redrawn, unsound, token_ids = {row}, set[int](), wrong
 
             def results(self) -> Any:
                 return draw.results()
@@ -275,6 +273,16 @@ def test_a_token_that_is_drawn_again_takes_its_step_back():
         return Redrawn()
 
     engine._outputs._sampler.begin = begin  # type: ignore[method-assign]
+
+
+def test_a_token_that_is_drawn_again_takes_its_step_back():
+    """The device went on with the wrong one: what that step computed of the sequence is dropped."""
+    runner = FakeRunner(40, overlap="on")
+    engine = Engine(runner, runner.config, secret=b"o")
+    prompt = [5] * 6
+    engine.add(EngineRequest("one", prompt, greedy(20)))
+    engine.add(EngineRequest("two", [4] * 6, greedy(20)))
+    draw_again(engine, lambda calls, rows: None if calls % 3 else 0)
     got: dict[str, list[int]] = {"one": [], "two": []}
     while engine.has_work:
         for token in engine.step().tokens:
@@ -282,6 +290,20 @@ def test_a_token_that_is_drawn_again_takes_its_step_back():
         engine.check_integrity()
     assert got == {"one": continuation(prompt, 20), "two": continuation([4] * 6, 20)}
     assert runner.ahead > 10
+
+
+def test_a_request_whose_every_token_is_drawn_again_goes_on_beside_others():
+    """A dropped step has drawn a token too, which the next step has not taken."""
+    engine, runner = two_running()  # "short" ends after 3 tokens
+    engine.add(EngineRequest("again", [6] * 6, greedy(20)))
+    draw_again(engine, lambda _, rows: next((i for i, row in enumerate(rows) if row.tokens[0] == 6), None))
+    got: dict[str, list[int]] = {"long": [], "short": [], "again": []}
+    while len(got["again"]) < 10 or len(got["long"]) < 10:
+        for token in engine.step().tokens:
+            got[token.request_id].append(token.token_id)
+        engine.check_integrity()
+    assert got["again"] == continuation([6] * 6, len(got["again"])) and runner.ahead > 10
+    assert len(got["long"]) <= 2 * len(got["again"]) + 2  # every second step of it is dropped
 
 
 def test_a_row_that_fails_ends_its_request_though_the_next_step_has_begun():
@@ -300,8 +322,6 @@ def test_a_row_that_fails_ends_its_request_though_the_next_step_has_begun():
 
 @pytest.mark.parametrize("backend", ["sdpa", "cpu"])
 def test_a_model_says_the_same(backend, checkpoint):
-    from cluster.config.worker import EngineConfig
-
     answers = []
     for overlap in ("off", "on"):
         config = EngineConfig(

@@ -85,6 +85,18 @@ def test_a_recorded_step_waits_for_nothing(device, model):
         runner.execute(plan, drawn)
 
 
+def test_a_part_of_a_prompt_is_waited_for(device, model):
+    """The host would overwrite what the device has not copied yet."""
+    if device != "cuda":
+        pytest.skip("a CPU has nothing to wait for")
+    runner = runner_of(model("llama"), device, max_batch_tokens=16)
+    engine = Engine(runner, runner.config, secret=b"gpu")
+    engine.add(EngineRequest("long", prompt_ids(200), SamplingParams(temperature=0.0, max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+        assert torch.cuda.current_stream(runner.device).query()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_steps_launched_ahead_give_the_same(temperature, device, model):
     answers = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,8 +67,6 @@ class ScriptedCopier:
         return self.inner.allocate(size)
 
     def use_thread(self) -> None:
-        import threading
-
         self.threads.append(threading.current_thread().name)
 
     def mark(self) -> Work:

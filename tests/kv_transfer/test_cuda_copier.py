@@ -254,7 +254,7 @@ def test_a_kernel_that_does_not_run_leaves_the_sums_to_torch(monkeypatch, caplog
 
 
 def test_marks_are_events():
-    """So that a mark of another kind, as a CPU's, is waited for by nobody."""
+    """The copier's stream waits for no other kind of mark, such as a CPU's."""
     assert isinstance(Rig().copier.mark(), EventMark)
 
 

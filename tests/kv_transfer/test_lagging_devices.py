@@ -81,6 +81,7 @@ async def test_what_is_computed_arrives(transport, devices):
         decode_side(config(transport), device=target.device) as decode,
         prefill_side(config(transport), device=source.device) as prefill,
     ):
+        decode.receiver.stats.rate_bytes_per_second = 1.0  # a part may take as long as the test
         handoffs = [await compute(prefill, source, decode, number) for number in range(HANDOFFS)]
         await asyncio.gather(*(prefill.finish(handoff, TOKENS) for handoff in handoffs))
         for number in range(HANDOFFS):
@@ -97,6 +98,7 @@ async def test_aborted_hand_offs_touch_nothing_after_their_blocks_are_free(trans
         decode_side(config(transport), device=target.device) as decode,
         prefill_side(config(transport), device=source.device) as prefill,
     ):
+        decode.receiver.stats.rate_bytes_per_second = 1.0  # a part may take as long as the test
         handoffs = [await compute(prefill, source, decode, number) for number in range(HANDOFFS)]
         for handoff in handoffs:
             await handoff.abort("the test")

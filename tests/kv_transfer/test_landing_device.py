@@ -54,14 +54,16 @@ class Rig:
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
+async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     copiers: list[ScriptedCopier] = []
 
     def make(cache: torch.Tensor, part_bytes: int) -> ScriptedCopier:
         copiers.append(ScriptedCopier(CpuCopier(cache)))
         return copiers[0]
 
+    monkeypatch.setattr(landing, "ANSWER_SECONDS", 60.0)
     async with decode_side(config("grpc"), device=Device(make)) as decode:
+        decode.receiver.stats.rate_bytes_per_second = 1.0  # a part may take as long as the test
         peer = ScriptedPeer(decode.receiver)
         peer.hello()
         await peer.received("welcome")

@@ -10,7 +10,6 @@ from kv_transfer import messages as m
 from kv_transfer.decode_side import part_landing
 from kv_transfer.device import sum64
 from kv_transfer.layout.digest import SUM64, XXH3_128
-from kv_transfer.memory import largest_part, most_slots
 from tests.harness.waiting import until
 from tests.kv_transfer.fake_cuda import INDEX, FakeCuda, fake_device
 from tests.kv_transfer.pair import (
@@ -123,5 +122,4 @@ async def test_a_ring_on_a_device_grows():
         assert cuda.allocated - before == 4 * transfer.slot_bytes
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
-        assert most_slots(transfer) == 32 and largest_part(transfer) == 1 << 15
     assert not cuda.wrong, cuda.wrong

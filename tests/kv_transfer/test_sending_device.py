@@ -10,11 +10,11 @@ import torch
 from kv_transfer import messages as m
 from kv_transfer.device.cpu import CpuCopier
 from kv_transfer.layout.geometry import Flow
-from kv_transfer.prefill_side.sender_rank import IDLE_POLL_SECONDS, SenderRank
+from kv_transfer.prefill_side.sender_rank import IDLE_POLL_SECONDS
 from kv_transfer.rank_thread import MAX_SECONDS
 from tests.harness.waiting import wait_for
 from tests.kv_transfer.held_endpoint import A, B, SendingRank, grant, result, sending_rank
-from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
+from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES
 from tests.kv_transfer.scripted_copier import ScriptedCopier
 from wire import handoff_pb2
 
@@ -197,4 +197,3 @@ def test_a_device_is_asked_often_while_something_waits_for_it(sending, copier, m
 
 def test_the_thread_of_a_rank_prepares_itself(sending, copier):
     wait_for(lambda: copier.threads == ["sender-0"], 60, "once, on its own thread")
-    assert isinstance(sending.rank, SenderRank) and config("nixl").staging_bytes

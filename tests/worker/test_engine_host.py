@@ -64,6 +64,36 @@ async def test_a_call_after_the_end_is_refused():
         await asyncio.wait_for(host.call(lambda e: e.steps), 60)
 
 
+async def test_the_thread_is_prepared_before_it_computes():
+    """A thread begins with the node's first card as its current one."""
+    prepared: list[threading.Thread] = []
+    host = make(FullEngine(), use_thread=lambda: prepared.append(threading.current_thread()))
+    host.start()
+    assert await asyncio.wait_for(host.call(lambda e: list(prepared)), 60) == [host._thread]
+    await host.stop()
+    assert prepared == [host._thread]
+
+
+async def test_a_thread_that_cannot_be_prepared_is_a_failure():
+    def fail() -> None:
+        raise RuntimeError("no such card")
+
+    failures: list[BaseException] = []
+    host = EngineHost(
+        FullEngine(),  # type: ignore[arg-type]
+        on_output=lambda output: None,
+        on_failure=failures.append,
+        step_stall_seconds=5.0,
+        use_thread=fail,
+    )
+    host.start()
+    await until(lambda: bool(failures), "the failure")
+    assert str(failures[0]) == "no such card" and not host.healthy()
+    with pytest.raises(DrainingError):
+        await asyncio.wait_for(host.call(lambda e: e.steps), 60)
+    await host.stop()
+
+
 class HangingEngine:
     """An engine whose step waits for a rank that never arrives."""
 

@@ -10,7 +10,9 @@ import torch
 from cluster.addresses import advertised
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.faults.orders import open_faults
+from cluster.process.memory import room_bytes
 from engine import build
+from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
 from kv_transfer.decode_side.part_landing import check_slot_bytes
@@ -37,9 +39,26 @@ def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket 
     )
 
 
+def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None) -> WorkerConfig:
+    """`config` with the share of the host's memory that each of its `ranks` on this host may take.
+
+    It is measured once, before the first rank starts, for the reason in baton/local/memory.py. On cards, and where a size
+    is given, `config` is returned as it is.
+    """
+    engine = config.engine
+    if ranks == 1 or uses_cuda(engine) or engine.memory_bytes or engine.kv_memory_bytes:
+        return config
+    memory = memory or HostMemory()
+    own = memory.own_bytes()  # counts as the share of the rank in this process
+    room = room_bytes(memory.limits(), engine.memory_utilization) + own
+    if room < ranks:  # loading fails in the first rank, whose error says how much is missing
+        return config
+    return config.model_copy(update={"engine": engine.model_copy(update={"memory_bytes": room // ranks})})
+
+
 def _select_card(config: EngineConfig, rank: int) -> None:
-    """Make the rank's card the current one of this thread: what allocates pinned memory or registers memory would open a
-    context on the first card of the node."""
+    """Make the rank's card the current one of this thread. Else pinning or registering memory would open a context on the
+    node's first card."""
     if uses_cuda(config):
         name = "cuda" if config.device == "auto" else config.device
         torch.cuda.set_device(build.rank_device(name, rank))

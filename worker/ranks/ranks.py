@@ -83,6 +83,7 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports) -> Ranks:
         )
         raise ConfigError(message, field="advertise_host") from None
     here = size // nodes
+    config = local.divided(config, here)
     starting = [spawn_rank(rank, rank_main, config, epoch, address) for rank in range(1, here)]
     if nodes > 1:
         from worker.ranks.remote import place_ranks  # Ray takes a second to import

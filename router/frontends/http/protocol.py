@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +37,7 @@ from router.frontends.http.acknowledged import acknowledged_bytes
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.exchange import Endpoint, Exchange
 from router.frontends.http.pipelined import EndWatch, PipelineFlow
+from router.frontends.http.short_chunks import ShortChunks
 from router.frontends.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._ended_in_read = False  # a request's last bytes were in the bytes received last
         self._body_arrived = False  # bytes of the body arrived in the bytes received last
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
+        self._short_chunks = ShortChunks(self.pipeline, partial(self._give_up, 400))
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
@@ -197,11 +200,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
+            self._short_chunks.add()
             return  # a trailer is ignored: authentication and routing used the head only
         if len(self.headers) >= self.limits.max_headers:
             limit = self.limits.max_headers
-            error = InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
-            self._give_up(431, error)
+            self._give_up(
+                431, InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
+            )
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -214,10 +219,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_head, self._in_body, self._body_arrived = False, True, True
         super().on_headers_complete()
+        self._short_chunks.begin()
         self._end_watch.start()
         self._count_pipelined(size + HEADER_BYTES * len(self.headers))
 
     def on_body(self, body: bytes) -> None:
+        if self._body_arrived:  # each read brings one piece of a body without chunks
+            self._short_chunks.add(len(body))
         self._body_arrived = True
         super().on_body(body)
         self._count_pipelined(len(body))

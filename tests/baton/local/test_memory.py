@@ -142,7 +142,7 @@ def test_cards_that_do_not_answer_are_not_divided(monkeypatch, tmp_path, caplog)
     monkeypatch.setattr(memory, "_DRIVER", (driver,))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert memory.cards() == []
-    assert "the cards' memory is not known" in caplog.text
+    assert "the memory of the cards could not be read" in caplog.text
 
 
 def test_torch_is_asked_for_every_card() -> None:
@@ -153,4 +153,4 @@ def test_torch_is_asked_for_every_card() -> None:
 
 
 def test_the_host_is_no_card() -> None:
-    assert HOST not in set(pools(1, 1, decode_tp=8)["decode"].places(8))
+    assert HOST not in set(pools(1, 1, decode_tp=8)["decode"].locations(8))

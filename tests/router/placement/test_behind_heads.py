@@ -31,45 +31,13 @@ def worker(role: Role, number: int) -> WorkerInfo:
     return replace(INFO, worker_id=f"{role}-{number}", role=role, slot=slot, location=host, place=host.place)
 
 
-def placed(redis_url: str, workers: list[WorkerInfo], call: PlaceCall) -> tuple[str, str]:
-    """The ids of the pair that is chosen where each worker has as many tokens as its number says."""
-    loads = [int(one.worker_id.split("-")[1]) for one in workers]
-    parts = ((one.name, load, load, pack(one), one.slot) for one, load in zip(workers, loads, strict=True))
-    heads = Heads(*(group_id("m", 16, b""), "m"), prefill=True, without_prefill=[], without_decode=[])
-    keys = PlacementKeys(call.namespace, call.router).place(1)
-    with redis.Redis.from_url(redis_url) as client:
-        client.eval(FILL, 0, f"{{{call.namespace}}}:", *(part for one in parts for part in one))
-        found = decision(client.eval(script_source(), len(keys), *keys, *call.arguments(1, 1, heads)))
-    assert isinstance(found, Decision)
-    return found.prefill.split("@")[0], found.decode.split("@")[0]
+class Fleet:
+    """Workers in Redis, and placements of one router among them, one after the other."""
 
-
-def test_a_pair_that_lies_together_is_found_where_the_hand_off_costs_most(redis_url, namespace):
-    """Twelve of either role have less to do than those of the only host that has both."""
-    both = Location(host="both")
-    workers = [
-        replace(one, location=both, place=both.place) if one.worker_id.endswith("-12") else one
-        for one in (worker(role, number) for role in ROLES for number in range(COUNT))
-    ]
-    near = PlaceCall(namespace, token_bytes=1e6, bandwidths=(1e12, 1e12, 1e8, 1e8, 1e8))
-    assert placed(redis_url, workers, near) == ("prefill-12", "decode-12")
-
-
-@pytest.mark.parametrize("roomy", [20, 40])
-def test_a_decode_worker_with_room_is_found_behind_smaller_ones_with_less_load(redis_url, namespace, roomy):
-    workers = [worker(role, number) for role in ROLES for number in range(COUNT)]
-    small = [replace(one, blocks_total=4) if one.role == "decode" else one for one in workers]
-    small[COUNT + roomy] = workers[COUNT + roomy]
-    assert placed(redis_url, small, PlaceCall(namespace))[1] == f"decode-{roomy}"
-
-
-class SlowNetwork:
-    """A fleet in which the hand-off costs most, whose calls are made one after the other."""
-
-    def __init__(self, client: redis.Redis, namespace: str):
+    def __init__(self, client: redis.Redis, call: PlaceCall):
         self.client = client
-        self.call = PlaceCall(namespace, token_bytes=1e6, bandwidths=(1e12, 1e12, 1e8, 1e8, 1e8))
-        self.keys = PlacementKeys(namespace, self.call.router).place(1)
+        self.call = call
+        self.keys = PlacementKeys(call.namespace, call.router).place(1)
         self.numbers = count(1)
 
     def fill(self, workers: list[WorkerInfo]) -> None:
@@ -81,6 +49,7 @@ class SlowNetwork:
         self.client.eval(FILL, 0, f"{{{self.call.namespace}}}:", *(part for one in parts for part in one))
 
     def place(self, passed: list[str] | None = None) -> tuple[str, str]:
+        """The ids of the chosen pair."""
         heads = Heads(
             *(group_id("m", 16, b""), "m"), prefill=True, without_prefill=[], without_decode=passed or []
         )
@@ -99,9 +68,36 @@ class SlowNetwork:
 
 
 @pytest.fixture
-def slow(redis_url: str, namespace: str) -> Iterator[SlowNetwork]:
+def fleet(redis_url: str, namespace: str) -> Iterator[Fleet]:
     with redis.Redis.from_url(redis_url) as client:
-        yield SlowNetwork(client, namespace)
+        yield Fleet(client, PlaceCall(namespace))
+
+
+@pytest.fixture
+def slow(fleet: Fleet) -> Fleet:
+    """A fleet in which the hand-off costs most."""
+    fleet.call = replace(fleet.call, token_bytes=1e6, bandwidths=(1e12, 1e12, 1e8, 1e8, 1e8))
+    return fleet
+
+
+def test_a_pair_that_lies_together_is_found_where_the_hand_off_costs_most(slow):
+    """Twelve of either role have less to do than those of the only host that has both."""
+    both = Location(host="both")
+    workers = [
+        replace(one, location=both, place=both.place) if one.worker_id.endswith("-12") else one
+        for one in (worker(role, number) for role in ROLES for number in range(COUNT))
+    ]
+    slow.fill(workers)
+    assert slow.place() == ("prefill-12", "decode-12")
+
+
+@pytest.mark.parametrize("roomy", [20, 40])
+def test_a_decode_worker_with_room_is_found_behind_smaller_ones_with_less_load(fleet, roomy):
+    workers = [worker(role, number) for role in ROLES for number in range(COUNT)]
+    small = [replace(one, blocks_total=4) if one.role == "decode" else one for one in workers]
+    small[COUNT + roomy] = workers[COUNT + roomy]
+    fleet.fill(small)
+    assert fleet.place()[1] == f"decode-{roomy}"
 
 
 def test_looks_behind_the_heads_that_find_nothing_become_rare(slow):

@@ -1,0 +1,144 @@
+"""Paged attention on CUDA by kernels of our own. Importing it needs Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.attention import triton_kernels as kernels
+from engine.attention.base import AttentionShape
+from engine.step_buffers import StepBuffers
+
+NO_WINDOW = 1 << 30  # more than any context
+SPLIT = 256  # keys of a split at least
+# Programs for one sequence of one token, if it is long: about one for each multiprocessor of a large card.
+PROGRAMS = 128
+# Named, because the default differs between versions of Triton.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes that a kernel is compiled for."""
+
+    rows: int  # queries times heads of a group
+    keys: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages, **OPTIONS}
+
+
+def width_of(head_dim: int) -> int:
+    """Columns of a tile: a power of two that products take."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def _float32_tiles(width: int, group: int) -> Tiles:
+    """Products without tensor cores; larger tiles need more registers than there are."""
+    return Tiles(max(16, triton.next_power_of_2(group)), 16, 8 if width > 128 else 4, 1)
+
+
+def prompt_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
+    width = width_of(head_dim)
+    if dtype is torch.float32:
+        return _float32_tiles(width, group)
+    rows, keys = (128, 64) if width <= 128 else (64, 32)
+    return Tiles(max(rows, triton.next_power_of_2(group)), keys, 8, 2)
+
+
+def token_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
+    width = width_of(head_dim)
+    if dtype is torch.float32:
+        return _float32_tiles(width, group)
+    keys, stages = (64, 3) if width <= 128 else (32, 2)
+    return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, stages)
+
+
+def most_splits(num_kv_heads: int) -> int:
+    """Of a sequence's keys. It depends on nothing of the batch, so neither does a result."""
+    return max(8, min(64, int(triton.next_power_of_2(PROGRAMS // num_kv_heads))))
+
+
+class TritonBackend:
+    """Grids follow from the number of items and tokens and from `longest`: steps can be recorded."""
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self, shape: AttentionShape, kv_cache: Tensor):
+        self._shape = shape
+        self._cache = kv_cache
+        group = shape.num_heads // shape.num_kv_heads
+        self._prompt = prompt_tiles(kv_cache.dtype, shape.head_dim, group)
+        self._token = token_tiles(kv_cache.dtype, shape.head_dim, group)
+        self._splits = most_splits(shape.num_kv_heads)
+        self._sizes: dict[str, Any] = {
+            "GROUP": group,
+            "DIM": shape.head_dim,
+            "WIDTH": width_of(shape.head_dim),
+            "PAGE": shape.page_size,
+        }
+        self._scale = shape.head_dim**-0.5 * kernels.LOG2_E
+        self._step: StepBuffers | None = None
+        self._partial = self._sums = kv_cache.new_empty(0)
+
+    def begin(self, step: StepBuffers) -> None:
+        self._step = step
+        s = self._shape
+        parts = (step.num_singles, s.num_heads, self._splits)
+        device = self._cache.device
+        self._partial = torch.empty((*parts, s.head_dim), dtype=torch.float32, device=device)
+        self._sums = torch.empty((*parts, 2), dtype=torch.float32, device=device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        step = self._step
+        assert step is not None, "after `begin`"
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if not step.all_single:
+            self._attend_prompts(layer, step, q, out)
+        if step.num_singles:
+            self._attend_tokens(layer, step, q, out)
+        return out.view(q.shape[0], -1)
+
+    def _window(self, layer: int) -> int:
+        return self._shape.windows[layer] or NO_WINDOW
+
+    def _places(self, layer: int, q: Tensor, table: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The layer's keys of the first block, and the strides that kernels need."""
+        cache = self._cache
+        strides = (q.stride(0), q.stride(1), table.stride(0), cache.stride(0), cache.stride(2))
+        return cache[:, layer, 0], strides
+
+    def _attend_prompts(self, layer: int, step: StepBuffers, q: Tensor, out: Tensor) -> None:
+        tiles = self._prompt
+        keys, strides = self._places(layer, q, step.table)
+        grid = (
+            step.num_tokens // (tiles.rows // self._sizes["GROUP"]) + step.num_items,
+            self._shape.num_kv_heads,
+        )
+        kernels.attend_prompts[grid](
+            q, keys, step.table, step.rows, step.ends, step.cu_q, out, step.num_items, self._window(layer),
+            self._scale, *strides, **self._sizes, ROWS=tiles.rows, KEYS=tiles.keys, **tiles.options,
+        )  # fmt: skip
+
+    def _attend_tokens(self, layer: int, step: StepBuffers, q: Tensor, out: Tensor) -> None:
+        tiles, window, s = self._token, self._window(layer), self._shape
+        keys, strides = self._places(layer, q, step.table)
+        splits: dict[str, Any] = {"KEYS": tiles.keys, "SPLIT": SPLIT, "SPLITS": self._splits}
+        seen = min(step.longest, window + tiles.keys)
+        used = min(self._splits, -(-seen // SPLIT))
+        kernels.attend_tokens[(step.num_singles, s.num_kv_heads, used)](
+            q, keys, step.table, step.rows, step.ends, step.cu_q, step.singles, self._partial, self._sums, window,
+            self._scale, *strides, **self._sizes, ROWS=tiles.rows, **splits, **tiles.options,
+        )  # fmt: skip
+        kernels.merge_splits[(step.num_singles, s.num_heads)](
+            self._partial, self._sums, step.ends, step.cu_q, step.singles, out, window,
+            DIM=s.head_dim, WIDTH=self._sizes["WIDTH"], **splits, num_warps=4, **OPTIONS,
+        )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Paged attention for CUDA. Importing it needs Triton.
+
+    prompts   a program per tile of one sequence's tokens and KV head: all keys that the tile sees, block by block
+    tokens    a program per sequence of one token, KV head and split of its keys: a partial result each
+    merge     a program per sequence of one token and query head: its partial results, in their order
+
+What a token gets depends on its own sequence only: how keys are split follows from their number, tiles begin with their
+item, and key blocks lie at multiples of their size. Queries of a KV head's group are rows of one product.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+# The interpreter computes bf16 as integers: operands of products are made fp32 there.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def operand(x):
+    if INTERPRETED:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def see_keys(
+    q, keys, values, table, first, last, at, oldest, scale, block_stride,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Walk over keys [first, last) of the sequence in this row of the table. q [ROWS, WIDTH]; row r sees [oldest, at].
+
+    Returns the weighted values, not divided yet; the largest score; the sum of weights. Of the last block only the
+    sequence's own keys are read: the rest may hold NaN.
+    """
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    weights = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    column = tl.arange(0, WIDTH)
+    for start in range(first, last, KEYS):
+        key = start + tl.arange(0, KEYS)
+        there = key < last
+        block = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
+        row = block * block_stride + (key % PAGE) * DIM
+        k = tl.load(
+            keys + row[None, :] + column[:, None], mask=there[None, :] & (column < DIM)[:, None], other=0.0
+        )
+        score = tl.dot(operand(q), operand(k), input_precision="ieee") * scale
+        seen = (key[None, :] <= at[:, None]) & (key[None, :] >= oldest[:, None]) & there[None, :]
+        score = tl.where(seen, score, float("-inf"))
+        new = tl.maximum(largest, tl.max(score, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # of rows that have seen no key yet
+        weight = tl.exp2(score - base[:, None])
+        fade = tl.exp2(largest - base)
+        weights = weights * fade + tl.sum(weight, 1)
+        v = tl.load(
+            values + row[:, None] + column[None, :], mask=there[:, None] & (column < DIM)[None, :], other=0.0
+        )
+        product = tl.dot(operand(weight.to(v.dtype)), operand(v), input_precision="ieee")
+        mixed = mixed * fade[:, None] + product
+        largest = new
+    return mixed, largest, weights
+
+
+@triton.jit(do_not_specialize=["items", "window"])
+def attend_prompts(
+    q, cache, table, rows, ends, cu_q, out, items, window, scale,
+    q_stride, head_stride, table_stride, block_stride, value_offset,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Items of more than one token. `cache`: the layer's keys of the first block."""
+    tokens: tl.constexpr = ROWS // GROUP  # of a tile
+    tile, head = tl.program_id(0), tl.program_id(1)
+    # Tiles of item i begin at cu_q[i] // tokens + i: as many as there may be. The last item that begins here or before:
+    low, high = 0, items
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_q + middle) // tokens + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    begin = tl.load(cu_q + low)
+    count = tl.load(cu_q + low + 1) - begin
+    done = (tile - begin // tokens - low) * tokens
+    if (count == 1) | (done >= count):
+        return
+    row = tl.arange(0, ROWS)
+    token = done + row // GROUP
+    there = (token < count) & (row < tokens * GROUP)
+    query_head = head * GROUP + row % GROUP
+    column = tl.arange(0, WIDTH)
+    mask = there[:, None] & (column < DIM)[None, :]
+    at_q = (begin + token).to(tl.int64) * q_stride + query_head * head_stride
+    tile_q = tl.load(q + at_q[:, None] + column[None, :], mask=mask, other=0.0)
+    end = tl.load(ends + low)
+    position = end - count + token
+    oldest = tl.maximum(position - window + 1, 0)
+    first = tl.maximum(end - count + done - window + 1, 0) // KEYS * KEYS
+    last = tl.minimum(end, end - count + done + tokens)
+    of_row = table + tl.load(rows + low).to(tl.int64) * table_stride
+    of_head = cache + head.to(tl.int64) * (PAGE * DIM)
+    mixed, _, weights = see_keys(
+        tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, scale, block_stride,
+        DIM, WIDTH, PAGE, ROWS, KEYS,
+    )  # fmt: skip
+    heads = tl.num_programs(1) * GROUP
+    at_out = ((begin + token).to(tl.int64) * heads + query_head) * DIM
+    result = mixed / tl.where(there, weights, 1.0)[:, None]
+    tl.store(out + at_out[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def split_keys(end, window, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr):
+    """Of the last token of so many: where the keys that it sees begin, and the length of their splits."""
+    first = tl.maximum(end - window, 0) // KEYS * KEYS
+    length = (end - first + SPLITS - 1) // SPLITS
+    return first, tl.maximum((length + KEYS - 1) // KEYS * KEYS, SPLIT)
+
+
+@triton.jit(do_not_specialize=["window"])
+def attend_tokens(
+    q, cache, table, rows, ends, cu_q, singles, partial, sums, window, scale,
+    q_stride, head_stride, table_stride, block_stride, value_offset,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32."""
+    single, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    item = tl.load(singles + single)
+    end = tl.load(ends + item)
+    begin, length = split_keys(end, window, KEYS, SPLIT, SPLITS)
+    first = begin + split * length
+    if first >= end:
+        return
+    row = tl.arange(0, ROWS)
+    there = row < GROUP
+    query_head = head * GROUP + row
+    column = tl.arange(0, WIDTH)
+    mask = there[:, None] & (column < DIM)[None, :]
+    at_q = tl.load(cu_q + item).to(tl.int64) * q_stride + query_head * head_stride
+    tile_q = tl.load(q + at_q[:, None] + column[None, :], mask=mask, other=0.0)
+    position = tl.full([ROWS], 0, tl.int32) + (end - 1)
+    oldest = tl.maximum(position - window + 1, 0)
+    of_row = table + tl.load(rows + item).to(tl.int64) * table_stride
+    of_head = cache + head.to(tl.int64) * (PAGE * DIM)
+    mixed, largest, weights = see_keys(
+        tile_q, of_head, of_head + value_offset, of_row, first, tl.minimum(first + length, end),
+        position, oldest, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS,
+    )  # fmt: skip
+    heads = tl.num_programs(1) * GROUP
+    part = (single.to(tl.int64) * heads + query_head) * SPLITS + split
+    tl.store(partial + part[:, None] * DIM + column[None, :], mixed, mask=mask)
+    tl.store(sums + 2 * part, largest, mask=there)
+    tl.store(sums + 2 * part + 1, weights, mask=there)
+
+
+@triton.jit(do_not_specialize=["window"])
+def merge_splits(
+    partial, sums, ends, cu_q, singles, out, window,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Always over SPLITS entries, of which those that the sequence lacks count nothing: in one order."""
+    single, head = tl.program_id(0), tl.program_id(1)
+    item = tl.load(singles + single)
+    end = tl.load(ends + item)
+    begin, length = split_keys(end, window, KEYS, SPLIT, SPLITS)
+    split = tl.arange(0, SPLITS)
+    there = begin + split * length < end
+    column = tl.arange(0, WIDTH)
+    inside = column < DIM
+    part = (single.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + split
+    largest = tl.load(sums + 2 * part, mask=there, other=float("-inf"))
+    share = tl.exp2(largest - tl.max(largest, 0))
+    weights = tl.sum(share * tl.load(sums + 2 * part + 1, mask=there, other=0.0), 0)
+    mask = there[:, None] & inside[None, :]
+    mixed = tl.load(partial + part[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+    result = tl.sum(mixed * share[:, None], 0) / weights
+    at = (tl.load(cu_q + item).to(tl.int64) * tl.num_programs(1) + head) * DIM
+    tl.store(out + at + column, result.to(out.dtype.element_ty), mask=inside)
