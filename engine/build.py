@@ -170,13 +170,17 @@ def load_model(
 def _make_ops(
     model: ModelConfig, decoder: Decoder, cache: Tensor, config: EngineConfig, team: Team
 ) -> LayerOps:
-    """The CPU's own operations if the team runs kernels, which the attention backend decides; else torch's."""
+    """Own kernels where attention is by those of the same kind: that they run here was found out; else torch's."""
     shape = OpsShape(decoder.num_heads, decoder.num_kv_heads, model.head_dim, model.norm_eps)
     cos, sin = tables(inverse_frequencies(model), config.max_model_len)
     if isinstance(team, KernelTeam):
         from engine.ops.cpu_ops import CpuOps
 
         return CpuOps(shape, cos, sin, cache, team)
+    if config.attention_backend == "triton":
+        from engine.ops.triton_ops import TritonOps
+
+        return TritonOps(shape, cos, sin, cache)
     return TorchOps(shape, cos, sin, cache)
 
 

@@ -50,15 +50,21 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
     if name == "triton":
         if head_dim > MAX_HEAD_DIM:
             return f"takes heads of up to {MAX_HEAD_DIM}, not {head_dim}"
-        return _probe(name, device, dtype, head_dim, page_size)
+    elif refusal := _flash_refusal(name, dtype, head_dim, page_size):
+        return refusal
+    return _probe(name, device, dtype, head_dim, page_size)
+
+
+def _flash_refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+    """Why FlashAttention 2, which both other kernels are, can't run."""
     if dtype is not torch.bfloat16:
         return "needs bfloat16"
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:  # FlashAttention 2's, which both are
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return f"takes heads of up to {MAX_HEAD_DIM} that 8 divides, not {head_dim}"
     sizes = PAGE_SIZES if name == "flash" else TORCH_PAGE_SIZES
     if page_size not in sizes:
         return f"takes pages of {', '.join(map(str, sizes))} tokens, not {page_size}"
-    return _probe(name, device, dtype, head_dim, page_size)
+    return ""
 
 
 @cache

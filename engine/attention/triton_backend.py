@@ -49,7 +49,9 @@ def prompt_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     width = width_of(head_dim)
     if dtype is torch.float32:
         return _float32_tiles(width, group)
-    rows, keys = (128, 64) if width <= 128 else (64, 32)
+    rows = 128 if width <= 128 else 64
+    # Rows of groups that are no power of two take more registers to find their place.
+    keys = 64 if width <= 128 and not group & (group - 1) else 32
     return Tiles(max(rows, triton.next_power_of_2(group)), keys, 8, 2)
 
 

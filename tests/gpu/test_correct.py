@@ -28,7 +28,7 @@ KV_BYTES = 256 << 20
 SHAPES = [(4, 2, 16), (4, 4, 16), (4, 1, 16), (4, 2, 32), (16, 8, 64), (32, 8, 128)]  # heads, KV heads, dim
 
 
-@pytest.fixture(params=["varlen", "flash", "cpu"])
+@pytest.fixture(params=["triton", "varlen", "flash", "cpu"])
 def backend(request, device):
     """Of those that `auto` may choose on this device."""
     name = request.param
@@ -36,6 +36,8 @@ def backend(request, device):
         pytest.skip(f"{name} does not run on {device}")
     if name == "cpu":
         pytest.importorskip("numba")
+    if name == "triton":
+        pytest.importorskip("triton")
     if name == "varlen":
         pytest.importorskip("torch.nn.attention.varlen", reason="torch has it from 2.11 on")
     if name == "flash" and not any(importlib.util.find_spec(n) for n in ("vllm_flash_attn", "vllm")):
@@ -58,12 +60,17 @@ def generate(model, prompts, **settings):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_tokens_are_the_cpus_in_fp32(variant, device, model):
-    """fp32 goes through plain products on both: the paged kernels take 16-bit types only."""
+    """Of plain products, and of the one paged kernel that takes fp32."""
     prompts = [prompt_ids(70), prompt_ids(33, seed=1)]
     ways = {"dtype": "float32", "attention_backend": "sdpa", "max_batch_tokens": 48}
     here = generate(model(variant), prompts, device=device, **ways)
     there = generate(model(variant), prompts, device="cpu", dtype="float32", attention_backend="sdpa")
     assert here == there
+    if device == "cuda" and importlib.util.find_spec("triton"):
+        assert (
+            generate(model(variant), prompts, device=device, **ways | {"attention_backend": "triton"})
+            == there
+        )
     assert len({token for answer in here for token in answer}) > 8, "an answer that says something"
 
 

@@ -1,0 +1,67 @@
+"""The operations by kernels for CUDA, one launch each. Importing it needs Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.ops import triton_kernels as kernels
+from engine.ops.base import OpsShape
+
+GATE_BLOCK = 1024
+# Named, because the default differs between versions of Triton.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+def norm_sizes(width: int) -> dict[str, int]:
+    block = int(triton.next_power_of_2(width))
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+class TritonOps:
+    def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor):
+        self._shape = shape
+        self._cache = kv_cache
+        self._cos, self._sin = (one.to(kv_cache).contiguous() for one in (cos, sin))
+        self._positions = self._slots = torch.empty(0)
+
+    def begin(self, positions: Tensor, slots: Tensor) -> None:
+        self._positions, self._slots = positions, slots
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._norm(x, None, weight)
+
+    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+        return self._norm(x, delta, weight)
+
+    def _norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        kernels.norm_rows[(rows,)](
+            x, x if delta is None else delta, weight, out, width, self._shape.norm_eps,
+            ADDS=delta is not None, **norm_sizes(width), **OPTIONS,
+        )  # fmt: skip
+        return out
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, inner)
+        grid = (rows, triton.cdiv(inner, GATE_BLOCK))
+        kernels.gate_rows[grid](gate_up, out, inner, BLOCK=GATE_BLOCK, num_warps=4, **OPTIONS)
+        return out
+
+    def heads(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        s, cache = self._shape, self._cache
+        heads, kv = s.num_heads, s.num_kv_heads
+        qkv = qkv.view(-1, heads + 2 * kv, s.head_dim)
+        norms = q_norm is not None and k_norm is not None
+        kernels.rotate_heads[(qkv.shape[0], heads + 2 * kv)](
+            qkv, cache[:, layer, 0], self._cos, self._sin, q_norm if norms else self._cos,
+            k_norm if norms else self._cos, self._positions, self._slots, s.norm_eps, cache.stride(0), cache.stride(2),
+            HEADS=heads, KV_HEADS=kv, DIM=s.head_dim, HALF_WIDTH=triton.next_power_of_2(s.head_dim // 2),
+            PAGE=cache.shape[4], NORMS=norms, num_warps=1, **OPTIONS,
+        )  # fmt: skip
+        return qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]

@@ -1,0 +1,114 @@
+"""The small kernels against torch's operations. Run by test_interpreted.py, where Triton interprets kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.attention import triton_kernels as attention_kernels
+from engine.attention.base import AttentionShape
+from engine.attention.triton_backend import TritonBackend
+from engine.ops import triton_kernels as kernels
+from engine.ops.base import OpsShape
+from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_ops import TritonOps
+from engine.plan import PlanItem
+from tests.engine.steps import buffers_of
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def both(heads: int, kv: int, dim: int, page: int, dtype: torch.dtype):
+    shape = OpsShape(heads, kv, dim, 1e-5)
+    angles = torch.rand(100, dim // 2) * 6
+    caches = [torch.full((9, 2, 2, kv, page, dim), math.nan, dtype=dtype) for _ in range(2)]
+    made = (TorchOps, TritonOps)
+    return [
+        one(shape, angles.cos(), angles.sin(), cache) for one, cache in zip(made, caches, strict=True)
+    ], caches
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype is expected.dtype
+    error = 1e-5 if got.dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(got, expected, atol=error, rtol=error, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 100])
+def test_norms_and_the_sum(width, dtype):
+    torch.manual_seed(0)
+    (plain, own), _ = both(2, 1, 16, 16, dtype)
+    x, delta, weight = (torch.randn(*size).to(dtype) for size in ((3, width), (3, width), (width,)))
+    before = x.clone()
+    close(own.norm(x, weight), plain.norm(x, weight))
+    assert torch.equal(x, before)
+    other = x.clone()
+    close(own.add_norm(x, delta, weight), plain.add_norm(other, delta, weight))
+    close(x, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gate(dtype):
+    torch.manual_seed(0)
+    (plain, own), _ = both(2, 1, 16, 16, dtype)
+    gate_up = 3 * torch.randn(3, 2 * 1100).to(dtype)
+    close(own.gate(gate_up), plain.gate(gate_up))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv", "dim", "page", "dtype"),
+    [(4, 2, 64, 16, torch.float32), (3, 1, 40, 4, torch.float32), (2, 2, 128, 16, torch.bfloat16)],
+    ids=str,
+)
+def test_heads_are_normed_rotated_and_written(heads, kv, dim, page, dtype, norms):
+    torch.manual_seed(0)
+    parts, caches = both(heads, kv, dim, page, dtype)
+    slots = torch.tensor([8 * page + page - 1, 0, 3 * page + 1])
+    qkv = torch.randn(3, (heads + 2 * kv) * dim).to(dtype)
+    weights = [torch.rand(dim).to(dtype) + 0.5 for _ in range(2)] if norms else [None, None]
+    found = []
+    for ops in parts:
+        ops.begin(torch.tensor([0, 99, 7]), slots)
+        found.append(ops.heads(1, qkv.clone(), *weights))
+    for expected, got in zip(*found, strict=True):
+        close(got, expected)
+    close(caches[1], caches[0])
+    assert caches[1].isnan().any(), "other slots are as they were"
+
+
+def test_launches_of_a_decode_step(monkeypatch):
+    """Beside a layer's four products: six of our own."""
+    launched: list[str] = []
+    for module, names in (
+        (kernels, ("norm_rows", "gate_rows", "rotate_heads")),
+        (attention_kernels, ("attend_prompts", "attend_tokens", "merge_splits")),
+    ):
+        for name in names:
+            one = {"name": name}
+            count = type(
+                "Count",
+                (),
+                {"__getitem__": lambda self, grid, one=one: lambda *a, **k: launched.append(one["name"])},
+            )
+            monkeypatch.setattr(module, name, count())
+    (_, ops), (cache, _) = both(4, 2, 16, 16, torch.float32)
+    backend = TritonBackend(AttentionShape(4, 2, 16, 16, (0, 0)), cache)
+    step = buffers_of([PlanItem(str(row), [0], 20, [row, row + 4], row, 1) for row in range(3)], 16)
+    ops.begin(step.positions, step.slots)
+    backend.begin(step)
+    x, weight = torch.zeros(3, 64), torch.zeros(64)
+    q, k, v = ops.heads(0, torch.zeros(3, 8 * 16), None, None)
+    ops.add_norm(x, backend.attend(0, q, k, v), weight)
+    ops.add_norm(x, ops.gate(torch.zeros(3, 128)), weight)
+    assert launched == [
+        "rotate_heads",
+        "attend_tokens",
+        "merge_splits",
+        "norm_rows",
+        "gate_rows",
+        "norm_rows",
+    ]

@@ -1,0 +1,114 @@
+"""Every kernel compiles for each card, fits its shared memory, and keeps its numbers in registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.kernels.compiled import CARDS, compile_for, spilled
+
+pytest.importorskip("triton")
+import torch
+
+from engine.attention import triton_backend as backend
+from engine.attention import triton_kernels as attention
+from engine.ops import triton_kernels as small
+from engine.ops.triton_ops import GATE_BLOCK, OPTIONS, norm_sizes
+
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+INTS = ("table", "rows", "ends", "cu_q", "singles")
+FLOATS = ("partial", "sums")
+NUMBERS = (
+    "items",
+    "window",
+    "width",
+    "inner",
+    "q_stride",
+    "head_stride",
+    "table_stride",
+    "block_stride",
+    "value_offset",
+)
+KINDS = {
+    **dict.fromkeys(INTS, "*i32"),
+    **dict.fromkeys(FLOATS, "*fp32"),
+    **dict.fromkeys(NUMBERS, "i32"),
+    **dict.fromkeys(("scale", "eps"), "fp32"),
+    **dict.fromkeys(("positions", "slots"), "*i64"),
+}
+DATA = ("q", "cache", "out", "x", "delta", "weight", "gate_up", "qkv", "cos", "sin", "q_norm", "k_norm")
+
+
+# Bytes. No supported model in fp32 has heads that wide.
+SPILLED_BY_WIDE_HEADS = 64
+
+
+def check(capability: int, kernel, kind: str, constants: dict[str, object], options: dict[str, int]) -> None:
+    own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = {**KINDS, **dict.fromkeys(DATA, f"*{kind}")}
+    needed = {name: types[name] for name in kernel.arg_names if name not in own}
+    made = compile_for(capability, kernel, needed, own, {**options, **OPTIONS})
+    wide = kind == "fp32" and own.get("WIDTH", 0) == 256
+    assert spilled(made, capability) <= (SPILLED_BY_WIDE_HEADS if wide else 0)
+
+
+def check_attention(capability: int, kind: str, dim: int, group: int, page: int) -> None:
+    dtype = TYPES[kind]
+    sizes = {
+        "GROUP": group, "DIM": dim, "WIDTH": backend.width_of(dim), "PAGE": page,
+        "SPLIT": backend.SPLIT, "SPLITS": backend.most_splits(8),
+    }  # fmt: skip
+    for kernel, of in (
+        (attention.attend_prompts, backend.prompt_tiles),
+        (attention.attend_tokens, backend.token_tiles),
+        (attention.merge_splits, backend.token_tiles),
+    ):
+        tiles = of(dtype, dim, group)
+        options = {"num_warps": 4} if kernel is attention.merge_splits else tiles.options
+        check(capability, kernel, kind, {**sizes, "ROWS": tiles.rows, "KEYS": tiles.keys}, options)
+
+
+def check_small(capability: int, kind: str, dim: int) -> None:
+    for width, adds in ((4096, True), (16_384, False)):
+        norm = norm_sizes(width)
+        check(
+            capability,
+            small.norm_rows,
+            kind,
+            {"ADDS": adds, "BLOCK": norm["BLOCK"]},
+            {"num_warps": norm["num_warps"]},
+        )
+    check(capability, small.gate_rows, kind, {"BLOCK": GATE_BLOCK}, {"num_warps": 4})
+    for norms in (False, True):
+        sizes: dict[str, object] = {
+            "HEADS": 8,
+            "KV_HEADS": 2,
+            "DIM": dim,
+            "HALF_WIDTH": backend.width_of(dim) // 2,
+            "PAGE": 16,
+            "NORMS": norms,
+        }
+        check(capability, small.rotate_heads, kind, sizes, {"num_warps": 1})
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "dim", "group"),
+    [(80, "bf16", 64, 4), (90, "bf16", 128, 4), (100, "bf16", 128, 7), (80, "fp32", 64, 4)],
+)
+def test_attention_compiles(capability, kind, dim, group):
+    check_attention(capability, kind, dim, group, 16)
+
+
+@pytest.mark.parametrize("capability", CARDS)
+def test_small_kernels_compile(capability):
+    check_small(capability, "bf16", 128)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("capability", CARDS)
+def test_every_variant_compiles(capability, kind, group):
+    for dim in (40, 64, 80, 128, 256):
+        check_attention(capability, kind, dim, group, 16)
+    check_small(capability, kind, 64)
