@@ -40,16 +40,13 @@ class BlockPool:
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest cached prefix of `hashes`; adds no references."""
-        blocks: list[int] = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return list(iter(map(self._block_of.get, hashes).__next__, None))
+
+    def is_cached(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_of
 
     def free_among(self, blocks: Iterable[int]) -> int:
-        return sum(block in self._free for block in blocks)
+        return sum(map(self._free.__contains__, blocks))
 
     def retain(self, blocks: Iterable[int], tenant: str = "") -> None:
         """Add a reference to each block."""

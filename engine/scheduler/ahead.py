@@ -37,10 +37,9 @@ class Ahead:
         self._new: list[tuple[EngineRequest, int]] = []  # not yet among them
         self._entries: defaultdict[str, list[tuple[EngineRequest, tuple[float, int]]]] = defaultdict(list)
 
-    def room(self, sequence: Sequence, held: list[int], need: int) -> int:
-        """Blocks available to it, of those to which no other has a claim (`Blocks.room`)."""
+    def room(self, sequence: Sequence, need: int, free: int) -> int:
+        """Of `free` blocks those available to it: to which no other has a claim (`Blocks.room`)."""
         self._advance(sequence)
-        free = self._pool.num_free - self._pool.free_among(held)
         room = free - self._waiting - self._growing
         if need <= room or need > free:
             return room

@@ -39,6 +39,15 @@ class Blocks:
         tokens = len(waiting.tokens)
         return self._prefixes.match(waiting.hashes[: (tokens - 1) // self._page]), self.count(tokens)
 
+    def least_need(self, waiting: Sequence) -> int:
+        """How many it needs beside cached ones at least, as it found no more of these at its last look. 0: not known."""
+        tokens, found, hashes = len(waiting.tokens), waiting.found, waiting.hashes
+        if found is None or (
+            found < min(len(hashes), (tokens - 1) // self._page) and self._prefixes.holds(hashes[found])
+        ):
+            return 0
+        return self.count(tokens) - found
+
     def allocate(self, sequence: Sequence, held: list[int], total: int) -> None:
         """`total` blocks, of which the prefix cache holds the first ones, `held`."""
         tenant = sequence.request.tenant

@@ -30,6 +30,9 @@ class PrefixCache:
         """The blocks that hold the longest cached prefix of `hashes`; adds no references."""
         return self.pool.match(hashes) if self.enabled else []
 
+    def holds(self, block_hash: bytes) -> bool:
+        return self.enabled and self.pool.is_cached(block_hash)
+
     def register(self, sequence: Sequence, tokens: int) -> None:
         """Cache every block that the first `tokens` tokens of the sequence fill."""
         full = tokens // self.page_size

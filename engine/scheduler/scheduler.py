@@ -288,6 +288,7 @@ class Scheduler:
             elif self._alone is not None:
                 break
             else:
+                self.short_of_blocks = True
                 passed.add(sequence.request.tenant)
             if budget <= 0:
                 break
@@ -313,12 +314,16 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, decision: StepDecision, ahead: Ahead) -> int:
         """Returns how many of its tokens the step computes. 0 if it must wait: for blocks, and is `ahead` of later ones
         then, with what it needs; or for a step of its own."""
+        least = self._blocks.least_need(sequence)
+        if least and least > ahead.room(sequence, least, self._pool.num_free):
+            ahead.passed(sequence, sequence.claim)
+            return 0
         held, total = self._blocks.needs(sequence)
         missing = len(sequence.tokens) - len(held) * self._page
-        need = total - len(held)
-        if need > ahead.room(sequence, held, need):
-            ahead.passed(sequence, need + self._pool.free_among(held))
-            self.short_of_blocks = True
+        need, cached = total - len(held), self._pool.free_among(held)
+        if need > ahead.room(sequence, need, self._pool.num_free - cached):
+            sequence.found, sequence.claim = len(held), need + cached
+            ahead.passed(sequence, sequence.claim)
             return 0
         if missing > budget and not self._config.chunked_prefill:
             if decision.scheduled:
@@ -389,6 +394,6 @@ class Scheduler:
         self._blocks.release(victim)
         victim.num_computed = victim.registered_blocks = 0
         victim.preempted_at = len(victim.tokens)
-        victim.extra_seat = False
+        victim.extra_seat, victim.found = False, None
         victim.machine.to(S.WAITING)
         self._enqueue(victim)

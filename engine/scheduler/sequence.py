@@ -76,6 +76,9 @@ class Sequence:
     # Of steps that do not cover all, the last one that computed it, and its arrival; None if it has been in no order yet.
     turn: tuple[int, int] | None = None
     preempted_at: int = -1  # its tokens at its last preemption
+    # At its last look for blocks, if it waits since: cached ones that it found, and its claim to free ones.
+    found: int | None = None
+    claim: int = 0
     waits_since: float = 0.0  # monotonic seconds: in the queue, and in its class
     rank: int = field(init=False)  # of the request's class; while it waits, of the one that it has aged to
     order: tuple[int, int] = field(init=False)  # sort key: class, then arrival

@@ -36,6 +36,9 @@ def refusing(call: Call) -> Any:
         try:
             await call(messages, context)
             return
+        except grpc.aio.InternalError:
+            # A write failed, because the client has disconnected. grpc.aio would log the exception.
+            raise asyncio.CancelledError from None
         except BatonError as error:
             refusal = error.with_traceback(None)
             refusal.__context__ = refusal.__cause__ = None

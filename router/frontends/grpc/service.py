@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
@@ -19,7 +18,7 @@ from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
 from router.request.completion import Completion
-from router.request.fields import read
+from router.request.fields import read, refuse
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions
 from router.request.permissions import check_allowed
@@ -54,7 +53,7 @@ class InferenceService:
                 stream = GenerateStream(dispatcher, completion, caller)
                 await stream.pass_to(context, self._gateway.config, self._turn)
 
-    async def _answer(self, response: Message, context: Context) -> None:
+    async def _answer(self, response: bytes, context: Context) -> None:
         # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
         await context.send_initial_metadata(())
         await write_all(_only(response), context, self._gateway.config)
@@ -85,8 +84,16 @@ class InferenceService:
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
                 self._gateway.validator.limits.check_model(request.model)
-                ids = await self._encode(request, caller)
-            await self._answer(pb.TokenizeResponse(token_ids=ids), context)
+                answer = self._tokenized(await self._encode(request, caller))
+                del request
+            await self._answer(answer, context)
+
+    def _tokenized(self, ids: list[int]) -> bytes:
+        """The answer. While its client does not read it, only its bytes are kept: the list takes 15 times as many."""
+        most = self._gateway.config.max_answer_entries
+        if len(ids) > most:
+            raise refuse("prompt", f"{len(ids)} tokens; max_answer_entries is {most}", most)
+        return pb.TokenizeResponse(token_ids=ids).SerializeToString()
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         limits = self._gateway.validator.limits
@@ -97,7 +104,7 @@ class InferenceService:
                 max_model_len=limits.max_model_len,
                 created_unix_seconds=self._gateway.created_unix_seconds,
             )
-            await self._answer(pb.ListModelsResponse(models=[model]), context)
+            await self._answer(pb.ListModelsResponse(models=[model]).SerializeToString(), context)
 
     async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
         """Token ids of a text or a conversation."""
@@ -145,5 +152,5 @@ def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
     )
 
 
-async def _only(response: Message) -> AsyncGenerator[Message, None]:
+async def _only(response: bytes) -> AsyncGenerator[bytes, None]:
     yield response

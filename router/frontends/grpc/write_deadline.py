@@ -49,7 +49,7 @@ class WriteDeadline:
 
 
 async def write_all(
-    responses: AsyncGenerator[Message, None],
+    responses: AsyncGenerator[Message | bytes, None],
     context: Context,
     config: RouterConfig,
 ) -> None:
@@ -69,7 +69,7 @@ async def write_all(
         async with contextlib.aclosing(responses):
             async for response in responses:
                 deadline.begin()
-                await context.write(response.SerializeToString())
+                await context.write(response if isinstance(response, bytes) else response.SerializeToString())
                 deadline.end()
     except asyncio.CancelledError:
         if not expired:

@@ -24,7 +24,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -59,20 +58,18 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: ConnectionLimits
     direct: Mapping[tuple[str, str], Endpoint]  # by method and path
     leaving: Callable[[], bool]  # answers then close their connections, and balancers choose another router
-    waiting: dict[
-        LimitedProtocol, None
-    ]  # connections whose request holds no place; their last request began or ended in this order
+    # Connections whose request holds no place; their last request began or ended in this order
+    waiting: dict[LimitedProtocol, None]
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self.timeout_keep_alive = self.limits.http_idle_seconds
-        self._in_head = True
-        self._in_body = False
+        self._in_head, self._in_body = True, False
         self._head_bytes = 0
         self._ended_in_read = False  # a request's last bytes were in the bytes received last
         self._body_arrived = False  # bytes of the body arrived in the bytes received last
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
-        self._short_chunks = ShortChunks(self.pipeline, partial(self._give_up, 400))
+        self._short_chunks = ShortChunks(self.pipeline, self._give_up)
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
@@ -202,11 +199,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._short_chunks.add()
             return  # a trailer is ignored: authentication and routing used the head only
-        if len(self.headers) >= self.limits.max_headers:
-            limit = self.limits.max_headers
-            self._give_up(
-                431, InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
-            )
+        most = self.limits.max_headers
+        if len(self.headers) >= most:
+            error = InvalidRequestError(f"headers: at most {most}", field="headers", limit=str(most))
+            self._give_up(431, error)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

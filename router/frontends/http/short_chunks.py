@@ -14,7 +14,7 @@ MAX_SHORT_CHUNKS = 512
 class ShortChunks:
     """Those of a request, and of the requests that wait with it: all of them may be read at once."""
 
-    def __init__(self, pipeline: Sized, refuse: Callable[[InvalidRequestError], None]):
+    def __init__(self, pipeline: Sized, refuse: Callable[[int, InvalidRequestError], None]):
         self._pipeline = pipeline
         self._refuse = refuse
         self._count = 0
@@ -32,4 +32,4 @@ class ShortChunks:
                 f"body: more than {MAX_SHORT_CHUNKS} trailers and chunks of less than {SHORT_BYTES} bytes; send longer "
                 "chunks, or no chunks but a content-length"
             )
-            self._refuse(InvalidRequestError(text, field="body", limit=str(MAX_SHORT_CHUNKS)))
+            self._refuse(400, InvalidRequestError(text, field="body", limit=str(MAX_SHORT_CHUNKS)))

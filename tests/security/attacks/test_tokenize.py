@@ -129,6 +129,37 @@ def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Ro
         wait_for(lambda: not refused(), 10, "the place is free")
 
 
+def test_a_client_that_leaves_its_answers_unread_writes_no_exception(router: Router, keys: KeyFile) -> None:
+    """Writing the answer failed with its connection, and the log got 2 KiB for each. The fixture looks there."""
+    key = known(router, keys.add("leaving", max_concurrent_requests=1))
+    method = "baton.v1.Inference/Tokenize"
+    host, port = router.grpc.split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as sock, Client(router.grpc, api_key=key) as client:
+            sock.sendall(_unread_call(method, key, UNREAD[method]))
+
+            def refused(client: Client = client) -> bool:
+                try:
+                    client.tokenize("abc")
+                except OverloadedError:
+                    return True
+                return False
+
+            wait_for(refused, 5, "the place is taken")
+            sock.recv(1 << 16)  # settings
+            sock.recv(1 << 16)  # the answer's head: its message is being written
+        wait_for(lambda: not _refused(router, key), 30, "the place is free")
+
+
+def _refused(router: Router, key: str) -> bool:
+    with Client(router.grpc, api_key=key) as client:
+        try:
+            client.tokenize("abc")
+        except OverloadedError:
+            return True
+    return False
+
+
 def _unread_call(method: str, key: str, message: bytes) -> bytes:
     """HTTP/2 of a client whose window for answers is 0."""
 

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
+from router.frontends.http import short_chunks
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.protocol import limited
 from tests.harness.waiting import until
@@ -111,3 +112,10 @@ async def test_a_body_of_many_chunks_is_no_trailer(address):
     answer = await exchange(address, HEAD, *[chunk * 50] * 20, b"0\r\n\r\n")
     assert b"256000;" in answer
     assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_pieces_of_a_body_without_chunks_are_no_short_chunks(address, monkeypatch):
+    monkeypatch.setattr(short_chunks, "MAX_SHORT_CHUNKS", 2)
+    head = HEAD.replace(b"transfer-encoding: chunked", b"content-length: 64")
+    answer = await exchange(address, head, *[b"a"] * 64)
+    assert answer.startswith(b"HTTP/1.1 200") and b"64;" in answer
