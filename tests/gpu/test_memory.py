@@ -28,9 +28,14 @@ def test_the_pool_fills_its_share_and_the_largest_steps_fit(device, tmp_path):
     if free < total * 0.8:
         pytest.skip(f"{total - free} of the card's {total} bytes are in use by others")
     config = EngineConfig(
-        model=write_model(tmp_path / "model", ModelShape(layers=4, vocab=32_768)), device="cuda", dtype="bfloat16", max_model_len=2048, max_batch_tokens=4096,
-        max_batch_requests=256, memory_utilization=share,
-    )  # fmt: skip
+        model=write_model(tmp_path / "model", ModelShape(layers=4, vocab=32_768)),
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_batch_tokens=4096,
+        max_batch_requests=256,
+        memory_utilization=share,
+    )
     loaded = load_model(config, handoff_bytes=HANDOFF)
     runner = ModelRunner(loaded)
     runner.warm_up()
