@@ -21,6 +21,7 @@ MIB = 1 << 20
 LIMIT = 1536 * MIB
 HANDOFF = 64 * MIB
 SHARE = 0.9
+LONG = pytest.mark.long
 # Checkpoints of 10, 130 and 410 MB.
 SHAPES = {
     "small": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512),
@@ -54,7 +55,9 @@ def check(found: dict[str, Any]) -> None:
     assert found["pool"] + found["weights"] + found["handoff"] < SHARE * LIMIT
 
 
-@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize(
+    "size", [pytest.param("small", marks=LONG), pytest.param("middle", marks=LONG), "large"]
+)
 def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Path]) -> None:
     """The kernel kills a process that takes more, where a limit can be made here."""
     with limited(LIMIT) as before:

@@ -92,15 +92,14 @@ def check_small(capability: int, kind: str, dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "kind", "dim", "group"),
-    [(80, "bf16", 64, 4), (90, "bf16", 128, 4), (100, "bf16", 128, 7), (80, "fp32", 64, 4)],
+    [(90, "bf16", 128, 4), (80, "fp32", 64, 4)],
 )
 def test_attention_compiles(capability, kind, dim, group):
     check_attention(capability, kind, dim, group, 16)
 
 
-@pytest.mark.parametrize("capability", CARDS)
-def test_small_kernels_compile(capability):
-    check_small(capability, "bf16", 128)
+def test_small_kernels_compile():
+    check_small(100, "bf16", 128)
 
 
 @pytest.mark.long
