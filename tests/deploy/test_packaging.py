@@ -47,8 +47,8 @@ EXTRAS = {
     "worker": ["worker", "ray"],
     "prefill_worker": ["worker"],
     "decode_worker": ["worker"],
-    "kv_transfer": ["worker"],
-    "engine": ["worker"],
+    "kv_transfer": ["worker", "cuda"],
+    "engine": ["worker", "cuda"],
 }
 
 

@@ -64,6 +64,7 @@ def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Pat
         check(fill(models[size], before, LIMIT))
 
 
+@pytest.mark.long
 def test_a_limit_that_the_kernel_does_not_enforce(models: dict[str, Path]) -> None:
     """So that the rule is tested where no cgroup can be made."""
     check(fill(models["middle"], None, LIMIT))

@@ -85,7 +85,11 @@ def wait_for_key(router: Router, key: str) -> None:
     wait_for(known, 60, "the key is known")
 
 
-@pytest.mark.parametrize("begun", [True, False], ids=["in its answer", "before its first token"])
+@pytest.mark.parametrize(
+    "begun",
+    [pytest.param(True, marks=pytest.mark.long), False],
+    ids=["in its answer", "before its first token"],
+)
 def test_the_only_request_of_a_minute_survives_its_router(begun, keys, first, second, deployment, redis_url):
     key = keys.add(f"once-{begun}", requests_per_minute=1, tokens_per_minute=TOKENS)
     for router in (first, second):

@@ -265,7 +265,7 @@ def test_every_position_comes_once_and_in_order(text, scripts):
     with pytest.MonkeyPatch.context() as patch:
         world = World(text, scripts)
         patch.setattr(dispatcher, "Attempt", world.attempt)
-        patch.setattr("router.dispatch.retry_policy.MAX_PAUSE_SECONDS", 0.002)
+        patch.setattr("router.dispatch.retry_policy.RETRY_PAUSE_SECONDS", 0.002)
         began = time.monotonic()
         tokens = asyncio.run(asyncio.wait_for(deliver(world), 30))
         assert time.monotonic() - began < 20

@@ -129,10 +129,10 @@ async def test_noise(noise: bytes, attacked: Attacked, caplog: pytest.LogCapture
     "frame",
     [
         Frame(),
-        Frame(beat=True),
+        pytest.param(Frame(beat=True), marks=pytest.mark.long),
         Frame(cancel=range(1 << 20, (1 << 20) + 10_000)),
-        Frame(status=range(1 << 20, (1 << 20) + 10_000)),
-        Frame(close=range(10_000)),
+        pytest.param(Frame(status=range(1 << 20, (1 << 20) + 10_000)), marks=pytest.mark.long),
+        pytest.param(Frame(close=range(10_000)), marks=pytest.mark.long),
         Frame(credit=[link_pb2.LinkCredit(handle=1, choice=2**32 - 1, limit=2**64 - 1)] * 2000),
     ],
     ids=["empty", "beats", "cancels", "questions", "closes", "credit"],
@@ -271,7 +271,14 @@ async def test_only_a_routers_certificate_opens_a_link(shown: str, certs: Path) 
         await attacked.stop()
 
 
-@pytest.mark.parametrize("shown", ["router", "client", "their worker", "plain text"])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "router",
+        "client",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("their worker", "plain text")),
+    ],
+)
 async def test_a_router_links_to_a_worker_only(
     shown: str, certs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
