@@ -41,7 +41,7 @@ def held(http: str) -> list[int]:
     return [worker["status"]["blocks_held"] for worker in workers]
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkpoint, cluster):
     prompt, pid = prompt_ids(70, seed=4), cluster.state["router"][0]["pid"]
     with Client(cluster.routers, shuffle=lambda addresses: None) as client:  # the first is asked first
@@ -70,6 +70,7 @@ def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkp
     assert len(found.near_ties) <= 3  # the reference is undecided at about one token in a hundred thousand
 
 
+@pytest.mark.long
 def test_workers_release_the_requests_of_a_killed_router(cluster):
     """These requests are not resumed: their clients have only the dead router's address."""
     other, victim = cluster.state["router"]

@@ -294,6 +294,7 @@ def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_clus
     assert answer.timings.attempts == (2 if role == "decode" else 1)
 
 
+@pytest.mark.long
 def test_a_prefill_worker_killed_before_the_commit_costs_a_pause_and_no_token(checkpoint, tmp_path_factory):
     """Killed after a write was posted, or after the first token and before Finish: D has not committed, so another P
     computes the prompt.

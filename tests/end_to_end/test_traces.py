@@ -83,6 +83,7 @@ def _whole(collector: Collector, trace_id: str) -> list[Span] | None:
     return spans if {span.name for span in spans} >= NAMES else None
 
 
+@pytest.mark.long
 def test_a_trace_shows_every_stage_and_they_add_up(traced: tuple[Cluster, Collector]) -> None:
     cluster, collector = traced
     with grpc.insecure_channel(cluster.grpc) as channel:

@@ -71,6 +71,7 @@ def hold_group(rank: int, address: str, listener: socket.socket | None, ports: A
     group.close()
 
 
+@pytest.mark.long
 def test_no_other_rank_joins_a_complete_group():
     """gloo keeps descriptors of other peers that hang up, and aborts when there are no more."""
     address, listener = listen_at("127.0.0.1")

@@ -178,6 +178,7 @@ def _shift(header: handoff_pb2.PartHeader, kind: str, by: int) -> None:
         setattr(header, name, getattr(header, name) + by)
 
 
+@pytest.mark.long
 @few(60, 0.15)
 @given(data=st.data(), length=st.integers(1, 60))
 def test_a_dishonest_prefill_worker_ends_its_own_hand_off_only(data, length, pair, channels, decode, tally):

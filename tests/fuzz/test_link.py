@@ -265,6 +265,7 @@ def frames_of_a_worker(number: int) -> list[link_pb2.WorkerFrame]:
     ]
 
 
+@pytest.mark.long
 @few(30, 0.02)
 @given(data=st.data())
 def test_a_worker_whose_frames_are_nearly_right(data, liar: LyingWorker, tally: Tally):

@@ -170,6 +170,7 @@ def pair(
         yield first, second, tls
 
 
+@pytest.mark.long
 async def test_plain_clients_lose_nothing_while_a_router_leaves(
     pair: tuple[Router, Router, ClientTls | None],
 ) -> None:

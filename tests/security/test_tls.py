@@ -273,7 +273,8 @@ async def the_real_workers_know_who_may_what(state, live: Path) -> None:
                     assert refused == (not allowed), (role, method.name, client, caught.value.details())
 
 
-@pytest.mark.parametrize("transport", ["nixl", pytest.param("grpc", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
 def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_path, monkeypatch):
     live = tmp_path / "live"
     shutil.copytree(certs / "ours", live)

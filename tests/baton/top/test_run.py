@@ -128,6 +128,7 @@ def terminal(router: tuple[str, Any]) -> Iterator[Terminal]:
     opened.close()
 
 
+@pytest.mark.long
 def test_it_stays_through_a_router_that_goes_away_and_q_ends_it(
     router: tuple[str, Any], terminal: Terminal
 ) -> None:

@@ -35,7 +35,7 @@ async def flood(group: RouterGroup) -> tuple[Seen, asyncio.Future[list[None]]]:
     return seen, users
 
 
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (1, 4))])
 async def test_no_connection_is_reset(processes: int, router_model: Path, tmp_path: Path) -> None:
     with run_group(tmp_path, router_model, processes, AT_ONCE, **DRAIN) as group:
         seen, users = await flood(group)

@@ -57,6 +57,7 @@ async def test_the_sum_is_that_of_the_processes_in_the_form_of_one_router(
     await until(lambda: group.view()["requests"] == 20, "all are counted")
 
 
+@pytest.mark.long
 async def test_no_counter_falls_while_processes_die(group: RouterGroup) -> None:
     seen: list[Any] = [await asyncio.to_thread(group.samples)]
     over = asyncio.Event()

@@ -107,6 +107,7 @@ async def test_a_killed_process_gives_back_its_places_and_is_replaced(group: Rou
     assert group.samples()["baton_process_restarts_total", ()] == 1
 
 
+@pytest.mark.long
 def test_a_port_that_an_ended_process_closed_is_open_again(group: RouterGroup) -> None:
     """Whatever has set the filter of a drain on the socket that all processes share."""
     with _listener_of(group) as listener:
@@ -162,6 +163,7 @@ async def test_clients_of_one_address_lose_no_token_to_a_killed_process(group: R
     assert [len(one) for one in await asyncio.gather(*users)] == [tokens] * STREAMS
 
 
+@pytest.mark.long
 def test_a_stopped_process_is_named_and_nothing_else_waits_for_it(group: RouterGroup) -> None:
     before = group.samples()
     group.signal(0, signal.SIGSTOP)
@@ -215,6 +217,7 @@ def _free(config: RouterConfig) -> bool:
     return False
 
 
+@pytest.mark.long
 async def test_a_port_that_is_taken_is_named(group: RouterGroup, tmp_path: Path) -> None:
     """Also the gRPC port, which a second router of the same user could share."""
     for name, port in {
@@ -234,6 +237,7 @@ async def test_a_port_that_is_taken_is_named(group: RouterGroup, tmp_path: Path)
             pass
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_start_ends_the_router_with_its_reason(tmp_path: Path) -> None:
     settings = {"model": str(tmp_path), "redis_url": "redis://127.0.0.1:1", "processes": 2}
     with (
@@ -243,7 +247,9 @@ def test_a_process_that_does_not_start_ends_the_router_with_its_reason(tmp_path:
         pass
 
 
-@pytest.mark.parametrize("host", ["::1", "0.0.0.0", "::"])
+@pytest.mark.parametrize(
+    "host", ["::1", *(pytest.param(host, marks=pytest.mark.long) for host in ("0.0.0.0", "::"))]
+)
 def test_a_router_listens_on_the_address_that_it_is_given(
     host: str, router_model: Path, tmp_path: Path
 ) -> None:

@@ -306,6 +306,7 @@ def test_a_message_that_does_not_come_counts_as_the_longest(router: Router, acme
     wait_for(lambda: ask(router, acme, "a" * 4 * MIB).status_code == 400, 30, "the budget is free")
 
 
+@pytest.mark.long
 def test_a_message_has_time_as_a_body_has(router: Router, other: str) -> None:
     with silent_call(router, other) as call, pytest.raises(grpc.RpcError) as caught:
         next(call)

@@ -151,7 +151,7 @@ def admitted(where: tuple[str, int], path: bytes) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize("path", [CHECK, WATCH])
+@pytest.mark.parametrize("path", [pytest.param(CHECK, marks=pytest.mark.long), WATCH])
 def test_answers_of_health_that_are_not_read_keep_no_connection(router: Any, path: bytes) -> None:
     """They kept it for max_connection_seconds: a client without a key took all of them for an hour."""
     with contextlib.ExitStack() as stack:

@@ -62,7 +62,9 @@ def open_one(
     return found
 
 
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize(
+    "version", [pytest.param(ssl.TLSVersion.TLSv1_2, marks=pytest.mark.long), ssl.TLSVersion.TLSv1_3]
+)
 @pytest.mark.parametrize("port", PORTS)
 def test_a_session_of_a_removed_authority_opens_nothing(
     port: str, version: ssl.TLSVersion, asking: Any, certs: Path

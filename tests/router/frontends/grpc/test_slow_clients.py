@@ -80,6 +80,7 @@ def tokens_taken(bench: RouterBench) -> int:
     return int(float(count))
 
 
+@pytest.mark.long
 def test_they_hold_up_nobody_and_get_everything_once_they_read(bench: RouterBench) -> None:
     def fast(rounds: int) -> None:
         with ThreadPoolExecutor(FAST) as threads:

@@ -72,6 +72,7 @@ def test_no_addresses_no_secrets(routers: list[Router]) -> None:
     assert not {"address", "metrics", "epoch", "pid"} & set(view["workers"][0])
 
 
+@pytest.mark.long
 def test_a_router_that_leaves_is_gone(
     routers: list[Router], checkpoint: Any, redis_server: Any, tmp_path: Any
 ) -> None:
