@@ -15,7 +15,7 @@ from cluster.faults.points import NO_FAULTS, Faults, Point
 from cluster.process.descriptors import free_for_connections, raised
 from cluster.protocol.times import BEAT_SECONDS
 from cluster.security.tls import Peers
-from worker.link.connection import Connection
+from worker.link.connection import CLOSE_SECONDS, Connection
 from worker.link.routers import Routers
 from worker.link.session import Session, WorkerFacts
 
@@ -41,6 +41,7 @@ class LinkListener:
         self._renewing: asyncio.TimerHandle | None = None
         self._most = min(MAX_CONNECTIONS, free_for_connections(raised()))
         self._logged = -LOG_SECONDS
+        self._closed: asyncio.Event | None = None  # at the end: no link is open any more
 
     @property
     def address(self) -> str:
@@ -100,6 +101,8 @@ class LinkListener:
 
     def _forget(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
+        if self._closed is not None and not self._connections:
+            self._closed.set()
 
     def _renew(self) -> None:
         """Certificates that have changed: the links that the old ones opened move to new ones."""
@@ -109,7 +112,7 @@ class LinkListener:
         self._renewing = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._renew)
 
     async def stop(self) -> None:
-        """Close the port and all links."""
+        """Close the port and all links: cut those whose routers have not read the rest within CLOSE_SECONDS."""
         if self._renewing is not None:
             self._renewing.cancel()
         if self._accepting is not None:
@@ -120,4 +123,10 @@ class LinkListener:
             self._socket.close()
         for connection in list(self._connections):
             connection.end()
+        if self._connections:
+            self._closed = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), CLOSE_SECONDS)
+        for connection in list(self._connections):
+            connection.abort()
         await asyncio.sleep(0)

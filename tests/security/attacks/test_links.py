@@ -166,6 +166,22 @@ async def test_a_router_that_does_not_read_its_answers_is_cut(
         flooding.cancel()
 
 
+async def test_a_worker_that_stops_waits_briefly_for_answers_to_be_read() -> None:
+    made = Attacked(None)
+    await made.start()
+    async with made.attacker(buffer_bytes=8192) as peer:
+        await peer.greet()
+        flooding = asyncio.create_task(
+            peer.flood(to_frame(Frame(cancel=range(1 << 20, (1 << 20) + 10_000))), 60.0)
+        )
+        link = list(made.listener._connections)[-1]
+        await until(lambda: link._transport.get_write_buffer_size() > 0, "answers wait", 10)
+        async with asyncio.timeout(5):
+            await made.stop()
+        assert not made.open and link._transport.get_extra_info("socket").fileno() == -1
+        flooding.cancel()
+
+
 # --- connections -------------------------------------------------------------------------------------------
 
 
