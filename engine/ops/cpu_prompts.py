@@ -3,9 +3,9 @@
     keys ──panels of 32 tokens──►  rows × panel ─► scores, fp32 ─► softmax ─► weights, bf16
     values ─panels of 32 columns────────────────────────────────►  rows × panel ─► sums, fp32 ─► out
 
-A tile is 12 queries (32 with AMX) of up to two heads that share a KV head. It takes the keys in blocks of 256, which lie at
-multiples of 256 whatever the tile. The softmax's base is the largest score so far: where it grows, the sums of earlier
-blocks are multiplied by 2^(old − new) (algorithm: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
+A tile is 12 queries (32 with AMX) of up to two heads that share a KV head. It takes the keys in blocks of 256, which lie
+at multiples of 256 whatever the tile. The softmax's base is the largest score so far: where it grows, the sums of earlier
+blocks are multiplied by 2^(old − new) (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
 Panels that no query of the tile sees are not computed.
 
 Sums and scores are fp32. The weights are rounded to bf16 before normalisation; the result is divided by their sum. e^x is
