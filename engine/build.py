@@ -36,12 +36,18 @@ def compute_dtype(asked: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def rank_device(name: str, rank: int) -> torch.device:
-    """Device of a rank on its node. "cuda" gives rank n the node's card n; "cuda:N" names the card of a single rank.
+def device_name(asked: str) -> str:
+    """The setting `device` without "auto"."""
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
-    `name` is resolved, not "auto".
+
+def rank_device(asked: str, rank: int) -> torch.device:
+    """Device of a rank on its node, for the setting `device`. "cuda" gives rank n the node's card n; "cuda:N" names the
+    card of a single rank. A rank alone on its node sees one card only.
     """
-    device = torch.device(name)
+    device = torch.device(device_name(asked))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", rank % torch.cuda.device_count())
     return device
@@ -81,9 +87,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
     Raises ConfigError.
     """
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = device_name(config.device)
     device = torch.device(name)
     _check_card(device)
     if config.max_model_len > model.max_model_len:
