@@ -160,7 +160,8 @@ def load_model(
     if not resolved.kv_memory_bytes:
         one_block = torch.zeros((1, *block), dtype=dtype, device=device)
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, backends, one_block, memory)
-        if decode_graphs.recorded(device, resolved.cuda_graphs, backends(one_block)[1].capturable):
+        capturable = registry.backend_class(resolved.attention_backend).capturable
+        if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
         del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionShape
+from engine.ops.triton_ops import OPTIONS
 from engine.step_buffers import StepBuffers
 
 NO_WINDOW = 1 << 30  # more than any context
 SPLIT = 256  # keys of a split at least
 # Programs for one sequence of one token, if it is long: about one for each multiprocessor of a large card.
 PROGRAMS = 128
-# Named, because the default differs between versions of Triton.
-OPTIONS = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
