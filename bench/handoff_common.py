@@ -26,7 +26,7 @@ def kv_cache(blocks: int) -> Tensor:
 
 
 def layout(shape: ModelShape = SHAPE, page_size: int = PAGE_SIZE) -> common_pb2.KvLayout:
-    """Of an engine with this model in bf16, on one rank."""
+    """The KV layout of an engine with this model in bf16, on one rank."""
     return common_pb2.KvLayout(
         wire_version=WIRE_VERSION,
         model_id="bench",

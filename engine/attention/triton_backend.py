@@ -63,7 +63,7 @@ def token_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
 
 
 def most_splits(num_kv_heads: int) -> int:
-    """Of a sequence's keys. It depends on nothing of the batch, so neither does a result."""
+    """Splits of a sequence's keys at most. The number does not depend on the batch, so neither does a result."""
     return max(8, min(64, int(triton.next_power_of_2(PROGRAMS // num_kv_heads))))
 
 
