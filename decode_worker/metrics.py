@@ -32,7 +32,7 @@ def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Coll
             [
                 *of_queue(attempts.admission, attempts.ended),
                 declared.RING_SLOTS_BY_STATE.read(lambda: _slots(receiver)),
-                declared.RING_CLAIMS_WAITING.read(lambda: sum(ring.waiting for ring in receiver.rings)),
+                declared.RING_PARTS_WAITING.read(lambda: sum(ring.waiting for ring in receiver.rings)),
                 declared.HANDOFFS_EXHAUSTED.read(lambda: bool(receiver.exhausted)),
                 declared.KV_PARTS_DROPPED.read(
                     lambda: {reason: receiver.stats.counts[name] for name, reason in _DROPPED.items()}

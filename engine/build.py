@@ -38,12 +38,18 @@ def compute_dtype(asked: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def rank_device(name: str, rank: int) -> torch.device:
-    """Device of a rank on its node. "cuda" gives rank n the node's card n; "cuda:N" names the card of a single rank.
+def device_name(asked: str) -> str:
+    """The setting `device` without "auto"."""
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
-    `name` is resolved, not "auto".
+
+def rank_device(asked: str, rank: int) -> torch.device:
+    """Device of a rank on its node, for the setting `device`. "cuda" gives rank n the node's card n; "cuda:N" names the
+    card of a single rank. A rank alone on its node sees one card only.
     """
-    device = torch.device(name)
+    device = torch.device(device_name(asked))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", rank % torch.cuda.device_count())
     return device
@@ -83,9 +89,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
     Raises ConfigError.
     """
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = device_name(config.device)
     device = torch.device(name)
     _check_card(device)
     if config.max_model_len > model.max_model_len:
@@ -183,7 +187,8 @@ def load_model(
     if not resolved.kv_memory_bytes:
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, backends, one_block, memory)
-        if decode_graphs.recorded(device, resolved.cuda_graphs, backends(one_block)[1].capturable):
+        capturable = registry.backend_class(resolved.attention_backend).capturable
+        if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
     recorded_bytes += _listed_bytes(resolved, decoder, team, *backends(one_block))
     del one_block

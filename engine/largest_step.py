@@ -25,8 +25,8 @@ from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
-from engine.sampling.adjust import Row
 from engine.sampling.registry import sampler_for
+from engine.sampling.row import Row
 from engine.step_buffers import StepBuffers
 from engine.step_delta import StepDelta
 

@@ -232,7 +232,7 @@ class StepBuffers:
         return blocks
 
     def exports(self) -> list[tuple[str, int, int, list[int]]]:
-        """Of each exported item: its request's id, [begin, end) of its positions, its blocks."""
+        """The request's id, [begin, end) of the positions, and the blocks of each exported item."""
         assert self._delta is not None, "after `load`"
         ends, rows, begins = (self._slab.arrays["ends"], self._delta.rows, self._delta.begins)
         return [
@@ -334,7 +334,7 @@ class StepBuffers:
 
 
 def _places(delta: StepDelta, row_blocks: int) -> NDArray[np.int64]:
-    """Of each new block its place in the table, as one row of numbers."""
+    """The place of each new block in the flattened table."""
     row, first, count = delta.updates.T
     shift = np.arange(len(delta.blocks)) - np.repeat(count.cumsum() - count, count)
     places: NDArray[np.int64] = np.repeat(row.astype(np.int64) * row_blocks + first, count) + shift

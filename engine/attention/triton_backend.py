@@ -11,14 +11,13 @@ from torch import Tensor
 
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionShape
+from engine.ops.triton_ops import OPTIONS
 from engine.step_buffers import StepBuffers
 
 NO_WINDOW = 1 << 30  # more than any context
 SPLIT = 256  # keys of a split at least
 # Programs for one sequence of one token, if it is long: about one for each multiprocessor of a large card.
 PROGRAMS = 128
-# Named, because the default differs between versions of Triton.
-OPTIONS = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def token_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
 
 
 def most_splits(num_kv_heads: int) -> int:
-    """Of a sequence's keys. It depends on nothing of the batch, so neither does a result."""
+    """Splits of a sequence's keys at most. The number does not depend on the batch, so neither does a result."""
     return max(8, min(64, int(triton.next_power_of_2(PROGRAMS // num_kv_heads))))
 
 

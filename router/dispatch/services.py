@@ -104,7 +104,7 @@ class Services:
         return replace(request, excluded={**request.excluded, **dict.fromkeys(out, Reason.UNREACHABLE)})
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
-        """Of a model's block hashes, for requests that share prefixes."""
+        """The salt of a model's block hashes, for requests that share prefixes."""
         known = self._salts.get((model_id, prefix_scope))
         if known is None:
             if len(self._salts) >= MAX_SALTS:

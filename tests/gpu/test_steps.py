@@ -16,8 +16,8 @@ from engine.engine import Engine
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
-from engine.sampling.adjust import Row
 from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
+from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled, sample
 from tests.harness.checkpoints import prompt_ids
 

@@ -40,12 +40,14 @@ def load(
     tell: Tell = say,
 ) -> LoadedModel:
     """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
-    _select_card(config.engine, rank)
-    if uses_cuda(config.engine):
+    device = build.rank_device(config.engine.device, rank)
+    if device.type == "cuda":
+        # The current card of this thread: else pinning or registering memory would open a context on the node's first.
+        torch.cuda.set_device(device)
         check_pinned(config, HostMemory())
-    handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=uses_cuda(config.engine))
+    handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=device.type == "cuda")
     return build.load_model(
-        config.engine, _group(config, rank, address, listener), handoff_bytes=handoff_bytes, tell=tell
+        config.engine, _group(config, rank, address, device, listener), handoff_bytes=handoff_bytes, tell=tell
     )
 
 
@@ -80,29 +82,15 @@ def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None
     return config.model_copy(update={"engine": engine.model_copy(update={"memory_bytes": room // ranks})})
 
 
-def _select_card(config: EngineConfig, rank: int) -> None:
-    """Make the rank's card the current one of this thread. Else pinning or registering memory would open a context on the
-    node's first card."""
-    if uses_cuda(config):
-        name = "cuda" if config.device == "auto" else config.device
-        torch.cuda.set_device(build.rank_device(name, rank))
-
-
 def uses_cuda(config: EngineConfig) -> bool:
-    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    return build.device_name(config.device).startswith("cuda")
 
 
-def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> TpGroup:
+def _group(
+    config: WorkerConfig, rank: int, address: str, device: torch.device, listener: socket.socket | None
+) -> TpGroup:
     size = config.engine.tensor_parallel
-    if size == 1:
-        return NullGroup()
-    # The ranks of a node use its GPUs in order; a rank on another node sees one GPU only.
-    device = (
-        torch.device("cuda", rank % torch.cuda.device_count())
-        if uses_cuda(config.engine)
-        else torch.device("cpu")
-    )
-    return DistributedGroup(rank, size, address, device, listener)
+    return NullGroup() if size == 1 else DistributedGroup(rank, size, address, device, listener)
 
 
 def open_rank(

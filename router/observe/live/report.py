@@ -113,7 +113,7 @@ class Counts:
 
 
 def _flows_since(now: dict[Pair, PairTraffic], then: dict[Pair, PairTraffic]) -> dict[Pair, PairTraffic]:
-    """Of the pairs that moved something in between."""
+    """Traffic in between, of the pairs that moved something."""
     moved = {}
     for pair, flow in now.items():
         before = then.get(pair, NO_TRAFFIC)
