@@ -21,8 +21,8 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import BatonError, SetupError
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
-from engine.sampling.adjust import Row
 from engine.sampling.registry import sampler_for
+from engine.sampling.row import Row
 
 log = logging.getLogger(__name__)
 LONG_PROMPT = 128  # at least as long as the tiles of any kernel

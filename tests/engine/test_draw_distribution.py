@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine.request import SamplingParams
-from engine.sampling.adjust import Row
 from engine.sampling.base import Sampler
 from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
 from engine.sampling.host_sampler import HostSampler
+from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled
 
 VOCAB, DRAWS = 24, 3000
