@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,10 +95,13 @@ def runners(model: Path, tensor_parallel: int) -> Iterator[list[ModelRunner]]:
     """The leader first; the others follow it in threads until the end."""
     barrier = threading.Barrier(tensor_parallel, timeout=BARRIER_SECONDS)
     box: list[Any] = [None] * tensor_parallel
-    ranks = []
-    for rank in range(tensor_parallel):
-        settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES)
-        ranks.append(ModelRunner(load_model(settings, ThreadGroup(rank, tensor_parallel, barrier, box))))
+    settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES)
+
+    def load(rank: int) -> ModelRunner:
+        return ModelRunner(load_model(settings, ThreadGroup(rank, tensor_parallel, barrier, box)))
+
+    with ThreadPoolExecutor(tensor_parallel) as pool:  # at once: the first steps are of all ranks
+        ranks = list(pool.map(load, range(tensor_parallel)))
     problems: list[BaseException] = []
 
     def follow(runner: ModelRunner) -> None:
