@@ -18,6 +18,7 @@ from worker.metrics import of_queue, of_requests
 # The receiver's counts → the reason why a part was dropped.
 _DROPPED = {
     "stale": "stale",
+    "stale_parts": "not_granted",
     "late_parts": "late",
     "part_digest": "digest",
     "part_geometry": "geometry",

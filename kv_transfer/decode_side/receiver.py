@@ -179,9 +179,15 @@ class HandoffReceiver:
         error = errors.TransportError("a part did not land within its deadline")
         self._background_tasks.spawn(self._abort(slot.part.transfer_id, error))
 
-    def part_carried(self, part: handoff_pb2.PartData) -> None:
-        if part.header.target_rank < len(self._ranks):
-            self._ranks[part.header.target_rank].handle(part)
+    def part_carried(self, link: PeerLink, part: handoff_pb2.PartData) -> None:
+        """Pass a part on to its rank, once for each slot that the peer was granted: a rank with too many unread messages
+        counts as failed, and its worker with it."""
+        header, epochs = part.header, (link.prefill.epoch, self._handshake.worker.epoch)
+        known = header.target_rank < len(self.rings) and (header.prefill_epoch, header.decode_epoch) == epochs
+        if known and self.rings[header.target_rank].take_carried(header, link.name):
+            self._ranks[header.target_rank].handle(part)
+        else:
+            self.stats.counts["stale_parts"] += 1
 
     async def finish(self, link: PeerLink, finish: handoff_pb2.Finish) -> None:
         transfer_id = finish.transfer_id

@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 
 from cluster.errors import TransportError
 from cluster.state_machine import StateMachine
+from wire import handoff_pb2
 
 MAX_WAITING = 16384  # parts of one peer
 
@@ -120,6 +121,7 @@ class Slot:
     address: int
     generation: int = 0
     part: IncomingPart | None = None
+    carried: bool = False  # its part has come over the control stream
     machine: StateMachine[SlotState] = field(
         default_factory=lambda: StateMachine(S.FREE, TRANSITIONS, "slot")
     )
@@ -197,6 +199,17 @@ class Ring:
             return None
         slot = self.slots[index]
         return slot if slot.generation == generation and slot.part is not None else None
+
+    def take_carried(self, header: handoff_pb2.PartHeader, peer: str) -> bool:
+        """Note a part that the control stream has carried; whether its slot was granted to it, and it is the first one."""
+        slot = self.slot(header.slot, header.generation)
+        if slot is None or slot.carried or slot.machine.state is not S.GRANTED:
+            return False
+        assert slot.claim is not None, "a granted slot has one"
+        claim = slot.claim
+        asked = (claim.transfer_id, claim.peer, claim.source_rank, claim.part)
+        slot.carried = asked == (header.transfer_id, peer, header.source_rank, header.part)
+        return slot.carried
 
     def scattered(self, slot: Slot) -> None:
         """The part landed, was verified and was copied into its blocks."""
@@ -280,7 +293,7 @@ class Ring:
         while self._free and (part := self._next()) is not None:
             slot = self.slots[self._free.pop()]
             slot.generation += 1
-            slot.part = part
+            slot.part, slot.carried = part, False
             slot.machine.to(S.GRANTED)
             self._shares.add(part)
             self._on_grant(part, slot)

@@ -3,6 +3,7 @@ loopback if the cluster is."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 
 from baton.client import Client
 from cluster.addresses import is_loopback
@@ -72,6 +74,26 @@ def test_a_cluster_on_loopback_listens_nowhere_else(
             client.generate("a baton is handed over", max_tokens=4, temperature=0)
         unnamed = {"prefill": [NIXL, STORE, GLOO, LINK], "rank": [NIXL, GLOO], "decode": [NIXL, LINK]}
         assert_declared(cluster, unnamed)
+
+
+@pytest.mark.long
+def test_nothing_of_a_cluster_on_ray_listens_elsewhere(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Ray's own processes included, whose ports it chooses itself: by default all of them were on every interface."""
+    flags = ["--pool", "ray", *PROCESS[2:]]
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+        with Client(cluster.grpc) as client:
+            client.generate("a baton is handed over", max_tokens=4, temperature=0)
+        parent = psutil.Process(cluster.process.pid)
+        workers = [psutil.Process(worker["status"]["pid"]) for worker in cluster.workers()]
+        of_ray = 0
+        for process in (parent, *parent.children(recursive=True), *workers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found, name = listening(process), " ".join(process.cmdline()[:5])
+                assert all(is_loopback(address) for address, _ in found), (name, found)
+                of_ray += len(found) if "ray" in name else 0
+        assert of_ray >= 4
 
 
 def test_with_tls_no_port_takes_kv_from_an_unauthenticated_peer(
