@@ -205,9 +205,9 @@ class Ring:
         slot = self.slot(header.slot, header.generation)
         if slot is None or slot.carried or slot.machine.state is not S.GRANTED:
             return False
-        assert slot.claim is not None, "a granted slot has one"
-        claim = slot.claim
-        asked = (claim.transfer_id, claim.peer, claim.source_rank, claim.part)
+        assert slot.part is not None, "a granted slot has one"
+        part = slot.part
+        asked = (part.transfer_id, part.peer, part.source_rank, part.number)
         slot.carried = asked == (header.transfer_id, peer, header.source_rank, header.part)
         return slot.carried
 
