@@ -104,7 +104,7 @@ def test_a_cluster_on_ray_listens_on_loopback_but_for_ports_that_rays_token_guar
                 grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
                 pytest.raises(grpc.RpcError) as refused,
             ):
-                channel.unary_unary(SERVE_CALL)(b"", timeout=10)
+                channel.unary_unary(SERVE_CALL, None, None)(b"", timeout=10)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
