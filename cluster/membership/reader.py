@@ -61,7 +61,7 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     workers = []
     for index in range(2, len(answer), 5):
         try:
-            workers.append(_worker(now, *answer[index : index + 5]))
+            workers.append(_worker(now, *answer[index + 1 : index + 5]))
         except (
             *(KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
             *(DecodeError, InvalidRequestError),
@@ -71,12 +71,8 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     return sorted(workers, key=lambda worker: worker.worker_id)
 
 
-def _worker(
-    now: int, name: bytes, registration: bytes, renewed: bytes, status: bytes, drains: bytes
-) -> WorkerInfo:
+def _worker(now: int, registration: bytes, renewed: bytes, status: bytes, drains: bytes) -> WorkerInfo:
     facts = dict(_registered(registration))
-    if facts["worker_id"].encode() != name:
-        raise ValueError("it is registered under another name")
     facts["lease"] = lease_of((now - int(renewed)) / 1000)
     facts["status"] = _status(status)
     facts["state"] = "draining" if drains else "ready"

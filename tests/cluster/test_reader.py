@@ -90,12 +90,6 @@ def test_a_lease_that_is_none_does_not_affect_the_others(renewed):
     assert [worker.worker_id for worker in decode(told)] == ["a", "c"]
 
 
-def test_a_worker_under_the_name_of_another_is_ignored():
-    told = answer(facts("a"), facts("a", epoch="9"))
-    told[2 + 5] = b"b"
-    assert [(worker.worker_id, worker.epoch) for worker in decode(told)] == [("a", 7)]
-
-
 @pytest.mark.parametrize(
     "status", [b"[]", b"7", b"null", b'"x"', b"{", b'{"running": "many"}', b'{"steps": NaN}', b"[" * 100_000]
 )
