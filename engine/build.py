@@ -175,22 +175,26 @@ def load_model(
 
     step_bytes, recorded_bytes = 0, size  # the null block
     one_block = torch.zeros((1, *block), dtype=dtype, device=device)
+    small = backends(one_block)  # in use until the pool has its size, as those of the pool are later
     stages = [
-        Stage(name, partial(largest_step.run, resolved, decoder, plan, *backends(one_block)))
+        Stage(name, partial(largest_step.run, resolved, decoder, plan, *small))
         for name, plan in warm_up.first_steps(resolved, resolved.max_batch_tokens)
     ]
     try:
         warm_up.run("kernels are compiled", stages, resolved.warm_up_seconds, tell, device)
     except torch.OutOfMemoryError as error:  # of small steps: the largest one would fit even less
         raise largest_step.does_not_fit(resolved, error) from None
+    listed_bytes = _listed_bytes(resolved, decoder, team, *small)
     del stages
     if not resolved.kv_memory_bytes:
         tell("the largest step is measured")
-        step_bytes = largest_step.bytes_taken(resolved, decoder, group, backends, one_block, memory)
+        step_bytes = largest_step.bytes_taken(
+            resolved, decoder, group, lambda cache: small, one_block, memory
+        )
         capturable = registry.backend_class(resolved.attention_backend).capturable
         if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
-    recorded_bytes += _listed_bytes(resolved, decoder, team, *backends(one_block))
+    recorded_bytes += listed_bytes
     del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)

@@ -22,10 +22,10 @@ LIMIT = 1536 * MIB
 HANDOFF = 64 * MIB
 SHARE = 0.9
 LONG = pytest.mark.long
-# Checkpoints of 10, 75, 130 and 410 MB.
+# Checkpoints of 70, 10, 130 and 410 MB.
 SHAPES = {
-    # 256 rows of its logits are 64 MiB: of buffers that nobody counts, it would be seen.
-    "vocabulary": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=131_072),
+    # 256 rows of its logits are 32 MiB: of buffers that nobody counts, it would be seen.
+    "vocabulary": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=65_536),
     "small": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512),
     "middle": ModelShape(layers=4, kv_heads=4),
     "large": ModelShape(),
@@ -53,7 +53,7 @@ def fill(model: Path, before: list[str] | None, limit: int) -> dict[str, Any]:
 def check(found: dict[str, Any]) -> None:
     print(found)
     assert found["limit"] == LIMIT
-    assert 0.7 * LIMIT < found["peak"] <= LIMIT, "the pool gets what the others leave"
+    assert 0.6 * LIMIT < found["peak"] <= SHARE * LIMIT, "the pool gets what the others leave"
     assert found["pool"] + found["weights"] + found["handoff"] < SHARE * LIMIT
 
 
