@@ -1,5 +1,5 @@
 """Attention on the CPU: single tokens by a kernel that reads the blocks in place; prompts by matrix products, or in bf16
-on CPUs with an instruction for it by a kernel (engine/ops/cpu_prompts), in half the time."""
+on CPUs with an instruction for it by a kernel (engine/ops/cpu_prompts), in a fraction of the time."""
 
 from __future__ import annotations
 

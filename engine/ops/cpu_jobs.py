@@ -225,8 +225,8 @@ def _make(sources: str) -> Any:
 
 def _sources() -> str:
     here = Path(__file__)
-    names = ("cpu_kernels.py", "cpu_llvm.py", "cpu_products.py", "cpu_prompts.py", "cpu_tiles.py")
-    files = [here, *(here.with_name(name) for name in names)]
+    names = ("kernels", "llvm", "products", "prompts", "softmax", "tiles")
+    files = [here, *(here.with_name(f"cpu_{name}.py") for name in names)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 

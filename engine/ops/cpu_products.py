@@ -69,7 +69,7 @@ WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
-    """The loop of a tile: count × 32 sums, two vectors a row, beginning with `starts`. `builder` ends after it."""
+    """The loop of a tile: count × 32 sums, two vectors a row, from `starts` on. `builder` ends after it."""
     product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, WEIGHTS, WEIGHTS)
     sources = [x]
     for _ in range(count - 1):
