@@ -150,6 +150,7 @@ class StepBuffers:
         self.most_tokens = 0  # of one item
         self.chunks: list[Chunk] = []  # the items of more than one token
         self._delta: StepDelta | None = None
+        self._viewed: tuple[int, ...] = ()  # sizes of the views
         self._view()
 
     def bound_lengths(self) -> None:
@@ -157,7 +158,11 @@ class StepBuffers:
         self.longest = self._table.shape[1] * self._page
 
     def _view(self) -> None:
-        """Make the step's tensors views of its entries."""
+        """Make the step's tensors views of its entries. Decode steps often have the sizes of the one before."""
+        sizes = (self.num_items, self.num_tokens, self.num_singles, self.num_logits)
+        if sizes == self._viewed:
+            return
+        self._viewed = sizes
         of, items, tokens = self._slab.tensors, self.num_items, self.num_tokens
         self.tokens = of["tokens"][:tokens]  # int64 [tokens]
         self.positions = of["positions"][:tokens]  # int64 [tokens], in their sequences
