@@ -176,17 +176,8 @@ def load_model(
     step_bytes, recorded_bytes = 0, size  # the null block
     one_block = torch.zeros((1, *block), dtype=dtype, device=device)
     small = backends(one_block)  # in use until the pool has its size, as those of the pool are later
-    stages = [
-        Stage(name, partial(largest_step.run, resolved, decoder, plan, *small))
-        for name, plan in warm_up.first_steps(resolved, resolved.max_batch_tokens)
-    ]
-    try:
-        warm_up.run("kernels are compiled", stages, resolved.warm_up_seconds, tell, device)
-    except torch.OutOfMemoryError as error:  # of small steps: the largest one would fit even less
-        raise largest_step.does_not_fit(resolved, error) from None
-    listed_bytes = _listed_bytes(resolved, decoder, team, *small)
-    del stages
     if not resolved.kv_memory_bytes:
+        _compile(resolved, decoder, small, tell)
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(
             resolved, decoder, group, lambda cache: small, one_block, memory
@@ -194,7 +185,7 @@ def load_model(
         capturable = registry.backend_class(resolved.attention_backend).capturable
         if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
-    recorded_bytes += listed_bytes
+    recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
     del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
@@ -202,6 +193,22 @@ def load_model(
     ops, attention = backends(cache)
     trim_allocator()
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
+
+
+def _compile(
+    config: EngineConfig, decoder: Decoder, made: tuple[LayerOps, AttentionBackend], tell: Tell
+) -> None:
+    """Compile all kernels, so that this is no part of what the largest step is measured to take. Every rank of the group
+    must call it. Where nothing is measured, the warm-up compiles."""
+    stages = [
+        Stage(name, partial(largest_step.run, config, decoder, plan, *made))
+        for name, plan in warm_up.first_steps(config, config.max_batch_tokens)
+    ]
+    device = decoder.embedding.device
+    try:
+        warm_up.run("kernels are compiled", stages, config.warm_up_seconds, tell, device)
+    except torch.OutOfMemoryError as error:  # of small steps: the largest one would fit even less
+        raise largest_step.does_not_fit(config, error) from None
 
 
 def _listed_bytes(

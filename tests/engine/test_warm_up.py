@@ -79,11 +79,22 @@ def config_of(model: Path, **settings: object) -> EngineConfig:
     return EngineConfig(model=model, device="cpu", kv_memory_bytes=8 << 20, max_model_len=256, **settings)  # type: ignore[arg-type]
 
 
+def measured(model: Path, **settings: object) -> EngineConfig:
+    """With a pool whose size is not given, and follows from the largest step."""
+    config = config_of(model, max_batch_tokens=64, max_batch_requests=4, memory_bytes=2 << 30, **settings)
+    return config.model_copy(update={"kv_memory_bytes": 0})
+
+
 def test_a_start_says_what_it_does(model):
     said: list[str] = []
-    ModelRunner(load_model(config_of(model), tell=said.append)).warm_up(said.append)
+    ModelRunner(load_model(measured(model), tell=said.append)).warm_up(said.append)
     tasks = list(dict.fromkeys(one.split(":")[0] for one in said))
-    assert tasks == ["weights are read", "kernels are compiled", "the model is warmed up"]
+    assert tasks == [
+        "weights are read",
+        "kernels are compiled",
+        "the largest step is measured",
+        "the model is warmed up",
+    ]
     assert said[-1].endswith("draws") and any("prompts of 32 tokens" in one for one in said)
 
 
@@ -91,7 +102,7 @@ def test_a_model_that_cannot_be_compiled_in_time_is_refused(model, monkeypatch):
     over = threading.Event()
     monkeypatch.setattr("engine.largest_step.run", lambda *arguments: over.wait())
     with pytest.raises(SetupError, match="kernels are compiled: 1 of"):
-        load_model(config_of(model, warm_up_seconds=0.05))
+        load_model(measured(model, warm_up_seconds=0.05))
     over.set()
 
 
