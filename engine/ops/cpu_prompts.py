@@ -1,12 +1,16 @@
-"""Attention over a prompt in bf16, by the instruction of engine/ops/cpu_products. Scores and weights stay in the cache.
+"""Attention over a prompt in bf16. Scores and weights stay in the first two caches.
 
-    keys ──panels of 32 tokens──►  12 rows × panel ─► scores, fp32 ─► softmax ─► weights, bf16
-    values ─panels of 32 columns─────────────────────────────────────────────►  12 rows × panel ─► out
+    keys ──panels of 32 tokens──►  rows × panel ─► scores, fp32 ─► softmax ─► weights, bf16
+    values ─panels of 32 columns────────────────────────────────►  rows × panel ─► sums, fp32 ─► out
 
-A tile is 12 queries of one head; it computes the scores of the panels that its last query may see, so half of the square
-is left out. Sums and scores are fp32. The weights are rounded to bf16 before normalisation; the result is divided by
-their sum. e^x is 2^n · p(r) with a polynomial of degree 4, exact to 4e-5: a tenth of the error of rounding to bf16
-(algorithm: Cody and Waite's reduction, as in any libm).
+A tile is 12 queries (32 with AMX) of up to two heads that share a KV head. It takes the keys in blocks of 256, which lie
+at multiples of 256 whatever the tile. The softmax's base is the largest score so far: where it grows, the sums of earlier
+blocks are multiplied by 2^(old − new) (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
+Panels that no query of the tile sees are not computed.
+
+Sums and scores are fp32. The weights are rounded to bf16 before normalisation; the result is divided by their sum. e^x is
+2^n · p(r) with a polynomial of degree 3, exact to 8e-5: a twentieth of the error of rounding to bf16 (algorithm: Cody and
+Waite's reduction, as in any libm; coefficients by Remez' exchange for the relative error over |r| ≤ ½).
 """
 
 from __future__ import annotations
@@ -17,12 +21,17 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, floats, load, spread, words
-from engine.ops.cpu_products import MOST_ROWS, PANEL, ROUNDED, SUMS, accumulate, has_instruction
+from engine.ops.cpu_products import MOST_ROWS, PANEL, SUMS, WEIGHTS, accumulate, has_instruction
+from engine.ops.cpu_tiles import TILE_ROWS, begin_tiles, end_tiles, multiply_tiles, multiply_tiles_onto
 
-ROWS = MOST_ROWS  # of a tile; shorter prompts are computed by sdpa.py
+ROWS = MOST_ROWS  # of a tile without AMX
+BLOCK = 256  # keys: scores and weights of 12 rows are 18 KiB
+HEADS = 2  # of a tile at most
 _HIDDEN = np.float32(-1e30)  # finite: the difference of two infinities is no number
+_LOWEST = np.float32(-1e20)  # base of a row that has seen no key: hidden ones have weight 0 beside it
 _LOG2E = np.float32(1.44269504088896341)
-_POWERS = (0.00961813, 0.05550411, 0.24022651, 0.69314718, 1.0)  # Taylor's, of 2^r: |r| ≤ ½
+_POWERS = (0.05517167, 0.24261112, 0.69326097, 0.99992806)
+_LINE = 64
 
 
 @intrinsic
@@ -34,7 +43,7 @@ def _scores(typing, q, q_stride, panel, pairs, out, out_stride):
             return context.get_dummy_value()
         q, q_stride, panel, pairs, out, out_stride = args
         zero = ir.Constant(SUMS, [0.0] * 16)
-        for own in accumulate(builder, ROWS, q, q_stride, panel, pairs, [zero, zero]):
+        for own in accumulate(builder, ROWS, q, q_stride, panel, pairs, [(zero, zero)] * ROWS):
             for half in (0, 1):
                 to = builder.inttoptr(after(builder, out, 64 * half), SUMS.as_pointer())
                 builder.store(own[half], to, align=4)
@@ -45,24 +54,25 @@ def _scores(typing, q, q_stride, panel, pairs, out, out_stride):
 
 
 @intrinsic
-def _mixed(typing, weights, stride, panel, pairs, shares, out, out_stride):
-    """out[ROWS, 32] = weights · panel, each row times its share, rounded to bf16; addresses, strides in bytes."""
+def _mix(typing, weights, stride, panel, pairs, sums, sums_stride):
+    """sums[ROWS, 32] += weights · panel, fp32; addresses, strides in bytes."""
 
     def codegen(context, builder, signature, args):
         if not has_instruction():
             return context.get_dummy_value()
-        weights, stride, panel, pairs, shares, out, out_stride = args
-        rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
-        zero = ir.Constant(SUMS, [0.0] * 16)
-        for row, own in enumerate(accumulate(builder, ROWS, weights, stride, panel, pairs, [zero, zero])):
-            share = spread(builder, load(builder, F32, after(builder, shares, 4 * row), 4))
+        weights, stride, panel, pairs, sums, sums_stride = args
+        places = [sums]
+        for _ in range(ROWS - 1):
+            places.append(builder.add(places[-1], sums_stride))
+        starts = [[load(builder, SUMS, after(builder, at, 64 * half), 4) for half in (0, 1)] for at in places]
+        found = accumulate(builder, ROWS, weights, stride, panel, pairs, starts)
+        for at, own in zip(places, found, strict=True):
             for half in (0, 1):
-                to = builder.inttoptr(after(builder, out, 32 * half), ROUNDED.as_pointer())
-                builder.store(builder.call(rounding, [builder.fmul(own[half], share)]), to, align=2)
-            out = builder.add(out, out_stride)
+                to = builder.inttoptr(after(builder, at, 64 * half), SUMS.as_pointer())
+                builder.store(own[half], to, align=4)
         return context.get_dummy_value()
 
-    return types.void(*([types.int64] * 7)), codegen
+    return types.void(*([types.int64] * 6)), codegen
 
 
 def _loop(builder, count, starts, body):
@@ -110,19 +120,18 @@ def _most(typing, scores, chunks):
 
 
 @intrinsic
-def _powers(typing, scores, chunks, scale, top, out):
-    """out = 2^(scale · score − top) as bf16, for 32 · chunks fp32 scores; returns their sum."""
+def _powers(typing, scores, chunks, scale, top, out, sums):
+    """out = 2^(scale · score − top) as bf16, for 32 · chunks fp32 scores; adds them to sums[16]."""
 
     def codegen(context, builder, signature, args):
         if not has_instruction():
-            return ir.Constant(F32, 0.0)
-        scores, chunks, scale, top, out = args
+            return context.get_dummy_value()
+        scores, chunks, scale, top, out, sums = args
         fma = declare(builder, "llvm.fma.v16f32", SUMS, SUMS, SUMS, SUMS)
         nearest = declare(builder, "llvm.rint.v16f32", SUMS, SUMS)
         scalef = declare(
             builder, "llvm.x86.avx512.mask.scalef.ps.512", SUMS, SUMS, SUMS, SUMS, ir.IntType(16), I32
         )
-        rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
         factor, minus_top = spread(builder, scale), spread(builder, builder.fneg(top))
         powers = [ir.Constant(SUMS, [power] * 16) for power in _POWERS]
         everywhere, no_rounding = ir.Constant(ir.IntType(16), -1), ir.Constant(I32, 4)
@@ -130,8 +139,8 @@ def _powers(typing, scores, chunks, scale, top, out):
         def body(index, values):
             at = builder.add(scores, builder.mul(index, ir.Constant(I64, 128)))
             to = builder.add(out, builder.mul(index, ir.Constant(I64, 64)))
-            sums = []
-            for half, value in enumerate(values):
+            found = []
+            for half in (0, 1):
                 score = load(builder, SUMS, after(builder, at, 64 * half), 4)
                 exponent = builder.call(fma, [score, factor, minus_top])
                 whole = builder.call(nearest, [exponent])
@@ -139,18 +148,50 @@ def _powers(typing, scores, chunks, scale, top, out):
                 power = powers[0]
                 for following in powers[1:]:
                     power = builder.call(fma, [power, rest, following])
-                power = builder.call(scalef, [power, whole, power, everywhere, no_rounding])
-                target = builder.inttoptr(after(builder, to, 32 * half), ROUNDED.as_pointer())
-                builder.store(builder.call(rounding, [power]), target, align=2)
-                sums.append(builder.fadd(value, power))
-            return sums
+                found.append(builder.call(scalef, [power, whole, power, everywhere, no_rounding]))
+            _store_rounded(builder, found, to)
+            return [builder.fadd(value, power) for value, power in zip(values, found, strict=True)]
 
-        zero = ir.Constant(SUMS, [0.0] * 16)
-        one, two = _loop(builder, chunks, [zero, zero], body)
+        one, two = _loop(builder, chunks, [load(builder, SUMS, sums, 4), ir.Constant(SUMS, [0.0] * 16)], body)
+        builder.store(builder.fadd(one, two), builder.inttoptr(sums, SUMS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    signature = (types.int64, types.int64, types.float32, types.float32, types.int64, types.int64)
+    return types.void(*signature), codegen
+
+
+@intrinsic
+def _divided(typing, mixed, chunks, sums, out):
+    """out = mixed / the sum of sums[16], rounded to bf16, for 32 · chunks numbers."""
+
+    def codegen(context, builder, signature, args):
+        if not has_instruction():
+            return context.get_dummy_value()
+        mixed, chunks, sums, out = args
         reduce = declare(builder, "llvm.vector.reduce.fadd.v16f32", F32, F32, SUMS)
-        return builder.call(reduce, [ir.Constant(F32, 0.0), builder.fadd(one, two)], fastmath=["reassoc"])
+        start = ir.Constant(F32, 0.0)
+        total = builder.call(reduce, [start, load(builder, SUMS, sums, 4)], fastmath=["reassoc"])
+        share = spread(builder, builder.fdiv(ir.Constant(F32, 1.0), total))
 
-    return types.float32(types.int64, types.int64, types.float32, types.float32, types.int64), codegen
+        def body(index, values):
+            at = builder.add(mixed, builder.mul(index, ir.Constant(I64, 128)))
+            found = [
+                builder.fmul(load(builder, SUMS, after(builder, at, 64 * half), 4), share) for half in (0, 1)
+            ]
+            _store_rounded(builder, found, builder.add(out, builder.mul(index, ir.Constant(I64, 64))))
+            return values
+
+        _loop(builder, chunks, [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def _store_rounded(builder, halves, address):
+    """32 fp32 numbers as bf16."""
+    rounding = declare(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", WEIGHTS, SUMS, SUMS)
+    rounded = builder.call(rounding, [halves[1], halves[0]])
+    builder.store(rounded, builder.inttoptr(address, WEIGHTS.as_pointer()), align=2)
 
 
 @intrinsic
@@ -195,63 +236,110 @@ def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, fir
 
 
 @njit(inline="always")
-def _softmax(scores, width, weights, begin, end, scale):
-    """Weights of one row before their division by the sum, which is returned. Keys outside [begin, end) get 0."""
+def _hide(scores, width, begin, end):
+    """Keys outside [begin, end) of one row."""
     row = floats(scores)
-    for i in range(begin):
+    for i in range(min(begin, width)):
         row[i] = _HIDDEN
-    for i in range(end, width):
+    for i in range(max(end, 0), width):
         row[i] = _HIDDEN
+
+
+@njit(inline="always")
+def _softmax(scores, width, weights, scale, top, sums, mixed, dim):
+    """Weights of one row with the largest score so far as their base, which is returned."""
     chunks = width // PANEL
-    top = _most(scores, chunks)
-    return _powers(scores, chunks, scale, top * scale, weights)
+    new = max(top, _most(scores, chunks) * scale)
+    if new > top:
+        fade = np.exp2(top - new)
+        old, own = floats(mixed), floats(sums)
+        for i in range(dim):
+            old[i] *= fade
+        for i in range(16):
+            own[i] *= fade
+    _powers(scores, chunks, scale, new, weights, sums)
+    return new
 
 
 @compiled
 def attend_prompt(
-    q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, first, last
+    q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, amx, first, last
 ):  # fmt: skip
-    """The heads [first, last): `rows` ≥ 12 queries each, the first at position `begin`, of `tokens` keys in `panels`.
+    """The heads [first, last): `rows` queries each, at least a tile's, the first at position `begin`, of `tokens` keys in
+    `panels`; with AMX or without.
 
     q and out are [row, head, dim] with strides in bytes between rows.
     """
     dim = 8 * len(dim8)
     whole = (tokens + PANEL - 1) // PANEL * PANEL
-    scores = np.empty((ROWS, whole), np.float32)
-    weights = np.empty((ROWS, whole), np.uint16)
-    shares = np.empty(ROWS, np.float32)
+    height = TILE_ROWS if amx else ROWS
     factor = np.float32(scale) * _LOG2E
-    to_scores, to_weights = np.int64(scores.ctypes.data), np.int64(weights.ctypes.data)
-    to_shares = np.int64(shares.ctypes.data)
-    for head in range(first, last):
+    tops = np.empty(HEADS * TILE_ROWS, np.float32)
+    scratch = np.empty(TILE_ROWS * (6 * BLOCK + HEADS * (6 * dim + _LINE)) + _LINE, np.uint8)
+    scores = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    weights = scores + TILE_ROWS * BLOCK * 4
+    mixed = weights + TILE_ROWS * BLOCK * 2
+    queries = mixed + HEADS * TILE_ROWS * dim * 4
+    sums = queries + HEADS * TILE_ROWS * dim * 2
+    if amx:
+        begin_tiles()
+    head = first
+    while head < last:
+        together = min(HEADS, last - head, group - head % group)
         keys = panels + head // group * whole * dim * 4
         values = keys + whole * dim * 2
-        for tile in range((rows + ROWS - 1) // ROWS):
-            row = min(tile * ROWS, rows - ROWS)  # the last tile computes some rows again
+        for tile in range((rows + height - 1) // height):
+            row = min(tile * height, rows - height)  # the last tile computes some rows again
             at = begin + row
-            low = max(0, at + 1 - window) // PANEL if window else 0
-            high = (at + ROWS + PANEL - 1) // PANEL
-            width = (high - low) * PANEL
-            here = q + row * q_stride + head * dim * 2
-            for panel in range(low, high):
-                _scores(
-                    here, q_stride, keys + panel * dim * 64, dim // 2,
-                    to_scores + (panel - low) * PANEL * 4, whole * 4,
-                )  # fmt: skip
-            for i in range(ROWS):
-                mine = at + i - low * PANEL
-                oldest = max(0, mine + 1 - window) if window else 0
-                total = _softmax(
-                    to_scores + i * whole * 4, width, to_weights + i * whole * 2,
-                    oldest, mine + 1, factor,
-                )  # fmt: skip
-                shares[i] = np.float32(1.0) / total
-            for panel in range(dim // PANEL):
-                _mixed(
-                    to_weights, whole * 2,
-                    values + (panel * whole + low * PANEL) * 64, width // 2, to_shares,
-                    out + row * out_stride + (head * dim + panel * PANEL) * 2, out_stride,
-                )  # fmt: skip
-    _keep(scores)
-    _keep(weights)
-    _keep(shares)
+            # Rows of q may be 4 KiB apart, which is one set of the first-level cache.
+            for i in range(together * height):
+                source = words(q + (row + i % height) * q_stride + (head + i // height) * dim * 2)
+                to = words(queries + i * dim * 2)
+                for pair in range(dim // 2):
+                    to[pair] = source[pair]
+                tops[i] = _LOWEST
+            cleared = floats(mixed)
+            for i in range(together * height * dim):
+                cleared[i] = np.float32(0.0)
+            cleared = floats(sums)
+            for i in range(together * height * 16):
+                cleared[i] = np.float32(0.0)
+            low = max(0, at + 1 - window) // PANEL * PANEL if window else 0
+            high = (at + height + PANEL - 1) // PANEL * PANEL
+            for block in range(low // BLOCK * BLOCK, high, BLOCK):
+                start, stop = max(block, low), min(block + BLOCK, high)
+                width = stop - start
+                cut = stop > at + 1 or (window and start < at + height - window)
+                for h in range(together):
+                    rows_q, rows_mixed = queries + h * height * dim * 2, mixed + h * height * dim * 4
+                    for key in range(0, width, PANEL):
+                        panel = keys + (start + key) * dim * 2
+                        if amx:
+                            multiply_tiles(rows_q, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
+                        else:
+                            _scores(rows_q, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
+                    for i in range(height):
+                        mine = scores + i * BLOCK * 4
+                        if cut:
+                            last_key = at + i + 1 - start
+                            _hide(mine, width, last_key - window if window else 0, last_key)
+                        tops[h * height + i] = _softmax(
+                            mine, width, weights + i * BLOCK * 2, factor, tops[h * height + i],
+                            sums + (h * height + i) * _LINE, rows_mixed + i * dim * 4, dim,
+                        )  # fmt: skip
+                    for column in range(0, dim, PANEL):
+                        panel = values + (column // PANEL * whole + start) * 64
+                        if amx:
+                            multiply_tiles_onto(
+                                weights, BLOCK * 2, panel, width // 2, rows_mixed + column * 4, dim * 4
+                            )
+                        else:
+                            _mix(weights, BLOCK * 2, panel, width // 2, rows_mixed + column * 4, dim * 4)
+            for i in range(together * height):
+                to = out + (row + i % height) * out_stride + (head + i // height) * dim * 2
+                _divided(mixed + i * dim * 4, dim // PANEL, sums + i * _LINE, to)
+        head += together
+    if amx:
+        end_tiles()
+    _keep(scratch)
+    _keep(tops)

@@ -17,6 +17,7 @@ from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
 from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.dispatch.work_reports import WorkReports
 from router.link.links import Links
 from router.observe.live.report import Recorder
 from router.observe.token_times import TokenTimes
@@ -71,6 +72,7 @@ class Services:
         self._salts: dict[tuple[str, str], bytes] = {}
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
+        self.work_reports = WorkReports()
         self.faults = RequestFaults.of(faults)
         self.tracing = tracing
         self.inter_token_seconds = metrics.ITL.create()

@@ -9,15 +9,17 @@ import torch
 
 from cluster.addresses import advertised
 from cluster.config.worker import EngineConfig, WorkerConfig
+from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
 from cluster.process.memory import room_bytes
 from engine import build
 from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
+from engine.warm_up import Tell, say
 from kv_transfer.decode_side.part_landing import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
-from kv_transfer.device.registry import device_bytes
+from kv_transfer.device.registry import device_bytes, pinned_bytes
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
 from kv_transfer.transports.registry import open_endpoints
@@ -30,16 +32,37 @@ def check(config: WorkerConfig) -> None:
         check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, engine) // model.num_layers)
 
 
-def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> LoadedModel:
+def load(
+    config: WorkerConfig,
+    rank: int,
+    address: str,
+    listener: socket.socket | None = None,
+    tell: Tell = say,
+) -> LoadedModel:
     """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
     device = build.rank_device(config.engine.device, rank)
-    if device.type == "cuda":
+    on_cuda = device.type == "cuda"
+    if on_cuda:
         # The current card of this thread: else pinning or registering memory would open a context on the node's first.
         torch.cuda.set_device(device)
-    handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=device.type == "cuda")
-    return build.load_model(
-        config.engine, _group(config, rank, address, device, listener), handoff_bytes=handoff_bytes
-    )
+        check_pinned(config, HostMemory())
+    group = _group(config, rank, address, device, listener)
+    handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=on_cuda)
+    return build.load_model(config.engine, group, handoff_bytes=handoff_bytes, tell=tell)
+
+
+def check_pinned(config: WorkerConfig, host: DeviceMemory) -> None:
+    """Raise ConfigError if main memory has no room for what the ranks on this host pin for hand-offs, with their KV on
+    cards: CUDA's own error would name neither the memory nor the setting, and a container would be killed later."""
+    here = config.engine.tensor_parallel // config.engine.nodes
+    needed, free = here * pinned_bytes(config.role, config.transfer), min(one.free for one in host.limits())
+    if needed > free:
+        setting = "slot_bytes" if config.role == "decode" else "staging_bytes"
+        raise ConfigError(
+            f"{setting}: hand-offs of {here} ranks pin {needed} bytes of main memory, {free} are free: {needed - free} "
+            f"more are needed (a container's memory limit), or less {setting}",
+            field=setting,
+        )
 
 
 def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None) -> WorkerConfig:
