@@ -23,6 +23,7 @@ from cluster.config.worker import EngineConfig
 from engine.attention import registry
 from engine.build import load_model
 from engine.ops import triton_kernels as small
+from engine.ops.triton_ops import OPTIONS
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 from kv_transfer.device import sum64
@@ -126,7 +127,8 @@ def test_a_kernel_is_compiled_once_for_all_starts(tmp_path, monkeypatch):
     for _ in range(2):
         began = time.perf_counter()
         compile_for(
-            90, small.gate_rows, {"gate_up": "*bf16", "out": "*bf16", "inner": "i32"}, {"BLOCK": 1024}, {"num_warps": 4}
+            90, small.gate_rows, {"gate_up": "*bf16", "out": "*bf16", "inner": "i32"}, {"BLOCK": 1024},
+            {"num_warps": 4, **OPTIONS},
         )  # fmt: skip
         seconds.append(time.perf_counter() - began)
     assert read == [False, True]
