@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
-from engine.ops import cpu_prompts, cpu_tiles
+from engine.ops import cpu_products, cpu_prompts, cpu_tiles
 from engine.ops.team import KernelTeam
 
 HEADS, KV, DIM, TOKENS = 4, 2, 32, 3 * cpu_prompts.BLOCK - 40
@@ -18,7 +18,7 @@ FORMS = [
     pytest.param(
         amx,
         marks=pytest.mark.skipif(
-            not (cpu_tiles.supported() if amx else cpu_prompts.has_instruction()), reason="not on this CPU"
+            not (cpu_tiles.supported() if amx else cpu_products.has_instruction()), reason="not on this CPU"
         ),
         id="amx" if amx else "panels",
     )
