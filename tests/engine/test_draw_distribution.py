@@ -169,9 +169,9 @@ def test_the_largest_logit_and_of_equals_the_lowest_id_is_greedy(sampler):
 @pytest.mark.parametrize(
     ("wrong", "settings"),
     [
-        ("temperature", {"temperature": 1.15}),
+        ("temperature", {"temperature": 1.5}),
         ("a cut", {"top_p": 0.97}),
-        ("a bias", {"logit_bias": {2: 0.3}}),
+        ("a bias", {"logit_bias": {2: 1.0}}),
     ],
 )
 def test_a_wrong_distribution_is_found(wrong, settings):
