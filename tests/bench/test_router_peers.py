@@ -33,6 +33,7 @@ def stub(tmp_path, request) -> Iterator[Running]:
         yield Running(router_peers._said(process), process.running.pid)
 
 
+@pytest.mark.long
 def test_the_time_of_a_token_and_of_a_request(stub: Running) -> None:
     before = stub.cpu_seconds()
     token = asyncio.run(router_peers._token(stub, 1.5))

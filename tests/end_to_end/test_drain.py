@@ -141,6 +141,7 @@ async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(runn
     assert_left(running.cluster, leaving.process)
 
 
+@pytest.mark.long
 async def test_nothing_is_placed_on_a_worker_from_its_drain_request_on(running: UnderOrders) -> None:
     """It has not noticed yet: it is stopped, in the middle of its streams."""
     cluster = running.cluster
@@ -177,6 +178,7 @@ def test_prefill_workers_leave_under_load(running: UnderOrders) -> None:
     assert_left(cluster, leaving)
 
 
+@pytest.mark.long
 def test_a_draining_router_finishes_its_streams_and_takes_nothing_new(
     running: UnderOrders, tmp_path: Path
 ) -> None:
@@ -259,6 +261,7 @@ def ask(facts: dict[str, Any], model: str) -> tuple[int, str | None]:
             return error.code, error.headers["retry-after"]
 
 
+@pytest.mark.long
 async def test_without_another_one_streams_finish_where_they_are(running: UnderOrders) -> None:
     """The last one here: it leaves the cluster without a decode worker for a while."""
     cluster = running.cluster

@@ -218,6 +218,7 @@ def test_sampling_repeats_with_its_seed(llama):
     assert answers[0].token_ids[:4] == answers[1].token_ids[:4] != answers[2].token_ids[:4]
 
 
+@pytest.mark.long
 def test_a_prompt_longer_than_the_ring_passes_through_it(checkpoint, start_cluster, monkeypatch):
     model = checkpoint("llama")
     for name, value in (("RING_BYTES", 65536), ("SLOT_BYTES", 4096), ("PART_BYTES", 4096)):

@@ -42,6 +42,7 @@ def environment(
     }
 
 
+@pytest.mark.long
 def test_a_worker_is_probed_while_it_loads_serves_and_leaves(
     environment: dict[str, str], redis_url: str, namespace: str
 ) -> None:

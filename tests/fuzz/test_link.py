@@ -125,6 +125,7 @@ def say(worker: Worker, data: bytes, tally: Tally, kind: str) -> None:
     tally.count(kind, outcome)
 
 
+@pytest.mark.long
 @few(40, 0.02)
 @given(data=st.data())
 def test_frames_that_are_nearly_right(data, pair: Pair, tally: Tally):

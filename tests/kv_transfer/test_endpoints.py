@@ -103,6 +103,7 @@ def test_the_address_of_no_interface_is_named(caplog: pytest.LogCaptureFixture, 
     assert "192.0.2.77" in caplog.text and "UCX_NET_DEVICES" in caplog.text
 
 
+@pytest.mark.long
 def test_with_tls_nothing_listens_for_nixl_unless_it_is_named(tmp_path: Path) -> None:
     assert listens({"transport": "auto"}, tls=True) == [False, []]
     there, sockets = listens({"transport": "nixl"}, tls=True)

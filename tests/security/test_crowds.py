@@ -76,6 +76,7 @@ def all_free(crowd) -> None:
     wait_for(free, 60, "blocks are free")
 
 
+@pytest.mark.long
 def test_a_tenants_request_limit_does_not_affect_others(crowd):
     cluster, named = crowd
     url = f"{cluster.http}/v1/completions"

@@ -149,6 +149,7 @@ async def test_a_deadline_that_cannot_be_kept_is_refused_before_it_passes(busy):
     await filling
 
 
+@pytest.mark.long
 async def test_higher_classes_do_not_wait_for_lower_ones(busy):
     filling = asyncio.create_task(crowd(busy, ["one"] * 40, 400, priority=-1))
     await asyncio.sleep(0.3)

@@ -87,6 +87,7 @@ def test_a_wrong_password_is_reported_without_showing_it(guarded, checkpoint, tm
         assert wrong not in text + view
 
 
+@pytest.mark.long
 def test_a_whole_cluster_with_a_password(guarded, checkpoint, tmp_path):
     with run_cluster(tmp_path, checkpoint("llama"), "--redis-url", guarded, *PROCESS) as cluster:
         with Client(cluster.grpc) as client:

@@ -42,6 +42,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.long
 def test_nothing_shows_a_secret_a_prompt_or_an_answer(guarded, checkpoint, tmp_path, monkeypatch):
     keys = KeyFile(tmp_path / "keys.yaml")
     key, admin = keys.add("acme", requests_per_minute=20), keys.add("ops", admin=True)

@@ -316,6 +316,7 @@ def test_without_redis_nothing_is_touched(server: ApiServer, tmp_path: Path) -> 
     platform.close()
 
 
+@pytest.mark.long
 def test_the_command_scales_and_shows_its_metrics(
     server: ApiServer, redis_url: str, namespace: str, tmp_path: Path
 ) -> None:

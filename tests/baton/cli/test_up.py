@@ -56,7 +56,9 @@ def start(
 
 
 @pytest.mark.parametrize("first", ENDINGS)
-@pytest.mark.parametrize("second", ENDINGS)
+@pytest.mark.parametrize(
+    "second", [ENDINGS[0], *(pytest.param(one, marks=pytest.mark.long) for one in ENDINGS[1:])]
+)
 def test_a_second_signal_does_not_interrupt_the_stop(first, second, tmp_path):
     process = start(tmp_path)
     os.kill(process.pid, first)

@@ -202,7 +202,7 @@ async def test_changed_certificates_move_the_link_in_time(secured, authorities, 
     assert one.tokens == [list(range(20))] and not secured.worker.cancelled
 
 
-@pytest.mark.parametrize("side", ["router", "worker"])
+@pytest.mark.parametrize("side", [pytest.param("router", marks=pytest.mark.long), "worker"])
 async def test_a_removed_authority_opens_nothing_and_keeps_nothing(secured, authorities, monkeypatch, side):
     monkeypatch.setattr(worker_connection, "MOVE_SECONDS", CUT_SECONDS)
     monkeypatch.setattr(links, "MOVE_SECONDS", CUT_SECONDS)

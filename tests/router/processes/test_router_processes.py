@@ -81,6 +81,7 @@ async def test_a_tenants_limit_holds_over_the_processes(router_model: Path, tmp_
                 await refused.close()
 
 
+@pytest.mark.long
 async def test_connections_are_limited_over_the_processes(router_model: Path, tmp_path: Path) -> None:
     with run_group(tmp_path, router_model, 2, max_http_connections=6) as group:
         async with streams(group, 6) as opened:
@@ -183,6 +184,7 @@ def test_a_stopped_process_is_named_and_nothing_else_waits_for_it(group: RouterG
     assert group.pids()[0] and group.samples()["baton_processes", ()] == 2
 
 
+@pytest.mark.long
 def test_the_processes_end_with_their_parent(group: RouterGroup) -> None:
     processes = [psutil.Process(pid) for pid in group.pids()]
     os.kill(group.pid, signal.SIGKILL)
@@ -190,6 +192,7 @@ def test_the_processes_end_with_their_parent(group: RouterGroup) -> None:
     assert not alive, alive
 
 
+@pytest.mark.long
 async def test_the_ports_are_free_soon_after_the_parents_end(router_model: Path, tmp_path: Path) -> None:
     """For the router that a supervisor starts; streams that are open are finished."""
     with run_group(tmp_path, router_model, 2, drain_seconds=60.0) as group:

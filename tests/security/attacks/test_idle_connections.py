@@ -176,6 +176,7 @@ def test_connections_that_send_nothing_have_a_number_and_a_time(router: Any) -> 
         wait_for(lambda: connected(router) <= 1, 5, "the others are late")
 
 
+@pytest.mark.long
 def test_handshakes_that_do_not_end_have_a_number_and_a_time(
     certs: Path, checkpoint: Any, redis_server: Any, tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_cluster_on_ray_listens_on_loopback_but_for_ports_that_rays_token_guar
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.long
 def test_with_tls_no_port_takes_kv_from_an_unauthenticated_peer(
     checkpoint: Callable[[str], Path], certs: Any, tmp_path: Path
 ) -> None:

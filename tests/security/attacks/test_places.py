@@ -31,6 +31,7 @@ def in_flight(router: Router, ops: str) -> float:
     )
 
 
+@pytest.mark.long
 def test_one_key_does_not_take_every_place(router: Router, keys: KeyFile) -> None:
     greedy, other, ops = keys.add("greedy"), keys.add("other"), keys.add("ops", admin=True)
 

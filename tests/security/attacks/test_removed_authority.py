@@ -17,8 +17,6 @@ from tests.harness.router import run_router
 from tests.harness.waiting import wait_for
 from tests.security.test_tls import client_tls
 
-PORTS = ["http", "grpc"]
-
 
 @pytest.fixture
 def asking(certs: Path, checkpoint: Any, redis_server: Any, tmp_path: Path) -> Iterator[Any]:
@@ -65,7 +63,7 @@ def open_one(
 @pytest.mark.parametrize(
     "version", [pytest.param(ssl.TLSVersion.TLSv1_2, marks=pytest.mark.long), ssl.TLSVersion.TLSv1_3]
 )
-@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize("port", ["http", pytest.param("grpc", marks=pytest.mark.long)])
 def test_a_session_of_a_removed_authority_opens_nothing(
     port: str, version: ssl.TLSVersion, asking: Any, certs: Path
 ) -> None:

@@ -70,6 +70,7 @@ def unread(router: Router, count: int, *parts: bytes) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_unread_answers_under_one_key_close_the_port_to_no_client(
     router: Router, key: str, greedy: str
 ) -> None:

@@ -43,6 +43,7 @@ def live(router: Router) -> dict[str, Any]:
     return view
 
 
+@pytest.mark.long
 def test_either_router_shows_the_work_of_both(routers: list[Router]) -> None:
     wait_for(lambda: len(live(routers[0])["routers"]) == 2, SECONDS, "they see each other")
     wait_for(lambda: live(routers[0])["history"]["ttft_p50"], SECONDS, "the first slot")
