@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # More flags for pytest: make test MORE="-k drain"
 MORE ?=
-# Processes that share the tests of `make test`, a file each at a time.
+# Processes that share the tests of `make test` and `make test-long`, a file each at a time.
 PROCESSES ?= 2
 
 # One compute thread, passive waiting: worker processes that busy-wait on shared cores slow each other 40 times.
@@ -33,7 +33,7 @@ unit: $(STAMP)  ## The tests that need neither torch, Ray nor NIXL: seconds to s
 	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --unit -n $(PROCESSES) --dist loadfile $(MORE)
 
 test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, every model family, Ray dying, NIXL itself
-	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 5 $(MORE)
+	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 15 -n $(PROCESSES) --dist loadfile $(MORE)
 
 check: $(STAMP)  ## Lint, types, import contracts, generated files
 	$(BIN)/ruff check .
