@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.paged_cpu import PagedCpuBackend
-from engine.layers.linear import PanelLinear
+from engine.layers.linear import JobLinear
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
 from engine.ops.cpu_ops import CpuOps
@@ -38,6 +39,8 @@ class _Work:
     gate_up: Tensor
     inner: Tensor
     logits: Tensor
+    codes: Tensor  # of rows in int8, as memory
+    scales: Tensor  # of these rows
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class _Parts:
     ops: CpuOps
     attention: PagedCpuBackend
     team: KernelTeam
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the widest row in int8."""
+        return max(one.row_bytes for one in self.linears if isinstance(one, JobLinear))
 
     @property
     def linears(self) -> list[object]:
@@ -76,7 +84,7 @@ class DecodeJobs:
         assert isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend), "kernels"
         parts = _Parts(decoder, ops, attention, team)
         biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
-        if biased or not all(isinstance(one, PanelLinear) for one in parts.linears):
+        if biased or not all(isinstance(one, JobLinear) for one in parts.linears):
             return None
         return cls(parts, step)
 
@@ -115,9 +123,11 @@ class DecodeJobs:
         heads, kv, inner = decoder.num_heads, decoder.num_kv_heads, c.intermediate_size
         widths = (
             c.hidden_size, c.hidden_size, (heads + 2 * kv) * c.head_dim, heads * c.head_dim, c.hidden_size,
-            2 * inner, inner, c.vocab_size,
+            2 * inner, inner, c.vocab_size, self._parts.row_bytes // embedding.itemsize,
         )  # fmt: skip
-        return _Work(*(embedding.new_empty(rows, width) for width in widths))
+        buffers = [embedding.new_empty(rows, width) for width in widths]
+        buffers.append(embedding.new_empty(rows, dtype=torch.float32))
+        return _Work(*buffers)
 
     def _jobs(self, rows: int) -> list[Job]:
         decoder, ops, w = self._parts.decoder, self._parts.ops, self._work
@@ -129,7 +139,7 @@ class DecodeJobs:
         norms = [layer.input_norm for layer in decoder.layers[1:]] + [decoder.final_norm]
         for index, (layer, norm) in enumerate(zip(decoder.layers, norms, strict=True)):
             jobs += self._layer(rows, index, layer, norm)
-        jobs.append(_product(decoder.head, rows, w.y, w.logits))
+        jobs += self._product(decoder.head, rows, w.y, w.logits)
         return jobs
 
     def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor) -> list[Job]:
@@ -139,18 +149,18 @@ class DecodeJobs:
         delta, gate_up, inner = (one.data_ptr() for one in (w.delta, w.gate_up, w.inner))
         at = (step.positions.data_ptr(), step.slots.data_ptr())
         return [
-            _product(layer.qkv, rows, w.y, w.qkv),
+            *self._product(layer.qkv, rows, w.y, w.qkv),
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
             self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
-            _product(layer.output, rows, w.mixed, w.delta),
+            *self._product(layer.output, rows, w.mixed, w.delta),
             ops.norm_job(rows, x, delta, layer.post_norm, y),
-            _product(layer.gate_up, rows, w.y, w.gate_up),
+            *self._product(layer.gate_up, rows, w.y, w.gate_up),
             ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
-            _product(layer.down, rows, w.inner, w.delta),
+            *self._product(layer.down, rows, w.inner, w.delta),
             ops.norm_job(rows, x, delta, norm, y),
         ]
 
-
-def _product(linear: object, rows: int, x: Tensor, out: Tensor) -> Job:
-    assert isinstance(linear, PanelLinear), "`make` has checked it"
-    return linear.job(rows, x.data_ptr(), out.data_ptr())
+    def _product(self, linear: object, rows: int, x: Tensor, out: Tensor) -> list[Job]:
+        assert isinstance(linear, JobLinear), "`make` has checked it"
+        codes, scales = self._work.codes.data_ptr(), self._work.scales.data_ptr()
+        return linear.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales)
