@@ -30,8 +30,16 @@ def table(left: Iterable[str], right: Iterable[str] = (), *, head: str = "bold",
 
 
 def text(of: Mapping[str, Any], name: str) -> str:
+    """What controls a terminal is replaced: a router passes on what workers say about themselves."""
     value = of.get(name)
-    return MISSING if value in (None, "") else str(value)
+    if value in (None, ""):
+        return MISSING
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(value))
+
+
+def cell(of: Mapping[str, Any], name: str) -> Text:
+    """For a table, which would read markup from a plain string: names and IPv6 addresses have brackets as well."""
+    return Text(text(of, name))
 
 
 def state_text(state: str) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bench.checkpoint import SHAPE
+from bench.checkpoint import SHAPE, ModelShape
 from cluster.config.worker import TransferConfig
 from cluster.protocol.wire_version import WIRE_VERSION
 from engine.kv_cache import allocate
@@ -25,14 +25,15 @@ def kv_cache(blocks: int) -> Tensor:
     return allocate(size, block, torch.bfloat16, torch.device("cpu")).fill_(1)
 
 
-def layout() -> common_pb2.KvLayout:
+def layout(shape: ModelShape = SHAPE, page_size: int = PAGE_SIZE) -> common_pb2.KvLayout:
+    """The KV layout of an engine with this model in bf16, on one rank."""
     return common_pb2.KvLayout(
         wire_version=WIRE_VERSION,
         model_id="bench",
         dtype="bfloat16",
-        page_size=PAGE_SIZE,
-        num_layers=SHAPE.layers,
-        num_kv_heads=SHAPE.kv_heads,
-        head_dim=SHAPE.head_dim,
+        page_size=page_size,
+        num_layers=shape.layers,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         tensor_parallel=1,
     )

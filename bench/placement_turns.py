@@ -28,7 +28,7 @@ print(json.dumps(script_seconds(Path(sys.argv[1]), *map(int, sys.argv[2:]))))
 
 
 def p10_seconds(tree: Path, pairs: int) -> float:
-    """Of one process over one Redis: the tenth percentile hardly depends on what else the machine does."""
+    """Seconds of a call, in one process over one Redis. The tenth percentile hardly depends on other work."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
         arguments = [directory, str(pairs), str(BLOCKS), str(CALLS)]
         done = subprocess.run(

@@ -42,6 +42,7 @@ from wire import common_pb2
 # Limit of an error text between processes. Trailing metadata repeats it up to three times, and gRPC drops metadata above
 # 8 KiB, and with it the error's class and field.
 MAX_WIRE_BYTES = 800
+MAX_RETRY_SECONDS = 86_400.0
 
 
 def cut(text: str) -> str:
@@ -241,13 +242,15 @@ _BY_NAME = {cls.__name__: cls for cls in _all_subclasses(BatonError)}
 
 
 def from_wire(detail: common_pb2.ErrorDetail) -> BatonError:
-    """The error a peer reported; a class this build does not know becomes InternalError."""
+    """The error a peer reported; a class this build does not know becomes InternalError. A time that is none counts as
+    unknown: it is waited for, and passed on to clients as a whole number."""
     cls = _BY_NAME.get(detail.code, InternalError)
+    retry = detail.retry_after_seconds
     return cls(
         detail.message,
         field=detail.field,
         limit=detail.limit,
-        retry_after_seconds=detail.retry_after_seconds,
+        retry_after_seconds=retry if 0.0 <= retry <= MAX_RETRY_SECONDS else 0.0,
     )
 
 

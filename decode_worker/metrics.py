@@ -18,6 +18,7 @@ from worker.metrics import of_queue, of_requests
 # The receiver's counts → the reason why a part was dropped.
 _DROPPED = {
     "stale": "stale",
+    "stale_parts": "not_granted",
     "late_parts": "late",
     "part_digest": "digest",
     "part_geometry": "geometry",
@@ -32,7 +33,7 @@ def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Coll
             [
                 *of_queue(attempts.admission, attempts.ended),
                 declared.RING_SLOTS_BY_STATE.read(lambda: _slots(receiver)),
-                declared.RING_CLAIMS_WAITING.read(lambda: sum(ring.waiting for ring in receiver.rings)),
+                declared.RING_PARTS_WAITING.read(lambda: sum(ring.waiting for ring in receiver.rings)),
                 declared.HANDOFFS_EXHAUSTED.read(lambda: bool(receiver.exhausted)),
                 declared.KV_PARTS_DROPPED.read(
                     lambda: {reason: receiver.stats.counts[name] for name, reason in _DROPPED.items()}

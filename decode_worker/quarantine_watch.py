@@ -78,9 +78,9 @@ class QuarantineWatch:
     def _quarantined(self) -> set[str]:
         slots = (slot for ring in self.receiver.rings for slot in ring.slots)
         return {
-            slot.claim.peer
+            slot.part.peer
             for slot in slots
-            if slot.claim is not None and slot.machine.state is SlotState.QUARANTINED
+            if slot.part is not None and slot.machine.state is SlotState.QUARANTINED
         }
 
     async def _look_up_pods(self, connected: set[str], now: float) -> None:
@@ -156,7 +156,7 @@ class ReportedPeerExits:
 
     def _names(self, worker_id: str) -> set[str]:
         """`worker_id@epoch` of each epoch that has a stream, or that a slot is bound to."""
-        claims = (slot.claim for ring in self._receiver.rings for slot in ring.slots)
-        bound = {claim.peer for claim in claims if claim is not None}
+        parts = (slot.part for ring in self._receiver.rings for slot in ring.slots)
+        bound = {part.peer for part in parts if part is not None}
         peers = bound | {link.name for link in self._receiver.links}
         return {peer for peer in peers if worker_of(peer) == worker_id}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from cluster.protocol.kv_heads import head_range
-from engine import kv_cache, largest_step
+from engine import kv_cache, largest_step, warm_up
 from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
@@ -25,6 +26,7 @@ from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
 from engine.quant import int8
 from engine.runner import LoadedModel
+from engine.warm_up import Stage, Tell
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,12 +39,18 @@ def compute_dtype(asked: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def rank_device(name: str, rank: int) -> torch.device:
-    """Device of a rank on its node. "cuda" gives rank n the node's card n; "cuda:N" names the card of a single rank.
+def device_name(asked: str) -> str:
+    """The setting `device` without "auto"."""
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
-    `name` is resolved, not "auto".
+
+def rank_device(asked: str, rank: int) -> torch.device:
+    """Device of a rank on its node, for the setting `device`. "cuda" gives rank n the node's card n; "cuda:N" names the
+    card of a single rank. A rank alone on its node sees one card only.
     """
-    device = torch.device(name)
+    device = torch.device(device_name(asked))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", rank % torch.cuda.device_count())
     return device
@@ -93,9 +101,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
     Raises ConfigError.
     """
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = device_name(config.device)
     device = torch.device(name)
     if device.type != "cpu" and (config.quantization == "int8" or model.quantization):
         field = "quantization" if config.quantization == "int8" else "model"
@@ -112,11 +118,24 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "device": name,
             "dtype": dtype,
             "max_model_len": config.max_model_len or model.max_model_len,
-            "attention_backend": registry.choose(
-                config.attention_backend, device, _DTYPES[dtype], model.head_dim, config.page_size
-            ),
+            "attention_backend": _choose_backend(config, device, _DTYPES[dtype], model.head_dim),
         }
     )
+
+
+def _choose_backend(config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """On CUDA kernels are called to see whether they work here, which compiles them."""
+    chosen: list[str] = []
+
+    def choose() -> None:
+        chosen.append(registry.choose(config.attention_backend, device, dtype, head_dim, config.page_size))
+
+    if device.type == "cuda":
+        stage = Stage(f"attention_backend {config.attention_backend}", choose)
+        warm_up.run("attention kernels are tried", [stage], config.warm_up_seconds, warm_up.say, device)
+    else:
+        choose()
+    return chosen[0]
 
 
 def _check_card(device: torch.device) -> None:
@@ -138,12 +157,13 @@ def load_model(
     *,
     handoff_bytes: int = 0,
     memory: DeviceMemory | None = None,
+    tell: Tell = warm_up.say,
 ) -> LoadedModel:
     """Load this rank's share of the model.
 
     `handoff_bytes`: device memory that the rank allocates later, beside its KV pool. The pool comes last, because it is
-    sized by what is in use and by what the largest step was measured to take. Raises ModelError naming the tensor or key,
-    or ConfigError naming the setting.
+    sized by what is in use and by what the largest step was measured to take. `tell` gets what is being done. Raises
+    ModelError naming the tensor or key, ConfigError naming the setting, or SetupError where compiling takes too long.
     """
     group = group or NullGroup()
     model, resolved = check(config)
@@ -157,6 +177,7 @@ def load_model(
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
+    tell("weights are read")
     checkpoint = Checkpoint(config.model, dtype, device, int8=bool(model.quantization))
     decoder = Decoder(model, checkpoint, group, _linear_of(resolved, model, team, group))
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
@@ -169,18 +190,52 @@ def load_model(
         return ops, registry.make(resolved.attention_backend, shape, cache, team)
 
     step_bytes, recorded_bytes = 0, size  # the null block
+    one_block = torch.zeros((1, *block), dtype=dtype, device=device)
+    small = backends(one_block)  # in use until the pool has its size, as those of the pool are later
     if not resolved.kv_memory_bytes:
-        one_block = torch.zeros((1, *block), dtype=dtype, device=device)
-        step_bytes = largest_step.bytes_taken(resolved, decoder, group, backends, one_block, memory)
-        if decode_graphs.recorded(device, resolved.cuda_graphs, backends(one_block)[1].capturable):
+        _compile(resolved, decoder, small, tell)
+        tell("the largest step is measured")
+        step_bytes = largest_step.bytes_taken(
+            resolved, decoder, group, lambda cache: small, one_block, memory
+        )
+        capturable = registry.backend_class(resolved.attention_backend).capturable
+        if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
-        del one_block
+    recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
+    del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
     ops, attention = backends(cache)
     trim_allocator()
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
+
+
+def _compile(
+    config: EngineConfig, decoder: Decoder, made: tuple[LayerOps, AttentionBackend], tell: Tell
+) -> None:
+    """Compile all kernels, so that this is no part of what the largest step is measured to take. Every rank of the group
+    must call it. Where nothing is measured, the warm-up compiles."""
+    stages = [
+        Stage(name, partial(largest_step.run, config, decoder, plan, *made))
+        for name, plan in warm_up.first_steps(config, config.max_batch_tokens)
+    ]
+    device = decoder.embedding.device
+    try:
+        warm_up.run("kernels are compiled", stages, config.warm_up_seconds, tell, device)
+    except torch.OutOfMemoryError as error:  # of small steps: the largest one would fit even less
+        raise largest_step.does_not_fit(config, error) from None
+
+
+def _listed_bytes(
+    config: EngineConfig, decoder: Decoder, team: Team, ops: LayerOps, attention: AttentionBackend
+) -> int:
+    """Bytes of decode steps that are lists of jobs: their buffers grow in the first large batches and stay."""
+    if not isinstance(team, KernelTeam):
+        return 0
+    from engine import decode_jobs
+
+    return decode_jobs.most_bytes(decoder, ops, attention, team, config.max_batch_requests)
 
 
 def _make_ops(

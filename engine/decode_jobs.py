@@ -52,15 +52,42 @@ class _Parts:
     attention: PagedCpuBackend
     team: KernelTeam
 
+    @classmethod
+    def of(cls, decoder: Decoder, ops: object, attention: object, team: object) -> _Parts | None:
+        """None if something of the model is not computed by kernels of one rank."""
+        kernels = isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend)
+        if not kernels or not isinstance(team, KernelTeam) or decoder.group.size > 1:
+            return None
+        assert isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend), "kernels"
+        parts = cls(decoder, ops, attention, team)
+        biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
+        return None if biased or not all(isinstance(one, JobLinear) for one in parts._linears) else parts
+
     @property
     def row_bytes(self) -> int:
         """Of the widest row in int8."""
-        return max(one.row_bytes for one in self.linears if isinstance(one, JobLinear))
+        return max(one.row_bytes for one in self._linears if isinstance(one, JobLinear))
 
     @property
-    def linears(self) -> list[object]:
+    def _linears(self) -> list[object]:
         layers = self.decoder.layers
         return [self.decoder.head, *(one for x in layers for one in (x.qkv, x.output, x.gate_up, x.down))]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each tensor of `_Work`, in its order, before the scales."""
+        decoder, c = self.decoder, self.decoder.config
+        heads, kv, inner = decoder.num_heads, decoder.num_kv_heads, c.intermediate_size
+        return (
+            c.hidden_size, c.hidden_size, (heads + 2 * kv) * c.head_dim, heads * c.head_dim, c.hidden_size,
+            2 * inner, inner, c.vocab_size, self.row_bytes // decoder.embedding.itemsize,
+        )  # fmt: skip
+
+    @property
+    def count_of_jobs(self) -> int:
+        """Of one list: a product of int8 is two of them."""
+        own = 5 * len(self.decoder.layers) + 2
+        return own + sum(2 if one.row_bytes else 1 for one in self._linears if isinstance(one, JobLinear))
 
 
 class DecodeJobs:
@@ -78,15 +105,8 @@ class DecodeJobs:
         cls, decoder: Decoder, ops: object, attention: object, team: object, step: StepBuffers
     ) -> DecodeJobs | None:
         """None if something of the model is not computed by kernels of one rank."""
-        kernels = isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend)
-        if not kernels or not isinstance(team, KernelTeam) or decoder.group.size > 1:
-            return None
-        assert isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend), "kernels"
-        parts = _Parts(decoder, ops, attention, team)
-        biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
-        if biased or not all(isinstance(one, JobLinear) for one in parts.linears):
-            return None
-        return cls(parts, step)
+        parts = _Parts.of(decoder, ops, attention, team)
+        return cls(parts, step) if parts is not None else None
 
     def takes(self, step: StepBuffers) -> bool:
         """Whether the step is single tokens whose logits are all wanted."""
@@ -110,22 +130,17 @@ class DecodeJobs:
         size = len(self._work.x)
         self._oversized_steps = self._oversized_steps + 1 if 4 * rows <= size else 0
         if rows > size:
-            size = 1 << (rows - 1).bit_length()
+            size = _grown(rows)
         elif self._oversized_steps > TRIM_AFTER:
             size //= 4
         if size != len(self._work.x):
-            self._work, self._oversized_steps = self._allocate(size), 0
             self._lists.clear()
+            self._work = self._allocate(0)  # both would not fit what `most_bytes` says
+            self._work, self._oversized_steps = self._allocate(size), 0
 
     def _allocate(self, rows: int) -> _Work:
-        decoder = self._parts.decoder
-        c, embedding = decoder.config, decoder.embedding
-        heads, kv, inner = decoder.num_heads, decoder.num_kv_heads, c.intermediate_size
-        widths = (
-            c.hidden_size, c.hidden_size, (heads + 2 * kv) * c.head_dim, heads * c.head_dim, c.hidden_size,
-            2 * inner, inner, c.vocab_size, self._parts.row_bytes // embedding.itemsize,
-        )  # fmt: skip
-        buffers = [embedding.new_empty(rows, width) for width in widths]
+        embedding = self._parts.decoder.embedding
+        buffers = [embedding.new_empty(rows, width) for width in self._parts.widths]
         buffers.append(embedding.new_empty(rows, dtype=torch.float32))
         return _Work(*buffers)
 
@@ -140,6 +155,7 @@ class DecodeJobs:
         for index, (layer, norm) in enumerate(zip(decoder.layers, norms, strict=True)):
             jobs += self._layer(rows, index, layer, norm)
         jobs += self._product(decoder.head, rows, w.y, w.logits)
+        assert len(jobs) == self._parts.count_of_jobs, "`most_bytes` counts them"
         return jobs
 
     def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor) -> list[Job]:
@@ -164,3 +180,18 @@ class DecodeJobs:
         assert isinstance(linear, JobLinear), "`make` has checked it"
         codes, scales = self._work.codes.data_ptr(), self._work.scales.data_ptr()
         return linear.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales)
+
+
+def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, sequences: int) -> int:
+    """Bytes that lists and buffers keep of a rank's memory, grown for steps of so many sequences; 0 where a model is not
+    computed by them."""
+    parts = _Parts.of(decoder, ops, attention, team)
+    if parts is None:
+        return 0
+    listed = KEPT_LISTS * parts.count_of_jobs * cpu_jobs.JOB * 8
+    return _grown(min(sequences, MOST_ROWS)) * (sum(parts.widths) * decoder.embedding.itemsize + 4) + listed
+
+
+def _grown(rows: int) -> int:
+    """Rows of buffers that have grown to hold as many."""
+    return 1 << (rows - 1).bit_length()

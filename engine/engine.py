@@ -240,7 +240,7 @@ class Engine:
         began, ended = max(flight.output.began, self._collected_at), self._clock()
         following = self._flight
         if following is not None:
-            following.void |= flight.redrawn()
+            following.discarded |= flight.redrawn()
         self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
         flight.release(self._pool)
         self._collected_at = self._clock()
@@ -248,7 +248,7 @@ class Engine:
         if following is None:
             return
         following.hold_left(self._pool, self._runner.page_size)
-        if not any(following.counts(sequence) for sequence in following.decision.scheduled):
+        if not any(following.keeps(sequence) for sequence in following.decision.scheduled):
             self._flight = None
             self._collect(following)  # nothing of it is wanted
 

@@ -26,23 +26,23 @@ class Flight:
     output: StepOutput
     # Its sequences have been advanced by their token, which is -1 - i until the host has read entry i of `pending`.
     followed: bool = False
-    # Sequences whose token before this step was drawn again: this one has computed a wrong token, and is dropped.
-    void: set[Sequence] = field(default_factory=set)
+    # Sequences whose token before this step was drawn again: it has computed a wrong token for them.
+    discarded: set[Sequence] = field(default_factory=set)
     held: dict[int, None] = field(default_factory=dict)  # blocks that it writes, of sequences that have left
 
     @property
     def tokens(self) -> int:
         return sum(self.decision.scheduled.values())
 
-    def counts(self, sequence: Sequence) -> bool:
+    def keeps(self, sequence: Sequence) -> bool:
         """Whether the step's result for this sequence is used."""
-        return sequence.state is S.RUNNING and sequence not in self.void
+        return sequence.state is S.RUNNING and sequence not in self.discarded
 
     def follow(self) -> None:
         """Advance the sequences by their next tokens, which only the device has."""
         self.followed = True
         for index, sequence in enumerate(self.decision.scheduled):
-            if self.counts(sequence):
+            if self.keeps(sequence):
                 sequence.num_computed += 1
                 sequence.tokens.append(-1 - index)
 
@@ -53,7 +53,7 @@ class Flight:
         return {
             draw.sequence
             for index, draw in enumerate(draws)
-            if self.counts(draw.sequence) and self.pending.redrawn(index)
+            if self.keeps(draw.sequence) and self.pending.redrawn(index)
         }
 
     def hold_left(self, pool: BlockPool, page: int) -> None:

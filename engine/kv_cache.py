@@ -24,14 +24,16 @@ class Needs(NamedTuple):
     weights: int  # 0 once they are loaded
     step: int  # the largest step, while it runs
     handoff: int  # the landing ring, or staging
-    recorded: int = 0  # recorded decode steps, and the null block for their padding
+    recorded: int = (
+        0  # decode steps that are recorded or listed as jobs, and the null block for their padding
+    )
 
     @property
     def total(self) -> int:
         return sum(self)
 
     def __str__(self) -> str:
-        names = ("the weights", "the largest step", "hand-offs", "recorded steps")
+        names = ("the weights", "the largest step", "hand-offs", "decode steps")
         return " and ".join(f"{size} for {name}" for size, name in zip(self, names, strict=True) if size)
 
 

@@ -25,8 +25,8 @@ from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
-from engine.sampling.adjust import Row
 from engine.sampling.registry import sampler_for
+from engine.sampling.row import Row
 from engine.step_buffers import StepBuffers
 from engine.step_delta import StepDelta
 
@@ -71,16 +71,20 @@ def bytes_taken(
     """
     memory.begin_peak()
     try:
-        logits = _run(config, decoder, plan(config), *make(cache))
+        logits = run(config, decoder, plan(config), *make(cache))
         _draw(group, logits)
         del logits
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"max_batch_tokens: a step of {config.step_tokens} tokens and {config.max_batch_requests} requests does not "
-            f"fit beside the weights: {error}",
-            field="max_batch_tokens",
-        ) from None
+        raise does_not_fit(config, error) from None
     return memory.peak_bytes()
+
+
+def does_not_fit(config: EngineConfig, error: torch.OutOfMemoryError) -> ConfigError:
+    return ConfigError(
+        f"max_batch_tokens: a step of {config.step_tokens} tokens and {config.max_batch_requests} requests does not "
+        f"fit beside the weights: {error}",
+        field="max_batch_tokens",
+    )
 
 
 @torch.inference_mode()
@@ -96,7 +100,7 @@ def recorded_bytes(
     items = [PlanItem(f"recorded-{row}", [0], 0, [0], row, 1) for row in range(sequences)]
     memory.begin_peak()
     try:
-        logits = _run(config, decoder, StepPlan(items, []), *make(cache), bounded=True)
+        logits = run(config, decoder, StepPlan(items, []), *make(cache), bounded=True)
         kept = logits.numel() * logits.itemsize
         del logits
     except torch.OutOfMemoryError as error:
@@ -107,7 +111,8 @@ def recorded_bytes(
     return memory.peak_bytes() + kept
 
 
-def _run(
+@torch.inference_mode()
+def run(
     config: EngineConfig,
     decoder: Decoder,
     step_plan: StepPlan,

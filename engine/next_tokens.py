@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
 from engine.request import FinishReason, SamplingParams, TokenOutput
-from engine.sampling.adjust import Row
 from engine.sampling.base import Sampler, is_sound
+from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled
 from engine.scheduler.sequence import Sequence
 

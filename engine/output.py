@@ -57,7 +57,7 @@ class OutputProcessor:
         """Add the step's tokens and ends to its output."""
         output, pending = flight.output, flight.pending
         for sequence, count in flight.decision.scheduled.items():
-            if not flight.counts(sequence):  # it has left, or another choice of its request has failed
+            if not flight.keeps(sequence):  # it has left, or another choice of its request has failed
                 continue
             try:
                 if not flight.followed:
@@ -67,7 +67,7 @@ class OutputProcessor:
                 self._fail(sequence, engine_request_error(error), output)
         for index, drawn in enumerate(pending.results()):
             sequence = pending.draws[index].sequence
-            if not flight.counts(sequence):
+            if not flight.keeps(sequence):
                 continue
             try:
                 if isinstance(drawn, EngineRequestError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
+from engine import warm_up
 from engine.attention.base import AttentionBackend
 from engine.graphs.base import Recorder
 from engine.graphs.decode_graphs import DecodeGraphs, on_card, sizes_for
@@ -18,9 +20,9 @@ from engine.ops.base import LayerOps
 from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
-from engine.sampling import cuts, draw
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
+from engine.warm_up import Stage, Tell
 
 if TYPE_CHECKING:
     from engine.decode_jobs import DecodeJobs
@@ -151,18 +153,23 @@ class ModelRunner:
         hidden = self._decoder.forward(step.tokens, self._ops, attention)
         return self._decoder.logits(hidden[step.logit_rows])
 
-    def warm_up(self) -> None:
-        """Compute one prompt and one token in the first blocks, so that the first request does not pay for first calls."""
-        prompt = [0] * min(2 * self.page_size, self.config.max_model_len - 1, self.config.max_batch_tokens)
-        blocks = list(range(min(3, self.num_blocks)))
-        self.execute(StepPlan([PlanItem("warm-up", prompt, 0, blocks, 0, 1)], []))
-        logits = self.execute(StepPlan([PlanItem("warm-up", [0], len(prompt), blocks, 0, 1)], []))
+    def warm_up(self, tell: Tell = warm_up.say) -> None:
+        """Run every kind of step and draw once, and record decode steps, so that no request meets a first call. On the
+        leader. Raises SetupError if it takes longer than `warm_up_seconds`."""
+        stages = [
+            Stage(name, partial(self.execute, plan))
+            for name, plan in warm_up.first_steps(self.config, self._buffers.null_row)
+        ]
         for size in reversed(
             self._graphs.sizes if self._graphs else ()
         ):  # the others use the largest one's memory
-            self.execute(_first_tokens(min(size, self._buffers.null_row)))
-        draw.warm_up(logits)
-        cuts.warm_up(logits)
+            plan = _first_tokens(min(size, self._buffers.null_row))
+            stages.append(
+                Stage(f"the recording of decode steps of {size} sequences", partial(self.execute, plan))
+            )
+        logits = torch.zeros(1, self.model_config.vocab_size, device=self.device)
+        stages.append(Stage("draws", partial(warm_up.first_draws, logits)))
+        warm_up.run("the model is warmed up", stages, self.config.warm_up_seconds, tell, self.device)
 
 
 def _first_tokens(count: int) -> StepPlan:

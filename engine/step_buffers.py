@@ -140,77 +140,41 @@ class StepBuffers:
         # Of the system's zero pages: rows unused cost nothing. Behind the sequences' rows lies that of padding.
         self._table = np.zeros((rows + 1, row_blocks), np.int32)
         self._table[rows] = padding.null_block if padding else 0
-        self._null_row = rows
-        self._whole_table = torch.from_numpy(self._table)
+        self.null_row = rows  # of the table; it names the null block only
+        self.table = torch.from_numpy(self._table)  # int32 [rows + 1, blocks of the longest context]
         if staged:
-            self._whole_table = self._whole_table.to(device, copy=True)
+            self.table = self.table.to(device, copy=True)
         self.staged = staged
         self.num_items = self.num_tokens = self.num_logits = self.num_singles = 0
         self.longest = 0  # length of the longest item's sequence, this step's tokens included
         self.most_tokens = 0  # of one item
         self.chunks: list[Chunk] = []  # the items of more than one token
         self._delta: StepDelta | None = None
-
-    @property
-    def null_row(self) -> int:
-        """The row of the table that names the null block only."""
-        return self._null_row
+        self._viewed: tuple[int, ...] = ()  # sizes of the views
+        self._view()
 
     def bound_lengths(self) -> None:
         """Make `longest` the longest context that there can be: what is recorded now runs with any lengths later."""
         self.longest = self._table.shape[1] * self._page
 
-    # --- the step, as tensors -------------------------------------------------------------------------
+    def _view(self) -> None:
+        """Make the step's tensors views of its entries. Decode steps often have the sizes of the one before."""
+        sizes = (self.num_items, self.num_tokens, self.num_singles, self.num_logits)
+        if sizes == self._viewed:
+            return
+        self._viewed = sizes
+        of, items, tokens = self._slab.tensors, self.num_items, self.num_tokens
+        self.tokens = of["tokens"][:tokens]  # int64 [tokens]
+        self.positions = of["positions"][:tokens]  # int64 [tokens], in their sequences
+        self.slots = of["slots"][:tokens]  # int64 [tokens]: block · page_size + offset
+        self.rows = of["rows"][:items]  # int32 [items]: rows of `table`
+        self.ends = of["ends"][:items]  # int32 [items]: lengths with this step's tokens
+        self.cu_q = of["cu_q"][: items + 1]  # int32: borders between the items' tokens
+        self.cu_k = of["cu_k"][: items + 1]  # int32: borders between their keys, if these lay side by side
+        self.singles = of["singles"][: self.num_singles]  # int32: the items of one token
+        self.logit_rows = of["logit_rows"][: self.num_logits]  # int64: the tokens whose logits are wanted
 
-    @property
-    def table(self) -> Tensor:
-        """int32 [rows, blocks of the longest context]; the last row is that of padding."""
-        return self._whole_table
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [tokens]."""
-        return self._slab.tensors["tokens"][: self.num_tokens]
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [tokens], in their sequences."""
-        return self._slab.tensors["positions"][: self.num_tokens]
-
-    @property
-    def slots(self) -> Tensor:
-        """int64 [tokens]: block · page_size + offset."""
-        return self._slab.tensors["slots"][: self.num_tokens]
-
-    @property
-    def rows(self) -> Tensor:
-        """int32 [items]: rows of `table`."""
-        return self._slab.tensors["rows"][: self.num_items]
-
-    @property
-    def ends(self) -> Tensor:
-        """int32 [items]: lengths with this step's tokens."""
-        return self._slab.tensors["ends"][: self.num_items]
-
-    @property
-    def cu_q(self) -> Tensor:
-        """int32 [items + 1]: borders between the items' tokens."""
-        return self._slab.tensors["cu_q"][: self.num_items + 1]
-
-    @property
-    def cu_k(self) -> Tensor:
-        """int32 [items + 1]: borders between their keys, if these lay side by side."""
-        return self._slab.tensors["cu_k"][: self.num_items + 1]
-
-    @property
-    def singles(self) -> Tensor:
-        """int32 [singles]: the items of one token."""
-        return self._slab.tensors["singles"][: self.num_singles]
-
-    @property
-    def logit_rows(self) -> Tensor:
-        """int64 [logits]: the tokens whose logits are wanted."""
-        return self._slab.tensors["logit_rows"][: self.num_logits]
+    # --- the step, for the host ------------------------------------------------------------------------
 
     @property
     def all_single(self) -> bool:
@@ -232,7 +196,7 @@ class StepBuffers:
         return blocks
 
     def exports(self) -> list[tuple[str, int, int, list[int]]]:
-        """Of each exported item: its request's id, [begin, end) of its positions, its blocks."""
+        """The request's id, [begin, end) of the positions, and the blocks of each exported item."""
         assert self._delta is not None, "after `load`"
         ends, rows, begins = (self._slab.arrays["ends"], self._delta.rows, self._delta.begins)
         return [
@@ -261,6 +225,7 @@ class StepBuffers:
         self.longest, self.most_tokens = int(ends.max()), int(delta.counts.max())
         self._load_tokens(delta, arrays["cu_q"])
         self._load_logit_rows(delta, arrays["cu_q"])
+        self._view()
         self._slab.upload()
         self._copy_to_table(len(delta.blocks))
         if drawn is not None:
@@ -334,7 +299,7 @@ class StepBuffers:
 
 
 def _places(delta: StepDelta, row_blocks: int) -> NDArray[np.int64]:
-    """Of each new block its place in the table, as one row of numbers."""
+    """The place of each new block in the flattened table."""
     row, first, count = delta.updates.T
     shift = np.arange(len(delta.blocks)) - np.repeat(count.cumsum() - count, count)
     places: NDArray[np.int64] = np.repeat(row.astype(np.int64) * row_blocks + first, count) + shift

@@ -189,13 +189,13 @@ class RequestGateway:
         return not self.why_not_ready()
 
     def why_not_ready(self) -> list[str]:
-        """Of this process."""
+        """Why this process is not ready."""
         if self.leaving:
             return ["draining: this router leaves"]
         missing = self.services.placement.eligibility.missing_role()
         return [f"no {missing} worker is available"] if missing else []
 
     def why_router_not_ready(self) -> list[str]:
-        """Of all processes of this router."""
+        """Why this router is not ready, over all its processes."""
         own = self.why_not_ready()
         return own if self.member is None else self.member.why_not_ready(own)

@@ -11,6 +11,7 @@ from cluster import addresses
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.rpc import health
+from cluster.rpc.compression import UNCOMPRESSED
 from cluster.rpc.health import Health
 from cluster.security.tls import Identity, listen
 from router.frontends.grpc.gate import KeyInterceptor
@@ -26,6 +27,7 @@ EXTRA_STREAMS = 64
 def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
     streams = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
     options = [
+        UNCOMPRESSED,
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),

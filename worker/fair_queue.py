@@ -176,7 +176,7 @@ class FairQueue:
             self._ahead.clear()
 
     def _remember(self, tenant: str, start: float) -> None:
-        """Of a tenant that no longer waits, only what it has used beyond the virtual time counts."""
+        """Remember what a tenant that no longer waits has used beyond the virtual time; nothing else of it counts."""
         if start > self._virtual_time:
             self._ahead[tenant] = start
             if len(self._ahead) > REMEMBERED_TENANTS:

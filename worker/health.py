@@ -7,6 +7,7 @@ LOADING → WARMING_UP → STARTING → SERVING → DRAINING → LEAVING
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -14,6 +15,7 @@ from enum import Enum
 from cluster.errors import DrainingError
 from cluster.state_machine import StateMachine
 
+log = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
 
 
@@ -46,6 +48,7 @@ class Health:
         self._clock = clock
         self._ticked = clock()
         self._machine = StateMachine(Phase.LOADING, TRANSITIONS, "worker")
+        self._doing = ""
         self._engine_moves: Callable[[], bool] = lambda: True
         self._registered: Callable[[], bool] = lambda: True
 
@@ -70,7 +73,13 @@ class Health:
     def to(self, phase: Phase) -> None:
         """Change the phase; does nothing if the worker already drains or leaves."""
         if self._machine.may(phase):
+            self._doing = ""
             self._machine.to(phase)
+
+    def describe(self, doing: str) -> None:
+        """Name what is being done in this phase, for the log and for the answers of the probes. Any thread."""
+        log.info("%s", doing)
+        self._doing = doing
 
     async def tick(self) -> None:
         """Record, until cancelled, that the event loop runs."""
@@ -79,7 +88,12 @@ class Health:
             await asyncio.sleep(TICK_SECONDS)
 
     def why_not_ready(self) -> list[str]:
-        why = [] if self.phase is Phase.SERVING else [self.phase.value]
+        doing = self._doing
+        why = (
+            []
+            if self.phase is Phase.SERVING
+            else [f"{self.phase.value}: {doing}" if doing else self.phase.value]
+        )
         if self.phase is Phase.SERVING and not self._registered():
             why.append("not registered: Redis is out of reach, or has not answered yet")
         return why + self.why_not_live()

@@ -32,9 +32,9 @@ class LoadedEngine:
         """`on_output` runs on the loop, `on_chain` on the engine's thread. Raises ModelError, ConfigError, SetupError."""
         self._stall_seconds = config.step_stall_seconds
         self._ending = ending
-        self.ranks = open_ranks(config, epoch, ending)
+        self.ranks = open_ranks(config, epoch, ending, health.describe)
         health.to(Phase.WARMING_UP)
-        self.ranks.warm_up()
+        self.ranks.warm_up(health.describe)
         runner = self.ranks.runner
         self.engine = Engine(runner, runner.config, secret=config.secret.encode(), on_chain=on_chain)
         self.host = EngineHost(

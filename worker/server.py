@@ -12,6 +12,7 @@ from cluster.addresses import join
 from cluster.errors import BatonError, ConfigError, InvalidRequestError
 from cluster.process.descriptors import free_for_connections, raised
 from cluster.rpc import errors
+from cluster.rpc.compression import UNCOMPRESSED
 from cluster.rpc.health import Health
 from cluster.security.tls import Peers
 
@@ -23,6 +24,7 @@ MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 10
 
 OPTIONS: list[tuple[str, int]] = [
+    UNCOMPRESSED,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # otherwise two workers on one port would share it silently

@@ -9,7 +9,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.formatting import MISSING, count, duration, gauge, share, shown, size, state_text, table, text
+from baton.formatting import (
+    MISSING,
+    cell,
+    count,
+    duration,
+    gauge,
+    share,
+    shown,
+    size,
+    state_text,
+    table,
+    text,
+)
 from baton.router_http import RouterHttp
 from cluster.security.tls import ClientTls
 
@@ -71,10 +83,10 @@ def _workers(workers: list[Mapping[str, Any]], wide: bool) -> Table:
 
 def _row(worker: Mapping[str, Any], wide: bool) -> list[RenderableType]:
     status = worker.get("status") or {}
-    more = (shown(status, "steps", count), text(worker, "address")) if wide else ()
+    more = (shown(status, "steps", count), cell(worker, "address")) if wide else ()
     return [
-        text(worker, "id"),
-        text(worker, "role"),
+        cell(worker, "id"),
+        cell(worker, "role"),
         _state(text(worker, "state"), text(worker, "lease")),
         f"{shown(status, 'running', count)}/{shown(status, 'waiting', count)}",
         shown(status, "kv_usage_ratio", gauge if wide else share),

@@ -146,6 +146,8 @@ def launch(
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
+        # No other node joins. Else `ray start` replaces 127.0.0.1 by the machine's address, and Ray listens everywhere.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
     if push_seconds > 0:
         env["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(push_seconds)

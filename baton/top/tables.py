@@ -11,6 +11,7 @@ from rich.text import Text
 from baton.formatting import (
     MISSING,
     bar,
+    cell,
     count,
     duration,
     rate,
@@ -76,7 +77,7 @@ def _row(worker: Worker, role: str, flows: Sequence[Mapping[str, Any]], detail: 
     )
     return [
         Text(role, style="bold"),
-        text(worker, "id"),
+        cell(worker, "id"),
         state_text(text(worker, "state")),
         shown(worker, "running", count),
         shown(worker, "waiting", count),
@@ -111,7 +112,7 @@ def routers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
     made = table(("router", "state"), ("in flight", "req/s", "tok/s", "up"), head="dim")
     for router in routers:
         made.add_row(
-            text(router, "id"),
+            cell(router, "id"),
             state_text(text(router, "state")),
             shown(router, "requests_in_flight", count),
             shown(router, "requests_per_second", rate),

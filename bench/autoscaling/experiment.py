@@ -54,7 +54,7 @@ class Run:
         return counts
 
     def calm_changes(self, requests: Requests, hours: int) -> list[int]:
-        """Of hours without a ramp."""
+        """Changes in each hour without a ramp."""
         rates = requests.by_hour(hours)
         calm = [
             h for h in range(hours) if h == 0 or abs(rates[h] - rates[h - 1]) <= RAMP * max(1, rates[h - 1])

@@ -15,7 +15,7 @@ Sample = dict[str, float]  # seconds by figure
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of one figure over all pairs; `low` and `high` bound the median ratio with 95 % confidence."""
+    """The ratio of one figure over all pairs; `low` and `high` bound the median ratio with 95 % confidence."""
 
     name: str
     pairs: int
@@ -27,7 +27,7 @@ class Ratio:
 
 
 def ratios(pairs: Sequence[tuple[Sample, Sample]]) -> list[Ratio]:
-    """Of every figure that both trees of every pair have."""
+    """A ratio for every figure that both trees of every pair have."""
     if not pairs:
         return []
     names = [name for name in pairs[0][0] if all(name in base and name in new for base, new in pairs)]

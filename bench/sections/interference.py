@@ -37,7 +37,7 @@ BUDGETS = (128, 256, 512)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the eight streams: ITL p99 and p99.9 in seconds, output tokens per second. Of the prompts: TTFT p50 in
+    """ITL p99 and p99.9 of the eight streams in seconds, their output tokens per second, and the prompts' TTFT p50 in
     seconds."""
 
     itl_p99: float

@@ -67,6 +67,11 @@ class EngineConfig(Frozen):
     cuda_graphs: bool = Field(
         True, description="record decode steps before the first request and replay them; on CUDA only"
     )
+    warm_up_seconds: Seconds = Field(
+        300.0,
+        gt=0,
+        description="longest time for compiling kernels, and again for recording decode steps, before the worker is ready",
+    )
     overlap: Literal["auto", "on", "off"] = Field(
         "auto",
         description="launch a decode step before the host has read the tokens of the last one; auto: on CUDA. Never with "

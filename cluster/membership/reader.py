@@ -16,12 +16,14 @@ import redis
 from google.protobuf.message import DecodeError
 
 from cluster.config.worker import Role
+from cluster.errors import InvalidRequestError
 from cluster.kubernetes.pod import Pod
 from cluster.membership import keys, scripts
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
 from cluster.membership.types import WorkerInfo, lease_of
 from cluster.periodic import Periodic
+from cluster.protocol.names import check_name
 from cluster.protocol.times import (
     FORGET_SECONDS,
     LEASE_DEAD_SECONDS,
@@ -60,7 +62,10 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     for index in range(2, len(answer), 5):
         try:
             workers.append(_worker(now, *answer[index + 1 : index + 5]))
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, DecodeError) as error:
+        except (
+            *(KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
+            *(DecodeError, InvalidRequestError),
+        ) as error:
             # Of another version, or no worker at all: the other workers are used.
             log.debug("the registration of worker %r is ignored: %r", answer[index], error)
     return sorted(workers, key=lambda worker: worker.worker_id)
@@ -108,6 +113,9 @@ def _check(facts: Mapping[str, Any]) -> None:
             facts[name].encode()
     for name in vars(facts["location"]).values():
         name.encode()
+    check_name("worker_id", facts["worker_id"])
+    if not facts["worker_id"].isprintable() or not facts["worker_id"]:
+        raise ValueError("worker_id: not printable")  # a zero byte ends names in the placement script
     if facts["role"] not in get_args(Role):
         raise ValueError(f"role: {facts['role']!r}")
     common_pb2.KvLayout.FromString(facts["layout"])

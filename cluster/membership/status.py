@@ -110,7 +110,7 @@ class WorkerStatus:
 
 
 _TEXT, _NUMBER = (str,), (int, float)
-_TOO_LARGE = 1e300  # far below what overflows a float; NaN is not below it
+_TOO_LARGE = 2**63  # a JSON document of a router could not hold more; NaN is not below it
 _WITHIN = tuple(f"first_tokens_within_{bound:g}s" for bound in BOUNDS_SECONDS)
 _OWN = [one for one in fields(WorkerStatus) if one.name != "first_tokens_within"]
 _KINDS = {one.name: _TEXT if one.type in ("str", "str | None") else _NUMBER for one in _OWN}

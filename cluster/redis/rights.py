@@ -65,7 +65,7 @@ class Rights:
 
     @property
     def rules(self) -> str:
-        """Of a user with these rights and no others, in a Redis ≥ 7 or a Valkey."""
+        """The ACL rules of a user with these rights and no others, in a Redis ≥ 7 or a Valkey."""
         keys = [f"~{key}" for key in self.keys] + [f"%R~{key}" for key in self.read_keys]
         return " ".join([*keys, *(f"+{name}" for name in sorted({*_EVERYWHERE, *self.commands.split()}))])
 

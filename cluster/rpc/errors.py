@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster import errors
@@ -56,9 +58,9 @@ def error_from_rpc(error: grpc.RpcError) -> errors.BatonError:
     metadata: Any = getattr(error, "trailing_metadata", lambda: None)() or ()
     for key, value in metadata:
         if key == ERROR_KEY:
-            detail = common_pb2.ErrorDetail()
-            detail.ParseFromString(value if isinstance(value, bytes) else value.encode())
-            return errors.from_wire(detail)
+            with contextlib.suppress(DecodeError):
+                raw = value if isinstance(value, bytes) else value.encode()
+                return errors.from_wire(common_pb2.ErrorDetail.FromString(raw))
     status = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     details = getattr(error, "details", lambda: str(error))() or status.name
     return _BY_STATUS.get(status, errors.InternalError)(details)

@@ -20,6 +20,8 @@ from cluster.rpc import errors
 
 SERVICE = "grpc.health.v1.Health"
 MAX_NAME_CHARACTERS = 256
+# gRPC takes far longer messages than the longest name needs; parsing one blocks the event loop.
+MAX_MESSAGE_BYTES = 4 * MAX_NAME_CHARACTERS + 16
 WRITE_SECONDS = 30.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -138,13 +140,19 @@ def _ending_with_the_client() -> Iterator[None]:
 
 
 async def _service(raw: bytes, context: Context) -> str:
+    if len(raw) > MAX_MESSAGE_BYTES:
+        await _refuse_name(context)
     try:
         service: str = pb.HealthCheckRequest.FromString(raw).service
     except DecodeError as error:
         malformed = f"the message is not valid protobuf: {error}"
         return await errors.abort(context, InvalidRequestError(malformed, field="message"))
     if len(service) > MAX_NAME_CHARACTERS:
-        limit = str(MAX_NAME_CHARACTERS)
-        too_long = f"service: at most {limit} characters"
-        await errors.abort(context, InvalidRequestError(too_long, field="service", limit=limit))
+        await _refuse_name(context)
     return service
+
+
+async def _refuse_name(context: Context) -> NoReturn:
+    limit = str(MAX_NAME_CHARACTERS)
+    too_long = f"service: at most {limit} characters"
+    await errors.abort(context, InvalidRequestError(too_long, field="service", limit=limit))

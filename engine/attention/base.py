@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,3 +38,6 @@ class AttentionBackend(Protocol):
 
         Returns [tokens, heads · dim]: each token attends to its own sequence up to itself.
         """
+
+
+MakeBackend = Callable[[AttentionShape, Tensor], AttentionBackend]  # over a KV cache

@@ -1,5 +1,5 @@
 """Attention on the CPU: single tokens by a kernel that reads the blocks in place; prompts by matrix products, or in bf16
-on CPUs with an instruction for it by a kernel (engine/ops/cpu_prompts), in half the time."""
+on CPUs with an instruction for it by a kernel (engine/ops/cpu_prompts), in a fraction of the time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine.ops import cpu_jobs as jobs
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
+from engine.ops import cpu_tiles as tiles
 from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import Chunk, StepBuffers
 
@@ -25,7 +26,9 @@ class PagedCpuBackend(SdpaBackend):
         self._kind = kernels.kind_of(kv_cache.dtype)
         self._step: StepBuffers | None = None
         fits = kv_cache.dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0
-        self._by_kernel = fits and products.supported()
+        self._by_kernel = fits and products.has_instruction()
+        self._amx = tiles.supported()
+        self._least_rows = tiles.TILE_ROWS if self._amx else prompts.ROWS
         self._panels = kv_cache.new_empty(0)
 
     def begin(self, step: StepBuffers) -> None:
@@ -55,7 +58,7 @@ class PagedCpuBackend(SdpaBackend):
         self, q: Tensor, keys: Tensor, values: Tensor, begin: int, window: int, out: Tensor
     ) -> None:
         rows = q.shape[0]
-        if not self._by_kernel or rows < prompts.ROWS:
+        if not self._by_kernel or rows < self._least_rows:
             return super()._attend_prompt(q, keys, values, begin, window, out)
         s, tokens, run = self._shape, begin + rows, self._kernels.run
         numbers = 2 * s.num_kv_heads * prompts.padded(tokens) * s.head_dim
@@ -66,7 +69,7 @@ class PagedCpuBackend(SdpaBackend):
         run(jobs.PACK_HEADS, s.num_kv_heads, (keys.data_ptr(), values.data_ptr(), *strides, tokens, panels))
         at = (q.data_ptr(), q.stride(0) * size, out.data_ptr(), out.stride(0) * size, rows, begin, tokens)
         scale = bits_of(self._scale)
-        run(jobs.ATTEND_PROMPT, s.num_heads, (*at, self._group, window, scale, panels))
+        run(jobs.ATTEND_PROMPT, s.num_heads, (*at, self._group, window, scale, panels, int(self._amx)))
         return None
 
     def _weights(self, scores: Tensor, piece: Piece) -> Tensor:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionShape, MakeBackend
 from engine.attention.sdpa import SdpaBackend
-from engine.attention.varlen import Kernel, VarlenBackend
 from engine.ops.team import Team
 from engine.plan import PlanItem, StepPlan
 from engine.step_buffers import StepBuffers
@@ -23,25 +22,10 @@ HEADS, KV_HEADS, BLOCKS = 4, 2, 5
 TOLERANCE = 5e-2  # absolute; for bf16 values of magnitude 1
 
 
-MakeBackend = Callable[[AttentionShape, Tensor], AttentionBackend]
-
-
 def why_not(
-    make: Callable[[], Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
-) -> str:
-    """Return why the kernel cannot be used, or "" if it works."""
-
-    def backend() -> MakeBackend:
-        kernel = make()
-        return lambda shape, cache: VarlenBackend(shape, cache, kernel)
-
-    return why_not_backend(backend, device, dtype, head_dim, page_size)
-
-
-def why_not_backend(
     make: Callable[[], MakeBackend], device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
 ) -> str:
-    """The same for a whole backend. `make` imports it."""
+    """Return why the backend cannot be used, or "" if it works. `make` imports it and its kernel."""
     try:
         backend = make()
         for window in (0, page_size // 2):

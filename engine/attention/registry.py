@@ -3,56 +3,57 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cluster.errors import ConfigError
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend, AttentionShape, MakeBackend
 from engine.attention.varlen import PAGE_SIZES, TORCH_PAGE_SIZES
 from engine.ops.base import has_numba
 from engine.ops.team import KernelTeam, Team
 
 log = logging.getLogger(__name__)
-PAGED = ("triton", "flash", "varlen")  # on CUDA, in the order in which "auto" tries them
-NAMES = ("cpu", "sdpa", *PAGED)
+PAGED = ("triton", "flash", "varlen")  # on CUDA
+NAMES = ("cpu", *PAGED, "sdpa")  # in the order in which "auto" tries them; sdpa runs everywhere
 MAX_HEAD_DIM = 256
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
     """The backend's name, "auto" resolved. Raises ConfigError for a name that is unknown or can't run here."""
-    fits = device.type == "cpu" and has_numba() and can_run(dtype, head_dim, page_size)
     if name == "auto":
-        if device.type != "cuda":
-            return "cpu" if fits else "sdpa"
-        paged = (one for one in PAGED if not _refusal(one, device, dtype, head_dim, page_size))
-        return next(paged, "sdpa")
+        return next(one for one in NAMES if not why_not(one, device, dtype, head_dim, page_size))
     if name not in NAMES:
         raise ConfigError(
             f"attention_backend {name!r} is none of {', '.join(NAMES)}", field="attention_backend"
         )
-    if name == "cpu" and not fits:
-        raise ConfigError(
-            "attention_backend cpu needs numba, float32 or bfloat16, and a head_dim that 8 divides",
-            field="attention_backend",
-        )
-    if name in PAGED and device.type != "cuda":
-        raise ConfigError(f"attention_backend {name} needs a CUDA device", field="attention_backend")
-    if name in PAGED and (refusal := _refusal(name, device, dtype, head_dim, page_size)):
-        raise ConfigError(f"attention_backend {name} {refusal}", field="attention_backend")
+    if reason := why_not(name, device, dtype, head_dim, page_size):
+        raise ConfigError(f"attention_backend {name} {reason}", field="attention_backend")
     return name
 
 
-def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
-    """Why a paged CUDA kernel can't run here; empty if it can."""
+def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+    """Why this backend can't be used here; empty if it can."""
+    if name == "sdpa":
+        return ""
+    if name == "cpu":
+        fits = device.type == "cpu" and has_numba() and _kernels_fit(dtype, head_dim, page_size)
+        needs = "numba, float32 or bfloat16, a head_dim that 8 divides, and a page_size that 4 divides"
+        return "" if fits else f"needs a CPU, {needs}"
+    if device.type != "cuda":
+        return "needs a CUDA device"
     if name == "triton":
-        if head_dim > MAX_HEAD_DIM:
-            return f"takes heads of up to {MAX_HEAD_DIM}, not {head_dim}"
-    elif refusal := _flash_refusal(name, dtype, head_dim, page_size):
-        return refusal
-    return _probe(name, device, dtype, head_dim, page_size)
+        refusal = f"takes heads of up to {MAX_HEAD_DIM}, not {head_dim}" if head_dim > MAX_HEAD_DIM else ""
+    else:
+        refusal = _flash_refusal(name, dtype, head_dim, page_size)
+    return refusal or _probe(name, device, dtype, head_dim, page_size)
+
+
+def _kernels_fit(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
+    """Whether the CPU's kernels support these."""
+    return dtype in (torch.bfloat16, torch.float32) and head_dim % 8 == 0 and page_size % 4 == 0
 
 
 def _flash_refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
@@ -71,41 +72,42 @@ def _flash_refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int)
 def _probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
     """Why a call of the kernel fails or gives wrong output; "" if it works."""
     from engine.attention import probe
-    from engine.attention.varlen import flash_varlen, torch_varlen
 
-    if name == "triton":
-        return probe.why_not_backend(_triton, device, dtype, head_dim, page_size)
-    make = flash_varlen if name == "flash" else torch_varlen
-    return probe.why_not(make, device, dtype, head_dim, page_size)
-
-
-def _triton() -> Callable[[AttentionShape, Tensor], AttentionBackend]:
-    from engine.attention.triton_backend import TritonBackend
-
-    return TritonBackend
-
-
-def can_run(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
-    """Whether the CPU's kernels support these."""
-    return dtype in (torch.bfloat16, torch.float32) and head_dim % 8 == 0 and page_size % 4 == 0
+    return probe.why_not(lambda: _paged(name), device, dtype, head_dim, page_size)
 
 
 def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> AttentionBackend:
+    if name in PAGED:
+        return _paged(name)(shape, kv_cache)
+    assert name != "cpu" or isinstance(team, KernelTeam), "build.py makes a KernelTeam for this backend"
+    backend: AttentionBackend = backend_class(name)(shape, kv_cache, team)
+    return backend
+
+
+def _paged(name: str) -> MakeBackend:
+    """The maker of a paged backend with its kernel. Raises what importing the kernel raises."""
+    if name == "triton":
+        return backend_class(name)
+    from engine.attention.varlen import flash_varlen, torch_varlen
+
+    kernel = flash_varlen() if name == "flash" else torch_varlen()
+    return lambda shape, kv_cache: backend_class(name)(shape, kv_cache, kernel, name)
+
+
+def backend_class(name: str) -> type[Any]:
+    """The AttentionBackend of this name, for its attributes; `make` builds one."""
     if name == "cpu":
         from engine.attention.paged_cpu import PagedCpuBackend
 
-        assert isinstance(team, KernelTeam), "build.py makes a KernelTeam for this backend"
-        return PagedCpuBackend(shape, kv_cache, team)
+        return PagedCpuBackend
     if name == "sdpa":
         from engine.attention.sdpa import SdpaBackend
 
-        return SdpaBackend(shape, kv_cache, team)
+        return SdpaBackend
     if name == "triton":
-        return _triton()(shape, kv_cache)
-    if name == "varlen":
-        from engine.attention.varlen import VarlenBackend, torch_varlen
+        from engine.attention.triton_backend import TritonBackend
 
-        return VarlenBackend(shape, kv_cache, torch_varlen())
-    from engine.attention.varlen import VarlenBackend, flash_varlen
+        return TritonBackend
+    from engine.attention.varlen import VarlenBackend
 
-    return VarlenBackend(shape, kv_cache, flash_varlen(), name="flash")
+    return VarlenBackend

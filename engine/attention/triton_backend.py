@@ -11,14 +11,13 @@ from torch import Tensor
 
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionShape
+from engine.ops.triton_ops import OPTIONS
 from engine.step_buffers import StepBuffers
 
 NO_WINDOW = 1 << 30  # more than any context
 SPLIT = 256  # keys of a split at least
 # Programs for one sequence of one token, if it is long: about one for each multiprocessor of a large card.
 PROGRAMS = 128
-# Named, because the default differs between versions of Triton.
-OPTIONS = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,15 @@ def width_of(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
-def _float32_tiles(width: int, group: int) -> Tiles:
+def _float32_tiles(group: int, warps: int) -> Tiles:
     """Products without tensor cores; larger tiles need more registers than there are."""
-    return Tiles(max(16, triton.next_power_of_2(group)), 16, 8 if width > 128 else 4, 1)
+    return Tiles(max(16, triton.next_power_of_2(group)), 16, warps, 1)
 
 
 def prompt_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     width = width_of(head_dim)
     if dtype is torch.float32:
-        return _float32_tiles(width, group)
+        return _float32_tiles(group, 8 if width > 128 else 4)
     rows = 128 if width <= 128 else 64
     # Rows of groups that are no power of two take more registers to find their place.
     keys = 64 if width <= 128 and not group & (group - 1) else 32
@@ -58,13 +57,13 @@ def prompt_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
 def token_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     width = width_of(head_dim)
     if dtype is torch.float32:
-        return _float32_tiles(width, group)
+        return _float32_tiles(group, 8 if width > 64 else 4)
     keys, stages = (64, 3) if width <= 128 else (32, 2)
     return Tiles(max(16, triton.next_power_of_2(group)), keys, 4, stages)
 
 
 def most_splits(num_kv_heads: int) -> int:
-    """Of a sequence's keys. It depends on nothing of the batch, so neither does a result."""
+    """Splits of a sequence's keys at most. The number does not depend on the batch, so neither does a result."""
     return max(8, min(64, int(triton.next_power_of_2(PROGRAMS // num_kv_heads))))
 
 
@@ -89,7 +88,7 @@ class TritonBackend:
         }
         self._scale = shape.head_dim**-0.5 * kernels.LOG2_E
         self._step: StepBuffers | None = None
-        self._partial = self._sums = kv_cache.new_empty(0)
+        self._partial = self._sums = self._arrived = kv_cache.new_empty(0)
 
     def begin(self, step: StepBuffers) -> None:
         self._step = step
@@ -98,6 +97,7 @@ class TritonBackend:
         device = self._cache.device
         self._partial = torch.empty((*parts, s.head_dim), dtype=torch.float32, device=device)
         self._sums = torch.empty((*parts, 2), dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(step.num_singles, s.num_kv_heads, dtype=torch.int32, device=device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         step = self._step
@@ -137,10 +137,6 @@ class TritonBackend:
         seen = min(step.longest, window + tiles.keys)
         used = min(self._splits, -(-seen // SPLIT))
         kernels.attend_tokens[(step.num_singles, s.num_kv_heads, used)](
-            q, keys, step.table, step.rows, step.ends, step.cu_q, step.singles, self._partial, self._sums, window,
-            self._scale, *strides, **self._sizes, ROWS=tiles.rows, **splits, **tiles.options,
-        )  # fmt: skip
-        kernels.merge_splits[(step.num_singles, s.num_heads)](
-            self._partial, self._sums, step.ends, step.cu_q, step.singles, out, window,
-            DIM=s.head_dim, WIDTH=self._sizes["WIDTH"], **splits, num_warps=4, **OPTIONS,
+            q, keys, step.table, step.rows, step.ends, step.cu_q, step.singles, self._partial, self._sums,
+            self._arrived, out, window, self._scale, *strides, **self._sizes, ROWS=tiles.rows, **splits, **tiles.options,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Paged attention for CUDA. Importing it needs Triton.
 
     prompts   a program per tile of one sequence's tokens and KV head: all keys that the tile sees, block by block
-    tokens    a program per sequence of one token, KV head and split of its keys: a partial result each
-    merge     a program per sequence of one token and query head: its partial results, in their order
+    tokens    a program per sequence of one token, KV head and split of its keys: a partial result each; the one that
+              arrives last merges them, in their order
 
 What a token gets depends on its own sequence only: how keys are split follows from their number, tiles begin with their
 item, and key blocks lie at multiples of their size. Queries of a KV head's group are rows of one product.
@@ -120,14 +120,38 @@ def split_keys(end, window, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.
     return first, tl.maximum((length + KEYS - 1) // KEYS * KEYS, SPLIT)
 
 
+@triton.jit
+def merge_splits(
+    partial, sums, out, first_head, there, at_item,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Of one sequence and KV head. Always over SPLITS entries, of which those that the sequence lacks count nothing: in
+    one order, whichever program merges. What other programs wrote is read from the second-level cache."""
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, WIDTH)
+    inside = column < DIM
+    mask = there[:, None] & inside[None, :]
+    for member in tl.static_range(GROUP):  # a loop spills registers in fp32 on sm_90
+        part = (first_head + member) * SPLITS + split
+        largest = tl.load(sums + 2 * part, mask=there, other=float("-inf"), cache_modifier=".cg")
+        own = tl.load(sums + 2 * part + 1, mask=there, other=0.0, cache_modifier=".cg")
+        share = tl.exp2(largest - tl.max(largest, 0))
+        weights = tl.sum(share * own, 0)
+        at = partial + part[:, None] * DIM + column[None, :]
+        mixed = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        result = tl.sum(mixed * share[:, None], 0) / weights
+        tl.store(out + (at_item + member) * DIM + column, result.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["window"])
 def attend_tokens(
-    q, cache, table, rows, ends, cu_q, singles, partial, sums, window, scale,
+    q, cache, table, rows, ends, cu_q, singles, partial, sums, arrived, out, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32."""
+    """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32;
+    arrived [singles, KV heads]: 0 before and after."""
     single, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     item = tl.load(singles + single)
     end = tl.load(ends + item)
@@ -155,28 +179,15 @@ def attend_tokens(
     tl.store(partial + part[:, None] * DIM + column[None, :], mixed, mask=mask)
     tl.store(sums + 2 * part, largest, mask=there)
     tl.store(sums + 2 * part + 1, weights, mask=there)
-
-
-@triton.jit(do_not_specialize=["window"])
-def merge_splits(
-    partial, sums, ends, cu_q, singles, out, window,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Always over SPLITS entries, of which those that the sequence lacks count nothing: in one order."""
-    single, head = tl.program_id(0), tl.program_id(1)
-    item = tl.load(singles + single)
-    end = tl.load(ends + item)
-    begin, length = split_keys(end, window, KEYS, SPLIT, SPLITS)
-    split = tl.arange(0, SPLITS)
-    there = begin + split * length < end
-    column = tl.arange(0, WIDTH)
-    inside = column < DIM
-    part = (single.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + split
-    largest = tl.load(sums + 2 * part, mask=there, other=float("-inf"))
-    share = tl.exp2(largest - tl.max(largest, 0))
-    weights = tl.sum(share * tl.load(sums + 2 * part + 1, mask=there, other=0.0), 0)
-    mask = there[:, None] & inside[None, :]
-    mixed = tl.load(partial + part[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-    result = tl.sum(mixed * share[:, None], 0) / weights
-    at = (tl.load(cu_q + item).to(tl.int64) * tl.num_programs(1) + head) * DIM
-    tl.store(out + at + column, result.to(out.dtype.element_ty), mask=inside)
+    # The barrier puts this program's stores before the release of the addition, and the addition's acquire comes before
+    # the loads of the program that arrives last. No program waits for another.
+    tl.debug_barrier()
+    place = arrived + single * tl.num_programs(1) + head
+    before = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu")
+    if before == (end - begin + length - 1) // length - 1:
+        merge_splits(
+            partial, sums, out, single.to(tl.int64) * heads + head * GROUP,
+            begin + tl.arange(0, SPLITS) * length < end,
+            tl.load(cu_q + item).to(tl.int64) * heads + head * GROUP, GROUP, DIM, WIDTH, SPLITS,
+        )  # fmt: skip
+        tl.store(place, 0)

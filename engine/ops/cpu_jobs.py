@@ -129,7 +129,21 @@ def _share(kind, dim8, job, first, last):
         prompts.pack_head(a[0], a[1], a[2], a[3], a[4], dim8, a[5], first, last)
     elif code == ATTEND_PROMPT:
         prompts.attend_prompt(
-            a[0], a[1], a[2], a[3], a[4], a[5], a[6], dim8, a[7], a[8], _number(a[9]), a[10], first, last
+            a[0],
+            a[1],
+            a[2],
+            a[3],
+            a[4],
+            a[5],
+            a[6],
+            dim8,
+            a[7],
+            a[8],
+            _number(a[9]),
+            a[10],
+            a[11],
+            first,
+            last,
         )
     else:
         kernels.attend_tokens(
@@ -218,8 +232,8 @@ def _make(sources: str) -> Any:
 
 def _sources() -> str:
     here = Path(__file__)
-    names = ("cpu_int8.py", "cpu_kernels.py", "cpu_llvm.py", "cpu_products.py", "cpu_prompts.py")
-    files = [here, *(here.with_name(name) for name in names)]
+    names = ("int8", "kernels", "llvm", "products", "prompts", "softmax", "tiles")
+    files = [here, *(here.with_name(f"cpu_{name}.py") for name in names)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 

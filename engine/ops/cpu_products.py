@@ -65,12 +65,12 @@ class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
 
 
 _BFloat._create_instance()
-_WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
+WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
-    """The loop of a tile: count × 32 sums, two vectors a row, beginning with `starts`. `builder` ends after it."""
-    product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, _WEIGHTS, _WEIGHTS)
+    """The loop of a tile: count × 32 sums, two vectors a row, from `starts` on. `builder` ends after it."""
+    product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, WEIGHTS, WEIGHTS)
     sources = [x]
     for _ in range(count - 1):
         sources.append(builder.add(sources[-1], x_stride))
@@ -81,17 +81,17 @@ def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     pair.add_incoming(ir.Constant(I64, 0), entry)
     sums = [[builder.phi(SUMS) for _ in (0, 1)] for _ in range(count)]
     at = builder.add(weights, builder.mul(pair, ir.Constant(I64, _PAIR_BYTES)))
-    halves = [load(builder, _WEIGHTS, after(builder, at, 64 * half), 4) for half in (0, 1)]
+    halves = [load(builder, WEIGHTS, after(builder, at, 64 * half), 4) for half in (0, 1)]
     for half in (0, 1):
         prefetch(builder, after(builder, at, _AHEAD_BYTES + 64 * half))
     offset = builder.mul(pair, ir.Constant(I64, 4))
-    for source, own in zip(sources, sums, strict=True):
+    for source, own, start in zip(sources, sums, starts, strict=True):
         both = builder.bitcast(
-            spread(builder, load(builder, I32, after(builder, source, offset), 2)), _WEIGHTS
+            spread(builder, load(builder, I32, after(builder, source, offset), 2)), WEIGHTS
         )
         for half in (0, 1):
             total = builder.call(product, [own[half], both, halves[half]])
-            own[half].add_incoming(starts[half], entry)
+            own[half].add_incoming(start[half], entry)
             own[half].add_incoming(total, loop)
             own[half] = total
     following = builder.add(pair, ir.Constant(I64, 1))
@@ -117,7 +117,7 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
             choice.add_case(ir.Constant(I64, count), form)
             builder.position_at_end(form)
             starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
-            sums = accumulate(builder, count, x, x_stride, weights, pairs, starts)
+            sums = accumulate(builder, count, x, x_stride, weights, pairs, [starts] * count)
             _store_rows(builder, sums, out, out_stride, columns)
             builder.branch(done)
         builder.position_at_end(done)

@@ -1,12 +1,14 @@
-"""Attention over a prompt in bf16, by the instruction of engine/ops/cpu_products. Scores and weights stay in the cache.
+"""Attention over a prompt in bf16. Scores and weights stay in the first two caches.
 
-    keys ──panels of 32 tokens──►  12 rows × panel ─► scores, fp32 ─► softmax ─► weights, bf16
-    values ─panels of 32 columns─────────────────────────────────────────────►  12 rows × panel ─► out
+    keys ──panels of 32 tokens──►  rows × panel ─► scores, fp32 ─► softmax ─► weights, bf16
+    values ─panels of 32 columns────────────────────────────────►  rows × panel ─► sums, fp32 ─► out
 
-A tile is 12 queries of one head; it computes the scores of the panels that its last query may see, so half of the square
-is left out. Sums and scores are fp32. The weights are rounded to bf16 before normalisation; the result is divided by
-their sum. e^x is 2^n · p(r) with a polynomial of degree 4, exact to 4e-5: a tenth of the error of rounding to bf16
-(algorithm: Cody and Waite's reduction, as in any libm).
+A tile is 12 queries (32 with AMX) of up to two heads that share a KV head. It takes the keys in blocks of 256, which lie
+at multiples of 256 whatever the tile. The softmax's base is the largest score so far: where it grows, the sums of earlier
+blocks are multiplied by 2^(old − new) (algorithm: Milakov and Gimelshein, Online normalizer calculation for softmax,
+2018). Panels that no query of the tile sees are not computed.
+
+Sums and scores are fp32. The weights are rounded to bf16 before normalisation; the result is divided by their sum.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, floats, load, spread, words
-from engine.ops.cpu_products import MOST_ROWS, PANEL, ROUNDED, SUMS, accumulate, has_instruction
+from engine.ops.cpu_llvm import after, compiled, floats, load, words
+from engine.ops.cpu_products import MOST_ROWS, PANEL, SUMS, accumulate, has_instruction
+from engine.ops.cpu_softmax import HIDDEN, LOWEST, bases, divide, fade_row, most, powers
+from engine.ops.cpu_tiles import TILE_ROWS, begin_tiles, end_tiles, multiply_tiles, multiply_tiles_onto
 
-ROWS = MOST_ROWS  # of a tile; shorter prompts are computed by sdpa.py
-_HIDDEN = np.float32(-1e30)  # finite: the difference of two infinities is no number
+ROWS = MOST_ROWS  # of a tile without AMX
+BLOCK = 256  # keys: scores and weights of 12 rows are 18 KiB
+HEADS = 2  # of a tile at most
 _LOG2E = np.float32(1.44269504088896341)
-_POWERS = (0.00961813, 0.05550411, 0.24022651, 0.69314718, 1.0)  # Taylor's, of 2^r: |r| ≤ ½
+_LINE = 64
+_STATE = TILE_ROWS * (3 * 4 + _LINE)  # bytes of one head's state in a tile, see _softmax
 
 
 @intrinsic
@@ -34,7 +40,7 @@ def _scores(typing, q, q_stride, panel, pairs, out, out_stride):
             return context.get_dummy_value()
         q, q_stride, panel, pairs, out, out_stride = args
         zero = ir.Constant(SUMS, [0.0] * 16)
-        for own in accumulate(builder, ROWS, q, q_stride, panel, pairs, [zero, zero]):
+        for own in accumulate(builder, ROWS, q, q_stride, panel, pairs, [(zero, zero)] * ROWS):
             for half in (0, 1):
                 to = builder.inttoptr(after(builder, out, 64 * half), SUMS.as_pointer())
                 builder.store(own[half], to, align=4)
@@ -45,112 +51,25 @@ def _scores(typing, q, q_stride, panel, pairs, out, out_stride):
 
 
 @intrinsic
-def _mixed(typing, weights, stride, panel, pairs, shares, out, out_stride):
-    """out[ROWS, 32] = weights · panel, each row times its share, rounded to bf16; addresses, strides in bytes."""
+def _mix(typing, weights, stride, panel, pairs, sums, sums_stride):
+    """sums[ROWS, 32] += weights · panel, fp32; addresses, strides in bytes."""
 
     def codegen(context, builder, signature, args):
         if not has_instruction():
             return context.get_dummy_value()
-        weights, stride, panel, pairs, shares, out, out_stride = args
-        rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
-        zero = ir.Constant(SUMS, [0.0] * 16)
-        for row, own in enumerate(accumulate(builder, ROWS, weights, stride, panel, pairs, [zero, zero])):
-            share = spread(builder, load(builder, F32, after(builder, shares, 4 * row), 4))
+        weights, stride, panel, pairs, sums, sums_stride = args
+        places = [sums]
+        for _ in range(ROWS - 1):
+            places.append(builder.add(places[-1], sums_stride))
+        starts = [[load(builder, SUMS, after(builder, at, 64 * half), 4) for half in (0, 1)] for at in places]
+        found = accumulate(builder, ROWS, weights, stride, panel, pairs, starts)
+        for at, own in zip(places, found, strict=True):
             for half in (0, 1):
-                to = builder.inttoptr(after(builder, out, 32 * half), ROUNDED.as_pointer())
-                builder.store(builder.call(rounding, [builder.fmul(own[half], share)]), to, align=2)
-            out = builder.add(out, out_stride)
+                to = builder.inttoptr(after(builder, at, 64 * half), SUMS.as_pointer())
+                builder.store(own[half], to, align=4)
         return context.get_dummy_value()
 
-    return types.void(*([types.int64] * 7)), codegen
-
-
-def _loop(builder, count, starts, body):
-    """body(index, values) → the next values, count ≥ 1 times; returns the last ones."""
-    entry, loop, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index = builder.phi(I64)
-    index.add_incoming(ir.Constant(I64, 0), entry)
-    values = []
-    for start in starts:
-        values.append(builder.phi(start.type))
-        values[-1].add_incoming(start, entry)
-    results = body(index, values)
-    for value, result in zip(values, results, strict=True):
-        value.add_incoming(result, loop)
-    following = builder.add(index, ir.Constant(I64, 1))
-    index.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    return results
-
-
-@intrinsic
-def _most(typing, scores, chunks):
-    """The greatest of 32 · chunks fp32 numbers."""
-
-    def codegen(context, builder, signature, args):
-        scores, chunks = args
-        largest = declare(builder, "llvm.maxnum.v16f32", SUMS, SUMS, SUMS)
-
-        def body(index, values):
-            at = builder.add(scores, builder.mul(index, ir.Constant(I64, 128)))
-            return [
-                builder.call(largest, [value, load(builder, SUMS, after(builder, at, 64 * half), 4)])
-                for half, value in enumerate(values)
-            ]
-
-        start = ir.Constant(SUMS, [float(_HIDDEN)] * 16)
-        one, two = _loop(builder, chunks, [start, start], body)
-        reduce = declare(builder, "llvm.vector.reduce.fmax.v16f32", F32, SUMS)
-        return builder.call(reduce, [builder.call(largest, [one, two])])
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _powers(typing, scores, chunks, scale, top, out):
-    """out = 2^(scale · score − top) as bf16, for 32 · chunks fp32 scores; returns their sum."""
-
-    def codegen(context, builder, signature, args):
-        if not has_instruction():
-            return ir.Constant(F32, 0.0)
-        scores, chunks, scale, top, out = args
-        fma = declare(builder, "llvm.fma.v16f32", SUMS, SUMS, SUMS, SUMS)
-        nearest = declare(builder, "llvm.rint.v16f32", SUMS, SUMS)
-        scalef = declare(
-            builder, "llvm.x86.avx512.mask.scalef.ps.512", SUMS, SUMS, SUMS, SUMS, ir.IntType(16), I32
-        )
-        rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
-        factor, minus_top = spread(builder, scale), spread(builder, builder.fneg(top))
-        powers = [ir.Constant(SUMS, [power] * 16) for power in _POWERS]
-        everywhere, no_rounding = ir.Constant(ir.IntType(16), -1), ir.Constant(I32, 4)
-
-        def body(index, values):
-            at = builder.add(scores, builder.mul(index, ir.Constant(I64, 128)))
-            to = builder.add(out, builder.mul(index, ir.Constant(I64, 64)))
-            sums = []
-            for half, value in enumerate(values):
-                score = load(builder, SUMS, after(builder, at, 64 * half), 4)
-                exponent = builder.call(fma, [score, factor, minus_top])
-                whole = builder.call(nearest, [exponent])
-                rest = builder.fsub(exponent, whole)
-                power = powers[0]
-                for following in powers[1:]:
-                    power = builder.call(fma, [power, rest, following])
-                power = builder.call(scalef, [power, whole, power, everywhere, no_rounding])
-                target = builder.inttoptr(after(builder, to, 32 * half), ROUNDED.as_pointer())
-                builder.store(builder.call(rounding, [power]), target, align=2)
-                sums.append(builder.fadd(value, power))
-            return sums
-
-        zero = ir.Constant(SUMS, [0.0] * 16)
-        one, two = _loop(builder, chunks, [zero, zero], body)
-        reduce = declare(builder, "llvm.vector.reduce.fadd.v16f32", F32, F32, SUMS)
-        return builder.call(reduce, [ir.Constant(F32, 0.0), builder.fadd(one, two)], fastmath=["reassoc"])
-
-    return types.float32(types.int64, types.int64, types.float32, types.float32, types.int64), codegen
+    return types.void(*([types.int64] * 6)), codegen
 
 
 @intrinsic
@@ -195,63 +114,122 @@ def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, fir
 
 
 @njit(inline="always")
-def _softmax(scores, width, weights, begin, end, scale):
-    """Weights of one row before their division by the sum, which is returned. Keys outside [begin, end) get 0."""
+def _hide(scores, width, begin, end):
+    """Keys outside [begin, end) of one row."""
     row = floats(scores)
-    for i in range(begin):
-        row[i] = _HIDDEN
-    for i in range(end, width):
-        row[i] = _HIDDEN
+    for i in range(min(begin, width)):
+        row[i] = HIDDEN
+    for i in range(max(end, 0), width):
+        row[i] = HIDDEN
+
+
+@njit(inline="always")
+def _softmax(scores, width, height, weights, scale, state, mixed, dim):
+    """Weights of a block's scores, BLOCK apart, with the largest scores so far as bases. `state`: bases of all rows, the
+    largest scores of this block, fades, sums of weights."""
     chunks = width // PANEL
-    top = _most(scores, chunks)
-    return _powers(scores, chunks, scale, top * scale, weights)
+    tops, most_of_rows, fades, sums = (
+        state,
+        state + 4 * TILE_ROWS,
+        state + 8 * TILE_ROWS,
+        state + 12 * TILE_ROWS,
+    )
+    largest, base, fade = floats(most_of_rows), floats(tops), floats(fades)
+    for i in range(height):
+        largest[i] = most(scores + i * BLOCK * 4, chunks)
+    if bases(most_of_rows, (height + 15) // 16, scale, tops, fades):
+        for i in range(height):
+            fade_row(mixed + i * dim * 4, dim // PANEL, fade[i])
+    for i in range(height):
+        powers(
+            scores + i * BLOCK * 4, chunks, scale, base[i], weights + i * BLOCK * 2, fade[i], sums + i * _LINE
+        )
+
+
+@njit(inline="always")
+def _begin(q, q_stride, height, dim, queries, mixed, state):
+    """Of one head. Queries are copied: rows of q may be 4 KiB apart, which is one set of the first-level cache."""
+    for i in range(height):
+        source, to = words(q + i * q_stride), words(queries + i * dim * 2)
+        for pair in range(dim // 2):
+            to[pair] = source[pair]
+    sums = floats(mixed)
+    for i in range(height * dim):
+        sums[i] = np.float32(0.0)
+    tops, sums = floats(state), floats(state + 12 * TILE_ROWS)
+    for i in range(TILE_ROWS):
+        tops[i] = LOWEST
+    for i in range(height * 16):
+        sums[i] = np.float32(0.0)
 
 
 @compiled
 def attend_prompt(
-    q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, first, last
+    q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, amx, first, last
 ):  # fmt: skip
-    """The heads [first, last): `rows` ≥ 12 queries each, the first at position `begin`, of `tokens` keys in `panels`.
+    """The heads [first, last): `rows` queries each, at least a tile's, the first at position `begin`, of `tokens` keys in
+    `panels`; with AMX or without.
 
     q and out are [row, head, dim] with strides in bytes between rows.
     """
     dim = 8 * len(dim8)
     whole = (tokens + PANEL - 1) // PANEL * PANEL
-    scores = np.empty((ROWS, whole), np.float32)
-    weights = np.empty((ROWS, whole), np.uint16)
-    shares = np.empty(ROWS, np.float32)
+    height = TILE_ROWS if amx else ROWS
     factor = np.float32(scale) * _LOG2E
-    to_scores, to_weights = np.int64(scores.ctypes.data), np.int64(weights.ctypes.data)
-    to_shares = np.int64(shares.ctypes.data)
-    for head in range(first, last):
+    scratch = np.zeros(TILE_ROWS * (6 * BLOCK + HEADS * (6 * dim + 12 + _LINE)) + _LINE, np.uint8)
+    scores = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    weights = scores + TILE_ROWS * BLOCK * 4
+    mixed = weights + TILE_ROWS * BLOCK * 2
+    queries = mixed + HEADS * TILE_ROWS * dim * 4
+    states = queries + HEADS * TILE_ROWS * dim * 2
+    if amx:
+        begin_tiles()
+    head = first
+    while head < last:
+        together = min(HEADS, last - head, group - head % group)
         keys = panels + head // group * whole * dim * 4
         values = keys + whole * dim * 2
-        for tile in range((rows + ROWS - 1) // ROWS):
-            row = min(tile * ROWS, rows - ROWS)  # the last tile computes some rows again
+        for tile in range((rows + height - 1) // height):
+            row = min(tile * height, rows - height)  # the last tile computes some rows again
             at = begin + row
-            low = max(0, at + 1 - window) // PANEL if window else 0
-            high = (at + ROWS + PANEL - 1) // PANEL
-            width = (high - low) * PANEL
-            here = q + row * q_stride + head * dim * 2
-            for panel in range(low, high):
-                _scores(
-                    here, q_stride, keys + panel * dim * 64, dim // 2,
-                    to_scores + (panel - low) * PANEL * 4, whole * 4,
+            for h in range(together):
+                _begin(
+                    q + row * q_stride + (head + h) * dim * 2, q_stride, height, dim,
+                    queries + h * TILE_ROWS * dim * 2, mixed + h * TILE_ROWS * dim * 4, states + h * _STATE,
                 )  # fmt: skip
-            for i in range(ROWS):
-                mine = at + i - low * PANEL
-                oldest = max(0, mine + 1 - window) if window else 0
-                total = _softmax(
-                    to_scores + i * whole * 4, width, to_weights + i * whole * 2,
-                    oldest, mine + 1, factor,
-                )  # fmt: skip
-                shares[i] = np.float32(1.0) / total
-            for panel in range(dim // PANEL):
-                _mixed(
-                    to_weights, whole * 2,
-                    values + (panel * whole + low * PANEL) * 64, width // 2, to_shares,
-                    out + row * out_stride + (head * dim + panel * PANEL) * 2, out_stride,
-                )  # fmt: skip
-    _keep(scores)
-    _keep(weights)
-    _keep(shares)
+            low = max(0, at + 1 - window) // PANEL * PANEL if window else 0
+            high = (at + height + PANEL - 1) // PANEL * PANEL
+            for block in range(low // BLOCK * BLOCK, high, BLOCK):
+                start, stop = max(block, low), min(block + BLOCK, high)
+                width = stop - start
+                cut = stop > at + 1 or (window and start < at + height - window)
+                for h in range(together):
+                    here, sums = queries + h * TILE_ROWS * dim * 2, mixed + h * TILE_ROWS * dim * 4
+                    for key in range(0, width, PANEL):
+                        panel = keys + (start + key) * dim * 2
+                        if amx:
+                            multiply_tiles(here, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
+                        else:
+                            _scores(here, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
+                    if cut:
+                        for i in range(height):
+                            own = at + i + 1 - start
+                            _hide(scores + i * BLOCK * 4, width, own - window if window else 0, own)
+                    _softmax(scores, width, height, weights, factor, states + h * _STATE, sums, dim)
+                    for column in range(0, dim, PANEL):
+                        panel, to = values + (column // PANEL * whole + start) * 64, sums + column * 4
+                        if amx:
+                            multiply_tiles_onto(weights, BLOCK * 2, panel, width // 2, to, dim * 4)
+                        else:
+                            _mix(weights, BLOCK * 2, panel, width // 2, to, dim * 4)
+            for h in range(together):
+                for i in range(height):
+                    divide(
+                        mixed + (h * TILE_ROWS + i) * dim * 4, dim // PANEL,
+                        states + h * _STATE + 12 * TILE_ROWS + i * _LINE,
+                        out + (row + i) * out_stride + (head + h) * dim * 2,
+                    )  # fmt: skip
+        head += together
+    if amx:
+        end_tiles()
+    _keep(scratch)

@@ -10,7 +10,7 @@ from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
 
 GATE_BLOCK = 1024
-# Named, because the default differs between versions of Triton.
+# How all kernels are compiled, those of attention as well. Named, because the default differs between versions of Triton.
 OPTIONS = {"enable_fp_fusion": True}
 
 

@@ -134,8 +134,8 @@ class DistributedGroup:
                 field="tensor_parallel",
             ) from error
         backend = "nccl" if device.type == "cuda" else "gloo"
-        # NCCL connects at the first operation, which may be later.
-        with listening_meanwhile() if backend == "gloo" else contextlib.nullcontext():
+        # NCCL connects, and its threads open connections to the store, at the first operation, which may be later.
+        with listening_meanwhile(descriptor) if backend == "gloo" else contextlib.nullcontext():
             dist.init_process_group(
                 backend,
                 store=store,
@@ -217,16 +217,18 @@ DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 b
 
 
 @contextlib.contextmanager
-def listening_meanwhile() -> Iterator[None]:
-    """After the block, sockets that began to listen inside it accept no new connection; open connections stay.
+def listening_meanwhile(store: int | None = None) -> Iterator[None]:
+    """After the block, `store` and sockets that began to listen inside it accept no new connection; open connections
+    stay.
 
-    gloo listens as long as the process lives, although it needs that only until all ranks have joined. It keeps the
-    descriptor of every connection that closes without data, and aborts the process when no descriptor is free. The
-    sockets are not closed: they are in gloo's poll set, and gloo would fail.
+    gloo and the store listen as long as the process lives, although they are needed only until all ranks have joined.
+    gloo keeps the descriptor of every connection that closes without data, and aborts the process when no descriptor is
+    free. The store keeps whatever any peer puts into it, without a limit. The sockets are not closed: they are in
+    their servers' poll sets, which would fail.
     """
     before = _listening()
     yield
-    for descriptor in _listening() - before:
+    for descriptor in (_listening() - before) | ({store} if store is not None else set()):
         try:
             _drop_packets(descriptor)
         except OSError as error:

@@ -11,21 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.request import SamplingParams
+from cluster.errors import EngineRequestError, engine_request_error
+from engine.sampling.row import Row
 
 # Bound on logits after the repetition penalty: still finite when divided by the lowest temperature
 LARGEST_LOGIT = 1e30
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one sequence's draw depends on. `tokens` is prompt + output, `num_prompt` splits them."""
-
-    params: SamplingParams
-    choice: int
-    tokens: Sequence[int]
-    num_prompt: int
-    forbidden: tuple[int, ...]  # ids that min_tokens forbids now
 
 
 @dataclass
@@ -80,16 +70,27 @@ class Adjustments:
         if row.forbidden:
             self._forbidden.add(number, np.array(row.forbidden), np.full(len(row.forbidden), -np.inf))
 
-    def placed(self, place: Callable[[NDArray[Any]], T]) -> Changes[T]:
-        """The changes for `apply`, each array converted by `place`, e.g. to a tensor of the device."""
+    def changes(self, convert: Callable[[NDArray[Any]], T]) -> Changes[T]:
+        """The changes for `apply`, each array converted by `convert`, e.g. to a tensor of the device."""
         kinds = (self._bias, self._repetition, self._frequency, self._forbidden)
-        return [_placed(*kind.arrays(), place) if kind.rows else None for kind in kinds]
+        return [_converted(*kind.arrays(), convert) if kind.rows else None for kind in kinds]
 
 
-def _placed(
-    rows: NDArray[Any], ids: NDArray[Any], numbers: NDArray[Any], place: Callable[[NDArray[Any]], T]
+def _converted(
+    rows: NDArray[Any], ids: NDArray[Any], numbers: NDArray[Any], convert: Callable[[NDArray[Any]], T]
 ) -> tuple[T, T, T]:
-    return place(rows), place(ids), place(numbers)
+    return convert(rows), convert(ids), convert(numbers)
+
+
+def adjustments_of(rows: Sequence[Row], vocab: int) -> tuple[Adjustments, dict[int, EngineRequestError]]:
+    """What changes the rows' logits, and by number the rows that fail because their parameters cannot be applied."""
+    adjustments, failed = Adjustments(vocab), dict[int, EngineRequestError]()
+    for i, row in enumerate(rows):
+        try:
+            adjustments.add(i, row)
+        except Exception as error:
+            failed[i] = engine_request_error(error)
+    return adjustments, failed
 
 
 def apply(logits: Tensor, changes: Changes[Tensor]) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.sampling.adjust import Row
+from engine.sampling.row import Row
 from engine.sampling.sampler import Result
 
 

@@ -77,12 +77,6 @@ def keep_largest(
     return _cut(logits, cuts, min(_SORTED[-1], logits.shape[1]), _mass_of_every_row)
 
 
-def warm_up(logits: Tensor) -> None:
-    """Compile the CPU's kernel, or load it from its cache. `logits` is fp32 [1, vocab]."""
-    for _ in keep(torch.zeros_like(logits), [SamplingParams(top_p=0.9)], [1.0]):
-        pass
-
-
 def _selected(logits: Tensor, cuts: _Cuts) -> Tensor:
     """The logits, -inf where a cut leaves a token out: what `_cut` gives for a whole vocabulary."""
     from engine.sampling.cpu_cuts import cut_row

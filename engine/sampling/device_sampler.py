@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
 from engine.sampling import sampler
-from engine.sampling.adjust import Adjustments, Changes, Row, apply
-from engine.sampling.cuts import has_cuts, keep, keep_largest
+from engine.sampling.adjust import Changes, adjustments_of, apply
+from engine.sampling.cuts import keep, keep_largest
 from engine.sampling.draw import draw, largest_sum
 from engine.sampling.host_sampler import HostDraw, unsound_rows
 from engine.sampling.philox import DrawKey, key_words
-from engine.sampling.sampler import GREEDY_BELOW, Result, Sampled
+from engine.sampling.row import Row, drawn_rows
+from engine.sampling.sampler import Result, Sampled
 from engine.sampling.transit import Transit
 
 log = logging.getLogger(__name__)
@@ -39,22 +40,18 @@ class _Batch:
 
     rows: Sequence[Row]
     keys: list[DrawKey]  # of now: a row's tokens may grow before its results are read
-    failed: dict[int, EngineRequestError] = field(default_factory=dict)
-    whole: list[int] = field(default_factory=list)  # rows drawn from all tokens
-    cut: list[int] = field(default_factory=list)  # rows drawn from those that top-k, top-p and min-p keep
-    asked: list[int] = field(default_factory=list)  # rows with logprobs
-    top: int = 0  # the most logprobs beside the token's own
+    failed: dict[int, EngineRequestError]
+    whole: list[int]  # rows drawn from all tokens
+    cut: list[int]  # rows drawn from those that top-k, top-p and min-p keep
+    asked: list[int]  # rows with logprobs
+    top: int  # the most logprobs beside the token's own
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab: int) -> _Batch:
-        batch = cls(rows, [DrawKey(row.params.seed, row.choice, len(row.tokens)) for row in rows])
-        for i, row in enumerate(rows):
-            if row.params.temperature >= GREEDY_BELOW:
-                (batch.cut if has_cuts(row.params) else batch.whole).append(i)
-            if row.params.logprobs:
-                batch.asked.append(i)
-        batch.top = min(vocab, max((rows[i].params.top_logprobs for i in batch.asked), default=0))
-        return batch
+    def of(cls, rows: Sequence[Row], failed: dict[int, EngineRequestError], vocab: int) -> _Batch:
+        whole, cut = drawn_rows(rows)
+        asked = [i for i, row in enumerate(rows) if row.params.logprobs]
+        top = min(vocab, max((rows[i].params.top_logprobs for i in asked), default=0))
+        return cls(rows, [row.key for row in rows], failed, whole, cut, asked, top)
 
 
 class _Arrays:
@@ -64,10 +61,10 @@ class _Arrays:
         self.arrays: list[NDArray[Any]] = []
 
     def add(self, numbers: Sequence[float], kind: type) -> None:
-        self.put(np.array(numbers, dtype=kind))
+        self.append(np.array(numbers, dtype=kind))
 
-    def put(self, array: NDArray[Any]) -> int:
-        """Returns its number."""
+    def append(self, array: NDArray[Any]) -> int:
+        """Returns its index."""
         self.arrays.append(array)
         return len(self.arrays) - 1
 
@@ -121,7 +118,7 @@ class DeviceDraw:
         """The token of row i, the j-th of those that are cut, from all that the cuts keep."""
         assert self._cut_logits is not None
         row, key = self._batch.rows[i], self._batch.keys[i]
-        temperature = sampler.scale(row)
+        temperature = row.scale
         groups = keep(self._cut_logits[j : j + 1], [row.params], [temperature])
         kept = next(one for one in groups if len(one.rows))
         return int(draw(kept.logits, kept.token_ids, [temperature], [key]))
@@ -157,22 +154,17 @@ class DeviceSampler:
             return HostDraw(results, unsound_rows(logits, source, results), self._device)
 
     def _begin(self, logits: Tensor, source: list[int], rows: Sequence[Row]) -> DeviceDraw:
-        batch, arrays = _Batch.of(rows, logits.shape[1]), _Arrays()
-        adjustments = Adjustments(logits.shape[1])
-        for i, row in enumerate(rows):
-            try:
-                adjustments.add(i, row)
-            except Exception as error:
-                batch.failed[i] = engine_request_error(error)
-        changes = adjustments.placed(arrays.put) if adjustments else []
-        scales = [sampler.scale(row) for row in rows]
+        adjustments, failed = adjustments_of(rows, logits.shape[1])
+        batch, arrays = _Batch.of(rows, failed, logits.shape[1]), _Arrays()
+        changes = adjustments.changes(arrays.append) if adjustments else []
+        scales = [row.scale for row in rows]
         arrays.add(source, np.int64)
         arrays.add(scales, np.float64)
         arrays.add(batch.asked, np.int64)
         for some in (batch.whole, batch.cut):
             arrays.add(some, np.int64)
             arrays.add([scales[i] for i in some], np.float64)
-            arrays.put(key_words([batch.keys[i] for i in some]).astype(np.int64))
+            arrays.append(key_words([batch.keys[i] for i in some]).astype(np.int64))
         cut = [rows[i].params for i in batch.cut]
         arrays.add([one.top_k for one in cut], np.int64)
         arrays.add([one.top_p for one in cut], np.float64)

@@ -65,9 +65,3 @@ def largest_sum(logits: Tensor, token_ids: Tensor | None, temperatures: Tensor, 
     equal = sums == sums.max(-1, keepdim=True).values
     never = torch.iinfo(torch.int64).max
     return torch.where(equal, token_ids.expand(sums.shape), never).min(-1).values
-
-
-def warm_up(logits: Tensor) -> None:
-    """Compile the CPU's kernel for both kinds of rows, or load it from its cache. `logits` is fp32 [1, vocab]."""
-    for token_ids in (None, torch.arange(logits.shape[1], device=logits.device)[None]):
-        draw(logits, token_ids, [1.0], [DrawKey(0, 0, 0)])

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.sampling.adjust import Row
 from engine.sampling.base import is_sound
+from engine.sampling.row import Row
 from engine.sampling.sampler import Result, Sampled, sample
 
 

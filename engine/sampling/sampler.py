@@ -26,16 +26,13 @@ import torch
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
-from engine.sampling.adjust import Adjustments, Row, apply
-from engine.sampling.cuts import has_cuts, keep
+from engine.sampling.adjust import adjustments_of, apply
+from engine.sampling.cuts import keep
 from engine.sampling.draw import draw
 from engine.sampling.philox import DrawKey
+from engine.sampling.row import Row, drawn_rows
 
 log = logging.getLogger(__name__)
-
-GREEDY_BELOW = 1e-5  # temperatures
-# Lower temperatures are raised to it: a difference of 1 between logits is a factor of e^100 already
-LOWEST_TEMPERATURE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -60,20 +57,14 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Result]:
 
 
 def _sample(logits: Tensor, rows: Sequence[Row]) -> list[Result]:
-    failed: dict[int, EngineRequestError] = {}
-    adjustments = Adjustments(logits.shape[1])
-    for i, row in enumerate(rows):
-        try:
-            adjustments.add(i, row)
-        except Exception as error:
-            failed[i] = engine_request_error(error)
+    adjustments, failed = adjustments_of(rows, logits.shape[1])
     asked = [i for i, row in enumerate(rows) if row.params.logprobs]
     logprobs = _logprobs(_rows(logits, asked)) if asked else None
     if adjustments:
         logits = logits.clone()
-        apply(logits, adjustments.placed(lambda array: torch.from_numpy(array).to(logits.device)))
+        apply(logits, adjustments.changes(lambda array: torch.from_numpy(array).to(logits.device)))
     best = logits.argmax(-1)  # NaN wins argmax: a row with one is found below
-    scales = torch.tensor([scale(row) for row in rows], dtype=logits.dtype, device=logits.device)
+    scales = torch.tensor([row.scale for row in rows], dtype=logits.dtype, device=logits.device)
     finite = (logits.gather(-1, best[:, None])[:, 0] / scales).isfinite()
     chosen = torch.where(finite, _chosen(logits, rows, best), best)
     results: list[Result] = [Sampled(token) for token in chosen.tolist()]
@@ -92,17 +83,9 @@ def _rows(logits: Tensor, numbers: list[int]) -> Tensor:
     return logits if len(numbers) == logits.shape[0] else logits[numbers]
 
 
-def scale(row: Row) -> float:
-    """What logits are divided by."""
-    temperature = row.params.temperature
-    return 1.0 if temperature < GREEDY_BELOW else max(temperature, LOWEST_TEMPERATURE)
-
-
 def _chosen(logits: Tensor, rows: Sequence[Row], best: Tensor) -> Tensor:
     """Steps 5 to 8: int64 [rows]. `best` is each row's largest logit."""
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    cut = [i for i in drawn if has_cuts(rows[i].params)]
-    whole = [i for i in drawn if not has_cuts(rows[i].params)]
+    whole, cut = drawn_rows(rows)
     chosen = best.clone()
     if whole:
         chosen[whole] = draw(_rows(logits, whole), None, *_of(rows, whole))
@@ -117,10 +100,7 @@ def _chosen(logits: Tensor, rows: Sequence[Row], best: Tensor) -> Tensor:
 
 def _of(rows: Sequence[Row], numbers: list[int]) -> tuple[list[float], list[DrawKey]]:
     """Temperatures and keys of some rows."""
-    some = [rows[i] for i in numbers]
-    return [scale(row) for row in some], [
-        DrawKey(row.params.seed, row.choice, len(row.tokens)) for row in some
-    ]
+    return [rows[i].scale for i in numbers], [rows[i].key for i in numbers]
 
 
 def no_maximum(excluded: bool, row: Row) -> EngineRequestError:

@@ -1,8 +1,8 @@
 """Claims to free blocks that come before a waiting sequence, while a step admits some.
 
-They ask in order of class and arrival. A claim before one is before all later ones too, so a running sum is
-enough.
-Single claims are looked at only if all together leave too little, and then those of the tenants that hold most.
+Sequences are admitted in order of class and arrival. A claim that comes before one comes before all later ones too, so a
+running sum is enough. Single claims are looked at only if their sum leaves too few blocks, beginning with the tenants that
+hold most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.scheduler.shares import Shares
 
 
 class Ahead:
-    """`refusals`: in their order, with the blocks that each has a claim to."""
+    """`refusals`: in order of class and arrival, with the blocks that each claims."""
 
     def __init__(
         self, pool: BlockPool, shares: Shares, growth: GrowthClaims, refusals: Iterable[tuple[Refusal, int]]
@@ -31,14 +31,14 @@ class Ahead:
         self._refusals = deque(refusals)
         self._waiting = 0  # blocks claimed by refused hand-offs and by sequences that were passed
         self._growing = 0  # and by running ones
-        self._rank: int | None = None  # of the last that asked
-        # Of this class: what the tenant holds for its weight, most first, and the claim.
+        self._rank: int | None = None  # of the last sequence
+        # Claims of this class: what the tenant holds for its weight, most first, and the claimed blocks.
         self._equal: list[tuple[float, int]] = []
         self._new: list[tuple[EngineRequest, int]] = []  # not yet among them
         self._entries: defaultdict[str, list[tuple[EngineRequest, tuple[float, int]]]] = defaultdict(list)
 
     def room(self, sequence: Sequence, need: int, free: int) -> int:
-        """Of `free` blocks those available to it: to which no other has a claim (`Blocks.room`)."""
+        """How many of `free` blocks the sequence may take: those that no other claims (`Blocks.room`)."""
         self._advance(sequence)
         room = free - self._waiting - self._growing
         if need <= room or need > free:
@@ -56,13 +56,13 @@ class Ahead:
         return room
 
     def passed(self, sequence: Sequence, count: int) -> None:
-        """It waits for blocks: `count` are its claim."""
+        """The sequence waits for blocks, of which it claims `count`."""
         self._advance(sequence)
         self._waiting += count
         self._new.append((sequence.request, count))
 
     def admitted(self, tenant: str) -> None:
-        """Its tenant holds more than before."""
+        """A sequence of the tenant was admitted, so the tenant holds more blocks than before."""
         for request, entry in self._entries.pop(tenant, ()):
             del self._equal[bisect_left(self._equal, entry)]
             self._new.append((request, entry[1]))

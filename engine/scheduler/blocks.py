@@ -110,8 +110,8 @@ class Blocks:
         waiting: Iterable[Sequence],
         most: int,
     ) -> int:
-        """Of `free` blocks those available to a newcomer of class `rank` that needs `need`: to which no other has a claim,
-        neither running sequences nor `refusals` or `waiting` ones, of its class or a higher one.
+        """How many of `free` blocks a newcomer of class `rank` that needs `need` may take: those that neither running
+        sequences nor `refusals` or `waiting` ones of its class or a higher one claim.
 
         A claim does not count against a newcomer of its class whose tenant holds no more for its weight, with what the
         newcomer takes, than the tenant of the claim. Not all claims are looked at if some leave too little, or if those of

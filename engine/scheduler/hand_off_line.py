@@ -1,10 +1,10 @@
 """A tenant's refused hand-offs of one class, in the order of their first refusal.
 
-Smaller ones find room first, so others of its tenant could pass a large one for ever. MOST_PASSED may; then those that
-came after it leave it all the blocks that it needs, for as long as it is offered.
+Small hand-offs find enough free blocks first and could overtake a large one of their tenant without end. At most
+MOST_PASSED may overtake it; then later ones leave it all the blocks that it needs, for as long as it is offered.
 
-Each offer has an id of its own, so a hand-off that comes again is found by its size and its tokens. Of two with equal ones
-either may take the place.
+Each offer has an id of its own, so a repeated offer is recognised by its size and its tokens. Two hand-offs with equal
+ones are not told apart.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST_PASSED = 16
-LONGEST_LINE = 64  # beyond it the one that needs least leaves: it finds room first
+LONGEST_LINE = 64  # beyond it the hand-off that needs the fewest blocks leaves: it finds them first
 
 
 class Moment(NamedTuple):
-    """Of a hand-off's last offer; or a limit, and those offered last before its step and its time have gone elsewhere."""
+    """When a hand-off was offered last; or a limit: a hand-off whose last offer lies before both its step and its time is
+    taken to have gone to another worker."""
 
     step: int
     at: float  # monotonic seconds
@@ -31,13 +32,13 @@ class Moment(NamedTuple):
 class _Refused:
     need: int  # blocks, at its last offer
     offered: Moment
-    passed: int  # hand-offs that the line had seen taken when it came
+    passed: int  # the line's count of taken hand-offs at its first offer
 
 
 class First(NamedTuple):
     what: Hashable
     need: int
-    is_next: bool  # no other may pass it
+    is_next: bool  # no other may overtake it
 
 
 class HandOffLine:
@@ -69,7 +70,7 @@ class HandOffLine:
             del self._refused[what]
 
     def kept_from(self, what: Hashable, limit: Moment) -> int:
-        """Blocks that it must leave to those before it."""
+        """Blocks that this hand-off must leave to those before it."""
         kept = 0
         for other, one in self._refused.items():
             if other == what:
@@ -79,7 +80,8 @@ class HandOffLine:
         return kept
 
     def first(self, limit: Moment) -> First | None:
-        """Of those that no other may pass the one that needs most; if there is none, the first that still comes."""
+        """The hand-off that needs the most blocks among those that no other may overtake; without any, the first that is
+        still offered."""
         here = [(what, one) for what, one in self._refused.items() if not one.offered.is_over(limit)]
         if not here:
             return None

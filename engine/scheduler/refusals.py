@@ -1,16 +1,17 @@
 """Hand-offs that were refused for lack of blocks.
 
-A refused hand-off comes again, to this worker or another one, and waits nowhere here: what came to the engine after its
-refusal would go before it each time. Later ones leave it its blocks for some time after its last offer. A tenant has one
-such claim in each class, so that its local prompts and its hand-offs alternate; all claims together are at most half of
-the cache. A tenant's own hand-offs pass one another a bounded number of times (`hand_off_line.py`).
+A refused hand-off is offered again, to this worker or another one, and is in no queue here: whatever arrived after the
+refusal would be served before it each time. So a refusal claims blocks for a time after its last offer, and later requests
+leave them free. A tenant has one such claim per class, so that its local prompts and its hand-offs alternate; all claims
+together are at most half of the cache. Hand-offs of one tenant overtake one another a bounded number of times
+(`hand_off_line.py`).
 
-A claim that ends unused was for a hand-off that has gone elsewhere. Each one in a row doubles the time in which no further
-refusal of the tenant is a claim.
+A claim that ends unused belonged to a hand-off that went to another worker. Each one in a row doubles the time in which
+refusals of the tenant make no claim.
 
-Where all of a tenant's hand-offs of a class were refused for AGING_SECONDS, they count as of the next higher class until
-one is taken, and again after as long: no class starves another. The first claim of that kind is to all that its hand-off
-needs: one that needs more than half of the cache would be refused for ever beside smaller ones.
+If all hand-offs of a tenant and class were refused for AGING_SECONDS, they count as of the next higher class until one is
+taken, and of the next one after as long: no class starves another. The first claim of that kind is to all blocks that its
+hand-off needs: a hand-off that needs more than half of the cache would otherwise be refused as long as smaller ones come.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from engine.scheduler.aging import AGING_SECONDS, Clock
 from engine.scheduler.hand_off_line import HandOffLine, Moment
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 
-# A hand-off has gone to another worker when both have passed since its last offer. A router tries another one first, so it
-# is back after two pauses; offers are answered between steps, so after a third step where those are slower.
+# A hand-off is taken to have gone to another worker when both have passed since its last offer. A router offers it
+# to another worker in between, so it is offered here again after two pauses; or after a third step where steps take
+# longer, because offers are answered between steps.
 KEPT_SECONDS = 4 * RETRY_PAUSE_SECONDS
 KEPT_STEPS = 4  # no limit where the engine has nothing to do and makes no steps
-LOOKS = 32  # in KEPT_SECONDS
+LOOKS = 32  # for refusals that have ended, in KEPT_SECONDS
 MOST_DOUBLINGS = 6
-PART_OF_POOL = 2  # the divisor: so much of the cache is claimed at most
+PART_OF_POOL = 2  # the divisor: claims are at most this part of the cache
 
 
 Kind = tuple[str, int]  # tenant and class of hand-offs
@@ -47,22 +49,22 @@ class Offer(NamedTuple):
     """A hand-off that asks for blocks."""
 
     request: EngineRequest
-    rank: int  # of the class that it counts as of
+    rank: int  # of the class that it counts as
     need: int  # blocks beside the cached ones
     arrival: int  # sequences with a later one came after it
-    what: Hashable  # equal when it is offered again
+    what: Hashable  # equal for repeated offers of the hand-off
 
 
 @dataclass(eq=False)
 class Refusal:
-    """The claim of a tenant and class, for the first in their line."""
+    """The claim of a tenant and class, made for the first of its refused hand-offs."""
 
     request: EngineRequest
     rank: int
     need: int
     arrival: int
     offered: Moment = Moment(0, 0.0)
-    whole: bool = False  # it may be to more than half of the cache
+    whole: bool = False  # it may exceed half of the cache
 
     @property
     def order(self) -> tuple[int, int]:
@@ -71,7 +73,7 @@ class Refusal:
 
 @dataclass
 class Span:
-    """Of a tenant's hand-offs of one class, all of which were refused; monotonic seconds."""
+    """The time in which all hand-offs of a tenant and class were refused, in monotonic seconds."""
 
     began: float
     last: float
@@ -82,7 +84,7 @@ class Unused:
     """Claims of a tenant that ended unused, since one of its hand-offs was last taken."""
 
     count: int
-    until: float  # when its refusals are claims again, in monotonic seconds
+    until: float  # when its refusals make claims again, in monotonic seconds
 
 
 class Refusals:
@@ -135,7 +137,7 @@ class Refusals:
         self._unused[tenant] = Unused(count, now + KEPT_SECONDS * (1 << count))
 
     def rank(self, request: EngineRequest) -> int:
-        """Of the class that a hand-off counts as of."""
+        """The rank of the class that a hand-off counts as."""
         kind, now = kind_of(request), self._clock()
         span = self._refused.get(kind)
         if span is None or now - span.last >= AGING_SECONDS:
@@ -143,7 +145,7 @@ class Refusals:
         return max(HIGHEST_RANK, kind[1] - int((now - span.began) / AGING_SECONDS))
 
     def kept_from(self, offer: Offer) -> int:
-        """Blocks that it must leave to others of its tenant and class."""
+        """Blocks that the offered hand-off must leave to others of its tenant and class."""
         line = self._lines.get(kind_of(offer.request))
         return line.kept_from(offer.what, self._limit(self._clock())) if line is not None else 0
 
@@ -170,7 +172,7 @@ class Refusals:
             one.rank, one.whole, self._ordered = offer.rank, whole, None
 
     def taken(self, offer: Offer) -> None:
-        """It has got its blocks."""
+        """The offered hand-off has got its blocks."""
         kind, line = kind_of(offer.request), self._lines.get(kind_of(offer.request))
         first = line.first(self._limit(self._clock())) if line is not None else None
         if first is None or not first.is_next or first.what == offer.what:
@@ -185,7 +187,7 @@ class Refusals:
             self._ordered = None
 
     def claims(self, before: tuple[float, int] = (inf, 0)) -> Iterator[tuple[Refusal, int]]:
-        """Of refusals whose class and arrival come `before` these, and the blocks that each has a claim to."""
+        """Refusals whose class and arrival come `before` these, with the blocks that each claims."""
         left, whole = self._most, False
         for one in self._in_order():
             if one.order >= before or not left:
@@ -197,7 +199,7 @@ class Refusals:
             yield one, count
 
     def claims_against(self, offer: Offer) -> Iterator[tuple[Refusal, int]]:
-        """Of those that come before a hand-off; it counts as of its tenant's first refusal in its class."""
+        """Claims that come before a hand-off, whose arrival is that of its tenant's first refusal in its class."""
         own = self._of.get(kind_of(offer.request))
         return self.claims((offer.rank, offer.arrival if own is None else own.arrival))
 

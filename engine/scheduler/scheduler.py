@@ -175,7 +175,7 @@ class Scheduler:
         return sequence
 
     def _first_waiting(self) -> list[Sequence]:
-        """Of each tenant the first waiting sequence, if it may join, in their order."""
+        """The first waiting sequence of each tenant, if it may join, in order."""
         if self._first is None:
             self._first = self._seats().first_of_each(self.waiting) if self.waiting else []
             self._first_need = sum(self.blocks_for(len(one.tokens)) for one in self._first)

@@ -82,7 +82,7 @@ class Seats:
                 held_up.add(tenant)
 
     def first_of_each(self, waiting: Seq[Sequence]) -> list[Sequence]:
-        """Of each tenant the first, if it may join."""
+        """The first sequence of each tenant, if it may join."""
         first: dict[str, Sequence] = {}
         for s in waiting:
             if not s.paused:

@@ -13,7 +13,7 @@ from engine.scheduler.sequence import SequenceState as S
 
 
 class Shares:
-    """Of what tenants hold at the moment. `blocks`: by tenant; whoever adds to them calls `grew`."""
+    """Tenants' shares of the blocks in use. `blocks`: by tenant; a caller that adds to them calls `grew`."""
 
     def __init__(self, blocks: Mapping[str, int]):
         self._blocks = blocks

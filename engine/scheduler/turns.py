@@ -61,7 +61,7 @@ class Turns:
         self._ahead.clear()
 
     def order(self, *lists: Seq[Sequence]) -> list[Iterator[Sequence]]:
-        """Of each of these lists the sequences that may be in the step, first turn first."""
+        """The sequences of each list that may be in the step, first turn first."""
         self._step += 1
         groups = [self._group(one) for one in lists]
         self._present = Counter()
@@ -89,7 +89,7 @@ class Turns:
             yield from self._by_share(tenants, taken)
 
     def _by_share(self, tenants: dict[str, list[Sequence]], taken: Counter[str]) -> Iterator[Sequence]:
-        """Of one class. `taken`: turns of higher classes; those of this one are added."""
+        """The sequences of one class. `taken`: turns of higher classes; those of this one are added."""
 
         def entry(
             s: Sequence, rest: Iterator[Sequence]

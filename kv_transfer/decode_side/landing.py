@@ -15,7 +15,7 @@ from dataclasses import replace
 from cluster import errors
 from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
-from kv_transfer.decode_side.ring import Claim, Ring, Slot, SlotState, worker_of
+from kv_transfer.decode_side.ring import IncomingPart, Ring, Slot, SlotState, worker_of
 from kv_transfer.memory import most_slots
 from kv_transfer.ranks import ReceivingRank
 from wire import handoff_pb2
@@ -27,7 +27,7 @@ EXHAUSTED_SECONDS = 30.0  # the doubt about a cancelled hand-off ends within mil
 
 
 class Landing:
-    """Calls `granted(rank, claim, slot)` for every grant, `grown()` before a slot in new memory is granted, and
+    """Calls `granted(rank, part, slot)` for every grant, `grown()` before a slot in new memory is granted, and
     `exhausted(reason)` when too many slots have been in doubt for too long and the ring may not grow."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Landing:
         addresses: Sequence[Sequence[int]],
         config: TransferConfig,
         *,
-        granted: Callable[[int, Claim, Slot], None],
+        granted: Callable[[int, IncomingPart, Slot], None],
         grown: Callable[[], None],
         exhausted: Callable[[str], None],
     ):
@@ -53,8 +53,8 @@ class Landing:
         self._answers: dict[tuple[int, bytes], asyncio.Future[None]] = {}
         self.rings = [Ring(list(a), self._grantor(index)) for index, a in enumerate(addresses)]
 
-    def _grantor(self, rank: int) -> Callable[[Claim, Slot], None]:
-        return lambda claim, slot: self._granted(rank, claim, slot)
+    def _grantor(self, rank: int) -> Callable[[IncomingPart, Slot], None]:
+        return lambda part, slot: self._granted(rank, part, slot)
 
     @property
     def hellos(self) -> list[m.PeerRank]:
@@ -136,8 +136,8 @@ class Landing:
         Does nothing if the transfer is another worker's.
         """
 
-        def proven(claim: Claim) -> bool:
-            return claim.transfer_id == transfer_id and worker_of(claim.peer) == worker_id
+        def proven(part: IncomingPart) -> bool:
+            return part.transfer_id == transfer_id and worker_of(part.peer) == worker_id
 
         for rank, ring in enumerate(self.rings):
             if ring.in_doubt(proven):
@@ -148,9 +148,9 @@ class Landing:
     async def process_exited(self, peer: str) -> None:
         """Free the slots in doubt of a peer (worker_id@epoch) whose process has provably exited."""
         for rank, ring in enumerate(self.rings):
-            if ring.in_doubt(lambda claim: claim.peer == peer):
+            if ring.in_doubt(lambda part: part.peer == peer):
                 await self._settle(rank)
-                ring.fence_proven(lambda claim: claim.peer == peer)
+                ring.fence_proven(lambda part: part.peer == peer)
                 self._consider(rank)
 
     async def _settle(self, rank: int) -> None:

@@ -71,7 +71,7 @@ class PeerRequests(Protocol):
 
     def slot_requested(self, link: PeerLink, request: handoff_pb2.SlotRequest) -> None: ...
 
-    def part_carried(self, part: handoff_pb2.PartData) -> None: ...
+    def part_carried(self, link: PeerLink, part: handoff_pb2.PartData) -> None: ...
 
     async def finish(self, link: PeerLink, finish: handoff_pb2.Finish) -> None: ...
 
@@ -172,7 +172,7 @@ class PeerLink:
                 requests.slot_requested(self, message.slot_request)
             case "part":
                 self._handshake.check_carried()  # its probe may have failed, so that it uses another transport
-                requests.part_carried(message.part)
+                requests.part_carried(self, message.part)
             case "finish":
                 self._queue(message.finish, requests.finish)
             case "abort":

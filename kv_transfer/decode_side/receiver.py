@@ -20,7 +20,7 @@ from kv_transfer.decode_side.incoming import IncomingHandoff, ReceiverStats, as_
 from kv_transfer.decode_side.landing import Landing
 from kv_transfer.decode_side.part_ledger import contradiction
 from kv_transfer.decode_side.peer import PeerLink
-from kv_transfer.decode_side.ring import Claim, Ring, Slot
+from kv_transfer.decode_side.ring import IncomingPart, Ring, Slot
 from kv_transfer.ranks import ReceivingRank, on_event_loop
 from wire import common_pb2, handoff_pb2
 
@@ -156,17 +156,17 @@ class HandoffReceiver:
             return
         if handoff.machine.state is HandoffState.RESERVED:
             handoff.machine.to(HandoffState.RECEIVING)
-        claim = Claim(request.transfer_id, link.name, request.source_rank, request.part, request.bytes)
-        self.rings[request.target_rank].ask(claim)
+        part = IncomingPart(request.transfer_id, link.name, request.source_rank, request.part, request.bytes)
+        self.rings[request.target_rank].ask(part)
 
-    def _grant(self, rank: int, claim: Claim, slot: Slot) -> None:
-        handoff = self._live.get(claim.transfer_id)
+    def _grant(self, rank: int, part: IncomingPart, slot: Slot) -> None:
+        handoff = self._live.get(part.transfer_id)
         if handoff is None:
             # It has ended since its request. The peer did not get the grant, so no write can come.
             self._loop.call_soon(self.rings[rank].landed_wrong, slot)
             return
-        seconds = claim.bytes / self.stats.rate_bytes_per_second * 4 + 1.0
-        grant = replies.slot_grant(claim, slot, rank, self._landing.device(rank), seconds)
+        seconds = part.bytes / self.stats.rate_bytes_per_second * 4 + 1.0
+        grant = replies.slot_grant(part, slot, rank, self._landing.device(rank), seconds)
         self._landing.expect(grant, seconds + 1.0, self._too_late)
         # With enough slots the peer has parts to write meanwhile.
         patient = handoff.under_way >= ENOUGH_UNDER_WAY
@@ -174,14 +174,20 @@ class HandoffReceiver:
         handoff.granted()
 
     def _too_late(self, slot: Slot) -> None:
-        assert slot.claim is not None, "a granted slot has one"
+        assert slot.part is not None, "a granted slot has one"
         self.stats.counts["late_parts"] += 1
         error = errors.TransportError("a part did not land within its deadline")
-        self._background_tasks.spawn(self._abort(slot.claim.transfer_id, error))
+        self._background_tasks.spawn(self._abort(slot.part.transfer_id, error))
 
-    def part_carried(self, part: handoff_pb2.PartData) -> None:
-        if part.header.target_rank < len(self._ranks):
-            self._ranks[part.header.target_rank].handle(part)
+    def part_carried(self, link: PeerLink, part: handoff_pb2.PartData) -> None:
+        """Pass a part on to its rank, once for each slot that the peer was granted: a rank with too many unread messages
+        counts as failed, and its worker with it."""
+        header, epochs = part.header, (link.prefill.epoch, self._handshake.worker.epoch)
+        known = header.target_rank < len(self.rings) and (header.prefill_epoch, header.decode_epoch) == epochs
+        if known and self.rings[header.target_rank].take_carried(header, link.name):
+            self._ranks[header.target_rank].handle(part)
+        else:
+            self.stats.counts["stale_parts"] += 1
 
     async def finish(self, link: PeerLink, finish: handoff_pb2.Finish) -> None:
         transfer_id = finish.transfer_id

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from cluster.errors import BatonError
-from kv_transfer.decode_side.ring import Claim, Slot
+from kv_transfer.decode_side.ring import IncomingPart, Slot
 from kv_transfer.messages import PartLanded
 from wire.handoff_pb2 import Aborted, Committed, DecodeToPrefill, DrainedAck, PartResult, SlotGrant
 
 
-def slot_grant(claim: Claim, slot: Slot, rank: int, device: int, deadline_seconds: float) -> SlotGrant:
+def slot_grant(part: IncomingPart, slot: Slot, rank: int, device: int, deadline_seconds: float) -> SlotGrant:
     return SlotGrant(
-        transfer_id=claim.transfer_id,
-        source_rank=claim.source_rank,
+        transfer_id=part.transfer_id,
+        source_rank=part.source_rank,
         target_rank=rank,
-        part=claim.part,
+        part=part.number,
         slot=slot.index,
         generation=slot.generation,
         address=slot.address,

@@ -18,31 +18,32 @@ from typing import Self, TypeVar
 
 from cluster.errors import TransportError
 from cluster.state_machine import StateMachine
+from wire import handoff_pb2
 
-MAX_WAITING = 16384  # claims of one peer
+MAX_WAITING = 16384  # parts of one peer
 
 
 @dataclass(frozen=True)
-class Claim:
+class IncomingPart:
     """One part that waits for a slot or has one."""
 
     transfer_id: bytes
     peer: str  # worker_id@epoch
     source_rank: int
-    part: int
+    number: int  # of the part in its hand-off
     bytes: int
 
 
 class Turns:
-    """The order of waiting claims: round robin over peers, then over each peer's hand-offs, first in first out within one.
+    """The order of waiting parts: round robin over peers, then over each peer's hand-offs, first in first out within one.
 
-    So a hand-off that needs few slots does not wait behind all claims that arrived before it. `take` and `drop` cost
-    O(peers), independent of the number of claims and hand-offs.
+    So a hand-off that needs few slots does not wait behind all parts that arrived before it. `take` and `drop` cost
+    O(peers), independent of the number of parts and hand-offs.
     """
 
     def __init__(self) -> None:
         # In the order of turns: the next one first.
-        self._peers: OrderedDict[str, OrderedDict[bytes, deque[Claim]]] = OrderedDict()
+        self._peers: OrderedDict[str, OrderedDict[bytes, deque[IncomingPart]]] = OrderedDict()
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -51,32 +52,36 @@ class Turns:
     def of(self, peer: str) -> int:
         return self._counts[peer]
 
-    def add(self, claim: Claim) -> None:
-        handoffs = self._peers.setdefault(claim.peer, OrderedDict())
-        handoffs.setdefault(claim.transfer_id, deque()).append(claim)
-        self._counts[claim.peer] += 1
+    def add(self, part: IncomingPart) -> None:
+        handoffs = self._peers.setdefault(part.peer, OrderedDict())
+        handoffs.setdefault(part.transfer_id, deque()).append(part)
+        self._counts[part.peer] += 1
 
-    def take(self, peer_may: Callable[[str], bool], handoff_may: Callable[[bytes], bool]) -> Claim | None:
-        """Remove and return the next claim that `peer_may` and `handoff_may` allow; the others keep their turn."""
+    def take(
+        self, peer_may: Callable[[str], bool], handoff_may: Callable[[bytes], bool]
+    ) -> IncomingPart | None:
+        """Remove and return the next part that `peer_may` and `handoff_may` allow; the others keep their turn."""
         for peer, handoffs in self._peers.items():
             if not peer_may(peer):
                 continue
-            for transfer_id, claims in handoffs.items():
+            for transfer_id, parts in handoffs.items():
                 if handoff_may(transfer_id):
-                    claim = claims.popleft()
+                    part = parts.popleft()
                     self._counts[peer] -= 1
                     self._end_turn(peer, handoffs, transfer_id)
-                    return claim
+                    return part
         return None
 
-    def _end_turn(self, peer: str, handoffs: OrderedDict[bytes, deque[Claim]], transfer_id: bytes) -> None:
+    def _end_turn(
+        self, peer: str, handoffs: OrderedDict[bytes, deque[IncomingPart]], transfer_id: bytes
+    ) -> None:
         self._peers.move_to_end(peer)
         handoffs.move_to_end(transfer_id)
         if not handoffs[transfer_id]:
             self._forget(peer, transfer_id)
 
     def drop(self, transfer_id: bytes) -> None:
-        """Remove all claims of a transfer."""
+        """Remove all parts of a transfer."""
         for peer in [peer for peer, handoffs in self._peers.items() if transfer_id in handoffs]:
             self._counts[peer] -= len(self._peers[peer][transfer_id])
             self._forget(peer, transfer_id)
@@ -115,7 +120,8 @@ class Slot:
     index: int
     address: int
     generation: int = 0
-    claim: Claim | None = None
+    part: IncomingPart | None = None
+    carried: bool = False  # its part has come over the control stream
     machine: StateMachine[SlotState] = field(
         default_factory=lambda: StateMachine(S.FREE, TRANSITIONS, "slot")
     )
@@ -138,8 +144,8 @@ class _Shares:
         """Counted from the slots."""
         shares = cls()
         for slot in slots:
-            if slot.claim is not None:
-                shares.add(slot.claim)
+            if slot.part is not None:
+                shares.add(slot.part)
         return shares
 
     def peer_may(self, peer: str, slots: int) -> bool:
@@ -148,13 +154,13 @@ class _Shares:
     def handoff_may(self, transfer_id: bytes, slots: int) -> bool:
         return self._transfers[transfer_id] < max(1, slots // 4)
 
-    def add(self, claim: Claim) -> None:
-        self._transfers[claim.transfer_id] += 1
-        self._peers[claim.peer] += 1
+    def add(self, part: IncomingPart) -> None:
+        self._transfers[part.transfer_id] += 1
+        self._peers[part.peer] += 1
 
-    def remove(self, claim: Claim) -> None:
-        _less(self._transfers, claim.transfer_id)
-        _less(self._peers, claim.peer)
+    def remove(self, part: IncomingPart) -> None:
+        _less(self._transfers, part.transfer_id)
+        _less(self._peers, part.peer)
 
     def same_as(self, other: _Shares) -> bool:
         return (self._transfers, self._peers) == (other._transfers, other._peers)
@@ -168,14 +174,14 @@ def _less(counter: Counter[K], key: K) -> None:
 
 
 class Ring:
-    """Serves claims round robin over hand-offs: at most a quarter of the ring to one hand-off, half of it to one peer.
+    """Serves parts round robin over hand-offs: at most a quarter of the ring to one hand-off, half of it to one peer.
 
     Slots in doubt count against these limits, so a peer's other hand-offs go on with the rest of its half.
 
-    `on_grant(claim, slot)` is called for each grant.
+    `on_grant(part, slot)` is called for each grant.
     """
 
-    def __init__(self, addresses: list[int], on_grant: Callable[[Claim, Slot], None]):
+    def __init__(self, addresses: list[int], on_grant: Callable[[IncomingPart, Slot], None]):
         self.slots = [Slot(index, address) for index, address in enumerate(addresses)]
         # Of the free slots the one freed last is used first: its memory is still in the processor's cache.
         self._free = list(reversed(range(len(self.slots))))
@@ -183,8 +189,8 @@ class Ring:
         self._shares = _Shares()
         self._on_grant = on_grant
 
-    def ask(self, claim: Claim) -> None:
-        self._waiting.add(claim)
+    def ask(self, part: IncomingPart) -> None:
+        self._waiting.add(part)
         self._grant()
 
     def slot(self, index: int, generation: int) -> Slot | None:
@@ -192,7 +198,18 @@ class Ring:
         if not 0 <= index < len(self.slots):
             return None
         slot = self.slots[index]
-        return slot if slot.generation == generation and slot.claim is not None else None
+        return slot if slot.generation == generation and slot.part is not None else None
+
+    def take_carried(self, header: handoff_pb2.PartHeader, peer: str) -> bool:
+        """Note a part that the control stream has carried; whether its slot was granted to it, and it is the first one."""
+        slot = self.slot(header.slot, header.generation)
+        if slot is None or slot.carried or slot.machine.state is not S.GRANTED:
+            return False
+        assert slot.part is not None, "a granted slot has one"
+        part = slot.part
+        asked = (part.transfer_id, part.peer, part.source_rank, part.number)
+        slot.carried = asked == (header.transfer_id, peer, header.source_rank, header.part)
+        return slot.carried
 
     def scattered(self, slot: Slot) -> None:
         """The part landed, was verified and was copied into its blocks."""
@@ -206,13 +223,13 @@ class Ring:
         self._release(slot)
 
     def quarantine(self, transfer_id: bytes) -> list[Slot]:
-        """A transfer has ended early: its slots are in doubt, its waiting claims are dropped."""
+        """A transfer has ended early: its slots are in doubt, its waiting parts are dropped."""
         self._waiting.drop(transfer_id)
         doubtful = [
             slot
             for slot in self.slots
-            if slot.claim is not None
-            and slot.claim.transfer_id == transfer_id
+            if slot.part is not None
+            and slot.part.transfer_id == transfer_id
             and slot.machine.state is not S.QUARANTINED
         ]
         for slot in doubtful:
@@ -227,16 +244,16 @@ class Ring:
             if slot.machine.state not in (S.FREE, S.QUARANTINED):
                 self._doubt(slot)
 
-    def in_doubt(self, mine: Callable[[Claim], bool]) -> bool:
+    def in_doubt(self, mine: Callable[[IncomingPart], bool]) -> bool:
         return any(
-            slot.machine.state is S.QUARANTINED and slot.claim is not None and mine(slot.claim)
+            slot.machine.state is S.QUARANTINED and slot.part is not None and mine(slot.part)
             for slot in self.slots
         )
 
-    def fence_proven(self, proven: Callable[[Claim], bool]) -> None:
+    def fence_proven(self, proven: Callable[[IncomingPart], bool]) -> None:
         """Free the slots in doubt that `proven` accepts: all writes are terminal, or the peer's process has exited."""
         for slot in self.slots:
-            if slot.machine.state is S.QUARANTINED and slot.claim is not None and proven(slot.claim):
+            if slot.machine.state is S.QUARANTINED and slot.part is not None and proven(slot.part):
                 self._release(slot)
 
     def add_segment(self, addresses: list[int]) -> None:
@@ -250,7 +267,7 @@ class Ring:
         return sum(slot.machine.state is state for slot in self.slots)
 
     def refused(self, peer: str) -> TransportError | None:
-        """The error if the peer's next claim is one too many, else None. A sender requests some dozens of parts of each
+        """The error if the peer's next part is one too many, else None. A sender requests some dozens of parts of each
         hand-off, far below the limit. The limit of one peer does not affect the others."""
         if self._waiting.of(peer) < MAX_WAITING:
             return None
@@ -261,27 +278,27 @@ class Ring:
         return len(self._waiting)
 
     def _doubt(self, slot: Slot) -> None:
-        assert slot.claim is not None, "a slot that is not free has one"
+        assert slot.part is not None, "a slot that is not free has one"
         slot.machine.to(S.QUARANTINED)
 
     def _release(self, slot: Slot) -> None:
-        assert slot.claim is not None, "a slot that is not free has one"
+        assert slot.part is not None, "a slot that is not free has one"
         slot.machine.to(S.FREE)
-        self._shares.remove(slot.claim)
-        slot.claim = None
+        self._shares.remove(slot.part)
+        slot.part = None
         self._free.append(slot.index)
         self._grant()
 
     def _grant(self) -> None:
-        while self._free and (claim := self._next()) is not None:
+        while self._free and (part := self._next()) is not None:
             slot = self.slots[self._free.pop()]
             slot.generation += 1
-            slot.claim = claim
+            slot.part, slot.carried = part, False
             slot.machine.to(S.GRANTED)
-            self._shares.add(claim)
-            self._on_grant(claim, slot)
+            self._shares.add(part)
+            self._on_grant(part, slot)
 
-    def _next(self) -> Claim | None:
+    def _next(self) -> IncomingPart | None:
         slots, shares = len(self.slots), self._shares
         return self._waiting.take(
             lambda peer: shares.peer_may(peer, slots), lambda transfer: shares.handoff_may(transfer, slots)
@@ -290,7 +307,7 @@ class Ring:
     def check_integrity(self) -> None:
         free = self.count(S.FREE)
         assert free == len(self._free) == len(set(self._free)), "the free list is not the free slots"
-        assert all((slot.claim is None) == (slot.machine.state is S.FREE) for slot in self.slots)
+        assert all((slot.part is None) == (slot.machine.state is S.FREE) for slot in self.slots)
         assert self._shares.same_as(_Shares.of(self.slots)), "the shares are not what the slots hold"
         held = sum(self.count(state) for state in (S.GRANTED, S.LANDED, S.VERIFIED))
         assert free + held + self.count(S.QUARANTINED) == len(self.slots)

@@ -299,6 +299,13 @@ class CudaCopier:
         return b"" if kind == NONE else sum64.sum64(buffers.host_sums)
 
 
+def host_bytes(part_bytes: int) -> int:
+    """Upper bound of the bytes of main memory that a copier pins. torch's allocator takes powers of two."""
+    rows = 8 * (part_bytes // LEAST_ROW_BYTES)
+    sizes = [*(rows, 8 * sum64.SUMS) * WORKS, *(part_bytes,) * HOST_PARTS]
+    return sum(1 << (max(1, size) - 1).bit_length() for size in sizes)
+
+
 def device_bytes(part_bytes: int) -> int:
     """Upper bound of the bytes of device memory that a copier allocates, for parts of at most `part_bytes`."""
     buffers = WORKS * 8 * (part_bytes // LEAST_ROW_BYTES + sum64.SUMS)

@@ -24,9 +24,18 @@ def open_copier(kv_cache: Tensor, part_bytes: int) -> PartCopier:
 def device_bytes(role: Literal["prefill", "decode"], config: TransferConfig, *, on_cuda: bool) -> int:
     """Upper bound of what one rank's hand-offs take of its device's memory (on a CPU, of main memory) beside the KV cache:
     send staging or the landing ring at its largest, and the copier's buffers."""
-    if role == "prefill":
-        total = memory.staging_bytes(config)
-        part = memory.largest_part(config)
-    else:
-        total, part = memory.most_slots(config) * config.slot_bytes, config.slot_bytes
-    return total + (cuda.device_bytes(part) if on_cuda else 0)
+    parts = (
+        memory.most_slots(config) * config.slot_bytes if role == "decode" else memory.staging_bytes(config)
+    )
+    return parts + (cuda.device_bytes(_part_bytes(role, config)) if on_cuda else 0)
+
+
+def pinned_bytes(role: Literal["prefill", "decode"], config: TransferConfig) -> int:
+    """Upper bound of the main memory that the hand-offs of one rank on a card pin: for parts on their way through it, and
+    for numbers that go to the card and come back."""
+    return cuda.host_bytes(_part_bytes(role, config))
+
+
+def _part_bytes(role: Literal["prefill", "decode"], config: TransferConfig) -> int:
+    """Of the largest part."""
+    return config.slot_bytes if role == "decode" else memory.largest_part(config)

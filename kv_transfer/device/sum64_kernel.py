@@ -8,6 +8,8 @@ from torch import Tensor
 
 WORDS = 2048  # that one program adds in one step
 WARPS = 8
+# Named, because the default differs between versions of Triton, and some warn of that.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -27,4 +29,4 @@ def sum_words(words, sums, count, step: tl.constexpr):
 
 def kernel_sums(words: Tensor, sums: Tensor) -> None:
     """A `Sum` (sum64.py)."""
-    sum_words[(sums.numel() // 2,)](words, sums, words.numel(), step=WORDS, num_warps=WARPS)
+    sum_words[(sums.numel() // 2,)](words, sums, words.numel(), step=WORDS, num_warps=WARPS, **OPTIONS)

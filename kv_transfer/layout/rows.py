@@ -123,7 +123,7 @@ class HostPart:
 
     @property
     def _head_bytes(self) -> int:
-        """Of a block, K or V, in one layer."""
+        """Bytes of one head of a block, K or V, in one layer."""
         return self._page * self.token_bytes
 
     @property

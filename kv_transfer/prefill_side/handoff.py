@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -255,7 +256,9 @@ class OutgoingHandoff:
                 self.ranks[result.source_rank].handle(result)
             case "committed":
                 if not self._committed.done():
-                    self._commit_seconds = reply.committed.commit_seconds
+                    said = reply.committed.commit_seconds
+                    # Anything else would make this worker's own report false.
+                    self._commit_seconds = said if 0.0 <= said < math.inf else 0.0
                     self._committed.set_result(None)
             case "aborted":
                 self.fail(errors.from_wire(reply.aborted.error))

@@ -66,7 +66,7 @@ class Cutting:
     max_part_bytes: int  # what staging takes
 
     def bytes(self, flows: Sequence[Flow], layers: int, tokens: int) -> int:
-        """Of the widest flow."""
+        """Bytes of so many layers and tokens in the flow with the most heads."""
         heads = max((flow.head_end - flow.head_begin for flow in flows), default=0)
         return layers * 2 * heads * tokens * self.token_bytes
 

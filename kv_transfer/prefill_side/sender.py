@@ -64,7 +64,7 @@ class HandoffSender:
 
     @property
     def staging_used_bytes(self) -> int:
-        """Of the ranks in this process."""
+        """Staging in use by the ranks in this process."""
         return sum(rank.staging_used_bytes for rank in self.ranks)
 
     def links_by_transport(self) -> Counter[str]:

@@ -15,7 +15,45 @@ from kv_transfer.transports.base import Arrival, PendingWrite, memory_kind
 
 log = logging.getLogger(__name__)
 _STATES = {"DONE": "done", "PROC": "pending"}
+MAX_BACKENDS = 16
 MAX_IDLE_PEERS = 1024  # of one agent: connections that are kept without a control stream
+
+
+_HEAD = b"nixlSerDes|"
+_UCX_VERSIONS = (0, 1)  # of its addresses, in the low half of their first byte
+
+
+def check_metadata(metadata: bytes) -> None:
+    """Raises TransportError for metadata that NIXL would not survive: at an address of a version that it does not have,
+    UCX aborts the process. Most else that is wrong both refuse by themselves."""
+    try:
+        addresses = _addresses(metadata)
+    except ValueError as error:
+        raise TransportError(f"NIXL metadata of a peer: {error}") from None
+    for address in addresses:
+        if not address or address[0] & 0x0F not in _UCX_VERSIONS:
+            raise TransportError("NIXL metadata of a peer: an address of an unknown version")
+
+
+def _addresses(metadata: bytes) -> list[bytes]:
+    """nixlSerDes: a tag, 8 bytes of length, the content, and a bar; first the agent, then the addresses by backend. Raises
+    ValueError."""
+    if not metadata.startswith(_HEAD):
+        raise ValueError("no nixlSerDes")
+    at = len(_HEAD)
+
+    def field(tag: bytes) -> bytes:
+        nonlocal at
+        begin = at + len(tag) + 8
+        size = int.from_bytes(metadata[begin - 8 : begin], "little")
+        at = begin + size + 1
+        if not metadata.startswith(tag, begin - 8 - len(tag)) or metadata[at - 1 : at] != b"|":
+            raise ValueError(f"no {tag.decode()}")
+        return metadata[begin : at - 1]
+
+    field(b"Agent")
+    count = int.from_bytes(field(b"Conns"), "little")
+    return [field(b"c") for _ in range(min(count, MAX_BACKENDS + 1)) if field(b"t")]
 
 
 class NixlWrite:
@@ -77,6 +115,12 @@ class NixlEndpoint:
         self._peers: dict[str, bytes] = {}  # their metadata
         self._idle: dict[str, None] = {}  # disconnected and kept, the oldest first
         self._broken: set[str] = set()
+        self._checks_metadata = True
+        try:
+            check_metadata(self.metadata)
+        except TransportError as error:  # of another version of NIXL
+            self._checks_metadata = False
+            log.warning("metadata of NIXL's peers is not checked: %s", error)
 
     @property
     def metadata(self) -> bytes:
@@ -93,6 +137,8 @@ class NixlEndpoint:
             self.forget(agent_name)
         if self._peers.get(agent_name) == metadata:
             return
+        if self._checks_metadata:
+            check_metadata(metadata)
         try:  # also for a known agent that has more memory
             known = self._agent.add_remote_agent(metadata)
         except Exception as error:

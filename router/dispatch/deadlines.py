@@ -25,7 +25,7 @@ class RequestDeadlines:
 
     @property
     def target_seconds(self) -> float:
-        """Of its class; 0 = no target."""
+        """TTFT target of the request's class; 0 = no target."""
         return {
             "high": self.config.ttft_target_seconds_high,
             "normal": self.config.ttft_target_seconds_normal,

@@ -280,9 +280,15 @@ class RequestDispatcher:
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         complete = all(choice.finish is not None for choice in choices)
         if event.end is not None:
+            report = self._services.work_reports.checked(
+                event.end.report,
+                attempt.worker_of(event.source).worker_id,
+                seconds=time.monotonic() - attempt.started,
+                tokens=len(self._completion.prompt_tokens) + self._completion.sampling.max_tokens,
+            )
             if event.source is Source.PREFILL or attempt.is_local:
-                attempt.prefill_report = event.end.report
-            self._keep_report(event.source, event.end.report, attempt.placed)
+                attempt.prefill_report = report
+            self._keep_report(event.source, report, attempt.placed)
         outcome = event.end.outcome if event.end is not None else None
         if event.source is Source.PREFILL and outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
             self._services.pairs.met(attempt.placed)

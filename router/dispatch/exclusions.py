@@ -21,5 +21,5 @@ def exclusions(
 
 
 def ended_by(event: Ended) -> Reason:
-    """Of a worker whose attempt has ended early: the stream broke, or the worker drains."""
+    """Why a worker is excluded whose attempt has ended early: the stream broke, or the worker drains."""
     return Reason.LOST if event.end is None else Reason.DRAINED

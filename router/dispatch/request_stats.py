@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RequestStats:
-    """Of one request; what each attempt adds."""
+    """Counts of one request; each attempt adds to them."""
 
     attempts: int = 0
     placement_calls: int = 0

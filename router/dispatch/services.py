@@ -17,6 +17,7 @@ from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
 from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.dispatch.work_reports import WorkReports
 from router.link.links import Links
 from router.observe.live.report import Recorder
 from router.observe.token_times import TokenTimes
@@ -71,6 +72,7 @@ class Services:
         self._salts: dict[tuple[str, str], bytes] = {}
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
+        self.work_reports = WorkReports()
         self.faults = RequestFaults.of(faults)
         self.tracing = tracing
         self.inter_token_seconds = metrics.ITL.create()
@@ -102,7 +104,7 @@ class Services:
         return replace(request, excluded={**request.excluded, **dict.fromkeys(out, Reason.UNREACHABLE)})
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
-        """Of a model's block hashes, for requests that share prefixes."""
+        """The salt of a model's block hashes, for requests that share prefixes."""
         known = self._salts.get((model_id, prefix_scope))
         if known is None:
             if len(self._salts) >= MAX_SALTS:

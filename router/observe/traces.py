@@ -50,7 +50,7 @@ class Arrival:
 
 
 class RequestTrace:
-    """Of a request that is sampled."""
+    """The trace of a request that is sampled."""
 
     def __init__(self, tracing: Tracing, root: OpenSpan, received: float):
         self._tracing = tracing

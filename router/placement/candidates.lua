@@ -1,12 +1,12 @@
 -- Third part of the placement script: the candidates.
 if listed then
   total = #ARGV - LISTED + 1
-  slots = {struct.unpack('>' .. string.rep('I4', total), ARGV[12])}
-  capacities = {struct.unpack('>' .. string.rep('d', #ARGV[13] / 8), ARGV[13])}
-  places = {byte(ARGV[14], 1, -1)}
-  local wanted = tonumber(ARGV[11])
-  for i = 1, total - wanted do ds[i] = i end
-  for i = 1, wanted do ps[i] = total - wanted + i end
+  slots = {struct.unpack('>' .. string.rep('I4', total), argument.slots)}
+  capacities = {struct.unpack('>' .. string.rep('d', #argument.capacities / 8), argument.capacities)}
+  places = {byte(argument.places, 1, -1)}
+  local num_decode = total - num_prefill
+  for i = 1, num_decode do ds[i] = i end
+  for i = 1, num_prefill do ps[i] = num_decode + i end
 end
 local unlisted = 0  -- blocks of the prompt that workers may hold without being candidates
 -- Prefill and decode workers that may be better with one beside them than the best pair is.
@@ -33,7 +33,7 @@ local function worth_a_look()
   end
   return near_p, near_d
 end
-local set, wants_prefill = tag .. 'set:' .. group .. ':', ARGV[11] == '1'
+local set, wants_prefill = tag .. 'set:' .. group .. ':', num_prefill == 1
 local barred, barred_p, barred_d  -- names to pass over, by role, and how many
 if not listed then
   local function among(packed)
@@ -44,8 +44,8 @@ if not listed then
     return found, size
   end
   barred = {}
-  barred.p, barred_p = among(ARGV[12])
-  barred.d, barred_d = among(ARGV[13])
+  barred.p, barred_p = among(argument.without_prefill)
+  barred.d, barred_d = among(argument.without_decode)
 end
 -- Reads the first `width` of each set. A wide look reads as many of each place as a narrow one reads of all.
 local function look(width, wide)
@@ -160,7 +160,7 @@ local function look(width, wide)
 end
 if not listed then
   local function few(kind, seen) return 2 * call('ZCARD', set .. kind) < tonumber(seen) end
-  if few('r', ARGV[15]) or (wants_prefill and few('p', ARGV[14])) then return refused({-8}) end
+  if few('r', argument.seen_decode) or (wants_prefill and few('p', argument.seen_prefill)) then return refused({-8}) end
   look(HEADS, false)
 end
 if total > 0 then rate_new() end

@@ -41,7 +41,7 @@ end
 
 -- What a pair shares at least: 1 a clique, 2 a host, 3 a rack, 4 a zone, 5 nothing.
 local function level(p, d)
-  if places[p] == places[d] then return listed and byte(ARGV[17], p) or byte(facts[p], 2) end
+  if places[p] == places[d] then return listed and byte(argument.shares, p) or byte(facts[p], 2) end
   local rack = rack_of(p)
   if rack ~= UNKNOWN and rack == rack_of(d) then return 3 end
   local zone = zone_of(p)

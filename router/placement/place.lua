@@ -6,9 +6,9 @@
 --   3   chain: packed index keys of the prompt's full blocks
 --   4   NUMBERS, packed as 8-byte doubles: tokens, page size, output tokens that are expected, a random number, a and b of the
 --       cost model, token_bytes, per_token (seconds that a resident token adds to a decode step), rate (prefill tokens per
---       second), ttl_ms of index entries and predict_ms of those that a placement predicts, target and deadline of the first
---       token (seconds, 0 = none), run of the router, number of the call, lease_ms of the router, age_ms of a lease from which a
---       worker is suspect and from which it is dead, bandwidths (bytes per second of pairs that share a clique, a host, a rack, a
+--       second), ttl_ms of index entries, target and deadline of the first token (seconds, 0 = none), run of the router, number
+--       of the call, predict_ms of index entries that a placement predicts, lease_ms of the router, age_ms of a lease from which
+--       a worker is suspect and from which it is dead, bandwidths (bytes per second of pairs that share a clique, a host, a rack, a
 --       zone, nothing)
 --   5   mode of local prefill (at the decode worker): never | fallback | auto | always
 --   6   feeds of the index
@@ -35,13 +35,22 @@
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
 local NUMBERS = '>' .. string.rep('d', 23)
-local L, page, out, random, a, b, token_bytes, per_token, rate, ttl, predict, target, deadline, life, number, lease, suspect, dead,
+local L, page, out, random, a, b, token_bytes, per_token, rate, ttl, target, deadline, life, number, predict, lease, suspect, dead,
   to_clique, to_host, to_rack, to_zone, to_far = struct.unpack(NUMBERS, ARGV[4])
 local bandwidths = {to_clique, to_host, to_rack, to_zone, to_far}
 local mode, feeds, priority_class, transfer_id, replaces, group = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 local small = group == ''
 local listed = small or group == '-'
 local LISTED = 18
+-- Arguments 11 to 17 by name. Where they are listed, those of all candidates; else what bounds the candidates of the sets.
+local num_prefill, argument = tonumber(ARGV[11]), nil
+if listed then
+  argument = {
+    slots = ARGV[12], capacities = ARGV[13], places = ARGV[14], racks = ARGV[15], zones = ARGV[16], shares = ARGV[17],
+  }
+else
+  argument = {without_prefill = ARGV[12], without_decode = ARGV[13], seen_prefill = ARGV[14], seen_decode = ARGV[15]}
+end
 local ANSWERS = 256
 local ANSWER = '>I8I4I4I4dddddd'
 local BEST = 8  -- of each role that are paired with each other

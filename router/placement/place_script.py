@@ -32,7 +32,6 @@ from router.placement.types import PlacementRequest
 log = logging.getLogger(__name__)
 PREDICT_SECONDS = 10.0
 RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer
-LEASE_AGES_MS = int(LEASE_SUSPECT_SECONDS * 1000), int(LEASE_DEAD_SECONDS * 1000)
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
 _ANSWER = struct.Struct(">QIII6d")  # ANSWER in place.lua: number of the call, tokens, _TERMS
@@ -88,14 +87,14 @@ class Numbers(NamedTuple):
     per_token: float
     rate: float
     ttl_ms: int
-    predict_ms: int
     target_seconds: float
     deadline_seconds: float
     run: int
     number: int
-    lease_ms: int
-    suspect_ms: int
-    dead_ms: int
+    predict_ms: int = int(PREDICT_SECONDS * 1000)
+    lease_ms: int = int(ROUTER_LEASE_SECONDS * 1000)
+    suspect_ms: int = int(LEASE_SUSPECT_SECONDS * 1000)
+    dead_ms: int = int(LEASE_DEAD_SECONDS * 1000)
 
     def packed(self, bandwidths: Sequence[float]) -> bytes:
         return _NUMBERS.pack(*self, *bandwidths)
@@ -190,22 +189,33 @@ class PlaceScript:
         replaces: bytes,
     ) -> list[Argument]:
         c, config, memory = self._calibration, self._config, self._memory.memory
-        limits = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
+        target, deadline = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
         numbers = Numbers(
-            request.token_count,
-            request.kv_group.page_size if request.kv_group is not None else config.page_size,
-            *(request.output_tokens, self._rng.random()),
-            *(c.a, c.b, c.token_bytes, c.decode_token_seconds, c.rate),
-            int(memory.shortened(scripts.NODE_TTL_SECONDS) * 1000),
-            int(PREDICT_SECONDS * 1000),
-            *limits,
-            *(run, number, int(ROUTER_LEASE_SECONDS * 1000), *LEASE_AGES_MS),
+            tokens=request.token_count,
+            page_size=request.kv_group.page_size if request.kv_group is not None else config.page_size,
+            output_tokens=request.output_tokens,
+            random=self._rng.random(),
+            a=c.a,
+            b=c.b,
+            token_bytes=c.token_bytes,
+            per_token=c.decode_token_seconds,
+            rate=c.rate,
+            ttl_ms=int(memory.shortened(scripts.NODE_TTL_SECONDS) * 1000),
+            target_seconds=target,
+            deadline_seconds=deadline,
+            run=run,
+            number=number,
         )
         return [
-            *(scripts.prefix(config.namespace, candidates.model_id), config.router_id, request.chain),
-            *(numbers.packed(c.rates()), config.local_prefill),
+            scripts.prefix(config.namespace, candidates.model_id),
+            config.router_id,
+            request.chain,
+            numbers.packed(c.rates()),
+            config.local_prefill,
             "reported" if memory.pressed else config.index_feeds,
-            *(request.priority_class, request.transfer_id, replaces),
+            request.priority_class,
+            request.transfer_id,
+            replaces,
             *candidates.arguments,
         ]
 

@@ -69,7 +69,7 @@ class Placement:
 
     @property
     def eligibility(self) -> Eligibility:
-        """Of the latest membership."""
+        """Eligibility by the latest membership."""
         workers = self._members.all
         if self._eligibility.workers is not workers:
             self._eligibility = Eligibility(workers, self.mode, self._eligibility.unknown)

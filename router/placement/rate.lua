@@ -22,11 +22,11 @@ end
 local function name_of(i) return names[i] or sub(ARGV[LISTED - 1 + i], 3) end
 local racks, zones = {}, {}
 local function rack_of(i)
-  racks[i] = racks[i] or (listed and byte(ARGV[15], i) or sub(facts[i], 27, 38))
+  racks[i] = racks[i] or (listed and byte(argument.racks, i) or sub(facts[i], 27, 38))
   return racks[i]
 end
 local function zone_of(i)
-  zones[i] = zones[i] or (listed and byte(ARGV[16], i) or sub(facts[i], 39, 50))
+  zones[i] = zones[i] or (listed and byte(argument.zones, i) or sub(facts[i], 39, 50))
   return zones[i]
 end
 

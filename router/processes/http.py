@@ -12,7 +12,7 @@ import socket
 
 import uvicorn
 
-from router.frontends.http.listener import HttpServer
+from router.frontends.http.listener import HttpServer, accept_now, readable
 from router.frontends.http.protocol import LimitedProtocol
 from router.listening import accepted_all
 from router.processes.member import Member
@@ -31,12 +31,12 @@ class SharedHttpServer(HttpServer):
         while True:
             if not self._ahead():
                 with contextlib.suppress(BlockingIOError):
-                    return _accepted(listener)
-            await _readable(listener)
+                    return accept_now(listener)
+            await readable(listener)
             if self._ahead():
                 await asyncio.sleep(BEHIND_SECONDS)
                 with contextlib.suppress(BlockingIOError):
-                    return _accepted(listener)
+                    return accept_now(listener)
 
     async def accept_last(self, listener: socket.socket) -> None:
         """The parent has closed the socket's queue: only it knows that no process goes on with it."""
@@ -52,28 +52,6 @@ class SharedHttpServer(HttpServer):
     def _close_overdue(self) -> None:
         super()._close_overdue()
         self._count_opening()  # also where this process has accepted nothing since
-
-
-def _accepted(listener: socket.socket) -> socket.socket:
-    """Raises OSError; BlockingIOError where no connection waits, because another process was first."""
-    connection, _ = listener.accept()
-    connection.setblocking(False)
-    return connection
-
-
-async def _readable(listener: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-
-    def wake() -> None:
-        if not readable.done():
-            readable.set_result(None)
-
-    loop.add_reader(listener.fileno(), wake)
-    try:
-        await readable
-    finally:
-        loop.remove_reader(listener.fileno())
 
 
 def counted(protocol: type[LimitedProtocol], member: Member) -> type[LimitedProtocol]:

@@ -47,7 +47,7 @@ class Member:
         self._slot.beat()
 
     def why_not_ready(self, own: Sequence[str]) -> list[str]:
-        """Of the whole router."""
+        """Why the router is not ready, over all its processes."""
         return why_not_ready(self._memory, {self.index: own})
 
     def in_flight(self) -> int:

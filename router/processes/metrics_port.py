@@ -62,7 +62,7 @@ class MetricsPort:
         self._timer = self._loop.call_later(LOOK_SECONDS, self._turn)
 
     def _why_not_live(self) -> list[str]:
-        """Of the parent; it replaces processes that stand still."""
+        """Why the parent is not live; it replaces other processes that stand still."""
         silent = time.monotonic() - self._turned
         return [f"the event loop has stood still for {silent:.0f} s"] if silent > LOOP_STALL_SECONDS else []
 

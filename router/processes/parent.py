@@ -70,7 +70,7 @@ class RouterProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of processes that serve, in their order; 0 for one that does not."""
+        """Pids of the serving processes by index; 0 for one that does not serve."""
         found = (self._children.get(index) for index in range(self._config.processes))
         return [child.pid if child is not None and child.serves else 0 for child in found]
 

@@ -9,7 +9,7 @@ MAX_SHORT_LIVES = 8
 
 
 class Restarts:
-    """Of one process."""
+    """When one process is started again."""
 
     def __init__(self) -> None:
         self._short_lives = 0

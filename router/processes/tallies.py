@@ -14,7 +14,7 @@ from router.processes.memory import Fence, Figure, SharedMemory, Slot, others
 
 
 class SharedTotal:
-    """Of all holders together: one figure of each slot."""
+    """The sum over all holders of one figure of each slot."""
 
     def __init__(self, memory: SharedMemory, index: int, figure: Figure, fence: Fence):
         self._own = memory.slot(index)
@@ -112,6 +112,6 @@ def shared_tallies(memory: SharedMemory, index: int) -> Tallies:
 
 
 def key_of(tenant: str) -> int:
-    """Of 64 bits, not 0: that is a free cell."""
+    """A key of 64 bits. Not 0, which marks a free cell."""
     digest = hashlib.blake2b(tenant.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1

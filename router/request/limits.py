@@ -45,7 +45,7 @@ class FieldLimits:
 
     @property
     def lower_first(self) -> bool:
-        """Of two priorities that are numbers."""
+        """Whether the lower of two numeric priorities comes first."""
         return self.settings.priority_order == "lower_first"
 
     @property

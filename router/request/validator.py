@@ -128,7 +128,7 @@ class Validator:
 
     @property
     def _most_text_bytes(self) -> int | None:
-        """Of a text that fits the context; None = no bound."""
+        """Bytes of the longest text that fits the context; None = no bound."""
         longest = self._text.most_bytes
         return None if longest is None else longest * (self.limits.max_model_len - 1)
 

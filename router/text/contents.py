@@ -135,7 +135,7 @@ class Contents:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Of the tokenizer's functions only those for batches release the interpreter lock."""
+    """Token ids of a text, by the batch function: only those release the interpreter lock."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 

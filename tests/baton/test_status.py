@@ -125,3 +125,12 @@ def test_other_answers_are_errors(router: str, error: type[Exception]) -> None:
 def test_no_router_is_an_error(url: str) -> None:
     with pytest.raises(UnavailableError):
         show(url, as_json=False)
+
+
+@pytest.mark.parametrize("name", ["w[/x]", "[fd00::8]:5000", "w[link=http://evil]x", "w\x1b]0;title\x07"])
+def test_names_and_addresses_are_no_markup_and_control_no_terminal(name: str) -> None:
+    worker = {"id": name, "address": name, "role": "decode", "state": "ready", "lease": "live"}
+    file = io.StringIO()
+    Console(file=file, width=200).print(render({"workers": [worker]}))
+    shown = name.replace("\x1b", "\N{REPLACEMENT CHARACTER}").replace("\x07", "\N{REPLACEMENT CHARACTER}")
+    assert file.getvalue().count(shown) == 2

@@ -1,11 +1,18 @@
-"""Long error texts, for example from a peer, are cut before they cross a process border: gRPC bounds trailing metadata."""
+"""Errors of peers. Long texts are cut before they cross a process border, because gRPC bounds trailing metadata; a time
+that is none, and metadata that is no error, change nothing."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import grpc
 import pytest
 
-from cluster.errors import MAX_WIRE_BYTES, InvalidRequestError, OverloadedError, from_wire
-from cluster.rpc.errors import trailing_metadata
+from cluster.errors import MAX_WIRE_BYTES, InvalidRequestError, OverloadedError, UnavailableError, from_wire
+from cluster.rpc.errors import ERROR_KEY, error_from_rpc, trailing_metadata
+from router.frontends.http.errors import error_response
+from wire import common_pb2
 
 GRPC_LIMIT = 8192  # bytes of all trailing metadata, status and message included
 
@@ -24,3 +31,27 @@ def test_a_long_text_is_cut_and_fits(text):
 def test_a_short_text_is_unchanged():
     error = InvalidRequestError("é" * (MAX_WIRE_BYTES // 2), field="f")
     assert error.to_wire().message == error.message
+
+
+@pytest.mark.parametrize("seconds", [math.inf, -math.inf, math.nan, -1.0, 1e308])
+def test_a_time_that_is_none_is_unknown(seconds):
+    """A router would wait for it, and write it into a header."""
+    told = from_wire(common_pb2.ErrorDetail(code="OverloadedError", retry_after_seconds=seconds))
+    assert isinstance(told, OverloadedError) and told.retry_after_seconds == 0.0
+    assert "retry-after" not in error_response(told).headers
+
+
+class Failed(grpc.RpcError):
+    def __init__(self, metadata: Any):
+        self._metadata = metadata
+
+    def trailing_metadata(self) -> Any:
+        return ((ERROR_KEY, self._metadata),)
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("metadata", [b"\xff" * 9, b"\x0a\xff", "\xff"])
+def test_metadata_that_is_no_error_leaves_the_status(metadata):
+    assert type(error_from_rpc(Failed(metadata))) is UnavailableError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,10 @@ NONSENSE: list[dict[str, Any]] = [
     {"role": "both"},
     {"address": 7},
     {"worker_id": "\ud800"},
+    {"worker_id": ""},
+    {"worker_id": "w\0x"},
+    {"worker_id": "w\nx"},
+    {"worker_id": "w" * 1025},
     {"place": ["here"]},
     {"location": {"rack": 7}},
     {"model_id": None},
@@ -76,6 +81,13 @@ def test_a_file_with_invalid_values_does_not_affect_the_others(wrong):
     workers = decode(answer(facts("a"), facts("broken") | wrong, facts("c")))
     assert [worker.worker_id for worker in workers] == ["a", "c"]
     assert Candidates(workers, workers).arguments
+
+
+@pytest.mark.parametrize("renewed", [b"x", b"inf", math.inf, -math.inf, math.nan])
+def test_a_lease_that_is_none_does_not_affect_the_others(renewed):
+    told = answer(facts("a"), facts("broken"), facts("c"))
+    told[2 + 5 + 2] = renewed
+    assert [worker.worker_id for worker in decode(told)] == ["a", "c"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
+import orjson
 import pytest
 
 from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
@@ -63,6 +64,8 @@ def test_other_versions_report_more_or_fewer_fields() -> None:
         ({"steps": float("nan")}, "status.steps"),
         ({"prefill_seconds": float("inf")}, "status.prefill_seconds"),
         ({"steps": 10**400}, "status.steps"),
+        ({"steps": 2**63}, "status.steps"),
+        ({"prefill_seconds": -1e300}, "status.prefill_seconds"),
         ({"first_tokens": 1, "first_tokens_within_5s": []}, "status.first_tokens_within_5s"),
         ([], "object"),
         ("x", "object"),
@@ -72,6 +75,12 @@ def test_other_versions_report_more_or_fewer_fields() -> None:
 def test_a_field_of_another_kind_is_named(told: Any, named: str) -> None:
     with pytest.raises((TypeError, ValueError), match=named):
         WorkerStatus.decode(told)
+
+
+def test_the_largest_numbers_can_be_shown() -> None:
+    """`/v1/cluster` was an error as long as one worker reported more than 64 bits."""
+    largest = WorkerStatus.decode({one.name: 2**63 - 1 for one in fields(EngineStats)})
+    assert orjson.loads(orjson.dumps(largest.encode()))["steps"] == 2**63 - 1
 
 
 def test_a_text_that_no_document_can_hold() -> None:

@@ -159,7 +159,7 @@ class PeerRules(RuleBasedStateMachine):
         """Send Drained: none of the transfer's writes lands from here on."""
         if peer not in self.streams or not self.streams[peer].open:
             return
-        owners = {claim.peer for claim in self.claims(transfer)}
+        owners = {part.peer for part in self.parts(transfer)}
         if owners <= {self.streams[peer].name}:
             self.no_more_writes(lambda one: one == transfer)
             self.say(peer, drained=handoff_pb2.Drained(transfer_id=transfer))
@@ -174,7 +174,7 @@ class PeerRules(RuleBasedStateMachine):
     def process_exits(self, peer: str) -> None:
         name = f"{peer}@{self.lives[peer]:x}"
         self.hang_up(peer)
-        mine = {claim.transfer_id for claim in self.claims() if claim.peer == name}
+        mine = {part.transfer_id for part in self.parts() if part.peer == name}
         self.no_more_writes(lambda one: one in mine)
         self.lives[peer] += 1
 
@@ -184,9 +184,9 @@ class PeerRules(RuleBasedStateMachine):
         self.run(go())
         self.settle()
 
-    def claims(self, transfer: bytes | None = None) -> list[Any]:
-        claims = [slot.claim for ring in self.world.receiver.rings for slot in ring.slots]
-        return [one for one in claims if one is not None and transfer in (None, one.transfer_id)]
+    def parts(self, transfer: bytes | None = None) -> list[Any]:
+        parts = [slot.part for ring in self.world.receiver.rings for slot in ring.slots]
+        return [one for one in parts if one is not None and transfer in (None, one.transfer_id)]
 
     def no_more_writes(self, of: Any) -> None:
         writers = self.world.rank.writers

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decode_worker.quarantine_watch import ReportedPeerExits
-from kv_transfer.decode_side.ring import Claim, Ring, SlotState
+from kv_transfer.decode_side.ring import IncomingPart, Ring, SlotState
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import PAGE, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
@@ -17,12 +17,12 @@ from tests.kv_transfer.scripted_peer import ScriptedPeer
 
 @pytest.fixture
 def ring():
-    return Ring(list(range(8)), lambda claim, slot: None)
+    return Ring(list(range(8)), lambda part, slot: None)
 
 
 def peer_exits(ring):
     async def process_exited(peer):
-        ring.fence_proven(lambda claim: claim.peer == peer)
+        ring.fence_proven(lambda part: part.peer == peer)
 
     receiver = SimpleNamespace(rings=[ring], links=set(), process_exited=process_exited)
     return ReportedPeerExits(receiver)  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ def peer_exits(ring):
 async def test_slots_of_all_its_epochs_are_freed_and_no_others(ring):
     for number, peer in enumerate(("p1@a", "p1@b", "p2@a")):
         transfer_id = bytes([number]) * 16
-        ring.ask(Claim(transfer_id, peer, 0, 0, 100))
+        ring.ask(IncomingPart(transfer_id, peer, 0, 0, 100))
         ring.quarantine(transfer_id)
     async with asyncio.timeout(60):
         await peer_exits(ring).apply("p1")
@@ -40,7 +40,7 @@ async def test_slots_of_all_its_epochs_are_freed_and_no_others(ring):
 
 
 async def test_the_word_may_come_before_the_broken_connection(ring):
-    ring.ask(Claim(b"t" * 16, "p1@a", 0, 0, 100))
+    ring.ask(IncomingPart(b"t" * 16, "p1@a", 0, 0, 100))
     applying = asyncio.create_task(peer_exits(ring).apply("p1"))
     await asyncio.sleep(0.05)
     assert ring.count(SlotState.GRANTED) == 1  # its hand-off has not ended here yet

@@ -13,7 +13,7 @@ import redis
 from cluster.errors import UnavailableError
 from cluster.kubernetes.pod import Pod
 from decode_worker.quarantine_watch import GRACE_SECONDS, QUERY_SECONDS, QuarantineWatch
-from kv_transfer.decode_side.ring import Claim, Ring, SlotState
+from kv_transfer.decode_side.ring import IncomingPart, Ring, SlotState
 
 POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
 
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.ring = Ring(list(range(16)), lambda claim, slot: None)
+        self.ring = Ring(list(range(16)), lambda part, slot: None)
         self.asked: list[Pod] = []
         self.exited: set[str] = set()
         self.failure: Exception | None = None
@@ -41,7 +41,7 @@ class World:
         self.watch = QuarantineWatch(receiver, self, self.registered, lambda: self.now)
 
     async def process_exited(self, peer: str) -> None:
-        self.ring.fence_proven(lambda claim: claim.peer == peer)
+        self.ring.fence_proven(lambda part: part.peer == peer)
 
     def has_exited(self, pod: Pod) -> bool:
         self.asked.append(pod)
@@ -59,7 +59,7 @@ class World:
 
     def grant(self, number: int, peer: str) -> bytes:
         transfer_id = bytes([number]) * 16
-        self.ring.ask(Claim(transfer_id, peer, 0, 0, 100))
+        self.ring.ask(IncomingPart(transfer_id, peer, 0, 0, 100))
         return transfer_id
 
     async def passes(self, seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""Loads a model, then takes all that it may take: every block written to, hand-off buffers, the largest step twice.
+"""Loads a model, then takes all that it may take: every block written to, hand-off buffers, the largest batch of single
+tokens, the largest step twice.
 
     python -m tests.engine.fill_memory MODEL HANDOFF_BYTES [LIMIT_BYTES]
 
@@ -17,10 +18,11 @@ from cluster.process.memory import Limit
 from engine import build, largest_step
 from engine.cache.block_pool import BlockPool
 from engine.device_memory import HostMemory
+from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 from kv_transfer.memory import aligned_bytes
 
-CONTEXT, TOKENS, REQUESTS = 1024, 512, 64
+CONTEXT, TOKENS, REQUESTS = 1024, 512, 256
 
 
 class Believed(HostMemory):
@@ -55,6 +57,8 @@ def main() -> None:
         pool.register(block, block_hash, hashes[block - 1] if block else None)
     buffers = aligned_bytes(handoff)
     runner.kv_cache.fill_(0.5)
+    tokens = [PlanItem(str(row), [0], 0, [row], row, 1) for row in range(REQUESTS)]
+    runner.execute(StepPlan(tokens, []))  # of which the CPU's job lists keep the buffers
     for _ in range(2):
         runner.execute(largest_step.plan(loaded.config))
     found = {

@@ -103,8 +103,8 @@ def runners(model: Path, tensor_parallel: int, **config: object) -> Iterator[lis
     def load(rank: int) -> ModelRunner:
         return ModelRunner(load_model(settings, ThreadGroup(rank, tensor_parallel, barrier, box)))
 
-    with ThreadPoolExecutor(tensor_parallel) as loading:  # together: they may exchange something
-        ranks = list(loading.map(load, range(tensor_parallel)))
+    with ThreadPoolExecutor(tensor_parallel) as pool:  # at once: the first steps are of all ranks
+        ranks = list(pool.map(load, range(tensor_parallel)))
     problems: list[BaseException] = []
 
     def follow(runner: ModelRunner) -> None:

@@ -16,10 +16,10 @@ from cluster.errors import EngineRequestError
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
 from engine.sampling import device_sampler as module
-from engine.sampling.adjust import Row
 from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
 from engine.sampling.host_sampler import HostDraw
 from engine.sampling.philox import DrawKey, all_words, key_words, words
+from engine.sampling.row import Row
 from engine.sampling.sampler import Result, Sampled, sample
 from tests.engine.fake_model import FakeRunner
 from tests.engine.test_sampling_oracle import VOCAB, some_params

@@ -14,8 +14,8 @@ from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.engine import Engine
 from engine.plan import StepPlan
 from engine.request import EngineRequest, EngineReservation, SamplingParams, TokenOutput
-from engine.sampling.adjust import Row
 from engine.sampling.host_sampler import HostDraw, HostSampler
+from engine.sampling.row import Row
 from engine.sampling.sampler import Result
 from engine.scheduler.sequence import NO_ROW
 from tests.engine.fake_model import PAGE, FakeRunner, continuation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,56 @@ def test_it_runs_where_only_the_engines_needs_are_met():
         assert words in done.stdout
     assert "transformers is the reference" in done.stdout  # skipped, and named
     assert " passed" in done.stdout and "INTERNALERROR" not in done.stdout
+
+
+IMPORTED = """
+import sys
+from importlib import import_module, metadata
+for name in {names!r}:
+    import_module(name)
+found = {{name.partition(".")[0] for name in sys.modules}}
+owners = metadata.packages_distributions()
+print(*sorted({{one for name in found for one in owners.get(name, ())}}))
+"""
+# Of the card's path, beside the tests: imported where they are used.
+USED = [
+    "engine.attention.triton_backend",
+    "engine.ops.triton_ops",
+    "engine.graphs.cuda",
+    "kv_transfer.device.cuda",
+]
+
+
+@pytest.mark.long
+def test_all_that_is_imported_was_asked_for():
+    """By name, or as a requirement of what was; xxhash, triton and NIXL are looked for by the tests that need them."""
+    names = [*(f"tests.gpu.{file.stem}" for file in (ROOT / "tests/gpu").glob("[a-z]*.py")), *USED]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED.format(names=names)],
+        cwd=ROOT, capture_output=True, text=True, timeout=150, check=True,
+    )  # fmt: skip
+    asked = {re.split("[<>=]", one)[0] for one in NEEDED.values()}
+    # As modules are found by package, namespaces and build tools are named too.
+    loose = {"setuptools", "googleapis-common-protos", "google-api-core", "google-auth", "typing_extensions"}
+    loose |= {"grpcio-health-checking", "grpcio-reflection", "grpcio-tools"}  # which grpcio tries to import
+    allowed = {
+        one.lower().replace("_", "-") for one in required(asked) | loose | {"xxhash", "triton", "tqdm"}
+    }
+    assert {one.lower().replace("_", "-") for one in done.stdout.split()} <= allowed
+
+
+def required(names: set[str]) -> set[str]:
+    """With what they require in turn."""
+    found, left = set[str](), set(names)
+    while left:
+        name = left.pop()
+        found.add(name)
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # of another platform
+            continue
+        left |= {re.split("[^A-Za-z0-9_.-]", one)[0] for one in needs if "extra ==" not in one} - found
+    return found
 
 
 def test_missing_parts_are_named():

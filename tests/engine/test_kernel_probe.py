@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +25,13 @@ from tests.engine.test_attention_backends import DIM, HEADS, KV, LAYERS, PAGE, r
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
 
-def asked(kernel: Kernel | Callable[..., Tensor]) -> str:
-    return probe.why_not(lambda: kernel, CPU, torch.bfloat16, 64, 16)
+def asked(kernel: Kernel, head_dim: int = 64, page: int = 16) -> str:
+    return probe.why_not(lambda: partial(VarlenBackend, kernel=kernel), CPU, torch.bfloat16, head_dim, page)
 
 
 def test_a_kernel_that_computes_attention_passes() -> None:
     assert asked(reference) == ""
-    assert probe.why_not(lambda: reference, CPU, torch.bfloat16, 32, 256) == ""
+    assert asked(reference, head_dim=32, page=256) == ""
 
 
 def changed(**arguments: Callable[[Any], Any]) -> Callable[..., Tensor]:
@@ -68,8 +69,7 @@ def test_an_install_that_is_broken_is_refused_with_its_reason(error: Exception) 
     def broken(**given: Any) -> Any:
         raise error
 
-    for make in (broken, lambda: broken):
-        reason = probe.why_not(make, CPU, torch.bfloat16, 64, 16)
+    for reason in (probe.why_not(broken, CPU, torch.bfloat16, 64, 16), asked(broken)):
         assert type(error).__name__ in reason and str(error) in reason
 
 

@@ -20,8 +20,10 @@ from engine.build import load_model
 from engine.cache.block_pool import BlockPool
 from engine.graphs import decode_graphs
 from engine.kv_cache import BOOKKEEPING_BYTES, Needs
+from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
 from engine.parallel.group import NullGroup
+from engine.plan import StepPlan
 from engine.runner import ModelRunner
 from engine.step_buffers import StepBuffers
 from tests.engine.fake_memory import GIB, FakeMemory
@@ -229,6 +231,33 @@ def test_the_pool_comes_after_the_weights_and_the_largest_step(checkpoint, monke
     assert runner.config.kv_memory_bytes == runner.num_blocks * block_bytes
 
 
+def test_buffers_of_listed_decode_steps_are_counted(checkpoint, monkeypatch) -> None:
+    """They grow in the first large batch, and are still there when the largest step runs."""
+    decode_jobs = pytest.importorskip("engine.decode_jobs")
+    cpu_jobs = pytest.importorskip("engine.ops.cpu_jobs")
+    memory = Loading(monkeypatch, 100 * MIB, peak=7 * MIB)
+    config = EngineConfig(
+        model=checkpoint("llama"), device="cpu", dtype="bfloat16", max_model_len=256, max_batch_requests=20
+    )
+    make = classmethod(
+        lambda cls, *parts: cls(*parts)
+    )  # whatever instructions this CPU has; nothing is computed
+    monkeypatch.setattr(decode_jobs._Parts, "of", make)
+    loaded = load_model(config, memory=memory)
+    jobs = ModelRunner(loaded)._decode_jobs
+    assert jobs is not None
+    kept = decode_jobs.most_bytes(loaded.decoder, loaded.ops, loaded.attention, loaded.team, 20)
+    block_bytes = loaded.kv_cache[0].numel() * loaded.kv_cache.itemsize
+    room = 90 * MIB - memory.used - 7 * MIB - block_bytes - kept
+    assert loaded.kv_cache.shape[0] == room // (block_bytes + BOOKKEEPING_BYTES)
+    for rows in range(1, 21):
+        jobs._fit(rows)
+    assert len(jobs._work.x) == 32
+    buffers = sum(one.nbytes for one in vars(jobs._work).values())
+    lists = decode_jobs.KEPT_LISTS * cpu_jobs.JOB * 8 * (9 * loaded.model_config.num_layers + 3)
+    assert kept == buffers + lists
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_recorded_steps_are_counted_where_there_are_any(enabled, checkpoint, monkeypatch) -> None:
     """Their logits, and a step's memory for the recordings themselves, which is never freed."""
@@ -287,7 +316,7 @@ def test_a_pool_of_exactly_one_context_has_its_null_block_beside_it(checkpoint, 
     assert loaded.kv_cache.shape[0] == 16
     for weights, before_load in ((build.weight_bytes(model, exact), True), (memory.used, False)):
         short = Loading(monkeypatch, weights + 17 * block - 1)
-        with pytest.raises(ConfigError, match=f"{block} for recorded steps, by 1:"):
+        with pytest.raises(ConfigError, match=f"{block} for decode steps, by 1:"):
             load_model(exact, memory=short)
         assert ("load" not in short.calls) is before_load
 
@@ -303,7 +332,7 @@ def test_a_given_pool_is_not_measured(checkpoint, monkeypatch) -> None:
 def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch) -> None:
     seen: list[int] = []
 
-    def load(engine: EngineConfig, group: object, *, handoff_bytes: int) -> None:
+    def load(engine: EngineConfig, group: object, *, handoff_bytes: int, tell: object) -> None:
         seen.append(handoff_bytes)
         raise ConfigError("far enough", field="model")
 
@@ -343,11 +372,17 @@ def test_the_largest_step_reaches_every_limit(limits: dict[str, int]) -> None:
     assert len({item.row for item in items}) == len(items)
 
 
-def test_a_step_that_does_not_fit_names_the_setting(checkpoint, monkeypatch) -> None:
-    def full(*anything: object) -> None:
+@pytest.mark.parametrize("sequences", [1, 256])
+def test_a_step_that_does_not_fit_names_the_setting(sequences, checkpoint, monkeypatch) -> None:
+    """One of those that compile kernels, or the largest."""
+    run = largest_step.run
+
+    def full(config: EngineConfig, decoder: Decoder, plan: StepPlan, *others: Any) -> Tensor:
+        if len(plan.items) < sequences:
+            return run(config, decoder, plan, *others)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(largest_step, "_run", full)
+    monkeypatch.setattr(largest_step, "run", full)
     config = EngineConfig(model=checkpoint("llama"), device="cpu", max_model_len=256)
     with pytest.raises(ConfigError, match=r"a step of 2048 tokens and 256 requests .*2\.00 GiB") as caught:
         load_model(config)

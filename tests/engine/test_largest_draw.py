@@ -17,10 +17,10 @@ from engine import largest_step
 from engine.parallel.group import NullGroup
 from engine.request import SamplingParams
 from engine.sampling import cuts, draw
-from engine.sampling.adjust import Row
 from engine.sampling.base import Sampler
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.host_sampler import HostSampler
+from engine.sampling.row import Row
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 32, 16000

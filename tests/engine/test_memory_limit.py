@@ -22,8 +22,10 @@ LIMIT = 1536 * MIB
 HANDOFF = 64 * MIB
 SHARE = 0.9
 LONG = pytest.mark.long
-# Checkpoints of 10, 130 and 410 MB.
+# Checkpoints of 70, 10, 130 and 410 MB.
 SHAPES = {
+    # 256 rows of its logits are 32 MiB: of buffers that nobody counts, it would be seen.
+    "vocabulary": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=65_536),
     "small": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512),
     "middle": ModelShape(layers=4, kv_heads=4),
     "large": ModelShape(),
@@ -51,12 +53,12 @@ def fill(model: Path, before: list[str] | None, limit: int) -> dict[str, Any]:
 def check(found: dict[str, Any]) -> None:
     print(found)
     assert found["limit"] == LIMIT
-    assert 0.7 * LIMIT < found["peak"] <= LIMIT, "the pool gets what the others leave"
+    assert 0.6 * LIMIT < found["peak"] <= SHARE * LIMIT, "the pool gets what the others leave"
     assert found["pool"] + found["weights"] + found["handoff"] < SHARE * LIMIT
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param("small", marks=LONG), pytest.param("middle", marks=LONG), "large"]
+    "size", [*(pytest.param(one, marks=LONG) for one in ("vocabulary", "small", "middle")), "large"]
 )
 def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Path]) -> None:
     """The kernel kills a process that takes more, where a limit can be made here."""

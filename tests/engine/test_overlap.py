@@ -15,8 +15,8 @@ from engine.build import load_model
 from engine.engine import Engine, overlaps
 from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
 from engine.runner import ModelRunner
-from engine.sampling.adjust import Row
 from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.row import Row
 from tests.engine.fake_model import FakeRunner, continuation
 from tests.engine.ranks import KV_BYTES, engine_of, run
 from tests.harness.checkpoints import prompt_ids

@@ -223,9 +223,11 @@ def test_one_card_is_one_rank():
         ("cuda", 0, "cuda:0"),
         ("cuda", 3, "cuda:3"),
         ("cuda", 5, "cuda:1"),
+        ("auto", 2, "cuda:2"),
     ],
 )
 def test_the_card_that_is_named_is_taken(monkeypatch, name, rank, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert build.rank_device(name, rank) == torch.device(expected)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import BlocksExhaustedError
+from tests.engine.flow import Flow, refused_now
 from tests.engine.parts import PAGE, Parts, count_calls, request
-from tests.engine.test_claims import Flow, refused_now
 
 
 @pytest.mark.parametrize("blocks", [6, 16])

@@ -16,10 +16,10 @@ from cluster.errors import EngineRequestError
 from engine.next_tokens import finish_reason, forbidden
 from engine.request import FinishReason, SamplingParams
 from engine.sampling import sampler
-from engine.sampling.adjust import Row
 from engine.sampling.cuts import Kept, keep
 from engine.sampling.draw import draw
 from engine.sampling.philox import DrawKey, philox4x32
+from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled, sample
 
 VOCAB = 400

@@ -13,10 +13,10 @@ import torch
 from cluster.errors import EngineRequestError
 from engine.request import EngineRequest, SamplingParams
 from engine.sampling import cuts
-from engine.sampling.adjust import Row
 from engine.sampling.cuts import Kept, keep
 from engine.sampling.draw import draw, draw_by_torch
 from engine.sampling.philox import DrawKey
+from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled, sample
 from tests.engine.ranks import make_engine, run
 from tests.harness import sampling_oracle as oracle

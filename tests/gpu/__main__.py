@@ -13,12 +13,14 @@ from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+CAPABILITY = (8, 0)  # the oldest cards that compute in bf16
 # module → package
 NEEDED = {
     "torch": "torch>=2.11",
     "numpy": "numpy",
     "safetensors": "safetensors",
     "pydantic": "pydantic",
+    "msgspec": "msgspec",
     "grpc": "grpcio",
     "google.protobuf": "protobuf",
     "psutil": "psutil",
@@ -40,6 +42,7 @@ def missing() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path, default=HERE.parents[1] / "out/gpu-check.json", help="figures")
     options, more = parser.parse_known_args()
     if packages := missing():
         print(f"gpu-check: {sys.executable} lacks {', '.join(packages)}")
@@ -50,9 +53,13 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"gpu-check: torch {torch.__version__} sees no CUDA device here")
         return 1
+    if options.device == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
+        name, number = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.get_device_capability()))
+        print(f"gpu-check: {name} has compute capability {number}; 8.0 is the least that computes in bf16")
+        return 1
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else this Python has installed
     ini = ["-c", str(HERE / "pytest.ini"), "--confcutdir", str(HERE)]
-    return int(pytest.main([*ini, f"--device={options.device}", *more, str(HERE)]))
+    return int(pytest.main([*ini, f"--device={options.device}", f"--json={options.json}", *more, str(HERE)]))
 
 
 if __name__ == "__main__":

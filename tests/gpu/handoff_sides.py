@@ -21,9 +21,10 @@ import grpc
 import torch
 from torch import Tensor
 
+from bench.checkpoint import ModelShape
+from bench.handoff_common import layout
 from bench.handoff_peer import EPOCH, BlocksOnly, handoff_service, say
 from cluster.config.worker import TransferConfig
-from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.prefill_side.sender import HandoffSender
@@ -59,16 +60,7 @@ class Setup:
 
     @property
     def layout(self) -> common_pb2.KvLayout:
-        return common_pb2.KvLayout(
-            wire_version=WIRE_VERSION,
-            model_id="gpu-check",
-            dtype="bfloat16",
-            page_size=PAGE,
-            num_layers=self.layers,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            tensor_parallel=1,
-        )
+        return layout(ModelShape(layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim), PAGE)
 
     def kv_cache(self) -> Tensor:
         """Of twice the blocks, so that a part's blocks are not all of them."""

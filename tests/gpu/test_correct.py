@@ -24,6 +24,7 @@ from tests.harness.checkpoints import VARIANTS, prompt_ids
 
 pytestmark = pytest.mark.gpu
 NEW = 32
+TIE = 1e-3  # between logits of magnitude 10 in fp32
 KV_BYTES = 256 << 20
 SHAPES = [(4, 2, 16), (4, 4, 16), (4, 1, 16), (4, 2, 32), (16, 8, 64), (32, 8, 128)]  # heads, KV heads, dim
 
@@ -45,8 +46,12 @@ def backend(request, device):
     return name
 
 
+def runner_of(model, **settings) -> ModelRunner:
+    return ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings)))
+
+
 def generate(model, prompts, **settings):
-    runner = ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings)))
+    runner = runner_of(model, **settings)
     engine = Engine(runner, runner.config, secret=b"gpu")
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     for index, prompt in enumerate(prompts):
@@ -65,13 +70,26 @@ def test_the_tokens_are_the_cpus_in_fp32(variant, device, model):
     ways = {"dtype": "float32", "attention_backend": "sdpa", "max_batch_tokens": 48}
     here = generate(model(variant), prompts, device=device, **ways)
     there = generate(model(variant), prompts, device="cpu", dtype="float32", attention_backend="sdpa")
-    assert here == there
+    same_but_for_ties(model(variant), prompts, here, there)
     if device == "cuda" and importlib.util.find_spec("triton"):
-        assert (
-            generate(model(variant), prompts, device=device, **ways | {"attention_backend": "triton"})
-            == there
-        )
+        by_triton = generate(model(variant), prompts, device=device, **ways | {"attention_backend": "triton"})
+        same_but_for_ties(model(variant), prompts, by_triton, there)
     assert len({token for answer in here for token in answer}) > 8, "an answer that says something"
+
+
+def same_but_for_ties(path, prompts, found, expected) -> None:
+    """Where answers part, the CPU's logits of both tokens must be as near as sums in another order can move them. What
+    follows is not compared."""
+    for prompt, one, other in zip(prompts, found, expected, strict=True):
+        parted = next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+        if parted is None:
+            continue
+        runner = runner_of(path, device="cpu", dtype="float32", attention_backend="sdpa")
+        tokens = [*prompt, *other[:parted]]
+        blocks = list(range(-(-len(tokens) // runner.page_size)))
+        (row,) = runner.execute(StepPlan([PlanItem("judge", tokens, 0, blocks, 0, 1)], []))
+        between = abs(float(row[one[parted]] - row[other[parted]]))
+        assert between <= TIE, f"token {parted}: {one[parted]} and {other[parted]} are {between} apart"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -162,7 +180,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, 
 
 def logits(model, **settings) -> Tensor:
     """[6, vocab] of two sequences: both whole, then one cut and one by a token, then a token of each."""
-    runner = ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings)))
+    runner = runner_of(model, **settings)
     one, other = prompt_ids(90), prompt_ids(60, seed=1)
     steps = [(0, 50, 0, 58), (50, 89, 58, 59), (89, 90, 59, 60)]
     found = []

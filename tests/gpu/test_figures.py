@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from bench import checkpoint, limits
-from bench.checkpoint import ModelShape
+from bench import limits
+from bench.checkpoint import ModelShape, write_model
 from bench.figures import Figure
 from bench.sections import engine as section
 
@@ -18,14 +17,21 @@ REPEATS = 7
 DECODE_BOUND = "≥ 0.6"
 
 
-@pytest.mark.parametrize("page", [16, 256])
-def test_figures(page, device, tmp_path):
-    """By both sizes of pages: without vllm's kernel only the larger one has a paged kernel."""
+@pytest.fixture(scope="module")
+def checkpoint(device, tmp_path_factory):
+    """4 GB on a card: written once."""
     shape = CARD if device == "cuda" else SMALL
+    return write_model(tmp_path_factory.mktemp("card"), shape), shape
+
+
+@pytest.mark.parametrize("page", [16, 256])
+def test_figures(page, device, checkpoint, show):
+    """By both sizes of pages: without vllm's kernel only the larger one has a paged kernel."""
+    path, shape = checkpoint
     repeats = REPEATS if device == "cuda" else 1
     read = limits.read_rate(repeats, device)
     gemm = limits.gemm_rate(repeats, device=device, shape=shape)
-    loaded = section.load(checkpoint.write_model(tmp_path / "model", shape), device, page)
+    loaded = section.load(path, device, page)
     settings = loaded._runner.config
     bench = section.EngineBench(loaded, shape)
     figures = [
@@ -33,13 +39,9 @@ def test_figures(page, device, tmp_path):
         Figure("GEMM", gemm / 1e12, "TFLOP/s", note="bf16, the model's own shapes"),
         *bench.figures(gemm, read, lambda count: min(count, repeats), DECODE_BOUND),
     ]
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, small model: not to be quoted"
     weights = (shape.linear_weights + 2 * shape.vocab * shape.hidden) / 1e6
-    way = f"{settings.attention_backend}, pages of {page}, {weights:.0f} M parameters in bf16"
-    print(f"\n\n{name}; torch {torch.__version__}; {way}")
-    for figure in figures:
-        met = {None: "", True: "met", False: "not met"}[figure.met]
-        print(
-            f"  {figure.name:<36}{figure.value:>10.4g} {figure.unit:<8}{figure.bound:<7}{met:<9}{figure.note}"
-        )
+    show(
+        f"{settings.attention_backend}, pages of {page}, {weights:.0f} M parameters in bf16",
+        figures,
+    )
     assert all(figure.value > 0 for figure in figures if not figure.name.startswith("outside"))

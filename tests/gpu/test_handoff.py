@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.figures import Figure
 
@@ -28,21 +28,18 @@ pytestmark = pytest.mark.gpu
 CARD = Setup("cuda", "grpc", layers=32, kv_heads=8, head_dim=128, tokens=2048, weights=218 << 20)
 SMALL = Setup("cpu", "grpc", layers=4, kv_heads=2, head_dim=64, tokens=512, weights=1 << 12)
 REPEATS = 7
+ROOT = Path(__file__).resolve().parents[2]
 EXPOSED_BOUND = "≤ 0.005"
 NIXL = ("nixl", "nixl_cu12", "nixl_cu13")
 
 
 @pytest.mark.parametrize("transport", ["nixl", "grpc"])
-def test_a_hand_off_between_two_processes(transport, device):
+def test_a_hand_off_between_two_processes(transport, device, show):
     if transport == "nixl" and not any(find_spec(name) for name in NIXL):
         pytest.skip("no wheel of NIXL is installed")
     setup = replace(CARD if device == "cuda" else SMALL, transport=transport)
     figures = asyncio.run(asyncio.wait_for(measure(setup, REPEATS if device == "cuda" else 2), 240))
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, small model: not to be quoted"
-    print(f"\n\n{name}; torch {torch.__version__}; hand-off by {transport}, {setup.bytes >> 20} MiB")
-    for one in figures:
-        met = {None: "", True: "met", False: "not met"}[one.met]
-        print(f"  {one.name:<36}{one.value:>10.4g} {one.unit:<8}{one.bound:<9}{met:<9}{one.note}")
+    show(f"hand-off by {transport}, {setup.bytes >> 20} MiB", figures)
     assert all(one.value > 0 for one in figures)
 
 
@@ -54,6 +51,7 @@ async def measure(setup: Setup, repeats: int) -> Sequence[Figure]:
         to_json(setup),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:

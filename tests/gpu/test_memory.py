@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -9,19 +11,19 @@ from bench.checkpoint import ModelShape, write_model
 from cluster.config.worker import EngineConfig
 from engine import largest_step
 from engine.build import load_model
-from engine.device_memory import CONTEXT_BYTES
 from engine.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 HANDOFF = 256 << 20
 LEFT = (
     2 << 30
-)  # bytes; what a pool may leave of its share: gaps of the allocator, a context that is smaller than assumed
+)  # bytes of its share that a pool may leave: what the largest step was measured to need and does not
 
 
 def test_the_pool_fills_its_share_and_the_largest_steps_fit(device, tmp_path):
     if device == "cpu":
         pytest.skip("tests/engine/test_memory_limit.py does it on hosts")
+    gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     share = 0.5
@@ -41,11 +43,11 @@ def test_the_pool_fills_its_share_and_the_largest_steps_fit(device, tmp_path):
     runner.warm_up()
     buffers = torch.empty(HANDOFF, dtype=torch.uint8, device="cuda")
     runner.kv_cache.fill_(0.5)
-    torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         runner.execute(largest_step.plan(loaded.config))
     torch.cuda.synchronize()
-    used = torch.cuda.max_memory_reserved() + CONTEXT_BYTES
+    # The rule's own measure: of all processes, with the context. The allocator still has what the steps took at most.
+    used = total - torch.cuda.mem_get_info()[0]
     pool = runner.kv_cache.numel() * runner.kv_cache.itemsize
     print(f"pool {pool >> 20} MiB, used at most {used >> 20} of {int(share * total) >> 20} MiB")
     assert buffers.numel() == HANDOFF

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from engine.engine import Engine
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
-from engine.sampling.adjust import Row
 from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
+from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled, sample
 from tests.harness.checkpoints import prompt_ids
 
@@ -38,14 +39,9 @@ def no_waits(device: str) -> Iterator[None]:
 
 
 def runner_of(model, device: str, **settings: object) -> ModelRunner:
+    given: dict[str, Any] = {"dtype": "bfloat16", **settings}
     config = EngineConfig(
-        model=model,
-        device=device,
-        dtype="bfloat16",
-        page_size=PAGE,
-        kv_memory_bytes=KV_BYTES,
-        max_batch_requests=16,
-        **settings,  # type: ignore[arg-type]
+        model=model, device=device, page_size=PAGE, kv_memory_bytes=KV_BYTES, max_batch_requests=16, **given
     )
     return ModelRunner(load_model(config))
 
@@ -99,9 +95,12 @@ def test_a_part_of_a_prompt_is_waited_for(device, model):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_steps_launched_ahead_give_the_same(temperature, device, model):
+    """In fp32: a sequence that has ended is in one step more, so that steps have other sizes, and other last bits; in bf16
+    many of a small model's logits are that near to each other."""
     answers = []
     for overlap in ("off", "on"):
-        runner = runner_of(model("llama"), device, overlap=overlap)
+        runner = runner_of(model("llama"), device, overlap=overlap, dtype="float32")
+        runner.warm_up()
         engine = Engine(runner, runner.config, secret=b"gpu")
         for i in range(6):
             sampling = SamplingParams(

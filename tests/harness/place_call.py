@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.index import scripts
 from router.placement.candidates import Candidates, Heads
-from router.placement.place_script import LEASE_AGES_MS, Decision, Numbers
+from router.placement.place_script import Decision, Numbers
 
 
 @dataclass
@@ -41,9 +41,22 @@ class PlaceCall:
 
     def arguments(self, run: int, number: int, candidates: Candidates | Heads) -> list[Any]:
         numbers = Numbers(
-            *(self.tokens, self.page, self.output, self.random, self.a, self.b, self.token_bytes),
-            *(self.per_token, self.rate, self.ttl_ms, self.predict_ms, self.target, self.deadline),
-            *(run, number, self.lease_ms, *LEASE_AGES_MS),
+            tokens=self.tokens,
+            page_size=self.page,
+            output_tokens=self.output,
+            random=self.random,
+            a=self.a,
+            b=self.b,
+            token_bytes=self.token_bytes,
+            per_token=self.per_token,
+            rate=self.rate,
+            ttl_ms=self.ttl_ms,
+            target_seconds=self.target,
+            deadline_seconds=self.deadline,
+            run=run,
+            number=number,
+            predict_ms=self.predict_ms,
+            lease_ms=self.lease_ms,
         )
         return [
             *(scripts.prefix(self.namespace, self.model_id), self.router, self.chain),

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
+from cluster.errors import ConfigError
 from engine import build
 from kv_transfer import messages as m
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.device import cuda, sum64
-from kv_transfer.device.registry import device_bytes
+from kv_transfer.device.registry import device_bytes, pinned_bytes
 from kv_transfer.memory import first_slots, most_slots
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.registry import Endpoints
+from tests.engine.fake_memory import FakeMemory
 from tests.harness.waiting import wait_for
 from tests.kv_transfer.fake_cuda import FakeCuda, fake_device
 from worker.ranks import local
@@ -63,6 +65,7 @@ def test_a_sending_rank(transfer):
     assert 0.9 * device_bytes("prefill", transfer, on_cuda=False) <= fake.allocated
     assert fake.allocated <= device_bytes("prefill", transfer, on_cuda=True)
     assert device_bytes("prefill", transfer, on_cuda=False) == rank._source._staging.size
+    assert 0 < fake.pinned_bytes <= pinned_bytes("prefill", transfer) <= 2 * fake.pinned_bytes
 
 
 @pytest.mark.usefixtures("no_kernel")
@@ -78,6 +81,7 @@ def test_a_receiving_rank_whose_ring_has_grown(transfer):
     ring = most_slots(transfer) * transfer.slot_bytes
     assert ring == device_bytes("decode", transfer, on_cuda=False)
     assert ring < fake.allocated <= device_bytes("decode", transfer, on_cuda=True)
+    assert 0 < fake.pinned_bytes <= pinned_bytes("decode", transfer) <= 2 * fake.pinned_bytes
 
 
 def test_the_kernel_needs_no_memory_for_its_sums(monkeypatch):
@@ -96,7 +100,7 @@ def test_a_rank_selects_its_card_before_anything_is_allocated(monkeypatch, name,
     monkeypatch.setattr(torch.cuda, "set_device", selected.append)
     loaded = object()
 
-    def load(*arguments: object, handoff_bytes: int) -> object:
+    def load(*arguments: object, handoff_bytes: int, tell: object) -> object:
         assert selected == [torch.device("cuda", card)] and handoff_bytes
         return loaded
 
@@ -111,3 +115,15 @@ def test_a_rank_selects_its_card_before_anything_is_allocated(monkeypatch, name,
 )
 def test_a_single_card_is_cuda_too(name, expected):
     assert local.uses_cuda(EngineConfig(model="/m", device=name)) is expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("role", "setting"), [("prefill", "staging_bytes"), ("decode", "slot_bytes")])
+def test_a_host_without_room_for_pinned_buffers_is_refused(role, setting):
+    """The one thing of a rank on a card that lies in its container's memory for good."""
+    engine = EngineConfig(model="/m", device="cuda", tensor_parallel=4, nodes=2)  # type: ignore[arg-type]
+    config = WorkerConfig(role=role, engine=engine)
+    needed = 2 * pinned_bytes(role, config.transfer)
+    local.check_pinned(config, FakeMemory(needed, is_host=True))
+    with pytest.raises(ConfigError, match=f"{needed} bytes of main memory, {needed - 1} are free") as caught:
+        local.check_pinned(config, FakeMemory(needed, 1, is_host=True))
+    assert caught.value.field == setting

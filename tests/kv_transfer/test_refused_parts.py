@@ -13,9 +13,10 @@ from kv_transfer import messages as m
 from kv_transfer.decode_side import landing
 from kv_transfer.decode_side.ring import SlotState
 from kv_transfer.device import cpu
+from kv_transfer.outbox import MAX_TOGETHER
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import LAYERS, PAGE, TRANSPORTS, assert_same, config, decode_side, prefill_side
-from tests.kv_transfer.scripted_peer import DECODE_EPOCH, ScriptedPeer
+from tests.kv_transfer.scripted_peer import DECODE_EPOCH, EPOCH, ScriptedPeer
 from wire import handoff_pb2
 
 TOKENS = 90
@@ -74,9 +75,9 @@ async def test_a_part_that_is_not_the_one_its_slot_was_granted_to_is_dropped(nam
         one = ScriptedPeer(decode.receiver)
         one.hello()
         transfer_id = await one.reserve(PAGE)
-        rank, part = decode.ranks[0], (transfer_id, 0, (0, LAYERS), (0, PAGE))
+        part = (transfer_id, 0, (0, LAYERS), (0, PAGE))
         await one.send(*part, **named)
-        await until(lambda: rank.dropped["stale"] == 1, "it is dropped", 10.0)
+        await until(lambda: decode.receiver.stats.counts["stale_parts"] == 1, "it is dropped", 10.0)
         assert not decode.caches[0].any()
         await one.send(*part)
         await one.verified(transfer_id, 0)
@@ -90,13 +91,57 @@ async def test_a_rank_expects_nothing_from_before_its_worker_was_fenced():
         transfer_id = await one.reserve(PAGE)
         one.want(transfer_id, 0, 64)
         await one.granted(transfer_id, 0)
-        rank = decode.ranks[0]
+        rank, counts = decode.ranks[0], decode.receiver.stats.counts
         rank.handle(m.NewEpoch(9))
         for dropped, epoch in enumerate((DECODE_EPOCH, 9), 1):
             await one.send(transfer_id, 0, (0, LAYERS), (0, PAGE), decode_epoch=epoch)
-            await until(lambda dropped=dropped: rank.dropped["stale"] == dropped, "it is dropped", 10.0)
+            await until(
+                lambda dropped=dropped: rank.dropped["stale"] + counts["stale_parts"] == dropped,
+                "it is dropped",
+                10.0,
+            )
         assert not decode.caches[0].any()
         await one.close()
+
+
+async def test_a_rank_gets_a_carried_part_once_for_each_granted_slot():
+    """A rank with too many unread messages counts as failed, and its worker ends with it: parts that no slot was granted
+    to, and repeated ones, would be as many as a peer likes."""
+    async with decode_side(config("grpc")) as decode:
+        rank, came = decode.ranks[0], []
+        handle = rank.handle
+
+        def counted(message: Any) -> None:
+            if isinstance(message, handoff_pb2.PartData):
+                came.append(message.header.slot)
+            else:
+                handle(message)
+
+        rank.handle = counted
+        one, other = ScriptedPeer(decode.receiver), ScriptedPeer(decode.receiver, "another")
+        one.hello()
+        other.hello()
+        await other.received("welcome")
+        transfer_id = await one.reserve(PAGE)
+        header = handoff_pb2.PartHeader(
+            prefill_epoch=EPOCH, decode_epoch=DECODE_EPOCH, transfer_id=transfer_id
+        )
+        flood = [handoff_pb2.PrefillToDecode(part=handoff_pb2.PartData(header=header))] * MAX_TOGETHER
+        for _ in range(20):
+            one.say(more=flood)
+        await one.send(transfer_id, 0, (0, LAYERS), (0, PAGE))
+        await until(lambda: len(came) == 1, "the right one")
+        grant = await one.granted(transfer_id, 0)
+        header.slot, header.generation, header.target_rank = grant.slot, grant.generation, 0
+        for peer in (one, other):
+            peer.say(part=handoff_pb2.PartData(header=header))
+        header.target_rank = 2**32 - 1
+        one.say(part=handoff_pb2.PartData(header=header))
+        counts = decode.receiver.stats.counts
+        await until(lambda: counts["stale_parts"] == 20 * MAX_TOGETHER + 3, "the others are dropped")
+        assert came == [grant.slot]
+        for peer in (one, other):
+            await peer.close()
 
 
 async def test_a_part_that_arrives_corrupted_twice_ends_its_attempt():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from functools import partial
 from typing import Any
 
@@ -206,3 +207,16 @@ async def test_a_sender_keeps_a_bounded_number_of_workers(monkeypatch):
             handoff = await prefill.open(ref, TOKENS)
             await handoff.abort("enough")
         assert len(prefill.sender.known) == 2
+
+
+@pytest.mark.parametrize("seconds", [-math.inf, math.inf, math.nan, -1.0])
+async def test_a_false_time_of_a_commit_does_not_make_this_workers_report_false(seconds):
+    """It is subtracted from what the hand-off has taken: routers would drop the prefill worker's report, or believe it."""
+    async with scripted_decode(welcome=welcome()) as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+        committed = handoff_pb2.Committed(transfer_id=handoff.transfer_id, commit_seconds=seconds)
+        stream.say(committed=committed)
+        await until(handoff._committed.done, "the commit is read")
+        assert handoff._commit_seconds == 0.0
+        await handoff.abort("enough")

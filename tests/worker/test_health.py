@@ -34,6 +34,15 @@ def test_a_worker_is_ready_only_while_it_serves() -> None:
     assert health.why_not_live() == []  # it must not be killed for that
 
 
+def test_what_is_being_done_is_a_part_of_the_reason() -> None:
+    health = Health("w", 10.0, Clock())
+    health.to(Phase.WARMING_UP)
+    health.describe("kernels are compiled: 3 of 12, of prompts")
+    assert health.why_not_ready() == [f"{Phase.WARMING_UP.value}: kernels are compiled: 3 of 12, of prompts"]
+    health.to(Phase.STARTING)
+    assert health.why_not_ready() == [Phase.STARTING.value]
+
+
 def test_draining_is_for_good() -> None:
     health = serving(Clock())
     health.to(Phase.DRAINING)

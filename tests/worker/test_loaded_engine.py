@@ -37,17 +37,18 @@ async def test_the_engine_s_thread_selects_it(monkeypatch):
         healthy=lambda: True, kill_silent=lambda seconds: None, run=lambda *_: asyncio.sleep(0)
     )
     ranks = SimpleNamespace(
-        runner=runner, watch=watch, warm_up=lambda: None, close=lambda between_steps: None
+        runner=runner, watch=watch, warm_up=lambda tell: tell("warm"), close=lambda between_steps: None
     )
     monkeypatch.setattr(loaded_engine, "open_ranks", lambda *_: ranks)
     config = WorkerConfig(
         role="decode", engine=EngineConfig(model=Path("/fake")), redis_url="redis://none", secret="s" * 16
     )
     phases: list[Phase] = []
+    said: list[str] = []
     loaded = loaded_engine.LoadedEngine(
         config,
         1,
-        SimpleNamespace(to=phases.append),  # type: ignore[arg-type]
+        SimpleNamespace(to=phases.append, describe=said.append),  # type: ignore[arg-type]
         SimpleNamespace(engine_failed=lambda error: None),  # type: ignore[arg-type]
         on_output=lambda output: None,
         on_chain=lambda chain: None,
@@ -55,4 +56,4 @@ async def test_the_engine_s_thread_selects_it(monkeypatch):
     loaded.start()
     assert await asyncio.wait_for(loaded.host.call(lambda engine: list(threads)), 60) == ["engine"]
     await loaded.stop()
-    assert phases == [Phase.WARMING_UP]
+    assert phases == [Phase.WARMING_UP] and said == ["warm"]

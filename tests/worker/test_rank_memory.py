@@ -57,7 +57,7 @@ def test_all_ranks_are_started_with_it(monkeypatch):
         note(config)
         return SimpleNamespace(wait_ready=lambda reports: SimpleNamespace(addresses=[]))
 
-    def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket) -> None:
+    def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket, tell: object) -> None:
         listener.close()
         note(config)
 

@@ -19,6 +19,7 @@ import pytest
 from cluster.errors import InternalError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
+from engine.warm_up import say
 from kv_transfer.messages import Confirmed, NewEpoch, PeerRank, Wake
 from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import FakeRank, Reports
@@ -211,7 +212,7 @@ def test_a_rank_that_hangs_in_the_warm_up_ends_the_start(monkeypatch):
     rank = FakeRank(silent=START_SECONDS - 1)
 
     class Runner:
-        def warm_up(self) -> None:
+        def warm_up(self, tell: object) -> None:
             time.sleep(0.2)
             assert not rank.killed, "it may still come"
             rank.silent = START_SECONDS
@@ -221,7 +222,7 @@ def test_a_rank_that_hangs_in_the_warm_up_ends_the_start(monkeypatch):
     remote: Any = [rank]
     runner: Any = Runner()
     with pytest.raises(SetupError, match="warm-up failed: a rank of the group was lost"):
-        Ranks(runner, [], [], remote, RankWatch(remote, Arrivals())).warm_up()
+        Ranks(runner, [], [], remote, RankWatch(remote, Arrivals())).warm_up(say)
 
 
 @pytest.mark.parametrize(

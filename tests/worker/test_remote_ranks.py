@@ -219,6 +219,17 @@ def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> N
         listening.close()
 
 
+def test_connections_without_the_key_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    listening = RankListener("127.0.0.1", "w")
+    try:
+        for _ in range(100):
+            socket.create_connection(listening.address).close()
+        wait_for(lambda: listening._refused >= 64, 10.0, "they are refused")
+    finally:
+        listening.close()
+    assert len([one for one in caplog.messages if "port for ranks" in one]) <= 7
+
+
 def test_a_closed_listener_keeps_no_peer() -> None:
     """Neither one in its handshake nor a rank that was not expected."""
     listening = RankListener("127.0.0.1", "w")

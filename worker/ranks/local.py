@@ -9,15 +9,17 @@ import torch
 
 from cluster.addresses import advertised
 from cluster.config.worker import EngineConfig, WorkerConfig
+from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
 from cluster.process.memory import room_bytes
 from engine import build
 from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
+from engine.warm_up import Tell, say
 from kv_transfer.decode_side.part_landing import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
-from kv_transfer.device.registry import device_bytes
+from kv_transfer.device.registry import device_bytes, pinned_bytes
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
 from kv_transfer.transports.registry import open_endpoints
@@ -30,13 +32,37 @@ def check(config: WorkerConfig) -> None:
         check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, engine) // model.num_layers)
 
 
-def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> LoadedModel:
+def load(
+    config: WorkerConfig,
+    rank: int,
+    address: str,
+    listener: socket.socket | None = None,
+    tell: Tell = say,
+) -> LoadedModel:
     """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
-    _select_card(config.engine, rank)
-    handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=uses_cuda(config.engine))
+    device = build.rank_device(config.engine.device, rank)
+    if device.type == "cuda":
+        # The current card of this thread: else pinning or registering memory would open a context on the node's first.
+        torch.cuda.set_device(device)
+        check_pinned(config, HostMemory())
+    handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=device.type == "cuda")
     return build.load_model(
-        config.engine, _group(config, rank, address, listener), handoff_bytes=handoff_bytes
+        config.engine, _group(config, rank, address, device, listener), handoff_bytes=handoff_bytes, tell=tell
     )
+
+
+def check_pinned(config: WorkerConfig, host: DeviceMemory) -> None:
+    """Raise ConfigError if main memory has no room for what the ranks on this host pin for hand-offs, with their KV on
+    cards: CUDA's own error would name neither the memory nor the setting, and a container would be killed later."""
+    here = config.engine.tensor_parallel // config.engine.nodes
+    needed, free = here * pinned_bytes(config.role, config.transfer), min(one.free for one in host.limits())
+    if needed > free:
+        setting = "slot_bytes" if config.role == "decode" else "staging_bytes"
+        raise ConfigError(
+            f"{setting}: hand-offs of {here} ranks pin {needed} bytes of main memory, {free} are free: {needed - free} "
+            f"more are needed (a container's memory limit), or less {setting}",
+            field=setting,
+        )
 
 
 def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None) -> WorkerConfig:
@@ -56,29 +82,15 @@ def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None
     return config.model_copy(update={"engine": engine.model_copy(update={"memory_bytes": room // ranks})})
 
 
-def _select_card(config: EngineConfig, rank: int) -> None:
-    """Make the rank's card the current one of this thread. Else pinning or registering memory would open a context on the
-    node's first card."""
-    if uses_cuda(config):
-        name = "cuda" if config.device == "auto" else config.device
-        torch.cuda.set_device(build.rank_device(name, rank))
-
-
 def uses_cuda(config: EngineConfig) -> bool:
-    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    return build.device_name(config.device).startswith("cuda")
 
 
-def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> TpGroup:
+def _group(
+    config: WorkerConfig, rank: int, address: str, device: torch.device, listener: socket.socket | None
+) -> TpGroup:
     size = config.engine.tensor_parallel
-    if size == 1:
-        return NullGroup()
-    # The ranks of a node use its GPUs in order; a rank on another node sees one GPU only.
-    device = (
-        torch.device("cuda", rank % torch.cuda.device_count())
-        if uses_cuda(config.engine)
-        else torch.device("cpu")
-    )
-    return DistributedGroup(rank, size, address, device, listener)
+    return NullGroup() if size == 1 else DistributedGroup(rank, size, address, device, listener)
 
 
 def open_rank(

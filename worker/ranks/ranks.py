@@ -18,6 +18,7 @@ from cluster.errors import ConfigError, InternalError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import listen_at
 from engine.runner import ModelRunner
+from engine.warm_up import Tell, say
 from kv_transfer.ranks import Rank
 from worker.ranks import local
 from worker.ranks.process import END_SECONDS, START_SECONDS, RankReports, RemoteRank, spawn_rank
@@ -37,14 +38,15 @@ class Ranks:
     remote: list[RemoteRank[Any, Any]]
     watch: RankWatch
 
-    def warm_up(self) -> None:
-        """Run every kernel once, on all ranks. Raises SetupError if one was lost meanwhile, or was silent too long."""
+    def warm_up(self, tell: Tell) -> None:
+        """Run every kernel once, on all ranks. Raises SetupError if one was lost meanwhile, or was silent too long, or if
+        it takes longer than `warm_up_seconds`."""
         over = threading.Event()
         threading.Thread(
             target=self.watch.kill_silent_until, args=(over, START_SECONDS), name="warm-up-watch", daemon=True
         ).start()
         try:
-            self.runner.warm_up()
+            self.runner.warm_up(tell)
         except InternalError as error:
             raise SetupError(f"the warm-up failed: {error}") from error
         finally:
@@ -68,8 +70,8 @@ class Ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
 
 
-def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports) -> Ranks:
-    """Load the model on every rank. Raises ModelError, ConfigError or SetupError."""
+def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports, tell: Tell = say) -> Ranks:
+    """Load the model on every rank. `tell` gets what is being done. Raises ModelError, ConfigError or SetupError."""
     size, nodes = config.engine.tensor_parallel, config.engine.nodes
     if size % nodes:
         raise ConfigError(f"tensor_parallel {size} can't be shared by {nodes} nodes", field="nodes")
@@ -89,7 +91,7 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports) -> Ranks:
         from worker.ranks.remote import place_ranks  # Ray takes a second to import
 
         starting += place_ranks(config, epoch, address, range(here, size))
-    model = local.load(config, 0, address, listener)
+    model = local.load(config, 0, address, listener, tell)
     remote = [rank.wait_ready(reports) for rank in starting]
     runner, own, addresses = local.open_rank(config, epoch, 0, model)
     return Ranks(

@@ -64,6 +64,7 @@ class RankListener:
         self._lock = threading.Lock()
         self._handshakes: dict[socket.socket, float] = {}  # oldest first: the time limit of each
         self._closed = False
+        self._refused = 0
         threading.Thread(target=self._accept, name="rank-listener", daemon=True).start()
 
     @property
@@ -111,7 +112,7 @@ class RankListener:
             answer_challenge(connection, self.key)
             rank = int.from_bytes(connection.recv_bytes(RANK_BYTES), "big")
         except (AuthenticationError, EOFError, OSError) as error:
-            log.warning("%s: refused a connection to the port for ranks: %r", self._worker_id, error)
+            self._log_refused(error)
             connection.close()
         else:
             with self._lock:
@@ -123,6 +124,19 @@ class RankListener:
             with self._lock:
                 del self._handshakes[peer]
                 peer.close()
+
+    def _log_refused(self, error: Exception) -> None:
+        """The 1st, 2nd, 4th, 8th and so on: anyone may connect, and lines for all would fill the log."""
+        with self._lock:
+            self._refused += 1
+            count = self._refused
+        if count & (count - 1) == 0:
+            log.warning(
+                "%s: refused a connection to the port for ranks (number %d): %r",
+                self._worker_id,
+                count,
+                error,
+            )
 
     def wait(self, ranks: Sequence[int]) -> dict[int, Connection]:
         """Wait for all of `ranks`. Raises SetupError, with those that are missing, after START_SECONDS."""

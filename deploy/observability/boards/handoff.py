@@ -82,7 +82,7 @@ def handoff() -> Board:
                     by(
                         "Parts waiting for a slot",
                         "short",
-                        total("baton_ring_claims_waiting", "worker"),
+                        total("baton_ring_parts_waiting", "worker"),
                         "{{worker}}",
                     ),
                     by(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import socket
 import struct
 
 # struct tcp_info of Linux (since 4.1): tcpi_bytes_acked, 64 bits.
 _OFFSET, _FIELD = 120, struct.Struct("=Q")
-# Its first byte, tcpi_state, where the client has reset the connection, or sends no more.
-_CLOSE, _CLOSE_WAIT = 7, 8
+
+
+class TcpState(enum.IntEnum):
+    """Of tcpi_state, the first byte."""
+
+    CLOSE = 7  # the client has reset the connection
+    CLOSE_WAIT = 8  # the client sends no more
 
 
 def acknowledged_bytes(transport: asyncio.BaseTransport) -> int:
@@ -24,7 +30,20 @@ def acknowledged_bytes(transport: asyncio.BaseTransport) -> int:
 
 def client_has_ended(transport: asyncio.BaseTransport) -> bool:
     """Whether the client's end, or its reset, has arrived, though nothing reads it. False on systems without TCP_INFO."""
-    return _tcp_info(transport)[:1] in (bytes((_CLOSE,)), bytes((_CLOSE_WAIT,)))
+    return _state(_tcp_info(transport)) is not None
+
+
+def state_of(sock: socket.socket) -> TcpState | None:
+    """None: neither state; or a system without TCP_INFO."""
+    try:
+        return _state(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1))
+    except (AttributeError, OSError):
+        return None
+
+
+def _state(info: bytes) -> TcpState | None:
+    known = {*TcpState} & {*info[:1]}
+    return TcpState(known.pop()) if known else None
 
 
 def _tcp_info(transport: asyncio.BaseTransport) -> bytes:

@@ -77,8 +77,9 @@ class Exchange(Request):
             self._complete(bytes(response.body))
 
     def begin(self, headers: RawHeaders) -> None:
-        framing = ((b"transfer-encoding", b"chunked"),) if self._chunked else ()
-        self._head(200, (*headers, *framing))
+        if not self._cycle.disconnected:
+            framing = ((b"transfer-encoding", b"chunked"),) if self._chunked else ()
+            self._head(200, (*headers, *framing))
 
     def write(self, piece: bytes) -> None:
         """Neither this piece nor the last one may be empty: that would end a chunked body."""

@@ -7,7 +7,8 @@
 
 A silent connection makes room for a new one only if none of its bytes wait in the kernel.
 
-A connection that sends nothing costs a descriptor only: no TLS state, no protocol.
+A connection that sends nothing costs a descriptor only: no TLS state, no protocol. Nor does one whose client has left
+when its turn comes: a flood of connections that are reset at once would keep the event loop busy with their requests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import uvicorn
 
+from router.frontends.http.acknowledged import TcpState, state_of
 from router.listening import accepted_all, refuse_connections
 
 MAX_HANDSHAKES = 256  # at a time; beyond, the oldest is cancelled
@@ -31,6 +33,7 @@ ACCEPTS_PER_TURN = (
 )
 # If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
 OPENED_PER_TURN = 32
+_POST = b"POST"
 
 
 class HttpServer(uvicorn.Server):
@@ -89,7 +92,7 @@ class HttpServer(uvicorn.Server):
         listener.setblocking(False)
         for count in itertools.count(1):
             if count % self._accepts_per_turn == 0:
-                # While connections wait, `sock_accept` returns without giving up the turn.
+                # While connections wait, `_next` returns without giving up the turn.
                 await asyncio.sleep(0)
             while len(self._ready) > self._max_silent:  # further ones stay in the backlog
                 await asyncio.sleep(0)
@@ -109,8 +112,12 @@ class HttpServer(uvicorn.Server):
             self._begin(oldest) if _has_bytes(oldest) else self._close(oldest)
 
     async def _next(self, listener: socket.socket) -> socket.socket:
-        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-        return connection
+        """Not `sock_accept`: uvloop's waits for the next turn, so one connection per turn would be accepted, and on a loop
+        with long turns new clients would wait in the backlog."""
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return accept_now(listener)
+            await readable(listener)
 
     async def _close_silent(self) -> None:
         while True:
@@ -140,7 +147,11 @@ class HttpServer(uvicorn.Server):
     def _open_ready(self) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(min(OPENED_PER_TURN, len(self._ready))):
-            task = loop.create_task(self._open(self._ready.popleft()))
+            connection = self._ready.popleft()
+            if _has_left(connection, tls=bool(self.config.ssl)):
+                connection.close()
+                continue
+            task = loop.create_task(self._open(connection))
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
             if self.config.ssl and len(self._handshakes) > MAX_HANDSHAKES:
@@ -164,6 +175,46 @@ class HttpServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
+
+
+def accept_now(listener: socket.socket) -> socket.socket:
+    """Raises OSError; BlockingIOError where no connection waits, because another process was first."""
+    connection, _ = listener.accept()
+    connection.setblocking(False)
+    return connection
+
+
+async def readable(listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(listener.fileno(), wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(listener.fileno())
+
+
+def _has_left(connection: socket.socket, *, tls: bool) -> bool:
+    """Whether nothing that its client sent would be answered: the client has reset the connection, or has ended it before
+    a handshake, before a request, or behind a POST (see `eof_received` of the protocol)."""
+    match state_of(connection):
+        case TcpState.CLOSE:
+            return True
+        case TcpState.CLOSE_WAIT:
+            return tls or _first_bytes(connection) in (b"", _POST)
+    return False
+
+
+def _first_bytes(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(len(_POST), socket.MSG_PEEK)
+    except OSError:  # it was reset meanwhile
+        return b""
 
 
 def _has_bytes(connection: socket.socket) -> bool:

@@ -14,6 +14,7 @@ from router.placement.types import Placed
 from wire import common_pb2
 
 MAX_PAIRS = 4096  # of workers; further ones are not counted
+MAX_COUNT = 2**63 - 1  # a report is JSON, and with a larger number there would be none
 RouterState = Literal["ready", "not ready", "draining"]
 Pair = tuple[str, str]  # prefill worker, decode worker
 
@@ -25,7 +26,7 @@ class PairTraffic(NamedTuple):
     handoffs: int = 0
 
     def plus(self, size: int, handoffs: int) -> PairTraffic:
-        return PairTraffic(self.bytes + size, self.handoffs + handoffs)
+        return PairTraffic(min(self.bytes + size, MAX_COUNT), self.handoffs + handoffs)
 
 
 NO_TRAFFIC = PairTraffic()
@@ -112,7 +113,7 @@ class Counts:
 
 
 def _flows_since(now: dict[Pair, PairTraffic], then: dict[Pair, PairTraffic]) -> dict[Pair, PairTraffic]:
-    """Of the pairs that moved something in between."""
+    """Traffic in between, of the pairs that moved something."""
     moved = {}
     for pair, flow in now.items():
         before = then.get(pair, NO_TRAFFIC)

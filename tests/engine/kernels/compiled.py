@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Largest shared memory of a block in bytes, by compute capability
-CARDS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+CARDS = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def compile_for(

@@ -63,7 +63,9 @@ class Case:
     def by_triton(self, layer: int, items: list[PlanItem], q: Tensor) -> Tensor:
         backend = TritonBackend(self.shape, self.cache)
         backend.begin(buffers_of(items, self.shape.page_size))
-        return backend.attend(layer, q, q, q)
+        out = backend.attend(layer, q, q, q)
+        assert not backend._arrived.any(), "the next layer counts from 0"
+        return out
 
     def by_products(self, layer: int) -> Tensor:
         """In fp32, from the same numbers."""

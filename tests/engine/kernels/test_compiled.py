@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.engine.kernels.compiled import CARDS, compile_for, spilled
@@ -15,7 +17,7 @@ from engine.ops import triton_kernels as small
 from engine.ops.triton_ops import GATE_BLOCK, OPTIONS, norm_sizes
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-INTS = ("table", "rows", "ends", "cu_q", "singles")
+INTS = ("table", "rows", "ends", "cu_q", "singles", "arrived")
 FLOATS = ("partial", "sums")
 NUMBERS = (
     "items",
@@ -42,13 +44,14 @@ DATA = ("q", "cache", "out", "x", "delta", "weight", "gate_up", "qkv", "cos", "s
 SPILLED_BY_WIDE_HEADS = 64
 
 
-def check(capability: int, kernel, kind: str, constants: dict[str, object], options: dict[str, int]) -> None:
+def check(capability: int, kernel, kind: str, constants: dict[str, object], options: dict[str, int]):
     own = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {**KINDS, **dict.fromkeys(DATA, f"*{kind}")}
     needed = {name: types[name] for name in kernel.arg_names if name not in own}
     made = compile_for(capability, kernel, needed, own, {**options, **OPTIONS})
     wide = kind == "fp32" and own.get("WIDTH", 0) == 256
     assert spilled(made, capability) <= (SPILLED_BY_WIDE_HEADS if wide else 0)
+    return made
 
 
 def check_attention(capability: int, kind: str, dim: int, group: int, page: int) -> None:
@@ -60,11 +63,25 @@ def check_attention(capability: int, kind: str, dim: int, group: int, page: int)
     for kernel, of in (
         (attention.attend_prompts, backend.prompt_tiles),
         (attention.attend_tokens, backend.token_tiles),
-        (attention.merge_splits, backend.token_tiles),
     ):
         tiles = of(dtype, dim, group)
-        options = {"num_warps": 4} if kernel is attention.merge_splits else tiles.options
-        check(capability, kernel, kind, {**sizes, "ROWS": tiles.rows, "KEYS": tiles.keys}, options)
+        made = check(
+            capability, kernel, kind, {**sizes, "ROWS": tiles.rows, "KEYS": tiles.keys}, tiles.options
+        )
+        if kernel is attention.attend_tokens:
+            check_order_of_the_merge(made.asm["ptx"])
+
+
+def check_order_of_the_merge(ptx: str) -> None:
+    """Partial results, a barrier, an addition that releases and acquires on the whole card, a barrier, loads past the
+    first-level cache: the interpreter runs one program after the other and cannot tell."""
+    before, addition, after = re.split(r"(atom\.\S+)", ptx)
+    for word in ("acq_rel", "gpu", "add"):
+        assert word in addition.split("."), addition
+    last_store = before.rindex("st.global")
+    assert "bar.sync" in before[last_store:] or "barrier.sync" in before[last_store:]
+    first_load = after.index("ld.global.cg")
+    assert "bar.sync" in after[:first_load] or "barrier.sync" in after[:first_load]
 
 
 def check_small(capability: int, kind: str, dim: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from cluster.index import scripts
-from tests.router.placement.test_scripts import TTL_MS, Cluster
+from tests.router.placement.scripts import TTL_MS, Cluster
 
 CHAIN = bytes(range(64))
 TENDS, PASSES = 0.0, 0.125  # the random argument

@@ -24,8 +24,14 @@ TOKEN_SECONDS = 1e-3
 
 
 @pytest.fixture
-async def placement(redis_url, namespace):
-    """One prefill and one decode worker; a prompt token takes a millisecond."""
+async def placement(redis_url, namespace, monkeypatch):
+    """One prefill and one decode worker; a prompt token takes a millisecond.
+
+    A busy machine may take longer over a call than a router waits: the placement would be made without Redis, and
+    charged there later.
+    """
+    for module in ("placement", "place_script", "settlement"):
+        monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", 10.0)
     registrations = [
         Registration(
             redis_url,
@@ -147,7 +153,7 @@ async def test_classes_are_released_with_their_requests(placement):
     assert sum(name.startswith(("batch:", "high:")) for name in await load(placement)) == 2
     for one in requests:
         placement.release(one.transfer_id)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while await load(placement):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)

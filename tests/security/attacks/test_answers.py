@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from tests.harness.router import Router
 from tests.security.attacks.probe import probed
 
-# Of one turn of the event loop on a machine with other work; making an answer at its end took 0.55 s.
+# Processor time of one turn of the event loop; making an answer at its end took 0.55 s.
 STALL_SECONDS = 0.25
 MOST = 1 << 18
 LARGE = {"n": 16, "max_tokens": 740, "ignore_eos": True}
@@ -37,11 +37,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_large_answer_delays_no_other_request(name: str, stream: bool, router: Router) -> None:
     path, fields = BODIES[name]
     body = {**fields, **LARGE, "stream": stream}
-    with probed(router.http) as probe:
+    with probed(router.http, router.pid) as probe:
         answer = httpx.post(f"{router.http}/v1/{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     assert len(answer.content) > 3_000_000
-    assert probe.longest < STALL_SECONDS
+    assert 0 < probe.most_work < STALL_SECONDS
 
 
 TOO_MUCH: list[dict[str, Any]] = [

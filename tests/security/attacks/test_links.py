@@ -171,11 +171,10 @@ async def test_a_worker_that_stops_waits_briefly_for_answers_to_be_read() -> Non
     await made.start()
     async with made.attacker(buffer_bytes=8192) as peer:
         await peer.greet()
-        flooding = asyncio.create_task(
-            peer.flood(to_frame(Frame(cancel=range(1 << 20, (1 << 20) + 10_000))), 60.0)
-        )
+        asked = to_frame(Frame(cancel=range(1 << 20, (1 << 20) + 10_000)))
+        flooding = asyncio.create_task(peer.flood(asked + to_frame(Frame(beat=True)), 60.0))
         link = list(made.listener._connections)[-1]
-        await until(lambda: link._transport.get_write_buffer_size() > 0, "answers wait", 10)
+        await until(lambda: link._transport.get_write_buffer_size() > 0, "answers wait", 30)
         async with asyncio.timeout(5):
             await made.stop()
         assert not made.open and link._transport.get_extra_info("socket").fileno() == -1

@@ -3,13 +3,16 @@ loopback if the cluster is."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
 import psutil
+import pytest
 
 from baton.client import Client
 from cluster.addresses import is_loopback
@@ -18,6 +21,7 @@ from tests.end_to_end.test_handover import PROCESS
 from tests.harness.cluster import Cluster
 from tests.security.test_tls import client_tls
 
+SERVE_CALL = "/ray.serve.ASGIService/HandleRequest"
 NIXL, STORE, GLOO, LINK = "NIXL", "the ranks' store", "gloo", "links"
 
 
@@ -72,6 +76,36 @@ def test_a_cluster_on_loopback_listens_nowhere_else(
             client.generate("a baton is handed over", max_tokens=4, temperature=0)
         unnamed = {"prefill": [NIXL, STORE, GLOO, LINK], "rank": [NIXL, GLOO], "decode": [NIXL, LINK]}
         assert_declared(cluster, unnamed)
+
+
+@pytest.mark.long
+def test_a_cluster_on_ray_listens_on_loopback_but_for_ports_that_rays_token_guards(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """All of Ray's ports were on every interface. One of each of Serve's replicas still is, because Serve names it so:
+    what comes there is unpickled, from holders of the token."""
+    flags = ["--pool", "ray", *PROCESS[2:]]
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+        with Client(cluster.grpc) as client:
+            client.generate("a baton is handed over", max_tokens=4, temperature=0)
+        parent = psutil.Process(cluster.process.pid)
+        workers = [psutil.Process(worker["status"]["pid"]) for worker in cluster.workers()]
+        of_ray, open_ports = 0, []
+        for process in (parent, *parent.children(recursive=True), *workers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found, name = listening(process), " ".join(process.cmdline()[:5])
+                elsewhere = [one for one in found if not is_loopback(one[0])]
+                assert len(elsewhere) <= name.startswith("ray::ServeReplica"), (name, found)
+                open_ports += [port for _, port in elsewhere]
+                of_ray += len(found) if "ray" in name else 0
+        assert of_ray >= 4 and len(open_ports) <= 2
+        for port in open_ports:
+            with (
+                grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+                pytest.raises(grpc.RpcError) as refused,
+            ):
+                channel.unary_unary(SERVE_CALL, None, None)(b"", timeout=10)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_with_tls_no_port_takes_kv_from_an_unauthenticated_peer(

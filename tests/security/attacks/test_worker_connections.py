@@ -7,6 +7,7 @@ import contextlib
 import socket
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -55,6 +56,22 @@ async def test_silent_strangers_have_a_number_and_a_time(
             assert await served(20) == health_pb2.HealthCheckResponse.SERVING
     finally:
         await worker.stop(0)
+
+
+async def test_compressed_messages_are_refused(certs: Path) -> None:
+    """64 KiB would become 64 MiB."""
+    worker = WorkerServer("127.0.0.1", 0, peers(certs / "ours", "worker"), "127.0.0.1")
+    worker.bind()
+    await worker.start()
+    request = health_pb2.HealthCheckRequest(service="x" * 1000)
+    try:
+        async with peers(certs / "ours", "router").channel(worker.address, ALONE) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Check(request, timeout=20, compression=grpc.Compression.Gzip)
+    finally:
+        await worker.stop(0)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_low_limit_of_files_leaves_some_for_redis_and_peers() -> None:

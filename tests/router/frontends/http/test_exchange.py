@@ -138,6 +138,9 @@ async def test_a_client_that_left_before_its_answer_is_noticed(served: Served) -
         served.go_on.set()
         await until(lambda: served.noted, "it is watched", 5)
         assert served.noted[0].has_disconnected
+        # uvloop's transport raises where it is written to after its end, and the log had an exception per such client.
+        served.noted[0].exchange.begin(())
+        assert not served.noted[0].exchange.begun
 
 
 async def test_an_answer_pauses_until_its_client_has_read(served: Served) -> None:

@@ -1,0 +1,49 @@
+"""What one sequence's draw depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.request import SamplingParams
+from engine.sampling.cuts import has_cuts
+from engine.sampling.philox import DrawKey
+
+GREEDY_BELOW = 1e-5  # temperatures
+# Lower temperatures are raised to it: a difference of 1 between logits is a factor of e^100 already
+LOWEST_TEMPERATURE = 1e-2
+
+
+@dataclass(frozen=True)
+class Row:
+    """`tokens` is prompt + output, `num_prompt` splits them."""
+
+    params: SamplingParams
+    choice: int
+    tokens: Sequence[int]
+    num_prompt: int
+    forbidden: tuple[int, ...]  # ids that min_tokens forbids now
+
+    @property
+    def key(self) -> DrawKey:
+        return DrawKey(self.params.seed, self.choice, len(self.tokens))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the largest logit, without a draw."""
+        return self.params.temperature < GREEDY_BELOW
+
+    @property
+    def scale(self) -> float:
+        """What logits are divided by."""
+        return 1.0 if self.is_greedy else max(self.params.temperature, LOWEST_TEMPERATURE)
+
+
+def drawn_rows(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+    """The rows that are drawn from all tokens, and those that are drawn from what top-k, top-p and min-p keep."""
+    whole: list[int] = []
+    cut: list[int] = []
+    for i, row in enumerate(rows):
+        if not row.is_greedy:
+            (cut if has_cuts(row.params) else whole).append(i)
+    return whole, cut

@@ -1,0 +1,60 @@
+"""Workers' reports of their work, as far as they can be true.
+
+A router learns from them what work costs, at any worker, and sums them up in metrics and in the live view. So one false
+report would change the placement of every later request: a report with a value that cannot be true is left out whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from cluster.protocol.names import MAX_NAME
+from wire import common_pb2
+
+log = logging.getLogger(__name__)
+SLACK_SECONDS = 1.0  # clocks of two machines do not run at quite the same rate
+MOST_TIMES = 64  # that the tokens of a request are computed: again after each preemption, and for each choice
+MAX_TOKEN_BYTES = 16 << 20  # of a token's KV, in all layers
+MAX_TRANSPORT = 64  # characters
+_SECONDS = [one.name for one in common_pb2.WorkReport.DESCRIPTOR.fields if one.name.endswith("_seconds")]
+_TOKENS = ("cached_tokens", "computed_prompt_tokens", "not_shipped_tokens")
+
+
+class WorkReports:
+    """Of all requests of a router."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+
+    def checked(
+        self, report: common_pb2.WorkReport, worker_id: str, *, seconds: float, tokens: int
+    ) -> common_pb2.WorkReport:
+        """The report, or an empty one in place of a false one. `seconds`: since the attempt began; `tokens`: that it
+        was to compute."""
+        false = _false(report, seconds + SLACK_SECONDS, MOST_TIMES * tokens)
+        if not false:
+            return report
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:  # the 1st, 2nd, 4th, 8th and so on
+            log.warning(
+                "worker %s reports what cannot be true; the report is left out (number %d): %s",
+                *(worker_id, self.dropped, false),
+            )
+        return common_pb2.WorkReport()
+
+
+def _false(report: common_pb2.WorkReport, most_seconds: float, most_tokens: int) -> str:
+    """What cannot be true; "" if everything can."""
+    for name in _SECONDS:
+        value = getattr(report, name)
+        if not (math.isfinite(value) and 0 <= value <= most_seconds):
+            return f"{name} is {value:g} where the attempt has taken {most_seconds - SLACK_SECONDS:.3f} s"
+    for name in _TOKENS:
+        if getattr(report, name) > most_tokens:
+            return f"{name} is {getattr(report, name)} of at most {most_tokens}"
+    if report.kv_bytes_shipped > most_tokens * MAX_TOKEN_BYTES:
+        return f"kv_bytes_shipped is {report.kv_bytes_shipped} of at most {most_tokens} tokens"
+    if len(report.worker_id) > MAX_NAME or len(report.transport) > MAX_TRANSPORT:
+        return "a name is too long"
+    return ""

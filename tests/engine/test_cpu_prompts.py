@@ -1,0 +1,78 @@
+"""Prompt attention by the CPU's kernels, with AMX and without: several blocks of keys, windows, chunks, both forms."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionShape
+from engine.attention.paged_cpu import PagedCpuBackend
+from engine.ops import cpu_products, cpu_prompts, cpu_tiles
+from engine.ops.team import KernelTeam
+
+HEADS, KV, DIM, TOKENS = 4, 2, 32, 3 * cpu_prompts.BLOCK - 40
+FORMS = [
+    pytest.param(
+        amx,
+        marks=pytest.mark.skipif(
+            not (cpu_tiles.supported() if amx else cpu_products.has_instruction()), reason="not on this CPU"
+        ),
+        id="amx" if amx else "panels",
+    )
+    for amx in (True, False)
+]
+
+
+class Prompt:
+    def __init__(self, amx: bool, window: int, threads: int = 1, growing: bool = False):
+        torch.manual_seed(0)
+        cache = torch.zeros(1, 1, 2, KV, 16, DIM, dtype=torch.bfloat16)
+        shape = AttentionShape(HEADS, KV, DIM, 16, (window,))
+        self.backend = PagedCpuBackend(shape, cache, KernelTeam(threads, torch.bfloat16, DIM))
+        self.backend._amx, self.backend._least_rows = amx, cpu_tiles.TILE_ROWS if amx else cpu_prompts.ROWS
+        self.window = window
+        self.q, self.k, self.v = (torch.randn(TOKENS, heads, DIM).bfloat16() * 3 for heads in (HEADS, KV, KV))
+        if growing:  # each block's largest score is above the one before
+            self.q, self.k = self.q.abs(), self.k.abs() * torch.linspace(0.1, 4, TOKENS)[:, None, None]
+            self.k = self.k.bfloat16()
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """As a later chunk of the prompt."""
+        out = torch.empty(last - first, HEADS, DIM, dtype=torch.bfloat16)
+        keys, values = (x[:last].transpose(0, 1) for x in (self.k, self.v))
+        assert self.backend._by_kernel and last - first >= self.backend._least_rows
+        self.backend._attend_prompt(self.q[first:last], keys, values, first, self.window, out)
+        return out
+
+    def expected(self) -> Tensor:
+        q, k, v = (x.double().transpose(0, 1) for x in (self.q, self.k, self.v))
+        k, v = (x.repeat_interleave(HEADS // KV, 0) for x in (k, v))
+        at = torch.arange(TOKENS)
+        hidden = at > at[:, None]
+        if self.window:
+            hidden |= at <= at[:, None] - self.window
+        scores = (q @ k.transpose(1, 2) * DIM**-0.5).masked_fill(hidden, float("-inf"))
+        return (torch.softmax(scores, -1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("window", [0, 5, 300])
+@pytest.mark.parametrize("amx", FORMS)
+def test_a_prompt_of_several_blocks(amx, window, growing):
+    prompt = Prompt(amx, window, growing=growing)
+    torch.testing.assert_close(prompt.rows(0, TOKENS).double(), prompt.expected(), atol=0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("amx", FORMS)
+def test_chunks_and_threads_give_the_same_bits(amx, window):
+    """Blocks lie at multiples of their size, so what a row sums up does not depend on its tile."""
+    whole = Prompt(amx, window).rows(0, TOKENS)
+    assert torch.equal(Prompt(amx, window, threads=2).rows(0, TOKENS), whole)
+    prompt = Prompt(amx, window)
+    borders = [0, 77, 290, 513, TOKENS]
+    chunks = [prompt.rows(first, last) for first, last in pairwise(borders)]
+    assert torch.equal(torch.cat(chunks), whole)
