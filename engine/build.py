@@ -16,7 +16,7 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
-from engine.model.config import ModelConfig, check_shares, inverse_frequencies, tables
+from engine.model.config import ModelConfig, check_shares
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
@@ -98,7 +98,12 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "dtype": dtype,
             "max_model_len": config.max_model_len or model.max_model_len,
             "attention_backend": registry.choose(
-                config.attention_backend, device, _DTYPES[dtype], model.head_dim, config.page_size
+                config.attention_backend,
+                device,
+                _DTYPES[dtype],
+                model.head_dim,
+                config.page_size,
+                capped=model.attention_cap > 0,
             ),
         }
     )
@@ -145,7 +150,13 @@ def load_model(
     decoder = Decoder(model, Checkpoint(config.model, dtype, device), group, _linear_of(dtype, team))
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     shape = AttentionShape(
-        decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
+        decoder.num_heads,
+        decoder.num_kv_heads,
+        model.head_dim,
+        resolved.page_size,
+        model.windows,
+        model.attention_scale,
+        model.attention_cap,
     )
 
     def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
@@ -171,8 +182,15 @@ def _make_ops(
     model: ModelConfig, decoder: Decoder, cache: Tensor, config: EngineConfig, team: Team
 ) -> LayerOps:
     """Own kernels where attention is by those of the same kind: that they run here was found out; else torch's."""
-    shape = OpsShape(decoder.num_heads, decoder.num_kv_heads, model.head_dim, model.norm_eps)
-    cos, sin = tables(inverse_frequencies(model), config.max_model_len)
+    shape = OpsShape(
+        decoder.num_heads,
+        decoder.num_kv_heads,
+        model.head_dim,
+        model.norm_eps,
+        model.activation,
+        model.table_of_layer,
+    )
+    cos, sin = model.rotary_tables(config.max_model_len)
     if isinstance(team, KernelTeam):
         from engine.ops.cpu_ops import CpuOps
 

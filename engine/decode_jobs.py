@@ -18,7 +18,7 @@ from engine.layers.linear import PanelLinear
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
 from engine.ops.cpu_ops import CpuOps
-from engine.ops.team import Job, KernelTeam
+from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import StepBuffers
 
 MOST_ROWS = 256  # of a list; the buffers grow to as many
@@ -75,8 +75,10 @@ class DecodeJobs:
             return None
         assert isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend), "kernels"
         parts = _Parts(decoder, ops, attention, team)
+        # What families have between products that no job computes
         biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
-        if biased or not all(isinstance(one, PanelLinear) for one in parts.linears):
+        unnormed = any(x.attention_in is None or x.mlp_in is None for x in decoder.layers)
+        if biased or unnormed or not all(isinstance(one, PanelLinear) for one in parts.linears):
             return None
         return cls(parts, step)
 
@@ -94,7 +96,7 @@ class DecodeJobs:
                 self._lists.clear()
             listed = self._lists[rows] = self._parts.team.compile(self._jobs(rows))
         self._parts.team.run_all(listed)
-        return self._work.logits[:rows].float()
+        return self._parts.decoder.finish(self._work.logits[:rows].float())
 
     def _fit(self, rows: int) -> None:
         """Grow the buffers to so many rows; quarter them where a large batch was long ago: 256 rows of logits alone are
@@ -123,16 +125,21 @@ class DecodeJobs:
         decoder, ops, w = self._parts.decoder, self._parts.ops, self._work
         embedding, x, y = decoder.embedding, w.x.data_ptr(), w.y.data_ptr()
         width = embedding.shape[1]
-        read = (embedding.data_ptr(), self._step.tokens.data_ptr(), x, width)
+        read = (
+            embedding.data_ptr(),
+            self._step.tokens.data_ptr(),
+            x,
+            width,
+            bits_of(decoder.embedding_scale),
+        )
         jobs: list[Job] = [(cpu_jobs.EMBED, rows, read)]
-        jobs.append(ops.norm_job(rows, x, 0, decoder.layers[0].input_norm, y))
-        norms = [layer.input_norm for layer in decoder.layers[1:]] + [decoder.final_norm]
-        for index, (layer, norm) in enumerate(zip(decoder.layers, norms, strict=True)):
+        jobs += _norm(ops, rows, x, 0, decoder.layers[0].attention_in, y)
+        for index, (layer, norm) in enumerate(zip(decoder.layers, decoder.following, strict=True)):
             jobs += self._layer(rows, index, layer, norm)
         jobs.append(_product(decoder.head, rows, w.y, w.logits))
         return jobs
 
-    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor) -> list[Job]:
+    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor | None) -> list[Job]:
         """`norm`: the one after this layer."""
         ops, w, step = self._parts.ops, self._work, self._step
         x, y, qkv, mixed = (one.data_ptr() for one in (w.x, w.y, w.qkv, w.mixed))
@@ -143,12 +150,19 @@ class DecodeJobs:
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
             self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
             _product(layer.output, rows, w.mixed, w.delta),
-            ops.norm_job(rows, x, delta, layer.post_norm, y),
+            *_norm(ops, rows, delta, 0, layer.attention_out, delta),
+            *_norm(ops, rows, x, delta, layer.mlp_in, y),
             _product(layer.gate_up, rows, w.y, w.gate_up),
             ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
             _product(layer.down, rows, w.inner, w.delta),
-            ops.norm_job(rows, x, delta, norm, y),
+            *_norm(ops, rows, delta, 0, layer.mlp_out, delta),
+            *_norm(ops, rows, x, delta, norm, y),
         ]
+
+
+def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out: int) -> list[Job]:
+    """None where the family has no such norm."""
+    return [] if weight is None else [ops.norm_job(rows, x, delta, weight, out)]
 
 
 def _product(linear: object, rows: int, x: Tensor, out: Tensor) -> Job:

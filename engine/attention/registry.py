@@ -19,15 +19,25 @@ log = logging.getLogger(__name__)
 PAGED = ("triton", "flash", "varlen")  # on CUDA, in the order in which "auto" tries them
 NAMES = ("cpu", "sdpa", *PAGED)
 MAX_HEAD_DIM = 256
+CAPPED = ("cpu", "sdpa", "triton")  # those that cap scores (Gemma 2)
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+def choose(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    *,
+    capped: bool = False,
+) -> str:
     """The backend's name, "auto" resolved. Raises ConfigError for a name that is unknown or can't run here."""
     fits = device.type == "cpu" and has_numba() and can_run(dtype, head_dim, page_size)
     if name == "auto":
         if device.type != "cuda":
             return "cpu" if fits else "sdpa"
-        paged = (one for one in PAGED if not _refusal(one, device, dtype, head_dim, page_size))
+        able = (one for one in PAGED if one in CAPPED or not capped)
+        paged = (one for one in able if not _refusal(one, device, dtype, head_dim, page_size))
         return next(paged, "sdpa")
     if name not in NAMES:
         raise ConfigError(
@@ -36,6 +46,11 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
     if name == "cpu" and not fits:
         raise ConfigError(
             "attention_backend cpu needs numba, float32 or bfloat16, and a head_dim that 8 divides",
+            field="attention_backend",
+        )
+    if capped and name not in CAPPED:
+        raise ConfigError(
+            f"attention_backend {name} does not cap scores, as this model needs; {', '.join(CAPPED)} do",
             field="attention_backend",
         )
     if name in PAGED and device.type != "cuda":
