@@ -76,7 +76,15 @@ def test_whole_and_chunked_prompts_in_one_batch(variant, checkpoint):
     assert engine.stats().prefill_chunks >= 4
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "mistral", "llama-rope-scaled-biases"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen3",
+        "mistral",
+        "llama-rope-scaled-biases",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gemma3", "olmo2")),
+    ],
+)
 @pytest.mark.parametrize(("backend", "threads"), [("sdpa", 1), ("cpu", 2)])
 def test_other_forms_of_the_engine_give_the_same_output(variant, backend, threads, checkpoint):
     model = checkpoint(variant)

@@ -95,7 +95,7 @@ def test_a_valid_config_passes(describe, changes):
         ({"clip_qkv": 8.0}, "clip_qkv", "unknown for Llama"),
         ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias", "unknown"),
         (
-            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True, "hidden_act": None},
             "use_bidirectional_attention",
             "None only",
         ),
