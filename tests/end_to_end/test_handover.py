@@ -254,6 +254,7 @@ def _load(cluster: Cluster) -> int:
         return sum(int(amount) for worker, amount in client.hgetall(key).items() if worker)
 
 
+@pytest.mark.long
 def test_grpc_transport_carries_the_same_tokens(checkpoint, start_cluster, monkeypatch):
     monkeypatch.setenv("BATON_TRANSFER__TRANSPORT", "grpc")
     model = checkpoint("qwen3")

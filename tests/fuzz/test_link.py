@@ -138,6 +138,7 @@ def test_frames_that_are_nearly_right(data, pair: Pair, tally: Tally):
     say(worker, b"".join(map(to_frame, said)), tally, "link: changed frames of a router")
 
 
+@pytest.mark.long
 @few(20, 0.02)
 @given(data=st.data())
 def test_greetings_that_are_nearly_right(data, pair: Pair, tally: Tally):

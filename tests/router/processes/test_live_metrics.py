@@ -41,6 +41,7 @@ async def ask(group: RouterGroup, count: int) -> None:
             (await client.post(f"{group.http}/v1/completions", json=body)).raise_for_status()
 
 
+@pytest.mark.long
 async def test_the_sum_is_that_of_the_processes_in_the_form_of_one_router(
     group: RouterGroup, port: int
 ) -> None:

@@ -143,6 +143,7 @@ def _listening(fd: int, address: tuple[str, int]) -> socket.socket | None:
     return None
 
 
+@pytest.mark.long
 async def test_clients_of_one_address_lose_no_token_to_a_killed_process(group: RouterGroup) -> None:
     """Both processes in turn, each while half of the streams run through it."""
     tokens = 60

@@ -67,6 +67,7 @@ def assert_declared(cluster: Cluster, unnamed: dict[str, list[str]]) -> None:
     assert seen >= 6
 
 
+@pytest.mark.long
 def test_a_cluster_on_loopback_listens_nowhere_else(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
