@@ -179,9 +179,7 @@ def load_model(
     if not resolved.kv_memory_bytes:
         _compile(resolved, decoder, small, tell)
         tell("the largest step is measured")
-        step_bytes = largest_step.bytes_taken(
-            resolved, decoder, group, lambda cache: small, one_block, memory
-        )
+        step_bytes = largest_step.bytes_taken(resolved, decoder, group, *small, memory)
         capturable = registry.backend_class(resolved.attention_backend).capturable
         if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)

@@ -24,9 +24,7 @@ class Needs(NamedTuple):
     weights: int  # 0 once they are loaded
     step: int  # the largest step, while it runs
     handoff: int  # the landing ring, or staging
-    recorded: int = (
-        0  # decode steps that are recorded or listed as jobs, and the null block for their padding
-    )
+    recorded: int = 0  # decode steps recorded or listed as jobs, and the null block for their padding
 
     @property
     def total(self) -> int:

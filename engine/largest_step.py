@@ -61,17 +61,18 @@ def bytes_taken(
     config: EngineConfig,
     decoder: Decoder,
     group: TpGroup,
-    make: MakeBackends,
-    cache: Tensor,
+    ops: LayerOps,
+    attention: AttentionBackend,
     memory: DeviceMemory,
 ) -> int:
-    """Bytes that the largest step takes of a rank's memory while it runs, with its buffers and what `make` returns.
+    """Bytes that the largest step takes of a rank's memory while it runs, with its buffers.
 
-    Every rank of the group must call it. `cache` has one block. Raises ConfigError if the step does not fit.
+    Every rank of the group must call it. The KV cache of `ops` and `attention` has one block. Raises ConfigError if the
+    step does not fit.
     """
     memory.begin_peak()
     try:
-        logits = run(config, decoder, plan(config), *make(cache))
+        logits = run(config, decoder, plan(config), ops, attention)
         _draw(group, logits)
         del logits
     except torch.OutOfMemoryError as error:

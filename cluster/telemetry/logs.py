@@ -35,6 +35,11 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(line).decode()
 
 
+def is_logged(count: int) -> bool:
+    """Whether the `count`-th of events that a peer may cause without bound is logged: 1st, 2nd, 4th, 8th and so on."""
+    return count & (count - 1) == 0
+
+
 class RateBound(logging.Filter):
     """Limits each place in the code to ten lines per second, so that a fault in a loop does not fill a disk."""
 

@@ -125,8 +125,9 @@ def merge_splits(
     partial, sums, out, first_head, there, at_item,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Of one sequence and KV head. Always over SPLITS entries, of which those that the sequence lacks count nothing: in
-    one order, whichever program merges. What other programs wrote is read from the second-level cache."""
+    """Merge the partial results of one sequence and KV head. Always over SPLITS entries, of which those that the sequence
+    lacks count nothing: in one order, whichever program merges. What other programs wrote is read from the second-level
+    cache."""
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, WIDTH)
     inside = column < DIM

@@ -148,7 +148,7 @@ def _softmax(scores, width, height, weights, scale, state, mixed, dim):
 
 @njit(inline="always")
 def _begin(q, q_stride, height, dim, queries, mixed, state):
-    """Of one head. Queries are copied: rows of q may be 4 KiB apart, which is one set of the first-level cache."""
+    """Copy the queries of one head: rows of q may be 4 KiB apart, which is one set of the first-level cache."""
     for i in range(height):
         source, to = words(q + i * q_stride), words(queries + i * dim * 2)
         for pair in range(dim // 2):

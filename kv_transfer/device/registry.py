@@ -37,5 +37,5 @@ def pinned_bytes(role: Literal["prefill", "decode"], config: TransferConfig) -> 
 
 
 def _part_bytes(role: Literal["prefill", "decode"], config: TransferConfig) -> int:
-    """Of the largest part."""
+    """Bytes of the largest part."""
     return config.slot_bytes if role == "decode" else memory.largest_part(config)

@@ -17,8 +17,6 @@ log = logging.getLogger(__name__)
 _STATES = {"DONE": "done", "PROC": "pending"}
 MAX_BACKENDS = 16
 MAX_IDLE_PEERS = 1024  # of one agent: connections that are kept without a control stream
-
-
 _HEAD = b"nixlSerDes|"
 _UCX_VERSIONS = (0, 1)  # of its addresses, in the low half of their first byte
 

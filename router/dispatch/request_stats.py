@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.errors import BatonError
+from cluster.telemetry.logs import is_logged
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.retry_policy import OVERLOAD
 from router.request.completion import Completion, Outcome
@@ -33,12 +34,12 @@ class RequestStats:
     retries: Counter[str] = field(default_factory=Counter)  # by the error's class
 
     def retry(self, reason: BatonError, request_id: str) -> None:
-        """Count and log the end of an attempt. Full workers may refuse a request a hundred times: of those the 1st, 2nd,
-        4th, 8th and so on are logged."""
+        """Count and log the end of an attempt. Full workers may refuse a request a hundred times: few of
+        these ends are logged."""
         kind = type(reason).__name__
         self.retries[kind] += 1
         count = self.retries[kind]
-        if not isinstance(reason, OVERLOAD) or count & (count - 1) == 0:
+        if not isinstance(reason, OVERLOAD) or is_logged(count):
             log.info(
                 "attempt failed: %s (%s, number %d of this request)",
                 reason,

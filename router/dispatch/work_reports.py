@@ -10,6 +10,7 @@ import logging
 import math
 
 from cluster.protocol.names import MAX_NAME
+from cluster.telemetry.logs import is_logged
 from wire import common_pb2
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ _TOKENS = ("cached_tokens", "computed_prompt_tokens", "not_shipped_tokens")
 
 
 class WorkReports:
-    """Of all requests of a router."""
+    """Checks the reports of all requests of a router, and counts those left out."""
 
     def __init__(self) -> None:
         self.dropped = 0
@@ -36,7 +37,7 @@ class WorkReports:
         if not false:
             return report
         self.dropped += 1
-        if self.dropped & (self.dropped - 1) == 0:  # the 1st, 2nd, 4th, 8th and so on
+        if is_logged(self.dropped):
             log.warning(
                 "worker %s reports what cannot be true; the report is left out (number %d): %s",
                 *(worker_id, self.dropped, false),

@@ -24,7 +24,7 @@ SHARE = 0.9
 LONG = pytest.mark.long
 # Checkpoints of 70, 10, 130 and 410 MB.
 SHAPES = {
-    # 256 rows of its logits are 32 MiB: of buffers that nobody counts, it would be seen.
+    # 256 rows of its logits are 32 MiB: large enough to show in the peak if the memory rule left them out.
     "vocabulary": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=65_536),
     "small": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512),
     "middle": ModelShape(layers=4, kv_heads=4),

@@ -123,7 +123,7 @@ def test_a_pool_of_one_block_is_enough(model):
 
 
 def start(model: Path, dtype: str, cache: Path) -> dict[str, object]:
-    """Of a process of its own: what numba compiled in its start, and in the requests behind it."""
+    """What numba compiled in the start of a new process, and in the requests after it."""
     command = [sys.executable, "-m", "tests.engine.compiled_by_requests", str(model), dtype]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
     ran = subprocess.run(

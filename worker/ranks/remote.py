@@ -22,6 +22,7 @@ from typing import Any
 from cluster.addresses import advertised, source_address
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
+from cluster.telemetry.logs import is_logged
 from worker.ranks.local import uses_cuda
 from worker.ranks.pipe import RankPipe
 from worker.ranks.process import START_SECONDS, StartingRank
@@ -126,11 +127,11 @@ class RankListener:
                 peer.close()
 
     def _log_refused(self, error: Exception) -> None:
-        """The 1st, 2nd, 4th, 8th and so on: anyone may connect, and lines for all would fill the log."""
+        """Anyone may connect, and lines for all would fill the log."""
         with self._lock:
             self._refused += 1
             count = self._refused
-        if count & (count - 1) == 0:
+        if is_logged(count):
             log.warning(
                 "%s: refused a connection to the port for ranks (number %d): %r",
                 self._worker_id,

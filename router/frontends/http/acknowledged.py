@@ -12,7 +12,7 @@ _OFFSET, _FIELD = 120, struct.Struct("=Q")
 
 
 class TcpState(enum.IntEnum):
-    """Of tcpi_state, the first byte."""
+    """Values of tcpi_state, the first byte of tcp_info."""
 
     CLOSE = 7  # the client has reset the connection
     CLOSE_WAIT = 8  # the client sends no more

@@ -74,7 +74,7 @@ def runner_of(model: Path, dtype: str, **settings: Any) -> ModelRunner:
 
 
 def steps(page: int) -> Iterator[StepPlan]:
-    """Of one to sixteen sequences: prompts, chunks and tokens of any lengths, alone and together."""
+    """Steps of one to sixteen sequences: prompts, chunks and tokens of any lengths, alone and together."""
     spans: list[list[tuple[int, int]]] = [
         [(0, 1)], [(0, 2)], [(0, 7)], [(0, 17), (3, 9)], [(100, 101)], [(0, 64), (64, 65), (200, 201)],
         [(16, 130)], *([(at, at + 1)] * at for at in range(1, 17)),

@@ -36,7 +36,7 @@ class Probe(threading.Thread):
                 self.most_work = max(self.most_work, self._loop_seconds() - worked)
 
     def _loop_seconds(self) -> float:
-        """Of the router's main thread, which runs its event loop."""
+        """Processor time of the router's main thread, which runs its event loop."""
         threads = psutil.Process(self._pid).threads() if self._pid is not None else []
         return sum(one.user_time + one.system_time for one in threads if one.id == self._pid)
 

@@ -81,7 +81,7 @@ async def test_requests_that_arrive_in_one_turn_are_all_answered() -> None:
 
 
 async def most_accepted_in_a_turn(max_silent: int) -> int:
-    """Of 100 connections."""
+    """The most of 100 connections that one turn of the event loop accepts."""
     server, loop = server_of(max_silent), asyncio.get_running_loop()
     accepted: list[int] = []  # by turn
     begin = server._make_room
