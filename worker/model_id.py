@@ -106,15 +106,20 @@ def _stored(entry: dict[str, Any], data: int, size: int) -> _Stored:
     return _Stored(f"{entry['dtype']}{entry['shape']}", data + begin, data + end)
 
 
-def make_model_id(model: Path, dtype: str = "auto") -> str:
-    """The model id of the checkpoint in `model`, computed in `dtype`: equal ids mean equal output.
+def make_model_id(model: Path, dtype: str = "auto", quantization: str = "auto") -> str:
+    """The model id of the checkpoint in `model`, computed in `dtype` and `quantization`: equal ids mean equal output.
 
     Raises ModelError naming the key or the file.
     """
     config = ModelConfig.read(model)
     raw = json.loads((model / "config.json").read_text())
     facts = {key: value for key, value in raw.items() if key not in _COSMETIC_KEYS and value is not None}
-    resolved = {"compute": compute_dtype(dtype, config.dtype), "eos": sorted(config.eos_token_ids)}
+    resolved: dict[str, Any] = {
+        "compute": compute_dtype(dtype, config.dtype),
+        "eos": sorted(config.eos_token_ids),
+    }
+    if quantization != "auto":
+        resolved["quantization"] = quantization
     digest = hashlib.blake2b(digest_size=8)
     digest.update(json.dumps([facts, resolved], sort_keys=True).encode())
     for sample in samples(tensor_files(model)):

@@ -46,7 +46,8 @@ class Worker:
         self._background_tasks = BackgroundTasks()
         epoch = draw_epoch()
         try:
-            model_id = make_model_id(config.engine.model, config.engine.dtype)
+            engine = config.engine
+            model_id = make_model_id(engine.model, engine.dtype, engine.quantization)
             self._engine = LoadedEngine(
                 config,
                 epoch,

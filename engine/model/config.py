@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import ConfigError, ModelError
+from engine.quant.formats import stored_format
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -49,6 +50,7 @@ class ModelConfig:
     windows: tuple[int, ...]  # per layer; 0 = full attention
     eos_token_ids: tuple[int, ...]
     dtype: str
+    quantization: str = ""  # of stored matrices (engine/quant/formats.py)
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
@@ -106,11 +108,6 @@ class ModelConfig:
                 f"architecture {name} is not supported; supported: {', '.join(_FAMILIES)}",
                 field="architectures",
             )
-        if raw.get("quantization_config"):
-            raise ModelError(
-                "quantised checkpoints are not supported: use the unquantised one",
-                field="quantization_config",
-            )
         if raw.get("hidden_act") not in (None, "silu", "swish"):
             raise ModelError(
                 f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu", field="hidden_act"
@@ -149,6 +146,7 @@ class ModelConfig:
             windows=_windows(raw, family, layers),
             eos_token_ids=_eos(directory, raw),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").replace("torch.", ""),
+            quantization=stored_format(raw),
         )
 
 

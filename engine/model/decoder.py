@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.protocol.kv_heads import head_range
-from engine.layers.linear import Linear, MakeLinear
+from engine.layers.linear import Linear, MakeLinear, Weight, join
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps
@@ -49,14 +49,14 @@ class Decoder:
         name = "model.embed_tokens.weight"
         self.embedding = checkpoint.get(name, c.vocab_size, c.hidden_size, rows=self._vocab)
         self.final_norm = checkpoint.get("model.norm.weight", c.hidden_size)
-        head = self.embedding
+        head: Weight = self.embedding
         if not c.tie_embeddings:
-            head = checkpoint.get("lm_head.weight", c.vocab_size, c.hidden_size, rows=self._vocab)
+            head = checkpoint.matrix("lm_head.weight", c.vocab_size, c.hidden_size, rows=self._vocab)
         self.head = linear(head, None)
         self.layers = [self._layer(checkpoint, index, linear) for index in range(c.num_layers)]
 
     def _layer(self, checkpoint: Checkpoint, index: int, linear: MakeLinear) -> Layer:
-        c, get, p = self.config, checkpoint.get, f"model.layers.{index}."
+        c, get, matrix, p = self.config, checkpoint.get, checkpoint.matrix, f"model.layers.{index}."
         rank, dim, hidden, inner = self.group.rank, c.head_dim, c.hidden_size, c.intermediate_size
         q_rows = slice(rank * self.num_heads * dim, (rank + 1) * self.num_heads * dim)
         kv_rows = slice(self.kv_heads[0] * dim, self.kv_heads[1] * dim)
@@ -65,12 +65,12 @@ class Decoder:
         q_all, kv_all = c.num_heads * dim, c.num_kv_heads * dim
         parts = (("q_proj", q_all, q_rows), ("k_proj", kv_all, kv_rows), ("v_proj", kv_all, kv_rows))
         a, m = p + "self_attn.", p + "mlp."
-        qkv = torch.cat([get(f"{a}{name}.weight", out, hidden, rows=rows) for name, out, rows in parts])
+        qkv = join(a, [matrix(f"{a}{name}.weight", out, hidden, rows=rows) for name, out, rows in parts])
         qkv_bias = None
         if c.attention_bias:
             qkv_bias = torch.cat([get(f"{a}{name}.bias", out, rows=rows) for name, out, rows in parts])
-        gate_up = torch.cat(
-            [get(f"{m}{name}.weight", inner, hidden, rows=mine) for name in ("gate_proj", "up_proj")]
+        gate_up = join(
+            m, [matrix(f"{m}{name}.weight", inner, hidden, rows=mine) for name in ("gate_proj", "up_proj")]
         )
         gate_up_bias = None
         if c.mlp_bias:
@@ -80,13 +80,15 @@ class Decoder:
         return Layer(
             input_norm=get(p + "input_layernorm.weight", hidden),
             qkv=linear(qkv, qkv_bias),
-            output=linear(get(a + "o_proj.weight", hidden, q_all, columns=q_rows), None),
+            output=linear(
+                matrix(a + "o_proj.weight", hidden, q_all, columns=q_rows), None, split_inputs=True
+            ),
             output_bias=get(a + "o_proj.bias", hidden) if c.output_bias else None,
             q_norm=get(a + "q_norm.weight", dim) if c.qk_norm else None,
             k_norm=get(a + "k_norm.weight", dim) if c.qk_norm else None,
             post_norm=get(p + "post_attention_layernorm.weight", hidden),
             gate_up=linear(gate_up, gate_up_bias),
-            down=linear(get(m + "down_proj.weight", hidden, inner, columns=mine), None),
+            down=linear(matrix(m + "down_proj.weight", hidden, inner, columns=mine), None, split_inputs=True),
             down_bias=get(m + "down_proj.bias", hidden) if c.mlp_bias else None,
         )
 

@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from engine.ops import cpu_int8 as int8
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
@@ -29,11 +30,12 @@ NEXT, FINISHED, STOP, LISTED, LEFT, CODE = 0, 8, 16, 17, 18, 24  # NEXT: shares 
 TOTAL, SHARES, AHEAD, ARGUMENTS = CODE + 1, CODE + 2, CODE + 3, CODE + 4
 SIZE = 64
 JOB = SIZE - CODE  # numbers of one job: code, total, shares, what to prefetch, arguments
-WEIGHTS = 3  # of MULTIPLY's arguments
+WEIGHTS = 3  # of a product's arguments
 AHEAD_BYTES = (
     16 << 10
 )  # of the next product's weights, prefetched by each job before it: half of a first-level cache
-ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED = range(8)
+ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8 = range(10)
+PRODUCTS = (MULTIPLY, MULTIPLY_INT8)
 _LOW = 0xFFFFFFFF
 
 
@@ -102,11 +104,16 @@ def _share(kind, dim8, job, first, last):
     """Items [first, last) of the job."""
     code = integers(job)[CODE]
     a = integers(job + ARGUMENTS * 8)
-    if code != MULTIPLY:  # a product reads its own weights first
+    if code not in PRODUCTS:  # a product reads its own weights first
         _prefetch_ahead(job, last)
     if code == MULTIPLY:
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
         _prefetch_ahead(job, last)
+    elif code == MULTIPLY_INT8:
+        int8.multiply(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], first, last)
+        _prefetch_ahead(job, last)
+    elif code == QUANTIZE:
+        int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], first, last)
     elif code == ADD_NORM:
         kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
     elif code == GATE:
@@ -225,7 +232,7 @@ def _make(sources: str) -> Any:
 
 def _sources() -> str:
     here = Path(__file__)
-    names = ("kernels", "llvm", "products", "prompts", "softmax", "tiles")
+    names = ("int8", "kernels", "llvm", "products", "prompts", "softmax", "tiles")
     files = [here, *(here.with_name(f"cpu_{name}.py") for name in names)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 

@@ -56,6 +56,7 @@ class KernelTeam(Team):
         from engine.ops import cpu_jobs
         from engine.ops.cpu_kernels import kind_of
 
+        self.dtype = dtype
         self._work = cpu_jobs.work
         self._kind, self._dim8 = kind_of(dtype), (0,) * (head_dim // 8)
         self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
@@ -113,16 +114,16 @@ class KernelTeam(Team):
 def _ahead(jobs: Sequence[Job]) -> list[int]:
     """The address from which each job prefetches: the jobs from one product up to the next take parts of the next one's
     weights, one after the other. 0: no product follows."""
-    from engine.ops.cpu_jobs import AHEAD_BYTES, MULTIPLY, WEIGHTS
+    from engine.ops.cpu_jobs import AHEAD_BYTES, PRODUCTS, WEIGHTS
 
     addresses, following = [], 0
     for code, _, arguments in reversed(jobs):
         addresses.append(following)
-        following = arguments[WEIGHTS] if code == MULTIPLY else following
+        following = arguments[WEIGHTS] if code in PRODUCTS else following
     addresses.reverse()
     parts = -1  # since the last product
     for index, (code, _, _) in enumerate(jobs):
-        parts = 0 if code == MULTIPLY else parts + 1
+        parts = 0 if code in PRODUCTS else parts + 1
         if addresses[index]:
             addresses[index] += parts * AHEAD_BYTES
     return addresses
