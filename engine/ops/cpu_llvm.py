@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -32,6 +32,15 @@ def _compile(function: Callable[..., Any], fastmath: set[str]) -> Any:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no directory for a cache: a read-only file system
         return njit(**options)(function)
+
+
+def compiled_function(function: Callable[..., Any], signature: Any) -> Any:
+    """As `compiled`, for callers that have its address only: numba's CFunc."""
+    options: dict[str, Any] = {"fastmath": _FAST, "error_model": "numpy"}
+    try:
+        return cfunc(signature, cache=True, **options)(function)
+    except RuntimeError:
+        return cfunc(signature, **options)(function)
 
 
 @intrinsic

@@ -247,7 +247,7 @@ def test_the_job_before_an_int8_product_prefetches_its_weights() -> None:
     quantize = (cpu_jobs.QUANTIZE, 1, (1, 64, 2, 64, 3, 0))
     product = (cpu_jobs.MULTIPLY_INT8, 2, (2, 1, 64, 1 << 20, 9, 3, 9, 64, 2, 0))
     listed = KernelTeam(1, torch.bfloat16, 8).compile([quantize, product, quantize])
-    assert listed[:, cpu_jobs.AHEAD - cpu_jobs.CODE].tolist() == [1 << 20, 0, 0]
+    assert listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist() == [1 << 20, 0, 0]
 
 
 @needs_kernels
