@@ -46,7 +46,9 @@ class Worker:
         self._background_tasks = BackgroundTasks()
         epoch = draw_epoch()
         try:
-            model_id = make_model_id(config.engine.model, config.engine.dtype)
+            model_id = make_model_id(
+                config.engine.model, config.engine.dtype, max_model_len=config.engine.max_model_len
+            )
             self._engine = LoadedEngine(
                 config,
                 epoch,

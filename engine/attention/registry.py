@@ -19,23 +19,47 @@ log = logging.getLogger(__name__)
 PAGED = ("triton", "flash", "varlen")  # on CUDA
 NAMES = ("cpu", *PAGED, "sdpa")  # in the order in which "auto" tries them; sdpa runs everywhere
 MAX_HEAD_DIM = 256
+CAPPED = ("cpu", "sdpa", "triton")  # those that cap scores (Gemma 2)
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
-    """The backend's name, "auto" resolved. Raises ConfigError for a name that is unknown or can't run here."""
+def choose(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    *,
+    capped: bool = False,
+) -> str:
+    """The backend's name, "auto" resolved. `capped`: the model caps scores.
+
+    Raises ConfigError for a name that is unknown or can't run here.
+    """
     if name == "auto":
-        return next(one for one in NAMES if not why_not(one, device, dtype, head_dim, page_size))
+        return next(
+            one for one in NAMES if not why_not(one, device, dtype, head_dim, page_size, capped=capped)
+        )
     if name not in NAMES:
         raise ConfigError(
             f"attention_backend {name!r} is none of {', '.join(NAMES)}", field="attention_backend"
         )
-    if reason := why_not(name, device, dtype, head_dim, page_size):
+    if reason := why_not(name, device, dtype, head_dim, page_size, capped=capped):
         raise ConfigError(f"attention_backend {name} {reason}", field="attention_backend")
     return name
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+def why_not(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    *,
+    capped: bool = False,
+) -> str:
     """Why this backend can't be used here; empty if it can."""
+    if capped and name not in CAPPED:
+        return f"does not cap scores, as this model needs; {', '.join(CAPPED)} do"
     if name == "sdpa":
         return ""
     if name == "cpu":

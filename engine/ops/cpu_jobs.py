@@ -33,7 +33,7 @@ WEIGHTS = 3  # of MULTIPLY's arguments
 AHEAD_BYTES = (
     16 << 10
 )  # of the next product's weights, prefetched by each job before it: half of a first-level cache
-ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED = range(8)
+ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, GATE_GELU = range(9)
 _LOW = 0xFFFFFFFF
 
 
@@ -111,13 +111,15 @@ def _share(kind, dim8, job, first, last):
         kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
     elif code == GATE:
         kernels.silu_mul(kind, a[0], a[1], first, last, a[2])
+    elif code == GATE_GELU:
+        kernels.gelu_mul(kind, a[0], a[1], first, last, a[2])
     elif code == HEADS:
         kernels.rotate_and_store(
             kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
             a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]),
         )  # fmt: skip
     elif code == EMBED:
-        kernels.copy_rows(kind, a[0], a[1], a[2], a[3], first, last)
+        kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
     elif code == PACK_HEADS:
         prompts.pack_head(a[0], a[1], a[2], a[3], a[4], dim8, a[5], first, last)
     elif code == ATTEND_PROMPT:
@@ -141,7 +143,7 @@ def _share(kind, dim8, job, first, last):
     else:
         kernels.attend_tokens(
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
-            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]),
+            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]),
         )  # fmt: skip
 
 

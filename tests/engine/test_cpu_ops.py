@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import PanelLinear
-from engine.model.config import tables
+from engine.model.rope import tables
 from engine.ops import cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps

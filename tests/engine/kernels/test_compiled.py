@@ -94,7 +94,8 @@ def check_small(capability: int, kind: str, dim: int) -> None:
             {"ADDS": adds, "BLOCK": norm["BLOCK"]},
             {"num_warps": norm["num_warps"]},
         )
-    check(capability, small.gate_rows, kind, {"BLOCK": GATE_BLOCK}, {"num_warps": 4})
+    for gelu in (False, True):
+        check(capability, small.gate_rows, kind, {"BLOCK": GATE_BLOCK, "GELU": gelu}, {"num_warps": 4})
     for norms in (False, True):
         sizes: dict[str, object] = {
             "HEADS": 8,
