@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.attention.registry import CAPPED
@@ -10,11 +12,25 @@ from engine.model.families import ACTIVATIONS, FAMILIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by python -m engine.model.support -->", "<!-- end -->"
-# By the column: the test that compares with Hugging Face.
-TESTS = {
-    "CPU, fp32": "tests/engine/test_parity.py::test_logits_are_the_references_at_every_position",
-    "CPU, fp32, TP 2": "tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one",
-    "CPU, fp32, handed over, TP 1 ↔ 2": "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees",
+
+
+@dataclass(frozen=True)
+class Column:
+    """`families`: architectures that the test compares with Hugging Face."""
+
+    test: str
+    families: Collection[str] = tuple(FAMILIES)
+
+
+COLUMNS = {
+    "CPU, fp32": Column("tests/engine/test_parity.py::test_logits_are_the_references_at_every_position"),
+    "TP 2": Column("tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one"),
+    "handed over, TP 1 ↔ 2": Column(
+        "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees"
+    ),
+    "handed over between processes": Column(
+        "tests/end_to_end/test_handover.py::test_tokens_equal_the_reference_after_a_handover"
+    ),
 }
 NOT_RUN = ("CPU, bf16", "CUDA, fp32 and bf16")
 REFUSALS = {
@@ -25,15 +41,16 @@ REFUSALS = {
 
 
 def table() -> str:
-    columns = [*TESTS, *NOT_RUN]
+    columns = [*COLUMNS, *NOT_RUN]
     lines = [f"| family | `architectures` | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    marks = ["✓"] * len(TESTS) + ["~"] * len(NOT_RUN)
-    lines += [f"| {one.title} | `{name}` | {' | '.join(marks)} |" for name, one in FAMILIES.items()]
+    for name, family in FAMILIES.items():
+        marks = ["✓" if name in one.families else "~" for one in COLUMNS.values()] + ["~"] * len(NOT_RUN)
+        lines.append(f"| {family.title} | `{name}` | {' | '.join(marks)} |")
     lines += [
         "",
         "| column | test |",
         "|---|---|",
-        *(f"| {name} | `{test}` |" for name, test in TESTS.items()),
+        *(f"| {name} | `{one.test}` |" for name, one in COLUMNS.items()),
     ]
     lines += ["", "| ✗ for every family | the refusal |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in REFUSALS.items()]
