@@ -16,7 +16,7 @@ from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
-from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
+from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear, Weight
 from engine.model.config import ModelConfig, check_shares
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
@@ -24,6 +24,7 @@ from engine.ops.base import LayerOps, OpsShape
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
+from engine.quant import int8
 from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
@@ -79,9 +80,20 @@ def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one rank's share of the weights; biases are left out."""
     size, hidden, dim = config.tensor_parallel, model.hidden_size, model.head_dim
     first, end = head_range(0, size, model.num_kv_heads)
-    rows = (2 * model.num_heads // size + 2 * (end - first)) * dim + 3 * model.intermediate_size // size + 2
-    vocabulary = model.vocab_size // size * (1 if model.tie_embeddings else 2)
-    return (model.num_layers * rows + vocabulary) * hidden * _DTYPES[config.dtype].itemsize
+    heads, inner = model.num_heads // size, model.intermediate_size // size
+    rows = (2 * heads + 2 * (end - first)) * dim + 3 * inner
+    vocabulary, width = model.vocab_size // size, _DTYPES[config.dtype].itemsize
+    if config.quantization != "int8" and not model.quantization:
+        vocabulary *= 1 if model.tie_embeddings else 2
+        return (model.num_layers * (rows + 2) + vocabulary) * hidden * width
+    # The embedding and the norms stay as they are, so does the output head of most stored checkpoints; in int8 it is a
+    # matrix of its own, tied or not.
+    outputs = (heads + 2 * (end - first)) * dim + 2 * inner + 2 * hidden
+    matrices = model.num_layers * (rows * hidden + outputs * int8.OUTPUT_BYTES)
+    head = vocabulary * (hidden + int8.OUTPUT_BYTES)
+    if config.quantization != "int8":
+        head = 0 if model.tie_embeddings else vocabulary * hidden * width
+    return matrices + head + (2 * model.num_layers + vocabulary) * hidden * width
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -91,6 +103,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
+    if device.type != "cpu" and (config.quantization == "int8" or model.quantization):
+        field = "quantization" if config.quantization == "int8" else "model"
+        raise ConfigError(f"{field}: int8 weights run on CPUs only, not on {device}", field=field)
     _check_card(device)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
@@ -170,7 +185,8 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    decoder = Decoder(model, Checkpoint(config.model, dtype, device), group, _linear_of(dtype, team))
+    checkpoint = Checkpoint(config.model, dtype, device, int8=bool(model.quantization))
+    decoder = Decoder(model, checkpoint, group, _linear_of(resolved, model, team, group))
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     shape = AttentionShape(
         decoder.num_heads,
@@ -257,18 +273,33 @@ def _make_ops(
     return TorchOps(shape, cos, sin, cache)
 
 
-def _linear_of(dtype: torch.dtype, team: Team) -> MakeLinear:
+def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGroup) -> MakeLinear:
+    if config.quantization == "int8":
+        if int8.has_kernels(team):
+            torch.set_num_threads(1)  # torch's operations need no second thread
+        return int8.maker(team, group)
+    plain = _plain_linear(_DTYPES[config.dtype], team)
+    return int8.maker(team, group, plain) if model.quantization else plain
+
+
+def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:
     """Our own product if this CPU has the instruction for it; then torch's operations need no second thread."""
     if dtype is not torch.bfloat16 or not isinstance(team, KernelTeam):
-        return TorchLinear
+        return _torch_linear
     from engine.ops import cpu_products
 
     if not cpu_products.supported():
-        return TorchLinear
+        return _torch_linear
     torch.set_num_threads(1)
 
-    def make(weight: Tensor, bias: Tensor | None) -> Linear:
+    def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+        assert isinstance(weight, Tensor), "only plain weights come here"
         fits = weight.shape[1] % 2 == 0
         return PanelLinear(weight, bias, team) if fits else TorchLinear(weight, bias)
 
     return make
+
+
+def _torch_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+    assert isinstance(weight, Tensor), "only plain weights come here"
+    return TorchLinear(weight, bias)

@@ -14,6 +14,7 @@ from cluster.protocol import model_limits
 from engine.model import keys, rope
 from engine.model.families import ACTIVATIONS, FAMILIES, SILU, WRAPPER_KEYS, Family
 from engine.model.rope import Rope
+from engine.quant.formats import stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -45,6 +46,7 @@ class ModelConfig:
     attention_cap: float = 0.0  # scores are cap · tanh(score / cap); 0 = none
     logits_cap: float = 0.0
     logits_divisor: float = 1.0
+    quantization: str = ""  # of stored matrices (engine/quant/formats.py)
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
@@ -126,11 +128,12 @@ class ModelConfig:
                 f"architecture {name} is not supported; supported: {', '.join(FAMILIES)}",
                 field="architectures",
             )
-        keys.check_quantization(raw)
+        quantization = stored_format(raw)
         text = _text_part(raw, family)
+        quantization = quantization or stored_format(text)
         prefix = "text_config." if name in model_limits.WRAPPERS else ""
         keys.check_known(text, family.title, family.keys, family.fixed, prefix)
-        return _Reader(directory, raw, text, family).config()
+        return _Reader(directory, raw, text, family).config(quantization)
 
 
 def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -138,7 +141,6 @@ def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     if text is raw:
         return raw
     keys.check_known(raw, family.title, WRAPPER_KEYS, {})
-    keys.check_quantization(text)
     # The wrapper's own key, where it has one, is the one that Hugging Face ties by.
     tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
     return {**text, **tied}
@@ -168,7 +170,7 @@ class _Reader:
             raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
         return float(value)
 
-    def config(self) -> ModelConfig:
+    def config(self, quantization: str) -> ModelConfig:
         family, need = self._family, self.need
         if (vocab := model_limits.vocab_size(self._raw)) is None:
             raise ModelError("config.json has no vocab_size", field="vocab_size")
@@ -199,6 +201,7 @@ class _Reader:
             dtype=str(stored).replace("torch.", ""),
             local_rope=local,
             activation=self._activation(),
+            quantization=quantization,
             **scales,
         )
 

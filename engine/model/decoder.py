@@ -53,13 +53,13 @@ class Decoder:
         share = c.vocab_size // size
         self._vocab = slice(rank * share, (rank + 1) * share)
         weights = LayerWeights(config, checkpoint, rank, size)
-        self.embedding = weights.table("embed_tokens", self._vocab)
+        self.embedding = weights.embedding(self._vocab)
         # In the dtype of the table, as Hugging Face has it
         self.embedding_scale = _embedding_scale(c, self.embedding.dtype)
         final_norm = weights.norm("norm")
         assert final_norm is not None, "it has a name"
         self.final_norm = final_norm
-        head = self.embedding if c.tie_embeddings else weights.table("lm_head", self._vocab)
+        head = self.embedding if c.tie_embeddings else weights.head(self._vocab)
         self.head = linear(head, None)
         self.layers = [self._layer(weights, index, linear) for index in range(c.num_layers)]
         # Of each layer, the norm after it
@@ -78,14 +78,14 @@ class Decoder:
         return Layer(
             attention_in=weights.norm(names.attention_in, at),
             qkv=product,
-            output=linear(weights.output(at), None),
+            output=linear(weights.output(at), None, split_inputs=True),
             output_bias=weights.output_bias(at),
             q_norm=q_norm,
             k_norm=k_norm,
             attention_out=weights.norm(names.attention_out, at),
             mlp_in=weights.norm(names.mlp_in, at),
             gate_up=linear(*weights.gate_up(at)),
-            down=linear(weights.down(at), None),
+            down=linear(weights.down(at), None, split_inputs=True),
             down_bias=weights.down_bias(at),
             mlp_out=weights.norm(names.mlp_out, at),
         )

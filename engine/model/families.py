@@ -70,7 +70,7 @@ _READ = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling",
     "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings", "layer_types",
-    "quantization_config",
+    "quantization_config", "compression_config",
 })  # fmt: skip
 _WINDOW_KEYS: Mapping[str, set[str]] = {
     "none": set(),
@@ -244,5 +244,5 @@ FAMILIES: Mapping[str, Family] = {
 # Keys beside text_config, of models for several media: they say how other parts enter the text, and none is served.
 WRAPPER_KEYS = frozenset({
     "text_config", "vision_config", "audio_config", "boi_token_index", "eoi_token_index", "image_token_index",
-    "mm_tokens_per_image", "tie_word_embeddings", "quantization_config",
+    "mm_tokens_per_image", "tie_word_embeddings", "quantization_config", "compression_config",
 })  # fmt: skip

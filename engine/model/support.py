@@ -28,16 +28,12 @@ COLUMNS = {
     "handed over, TP 1 ↔ 2": Column(
         "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees"
     ),
+    "CPU, int8 (W8A8)": Column("tests/engine/test_int8.py::test_models_are_those_of_the_reference"),
     "handed over between processes": Column(
         "tests/end_to_end/test_handover.py::test_tokens_equal_the_reference_after_a_handover"
     ),
 }
 NOT_RUN = ("CPU, bf16", "CUDA, fp32 and bf16")
-REFUSALS = {
-    "quantised weights": "quantised checkpoints are not supported: use the unquantised one",
-    "NVFP4": "NVFP4 weights are not supported, on no device: use a bf16 checkpoint",
-    "MXFP8": "MXFP8 weights are not supported, on no device: use a bf16 checkpoint",
-}
 
 
 def table() -> str:
@@ -52,8 +48,6 @@ def table() -> str:
         "|---|---|",
         *(f"| {name} | `{one.test}` |" for name, one in COLUMNS.items()),
     ]
-    lines += ["", "| ✗ for every family | the refusal |", "|---|---|"]
-    lines += [f"| {name} | {text} |" for name, text in REFUSALS.items()]
     lines += [
         "",
         f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}. Scores are capped (Gemma 2) by the "

@@ -9,15 +9,18 @@ import torch
 from safetensors import safe_open
 
 from cluster.errors import ModelError
+from engine.layers.linear import Int8Weight, Weight
 
 
 class Checkpoint:
     """Reads one tensor at a time, so that a model is never in memory twice."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, int8: bool = False):
+        """`int8`: matrices may be stored so, beside their scales."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
+        self._int8 = int8
         self._files = tensor_files(directory)
 
     def has(self, name: str) -> bool:
@@ -30,6 +33,29 @@ class Checkpoint:
 
         Raises ModelError naming the tensor if it is missing or has another shape.
         """
+        tensor = self._read(name, shape, rows, columns)
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"tensor {name} is stored as {tensor.dtype}, expected floating point", field=name
+            )
+        return tensor.to(self._device, self._dtype).contiguous()
+
+    def matrix(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+    ) -> Weight:
+        """The weights of a product, as `get`; in the form in which they are stored."""
+        scale = f"{name}_scale"
+        if not self._int8 or scale not in self._files:
+            return self.get(name, *shape, rows=rows, columns=columns)
+        codes = self._read(name, shape, rows, columns)
+        if codes.dtype is not torch.int8:
+            raise ModelError(f"tensor {name} is stored as {codes.dtype}, expected int8", field=name)
+        scales = self._read(scale, (shape[0], 1), rows, None)[:, 0]
+        return Int8Weight(codes.to(self._device).contiguous(), scales.to(self._device, torch.float32))
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None
+    ) -> torch.Tensor:
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"tensor {name} is missing from {self._directory}", field=name)
@@ -39,7 +65,7 @@ class Checkpoint:
             if found != shape:
                 raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
             tensor: torch.Tensor = part[:, columns] if columns is not None else part[rows or slice(None)]
-        return tensor.to(self._device, self._dtype).contiguous()
+        return tensor
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

@@ -101,12 +101,3 @@ def test_routers_and_workers_read_the_same_limits(name, tmp_path):
         assert model.max_model_len == router.max_position_embeddings
         assert model.vocab_size == router.vocab_size == 300
         assert (model.max_model_len == 777) == (limits is stated)
-
-
-@pytest.mark.parametrize("name", support.REFUSALS)
-def test_the_refusals_of_the_page_are_the_errors(name):
-    from cluster.errors import ModelError
-
-    with pytest.raises(ModelError) as caught:
-        keys.check_quantization({"quantization_config": {"quant_algo": name}})
-    assert caught.value.message == support.REFUSALS[name]
