@@ -23,6 +23,9 @@ class Checkpoint:
         self._int8 = int8
         self._files = tensor_files(directory)
 
+    def has(self, name: str) -> bool:
+        return name in self._files
+
     def get(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> torch.Tensor:

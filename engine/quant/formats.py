@@ -46,7 +46,9 @@ def stored_format(raw: Mapping[str, Any]) -> str:
         raise ModelError(f"{_FIELD} is {config!r}, not a mapping", field=_FIELD)
     method = str(config.get("quant_method", "compressed-tensors" if "config_groups" in config else "unknown"))
     if method != "compressed-tensors":
-        raise _refused(_METHODS.get(method, f"quant_method {method!r}"))
+        name = _METHODS.get(method, f"quant_method {method!r}")
+        kind = config.get("quant_algo")  # ModelOpt's
+        raise _refused(f"{name} {kind}" if kind else name)
     layout = str(config.get("format"))
     if layout not in _INT8_FORMATS:
         raise _refused(f"compressed-tensors' format {layout!r}")
