@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 # A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are.
 SECONDS_PER_STEP = 0.004
+# Refusals that wait beside each other: a connection of gRPC has hundreds of calls. Further ones are sent at once.
+MAX_REFUSALS = 1024
 
 
 class LowPriority:
@@ -30,6 +32,7 @@ class LowPriority:
         # The tenant whose turn is next comes first; clients without a key count as one.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._turned = 0.0  # when steps were last released
+        self._refusals = 0  # that wait
 
     async def step(self, tenant: str = "") -> None:
         """Wait for the caller's turn; its step ends where it awaits something."""
@@ -40,6 +43,16 @@ class LowPriority:
         turn = loop.create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         await turn
+
+    async def refuse(self, tenant: str) -> None:
+        """Wait for a step before a request is refused for the number of others: its client may ask again at once."""
+        if self._refusals >= MAX_REFUSALS:
+            return
+        self._refusals += 1
+        try:
+            await self.step(tenant)
+        finally:
+            self._refusals -= 1
 
     def _release(self) -> None:
         now = self._clock()

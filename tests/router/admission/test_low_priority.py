@@ -98,6 +98,28 @@ async def test_long_turns_have_more_steps(turn: float, most: int):
         task.cancel()
 
 
+async def test_refusals_wait_for_a_step_up_to_a_bound(monkeypatch: pytest.MonkeyPatch):
+    """Refused at once, hundreds of calls of one key came again in each turn of the loop."""
+    monkeypatch.setattr("router.admission.low_priority.MAX_REFUSALS", 5)
+    order, sent = LowPriority(lambda: 0.0), []
+
+    async def refuse() -> None:
+        await order.refuse("a")
+        sent.append(1)
+
+    tasks = [asyncio.create_task(refuse()) for _ in range(8)]
+    await asyncio.sleep(0)
+    assert len(sent) == 3, "those beyond the bound"
+    tasks[1].cancel()
+    gained = []
+    for _ in range(8):
+        before = len(sent)
+        await asyncio.sleep(0)
+        gained.append(len(sent) - before)
+    assert max(gained) == 1 and len(sent) == 7
+    assert order._refusals == 0
+
+
 async def test_steps_go_on_after_a_pause():
     order = LowPriority()
     for _ in range(3):
