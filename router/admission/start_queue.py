@@ -18,7 +18,8 @@ from cluster.fair_queue import FairQueue, Waiting
 # What has been started takes a step in each of the turns that follow, so one request per turn keeps the loop as busy as
 # all at once would, and its turns as short as the work on one request.
 STARTS_PER_TURN = 1
-# A loop that is busy with tokens has long turns; one request for each of them would starve requests.
+# Of the loop's processor time. A loop that is busy with tokens has long turns; one request for each would starve requests.
+# By the clock, turns are also long where other processes want the processor, and requests would make them longer still.
 SECONDS_PER_START = 0.004
 
 
@@ -53,9 +54,9 @@ class StartQueue:
     The queue is bounded by the requests in flight: a request has its place when it comes here.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        self._queue = FairQueue(clock)
+        self._queue = FairQueue()
         self._order = itertools.count()
         self._left = 0  # starts of this turn
         self._turned = 0.0  # when this turn began
@@ -74,8 +75,8 @@ class StartQueue:
             self._left -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        now, weight = self._clock(), weight if weight > 0 else 1.0
-        waiting, watcher = Waiting(1, tenant, weight, now, next(self._order), turn), StartWait(turn)
+        weight, watcher = weight if weight > 0 else 1.0, StartWait(turn)
+        waiting = Waiting(1, tenant, weight, time.monotonic(), next(self._order), turn)
         self._queue.push(waiting)
         try:
             if client is not None:

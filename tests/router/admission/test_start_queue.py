@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -83,6 +84,25 @@ async def test_a_loop_with_long_turns_starts_more() -> None:
     assert 4 * 4 <= len(started.order) - before <= 4 * 6
     for task in tasks:
         task.cancel()
+    await idle(starts)
+
+
+def lose_the_processor(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def test_turns_that_are_long_because_others_have_the_processor_start_no_more() -> None:
+    """They did: on a busy machine each turn started dozens, which made the next one longer."""
+    starts = StartQueue()
+    started = Started(starts)
+    tasks = [started.ask("a") for _ in range(40)]
+    await turns(2)
+    for _ in range(4):
+        before = len(started.order)
+        lose_the_processor(5 * SECONDS_PER_START)
+        await asyncio.sleep(0)
+        assert len(started.order) - before <= 1
+    await asyncio.gather(*tasks)
     await idle(starts)
 
 
