@@ -85,7 +85,7 @@ class Placement:
         self._check_roles(request)
         self.calls += 1
         try:
-            async with self._slots.slot(request.priority_class) as may_ask:
+            async with self._slots.slot(request.priority_class, request.tenant, request.weight) as may_ask:
                 placed = await self._place(request, ask=may_ask)
         except OverloadedError:
             self.refused["too_late"] += 1

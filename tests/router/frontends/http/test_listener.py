@@ -17,8 +17,8 @@ from starlette.responses import PlainTextResponse
 
 from baton.local.certs import make_certs
 from cluster.security.tls import ClientTls
-from router.frontends.http.listener import ACCEPTS_PER_TURN, MAX_HANDSHAKES, HttpServer
-from tests.harness.waiting import until
+from router.frontends.http.listener import ACCEPTS_PER_TURN, HANDSHAKES_PER_TURN, MAX_HANDSHAKES, HttpServer
+from tests.harness.waiting import turns, until
 
 SILENT = 4 * MAX_HANDSHAKES
 GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -149,6 +149,29 @@ async def test_a_connection_whose_bytes_wait_to_be_read_makes_no_room() -> None:
             assert await answer(oldest) == b"HTTP/1.1 200"
             assert await answer(silent) == b"", "it made room instead"
             assert await answer(ended) == b""
+
+
+async def test_few_handshakes_begin_in_one_turn() -> None:
+    """32 of a flood took each turn of the loop 16 ms, and every request about ten turns."""
+    server, opened = server_of(SILENT), []
+
+    async def note(connection: socket.socket) -> None:
+        opened.append(connection)
+
+    server._open = note  # type: ignore[method-assign]
+    server.config.ssl = True  # type: ignore[assignment]
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * HANDSHAKES_PER_TURN):
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            theirs.send(b"hello")
+            server._ready.append(ours)
+        gained = []
+        asyncio.get_running_loop().call_soon(server._open_ready)
+        for _ in range(6):
+            before = len(opened)
+            await turns(1)
+            gained.append(len(opened) - before)
+    assert max(gained) == HANDSHAKES_PER_TURN and len(opened) == 3 * HANDSHAKES_PER_TURN
 
 
 async def test_more_handshakes_than_may_run_at_a_time_all_end(tmp_path: Path) -> None:
