@@ -146,3 +146,16 @@ def test_of_many_holders_the_least_loaded_are_found(two, seed):
     first, second = state.place()
     assert isinstance(first, Decision) and isinstance(second, Decision)
     assert second.terms["cost"] <= TIE * first.terms["cost"]
+
+
+@pytest.mark.parametrize("pairs", [SMALL, LARGE])
+def test_a_slot_that_control_does_not_know_is_dropped(two, pairs):
+    """A worker that has left, whose copy and nodes are still in the index; it would be the best of all."""
+    state = State(two, random.Random(1), pairs, 2)
+    gone = WorkerInfo("gone", 1, 9999, "prefill", MODEL_ID, "", "", b"", "h", "h", 131_072, 4_000, PAGE)
+    two.apart.index.hset(two.apart.owners, str(gone.slot), gone.name)
+    for chain in state.chains:
+        two.apart.report(gone, chain, len(chain) // KEY_BYTES)
+    for _ in range(4):
+        first, second = state.place()
+        assert isinstance(second, Decision) and first == second

@@ -190,6 +190,7 @@ async def test_reports_and_predictions_are_in_the_index_and_nowhere_else(cluster
     assert cluster.placement.index.errors == {"match": 0, "record": 0}
 
 
+@pytest.mark.long
 async def test_without_the_index_placements_go_on_by_load_and_find_it_again(cluster, caplog):
     caplog.set_level(logging.INFO)
     cluster.workers[0].holds(PROMPT)
@@ -227,6 +228,7 @@ async def test_an_index_that_hangs_delays_one_placement_and_no_more(cluster, mon
         cluster.servers.signal("index", signal.SIGCONT)
 
 
+@pytest.mark.long
 async def test_control_that_is_emptied_gives_out_no_slot_that_the_index_still_names(cluster):
     cluster.workers[0].holds(PROMPT)
     await cluster.finds()
@@ -242,6 +244,7 @@ async def test_control_that_is_emptied_gives_out_no_slot_that_the_index_still_na
     assert placed.from_redis and placed.prefill.worker_id == "prefill-0"
 
 
+@pytest.mark.long
 async def test_a_worker_that_left_and_came_back_is_found_under_its_new_slot(cluster):
     cluster.workers[0].holds(PROMPT)
     await cluster.finds()
@@ -261,6 +264,7 @@ async def test_a_worker_that_left_and_came_back_is_found_under_its_new_slot(clus
     assert placed.prefill.name == cluster.workers[0].registration.name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["control", "index"])
 async def test_a_server_killed_and_started_again_under_requests_fails_none(cluster, which):
     cluster.workers[0].holds(PROMPT)
