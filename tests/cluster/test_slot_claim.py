@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -24,7 +25,8 @@ def make(client: redis.Redis, namespace: str) -> Callable[[], SlotClaim]:
 
 
 def owners(client: redis.Redis, namespace: str) -> dict[bytes, bytes]:
-    return dict(client.hgetall(slot_keys.owners(namespace)))
+    kept: Any = client.hgetall(slot_keys.owners(namespace))
+    return dict(kept)
 
 
 def test_a_slot_is_claimed_once(make, client, namespace):

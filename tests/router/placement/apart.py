@@ -68,7 +68,7 @@ class Scripts:
         assert answer == b"ok"
 
     def match(self, call: PlaceCall, candidates: Candidates | Heads) -> bytes:
-        arguments = [
+        arguments: list[str | bytes] = [
             *(self.prefix, call.chain, call.feeds),
             *(struct.pack(">dd", call.random, TTL_MS), candidates.slots),
         ]
@@ -94,9 +94,8 @@ class Scripts:
         return found
 
     def load(self) -> dict[bytes, bytes]:
-        return {
-            name: value for name, value in self.control.hgetall(keys.load(self.namespace)).items() if name
-        }
+        kept: Any = self.control.hgetall(keys.load(self.namespace))
+        return {name: value for name, value in kept.items() if name}
 
     def nodes(self) -> dict[bytes, Any]:
         """The index: label or holders by key, without the model's prefix; times of predictions left out."""

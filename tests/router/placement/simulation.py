@@ -202,12 +202,14 @@ class Simulation:
 
     def _matched(self, call: PlaceCall) -> bytes:
         numbers = struct.pack(">dd", call.random, HOUR_MS)
-        args = [scripts.prefix(self._namespace, "m"), call.chain, call.feeds, numbers, self._candidates.slots]
+        args: list[str | bytes] = [scripts.prefix(self._namespace, "m"), call.chain, call.feeds]
+        args += [numbers, self._candidates.slots]
         return bytes(self._match(keys=[self._owners], args=args))
 
     def _expect(self, request: Request, p: WorkerInfo, d: WorkerInfo) -> None:
         numbers = struct.pack(">dd", HOUR_MS, HOUR_MS)
-        args = [scripts.prefix(self._namespace, "m"), request.chain, numbers, "1", str(d.slot), str(p.slot)]
+        args: list[str | bytes] = [scripts.prefix(self._namespace, "m"), request.chain, numbers, "1"]
+        args += [str(d.slot), str(p.slot)]
         self._record(keys=[self._owners], args=args)
 
     def _changed(self, router: Router) -> None:

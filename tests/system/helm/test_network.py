@@ -227,7 +227,7 @@ def test_a_redis_of_the_prefix_index_is_within_reach_of_those_who_use_it(rendere
     rendered = renderer.render(ValueSet(values={"externalIndex": values, "autoscaling": {"enabled": True}}))
     seen = set()
     for pod in pods_of(rendered):
-        found = {}
+        found: dict[str, Any] = {}
         for container in pod.spec["containers"]:
             own = [one for one in container.get("env", []) if one["name"] == "BATON_INDEX_URL"]
             found |= {one["valueFrom"]["secretKeyRef"]["key"]: one for one in own}
