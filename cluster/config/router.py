@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
-from cluster.config.shared import ClusterFields, SecretFields, TelemetryFields, TlsFields
+from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 
 LocalPrefill = Literal["never", "fallback", "auto", "always"]
 
@@ -216,6 +216,7 @@ class ConnectionLimits(Frozen):
 
 class RouterConfig(
     ClusterFields,
+    IndexFields,
     SecretFields,
     TlsFields,
     TelemetryFields,

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
-from cluster.config.shared import ClusterFields, SecretFields, TelemetryFields, TlsFields
+from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -184,7 +184,7 @@ class TopologyConfig(Frozen):
     api_seconds: float = Field(5.0, gt=0, description="after that the worker starts without labels")
 
 
-class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
+class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, TelemetryFields):
     """One prefill or decode worker."""
 
     panel = "Worker"

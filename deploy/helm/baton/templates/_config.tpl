@@ -95,6 +95,16 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- end }}
 {{- end -}}
 
+{{- /* A Redis of the prefix index's own. Takes root, redisUser. */ -}}
+{{- define "baton.indexEnv" -}}
+{{- $secret := .root.Values.externalIndex.urlSecret -}}
+{{- if and $secret.name (ne .redisUser "autoscaler") }}
+- name: BATON_INDEX_URL
+  valueFrom:
+    secretKeyRef: {name: {{ $secret.name }}, key: {{ index $secret (printf "%sKey" .redisUser) }}}
+{{- end }}
+{{- end -}}
+
 {{- define "baton.podEnv" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -108,6 +118,9 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- define "baton.commonEnv" -}}
 {{ include "baton.podEnv" .root }}
 {{ include "baton.redisEnv" . | trim }}
+{{- with include "baton.indexEnv" . | trim }}
+{{ . }}
+{{- end }}
 - name: BATON_SECRET
   valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" .root.Values.deploymentSecret) | nindent 4 }}
 {{- with .root.Values.observability.otlpEndpoint }}

@@ -47,7 +47,7 @@
 
 {{- /* Takes where (what the map belongs to), config, taken: setting → what to use in its place. */ -}}
 {{- define "baton.checkConfig" -}}
-{{- range $field, $use := dict "secret" "deploymentSecret" "redis_url" "externalRedis.urlSecret" "redis_password" "externalRedis.urlSecret" }}
+{{- range $field, $use := dict "secret" "deploymentSecret" "redis_url" "externalRedis.urlSecret" "redis_password" "externalRedis.urlSecret" "index_url" "externalIndex.urlSecret" "index_password" "externalIndex.urlSecret" }}
 {{- if hasKey $.config $field }}
 {{- fail (printf "%s.config.%s would be readable in a ConfigMap: use %s" $.where $field $use) }}
 {{- end }}
