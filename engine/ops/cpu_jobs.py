@@ -110,10 +110,10 @@ def _share(kind, dim8, job, first, last):
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
         _prefetch_ahead(job, last)
     elif code == MULTIPLY_INT8:
-        int8.multiply(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], first, last)
+        int8.multiply(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], first, last)
         _prefetch_ahead(job, last)
     elif code == QUANTIZE:
-        int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], first, last)
+        int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
     elif code == ADD_NORM:
         kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
     elif code == GATE:
