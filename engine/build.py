@@ -17,7 +17,8 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
-from engine.model.config import ModelConfig, check_shares
+from engine.model import shares
+from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
@@ -61,7 +62,7 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
     Raises ModelError naming the key, or ConfigError naming the setting.
     """
     model = ModelConfig.read(config.model)
-    check_shares(model, config.tensor_parallel)
+    shares.check_shares(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
     resolved = resolve(config, model)
     if resolved.kv_memory_bytes:
         kv_cache.check_fits(resolved.kv_memory_bytes, block_bytes(model, resolved), resolved)
@@ -77,11 +78,8 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one rank's share of the weights; biases are left out."""
-    size, hidden, dim = config.tensor_parallel, model.hidden_size, model.head_dim
-    first, end = head_range(0, size, model.num_kv_heads)
-    rows = (2 * model.num_heads // size + 2 * (end - first)) * dim + 3 * model.intermediate_size // size + 2
-    vocabulary = model.vocab_size // size * (1 if model.tie_embeddings else 2)
-    return (model.num_layers * rows + vocabulary) * hidden * _DTYPES[config.dtype].itemsize
+    most = shares.most_weights(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
+    return most * _DTYPES[config.dtype].itemsize
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -170,7 +168,14 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    decoder = Decoder(model, Checkpoint(config.model, dtype, device), group, _linear_of(dtype, team))
+    with Checkpoint(config.model, dtype, device) as checkpoint:
+        decoder = Decoder(
+            model,
+            checkpoint,
+            group,
+            _linear_of(dtype, team),
+            expert_parallel=config.expert_parallel,
+        )
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     shape = AttentionShape(
         decoder.num_heads,
@@ -193,7 +198,7 @@ def load_model(
         _compile(resolved, decoder, small, tell)
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, *small, memory)
-        capturable = registry.backend_class(resolved.attention_backend).capturable
+        capturable = decoder.capturable and registry.backend_class(resolved.attention_backend).capturable
         if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)

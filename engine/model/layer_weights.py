@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,22 +42,22 @@ class LayerWeights:
     def norm(self, name: str | None, at: str = "") -> Tensor | None:
         if name is None:
             return None
-        weight = self._get(f"{at}{name}.weight", self._config.hidden_size)
+        weight = self.get(f"{at}{name}.weight", self._config.hidden_size)
         return self._offset(weight)
 
     def qk_norms(self, at: str) -> tuple[Tensor | None, Tensor | None]:
         c = self._config
         q, k = f"{at}self_attn.q_norm.weight", f"{at}self_attn.k_norm.weight"
-        if not c.family.qk_norm:
+        if not c.qk_norm:
             return None, None
-        if c.family.qk_norm == "row":
+        if c.qk_norm == "row":
             dim = c.head_dim
             return (
-                self._ordered(self._get(q, c.num_heads * dim, rows=self._q_rows)),
-                self._ordered(self._get(k, c.num_kv_heads * dim, rows=self._kv_rows)),
+                self._ordered(self.get(q, c.num_heads * dim, rows=self._q_rows)),
+                self._ordered(self.get(k, c.num_kv_heads * dim, rows=self._kv_rows)),
             )
-        return self._offset(self._ordered(self._get(q, c.head_dim))), self._offset(
-            self._ordered(self._get(k, c.head_dim))
+        return self._offset(self._ordered(self.get(q, c.head_dim))), self._offset(
+            self._ordered(self.get(k, c.head_dim))
         )
 
     def qkv(self, at: str) -> tuple[Tensor, Tensor | None]:
@@ -77,24 +78,28 @@ class LayerWeights:
 
     def output(self, at: str) -> Tensor:
         c = self._config
-        return self._get(
+        return self.get(
             f"{at}self_attn.o_proj.weight", c.hidden_size, c.num_heads * c.head_dim, columns=self._q_rows
         )
 
     def output_bias(self, at: str) -> Tensor | None:
         c = self._config
-        return self._get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
+        return self.get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
 
     def down(self, at: str) -> Tensor:
         c = self._config
-        return self._get(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size, columns=self._inner)
+        return self.get(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size, columns=self._inner)
 
     def down_bias(self, at: str) -> Tensor | None:
         c = self._config
-        return self._get(f"{at}mlp.down_proj.bias", c.hidden_size) if c.mlp_bias else None
+        return self.get(f"{at}mlp.down_proj.bias", c.hidden_size) if c.mlp_bias else None
 
-    def _get(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return self._checkpoint.get(self._prefix + name, *shape, rows=rows, columns=columns)
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(self._prefix + name)
+
+    def get(self, name: str, *shape: int, **part: Any) -> Tensor:
+        """A tensor of a layer; `part` as in Checkpoint.get."""
+        return self._checkpoint.get(self._prefix + name, *shape, **part)
 
     def _parts(
         self, at: str, names: Sequence[str], sizes: Sequence[int], rows: Sequence[slice], kind: str
@@ -108,7 +113,7 @@ class LayerWeights:
                 size for other, size in zip(names[:index], sizes[:index], strict=True) if other == name
             )
             at_rows = slice(own.start + before, own.stop + before)
-            found.append(self._get(f"{at}{name}.{kind}", sum(same), *inputs, rows=at_rows))
+            found.append(self.get(f"{at}{name}.{kind}", sum(same), *inputs, rows=at_rows))
         return found
 
     def _joined_heads(self, parts: list[Tensor]) -> Tensor:

@@ -67,9 +67,17 @@ class _Wanted(Checkpoint):
     def has(self, name: str) -> bool:
         return True
 
-    def get(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def get(
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         self.tensors[name] = shape
-        whole = torch.zeros(shape)
+        whole = torch.zeros(shape) if item is None else torch.zeros(shape)[item]
         return whole[:, columns] if columns is not None else whole[rows or slice(None)]
 
 
