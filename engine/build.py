@@ -271,9 +271,10 @@ def _linear_of(dtype: torch.dtype, team: Team) -> MakeLinear:
     if not cpu_products.supported():
         return TorchLinear
     torch.set_num_threads(1)
+    area = cpu_products.Area()
 
     def make(weight: Tensor, bias: Tensor | None) -> Linear:
         fits = weight.shape[1] % 2 == 0
-        return PanelLinear(weight, bias, team) if fits else TorchLinear(weight, bias)
+        return PanelLinear(weight, bias, team, area) if fits else TorchLinear(weight, bias)
 
     return make

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.ops.team import Job, KernelTeam
+
+if TYPE_CHECKING:
+    from engine.ops.cpu_products import Area
 
 Linear = Callable[[Tensor], Tensor]  # y = x Wᵀ + b; x [tokens, in]
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # of weight and bias
@@ -52,12 +55,12 @@ class TorchLinear:
 class PanelLinear:
     """bf16 on a CPU with AVX512-BF16: our own kernel (engine/ops/cpu_products), on the team's threads."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam):
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
         from engine.ops import cpu_jobs, cpu_products
 
         self._run, self._code = team.run, cpu_jobs.MULTIPLY
         self.out_features, self._inputs = weight.shape
-        self._panels = cpu_products.pack(weight)
+        self._panels = cpu_products.pack(weight, area)
         self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
         if bias is not None:
             self._bias[: self.out_features] = bias

@@ -91,11 +91,11 @@ class ThreadGroup:
 
 
 @contextmanager
-def runners(model: Path, tensor_parallel: int) -> Iterator[list[ModelRunner]]:
+def runners(model: Path, tensor_parallel: int, **config: Any) -> Iterator[list[ModelRunner]]:
     """The leader first; the others follow it in threads until the end."""
     barrier = threading.Barrier(tensor_parallel, timeout=BARRIER_SECONDS)
     box: list[Any] = [None] * tensor_parallel
-    settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES)
+    settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES, **config)
 
     def load(rank: int) -> ModelRunner:
         return ModelRunner(load_model(settings, ThreadGroup(rank, tensor_parallel, barrier, box)))
