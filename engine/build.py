@@ -198,6 +198,7 @@ def load_model(
         _compile(resolved, decoder, small, tell)
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, *small, memory)
+        step_bytes += decoder.unmeasured_bytes(resolved.step_tokens)
         capturable = decoder.capturable and registry.backend_class(resolved.attention_backend).capturable
         if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cluster.protocol.kv_heads import head_range
 from engine.layers.linear import Linear, MakeLinear
-from engine.layers.moe import Mlp, Moe
+from engine.layers.moe import MOST_PAIRS, Mlp, Moe
 from engine.layers.row_norms import RowNorms
 from engine.model.config import ModelConfig
 from engine.model.expert_weights import ExpertWeights
@@ -82,6 +82,15 @@ class Decoder:
         """Whether its steps may be recorded as CUDA graphs. Not those with experts: no card has yet recorded a grouped
         product."""
         return self.config.experts is None
+
+    def unmeasured_bytes(self, tokens: int) -> int:
+        """Bytes that a step of so many tokens may take beside those of one that was measured: a rank of whole experts takes
+        the most if it holds those of every token."""
+        experts = self.config.experts
+        if experts is None or not self._whole_experts or self.group.size == 1:
+            return 0
+        pairs = min(MOST_PAIRS, tokens * experts.per_token)
+        return pairs * (2 * self.config.hidden_size + 3 * experts.width) * self.embedding.itemsize
 
     def _layer(self, weights: LayerWeights, index: int, linear: MakeLinear) -> Layer:
         names, at = self.config.family.names, f"layers.{index}."

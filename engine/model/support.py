@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from engine.attention.registry import CAPPED
-from engine.model.families import ACTIVATIONS, FAMILIES
+from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by python -m engine.model.support -->", "<!-- end -->"
@@ -15,6 +15,10 @@ TESTS = {
     "CPU, fp32": "tests/engine/test_parity.py::test_logits_are_the_references_at_every_position",
     "CPU, fp32, TP 2": "tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one",
     "CPU, fp32, handed over, TP 1 ↔ 2": "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees",
+}
+WHOLE = {
+    "whole experts over the ranks": "tests/engine/test_parity_ranks.py::"
+    "test_ranks_of_whole_experts_give_the_output_of_one",
 }
 NOT_RUN = ("CPU, bf16", "CUDA, fp32 and bf16")
 REFUSALS = {
@@ -25,15 +29,17 @@ REFUSALS = {
 
 
 def table() -> str:
-    columns = [*TESTS, *NOT_RUN]
+    columns = [*TESTS, *WHOLE, *NOT_RUN]
     lines = [f"| family | `architectures` | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    marks = ["✓"] * len(TESTS) + ["~"] * len(NOT_RUN)
-    lines += [f"| {one.title} | `{name}` | {' | '.join(marks)} |" for name, one in FAMILIES.items()]
+    for name, one in FAMILIES.items():
+        marks = ["✓"] * len(TESTS) + ["✓" if one.experts else ""] * len(WHOLE) + ["~"] * len(NOT_RUN)
+        lines.append(f"| {one.title} | `{name}` | {' | '.join(marks)} |")
+    lines += [f"| | `{name}` | ✗ {text}{' |' * len(columns)}" for name, text in REFUSED.items()]
     lines += [
         "",
         "| column | test |",
         "|---|---|",
-        *(f"| {name} | `{test}` |" for name, test in TESTS.items()),
+        *(f"| {name} | `{test}` |" for name, test in {**TESTS, **WHOLE}.items()),
     ]
     lines += ["", "| ✗ for every family | the refusal |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in REFUSALS.items()]

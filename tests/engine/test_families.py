@@ -66,7 +66,7 @@ def test_the_page_is_as_the_tables_are():
     assert support.page(support.PAGE.read_text()) == support.PAGE.read_text()
 
 
-@pytest.mark.parametrize("test", support.TESTS.values())
+@pytest.mark.parametrize("test", [*support.TESTS.values(), *support.WHOLE.values()])
 def test_the_tests_that_the_page_names_take_every_variant(test):
     file, name = test.split("::")
     functions = {
