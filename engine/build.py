@@ -16,7 +16,7 @@ from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
-from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
+from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear, Weight
 from engine.model import shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -25,6 +25,7 @@ from engine.ops.base import LayerOps, OpsShape
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
+from engine.quant import int8
 from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
@@ -78,8 +79,17 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one rank's share of the weights; biases are left out."""
-    most = shares.most_weights(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
-    return most * _DTYPES[config.dtype].itemsize
+    sizes = shares.most_weights(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
+    width, hidden = _DTYPES[config.dtype].itemsize, model.hidden_size
+    kept = (sizes.kept + sizes.vocabulary * hidden) * width
+    head = 0 if model.tie_embeddings else sizes.vocabulary * hidden * width
+    if config.quantization != "int8" and not model.quantization:
+        return kept + sizes.matrices * width + head
+    # The embedding, the norms and the routers stay as they are, so does the output head of most stored checkpoints; in
+    # int8 it is a matrix of its own, tied or not.
+    if config.quantization == "int8":
+        head = sizes.vocabulary * (hidden + int8.OUTPUT_BYTES)
+    return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -89,6 +99,14 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
+    if device.type != "cpu" and (config.quantization == "int8" or model.quantization):
+        field = "quantization" if config.quantization == "int8" else "model"
+        raise ConfigError(f"{field}: int8 weights run on CPUs only, not on {device}", field=field)
+    if config.quantization == "int8" and model.experts is not None:
+        raise ConfigError(
+            f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
+            field="quantization",
+        )
     _check_card(device)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
@@ -168,12 +186,12 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    with Checkpoint(config.model, dtype, device) as checkpoint:
+    with Checkpoint(config.model, dtype, device, int8=bool(model.quantization)) as checkpoint:
         decoder = Decoder(
             model,
             checkpoint,
             group,
-            _linear_of(dtype, team),
+            _linear_of(resolved, model, team, group),
             expert_parallel=config.expert_parallel,
         )
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
@@ -263,19 +281,34 @@ def _make_ops(
     return TorchOps(shape, cos, sin, cache)
 
 
-def _linear_of(dtype: torch.dtype, team: Team) -> MakeLinear:
+def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGroup) -> MakeLinear:
+    if config.quantization == "int8":
+        if int8.has_kernels(team):
+            torch.set_num_threads(1)  # torch's operations need no second thread
+        return int8.maker(team, group)
+    plain = _plain_linear(_DTYPES[config.dtype], team)
+    return int8.maker(team, group, plain) if model.quantization else plain
+
+
+def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:
     """Our own product if this CPU has the instruction for it; then torch's operations need no second thread."""
     if dtype is not torch.bfloat16 or not isinstance(team, KernelTeam):
-        return TorchLinear
+        return _torch_linear
     from engine.ops import cpu_products
 
     if not cpu_products.supported():
-        return TorchLinear
+        return _torch_linear
     torch.set_num_threads(1)
     area = cpu_products.Area()
 
-    def make(weight: Tensor, bias: Tensor | None) -> Linear:
+    def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+        assert isinstance(weight, Tensor), "only plain weights come here"
         fits = weight.shape[1] % 2 == 0
         return PanelLinear(weight, bias, team, area) if fits else TorchLinear(weight, bias)
 
     return make
+
+
+def _torch_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+    assert isinstance(weight, Tensor), "only plain weights come here"
+    return TorchLinear(weight, bias)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.paged_cpu import PagedCpuBackend
-from engine.layers.linear import Linear, PanelLinear
+from engine.layers.linear import JobLinear, Linear
 from engine.layers.moe import Mlp, Moe
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
@@ -39,6 +40,8 @@ class _Work:
     gate_up: Tensor
     inner: Tensor
     logits: Tensor
+    codes: Tensor  # of rows in int8, as memory
+    scales: Tensor  # of these rows
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,12 @@ class _Parts:
         sparse = any(isinstance(x.mlp, Moe) for x in decoder.layers)
         if biased or unnormed or sparse:
             return None
-        return parts if all(isinstance(one, PanelLinear) for one in parts._linears) else None
+        return parts if all(isinstance(one, JobLinear) for one in parts._linears) else None
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the widest row in int8."""
+        return max(one.row_bytes for one in self._linears if isinstance(one, JobLinear))
 
     @property
     def _linears(self) -> list[object]:
@@ -74,13 +82,22 @@ class _Parts:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of each tensor of `_Work`, in its order."""
+        """Columns of each tensor of `_Work`, in its order, before the scales."""
         decoder, c = self.decoder, self.decoder.config
         heads, kv, inner = decoder.num_heads, decoder.num_kv_heads, c.intermediate_size
         return (
             c.hidden_size, c.hidden_size, (heads + 2 * kv) * c.head_dim, heads * c.head_dim, c.hidden_size,
-            2 * inner, inner, c.vocab_size,
+            2 * inner, inner, c.vocab_size, self.row_bytes // decoder.embedding.itemsize,
         )  # fmt: skip
+
+    @property
+    def count_of_jobs(self) -> int:
+        """Of one list: a product of int8 is two of them. Beside products a layer has heads, attention, gate, and the norms
+        that its family has."""
+        layers = self.decoder.layers
+        norms = sum(one is not None for x in layers for one in (x.attention_out, x.mlp_in, x.mlp_out))
+        own = 4 * len(layers) + norms + 2
+        return own + sum(2 if one.row_bytes else 1 for one in self._linears if isinstance(one, JobLinear))
 
 
 class DecodeJobs:
@@ -133,7 +150,9 @@ class DecodeJobs:
 
     def _allocate(self, rows: int) -> _Work:
         embedding = self._parts.decoder.embedding
-        return _Work(*(embedding.new_empty(rows, width) for width in self._parts.widths))
+        buffers = [embedding.new_empty(rows, width) for width in self._parts.widths]
+        buffers.append(embedding.new_empty(rows, dtype=torch.float32))
+        return _Work(*buffers)
 
     def _jobs(self, rows: int) -> list[Job]:
         decoder, ops, w = self._parts.decoder, self._parts.ops, self._work
@@ -150,8 +169,8 @@ class DecodeJobs:
         jobs += _norm(ops, rows, x, 0, decoder.layers[0].attention_in, y)
         for index, (layer, norm) in enumerate(zip(decoder.layers, decoder.following, strict=True)):
             jobs += self._layer(rows, index, layer, norm)
-        jobs.append(_product(decoder.head, rows, w.y, w.logits))
-        assert len(jobs) == _jobs_of(decoder), "`most_bytes` counts them"
+        jobs += self._product(decoder.head, rows, w.y, w.logits)
+        assert len(jobs) == self._parts.count_of_jobs, "`most_bytes` counts them"
         return jobs
 
     def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor | None) -> list[Job]:
@@ -162,18 +181,23 @@ class DecodeJobs:
         at = (step.positions.data_ptr(), step.slots.data_ptr())
         gate_up_product, down = _mlp(layer)
         return [
-            _product(layer.qkv, rows, w.y, w.qkv),
+            *self._product(layer.qkv, rows, w.y, w.qkv),
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
             self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
-            _product(layer.output, rows, w.mixed, w.delta),
+            *self._product(layer.output, rows, w.mixed, w.delta),
             *_norm(ops, rows, delta, 0, layer.attention_out, delta),
             *_norm(ops, rows, x, delta, layer.mlp_in, y),
-            _product(gate_up_product, rows, w.y, w.gate_up),
+            *self._product(gate_up_product, rows, w.y, w.gate_up),
             ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
-            _product(down, rows, w.inner, w.delta),
+            *self._product(down, rows, w.inner, w.delta),
             *_norm(ops, rows, delta, 0, layer.mlp_out, delta),
             *_norm(ops, rows, x, delta, norm, y),
         ]
+
+    def _product(self, linear: object, rows: int, x: Tensor, out: Tensor) -> list[Job]:
+        assert isinstance(linear, JobLinear), "`make` has checked it"
+        codes, scales = self._work.codes.data_ptr(), self._work.scales.data_ptr()
+        return linear.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales)
 
 
 def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, sequences: int) -> int:
@@ -182,15 +206,8 @@ def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, s
     parts = _Parts.of(decoder, ops, attention, team)
     if parts is None:
         return 0
-    listed = KEPT_LISTS * _jobs_of(decoder) * cpu_jobs.JOB * 8
-    return _grown(min(sequences, MOST_ROWS)) * sum(parts.widths) * decoder.embedding.itemsize + listed
-
-
-def _jobs_of(decoder: Decoder) -> int:
-    """The length of a list: the embedding, its norm and the head; of each layer its norms, and seven jobs beside them."""
-    layer = decoder.layers[0]
-    norms = sum(one is not None for one in (layer.attention_out, layer.mlp_in, layer.mlp_out)) + 1
-    return (7 + norms) * len(decoder.layers) + 3
+    listed = KEPT_LISTS * parts.count_of_jobs * cpu_jobs.JOB * 8
+    return _grown(min(sequences, MOST_ROWS)) * (sum(parts.widths) * decoder.embedding.itemsize + 4) + listed
 
 
 def _grown(rows: int) -> int:
@@ -206,8 +223,3 @@ def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out
 def _mlp(layer: Layer) -> tuple[Linear, Linear]:
     assert isinstance(layer.mlp, Mlp), "`make` has checked it"
     return layer.mlp.gate_up, layer.mlp.down
-
-
-def _product(linear: object, rows: int, x: Tensor, out: Tensor) -> Job:
-    assert isinstance(linear, PanelLinear), "`make` has checked it"
-    return linear.job(rows, x.data_ptr(), out.data_ptr())

@@ -93,12 +93,11 @@ def _stored(entry: dict[str, Any], data: int, size: int) -> _Stored:
 
 
 def make_model_id(
-    model: Path, dtype: str = "auto", *, max_model_len: int = 0, quantization: str = "none"
+    model: Path, dtype: str = "auto", quantization: str = "auto", *, max_model_len: int = 0
 ) -> str:
-    """The model id of the checkpoint in `model`, computed in `dtype`: equal ids mean equal output.
+    """The model id of the checkpoint in `model`, computed in `dtype` and `quantization`: equal ids mean equal output.
 
-    `max_model_len`: the worker's context, 0 = the model's. `quantization`: what weights are made into after they are read.
-    Raises ModelError naming the key or the file.
+    `max_model_len`: the worker's context, 0 = the model's. Raises ModelError naming the key or the file.
     """
     config = ModelConfig.read(model)
     facts = keys.hashed(json.loads((model / "config.json").read_text()))
@@ -109,7 +108,7 @@ def make_model_id(
     # Only where there is a choice: other models keep their ids
     if factors := config.factor_set(max_model_len):
         resolved["rope factors"] = factors
-    if quantization != "none":
+    if quantization != "auto":
         resolved["quantization"] = quantization
     digest = hashlib.blake2b(digest_size=8)
     digest.update(json.dumps([facts, resolved], sort_keys=True).encode())

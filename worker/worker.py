@@ -46,8 +46,9 @@ class Worker:
         self._background_tasks = BackgroundTasks()
         epoch = draw_epoch()
         try:
+            engine = config.engine
             model_id = make_model_id(
-                config.engine.model, config.engine.dtype, max_model_len=config.engine.max_model_len
+                engine.model, engine.dtype, engine.quantization, max_model_len=engine.max_model_len
             )
             self._engine = LoadedEngine(
                 config,

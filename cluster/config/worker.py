@@ -25,6 +25,11 @@ class EngineConfig(Frozen):
 
     model: Path = Field(description="Hugging Face model directory")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache")
+    quantization: Literal["auto", "int8"] = Field(
+        "auto",
+        description="of matrices, output head included; auto: as they are stored; int8: int8 weights with a scale per "
+        "output, multiplied by rows of int8 (CPUs only). One value per deployment",
+    )
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",

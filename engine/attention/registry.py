@@ -72,7 +72,7 @@ def why_not(
         refusal = f"takes heads of up to {MAX_HEAD_DIM}, not {head_dim}" if head_dim > MAX_HEAD_DIM else ""
     else:
         refusal = _flash_refusal(name, dtype, head_dim, page_size)
-    return refusal or _probe(name, device, dtype, head_dim, page_size)
+    return refusal or _probe(name, device, dtype, head_dim, page_size, capped)
 
 
 def _kernels_fit(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
@@ -93,11 +93,13 @@ def _flash_refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int)
 
 
 @cache
-def _probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+def _probe(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, capped: bool
+) -> str:
     """Why a call of the kernel fails or gives wrong output; "" if it works."""
     from engine.attention import probe
 
-    return probe.why_not(lambda: _paged(name), device, dtype, head_dim, page_size)
+    return probe.why_not(lambda: _paged(name), device, dtype, head_dim, page_size, capped=capped)
 
 
 def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> AttentionBackend:

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cluster.errors import ModelError
 from engine.ops.team import Job, KernelTeam
 
 if TYPE_CHECKING:
     from engine.ops.cpu_products import Area
 
+
+@dataclass(frozen=True)
+class Int8Weight:
+    codes: Tensor  # int8 [outputs, inputs]
+    scales: Tensor  # float32 [outputs]
+
+
+Weight = Tensor | Int8Weight
+
+
+def join(name: str, parts: Sequence[Weight]) -> Weight:
+    """One matrix with the outputs of all parts. Raises ModelError naming it if they are stored in several forms."""
+    plain = [one for one in parts if isinstance(one, Tensor)]
+    packed = [one for one in parts if isinstance(one, Int8Weight)]
+    if plain and packed:
+        raise ModelError(f"{name}: some of its matrices are stored as int8 and others are not", field=name)
+    if plain:
+        return torch.cat(plain)
+    return Int8Weight(torch.cat([one.codes for one in packed]), torch.cat([one.scales for one in packed]))
+
+
 Linear = Callable[[Tensor], Tensor]  # y = x Wᵀ + b; x [tokens, in]
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # of weight and bias
+
+
+class MakeLinear(Protocol):
+    def __call__(self, weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+        """`split_inputs`: the ranks have a share of the inputs each, and add their results."""
+
+
+@runtime_checkable
+class JobLinear(Protocol):
+    """A layer that is computed by jobs of the team's kernels."""
+
+    row_bytes: int  # of the int8 form of one row of x; 0: it needs none
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def jobs(self, rows: int, x: int, out: int, codes: int, scales: int) -> list[Job]:
+        """The product as jobs; tensors by address. `codes` and `scales` are for the int8 form of `rows` rows."""
+
 
 # Rows the packed layout is tuned for. Measured: one layout serves 1 to 2,048 rows equally well.
 _PACK_ROWS = 16
@@ -55,6 +95,8 @@ class TorchLinear:
 class PanelLinear:
     """bf16 on a CPU with AVX512-BF16: our own kernel (engine/ops/cpu_products), on the team's threads."""
 
+    row_bytes = 0
+
     def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
         from engine.ops import cpu_jobs, cpu_products
 
@@ -69,9 +111,11 @@ class PanelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         out = x.new_empty(rows, self.out_features)
-        self._run(*self.job(rows, x.data_ptr(), out.data_ptr()))
+        self._run(*self._job(rows, x.data_ptr(), out.data_ptr()))
         return out
 
-    def job(self, rows: int, x: int, out: int) -> Job:
-        """The product as a job; tensors by address."""
+    def jobs(self, rows: int, x: int, out: int, codes: int = 0, scales: int = 0) -> list[Job]:
+        return [self._job(rows, x, out)]
+
+    def _job(self, rows: int, x: int, out: int) -> Job:
         return self._code, len(self._panels), (x, rows, *self._at, out, self.out_features)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from cluster.errors import ModelError
+from cluster.protocol import model_limits
 from engine.model import experts, keys, rope
 from engine.model.experts import ExpertConfig
 from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED, SILU, WRAPPER_KEYS, Family
 from engine.model.rope import Rope
+from engine.quant.formats import stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -47,6 +49,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     qk_norm: str = ""  # as in Family
     experts: ExpertConfig | None = None
+    quantization: str = ""  # of stored matrices (engine/quant/formats.py)
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
@@ -120,8 +123,8 @@ class ModelConfig:
 
     @classmethod
     def _parse(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
-        name = (raw.get("architectures") or ["none"])[0]
-        keys.check_state(raw, str(name))
+        name = model_limits.architecture(raw)
+        keys.check_state(raw, name)
         family = FAMILIES.get(name)
         if name in REFUSED:
             raise ModelError(REFUSED[name], field="architectures")
@@ -130,20 +133,24 @@ class ModelConfig:
                 f"architecture {name} is not supported; supported: {', '.join(FAMILIES)}",
                 field="architectures",
             )
-        keys.check_quantization(raw)
+        quantization = stored_format(raw)
         text = _text_part(raw, family)
-        keys.check_known(text, family.title, family.keys, family.fixed, "text_config." * family.text_part)
-        return _Reader(directory, raw, text, family).config()
+        quantization = quantization or stored_format(text)
+        if quantization and family.experts:
+            raise ModelError(
+                f"quantised experts ({quantization}) are not supported: use the unquantised checkpoint of {family.title}",
+                field="quantization_config",
+            )
+        prefix = "text_config." if name in model_limits.WRAPPERS else ""
+        keys.check_known(text, family.title, family.keys, family.fixed, prefix)
+        return _Reader(directory, raw, text, family).config(quantization)
 
 
 def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    if not family.text_part:
+    text = model_limits.text_part(raw)
+    if text is raw:
         return raw
     keys.check_known(raw, family.title, WRAPPER_KEYS, {})
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        raise ModelError("config.json has no text_config", field="text_config")
-    keys.check_quantization(text)
     # The wrapper's own key, where it has one, is the one that Hugging Face ties by.
     tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
     return {**text, **tied}
@@ -154,6 +161,7 @@ class _Reader:
 
     def __init__(self, directory: Path, raw: dict[str, Any], text: dict[str, Any], family: Family):
         self._directory, self._raw, self._text, self._family = directory, raw, text, family
+        self._longest = model_limits.context_tokens(raw)
 
     def get(self, key: str) -> Any:
         return self._text[key] if key in self._text else self._family.default(key)
@@ -172,8 +180,10 @@ class _Reader:
             raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
         return float(value)
 
-    def config(self) -> ModelConfig:
+    def config(self, quantization: str) -> ModelConfig:
         family, need = self._family, self.need
+        if (vocab := model_limits.vocab_size(self._raw)) is None:
+            raise ModelError("config.json has no vocab_size", field="vocab_size")
         heads, layers = need("num_attention_heads"), need("num_hidden_layers")
         bias = {"never": False, "always": True}.get(family.attention_bias, bool(self.get(family.bias_key)))
         normed = not family.qk_norm_key or bool(self.get(family.qk_norm_key))
@@ -184,31 +194,29 @@ class _Reader:
         full, local = self._ropes()
         return ModelConfig(
             family=family,
-            vocab_size=need("vocab_size"),
+            vocab_size=vocab,
             hidden_size=need("hidden_size"),
             intermediate_size=need("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=self.get("num_key_value_heads") or heads,
             head_dim=self.get("head_dim") or need("hidden_size") // heads,
-            max_model_len=self._longest(),
+            max_model_len=self._longest,
             rope=full,
             tie_embeddings=bool(self.get("tie_word_embeddings")),
             attention_bias=bias,
             output_bias=bias and family.output_bias,
             mlp_bias=family.mlp_bias and bool(self.get("mlp_bias")),
             windows=windows,
-            eos_token_ids=_eos(self._directory, self._raw, self._text, need("vocab_size")),
+            eos_token_ids=_eos(self._directory, self._raw, self._text, vocab),
             dtype=str(stored).replace("torch.", ""),
             local_rope=local,
             activation=self._activation(),
             qk_norm=family.qk_norm if normed else "",
             experts=experts.read(self.get, family.experts, layers) if family.experts else None,
+            quantization=quantization,
             **scales,
         )
-
-    def _longest(self) -> Any:
-        return self.get("max_position_embeddings") or 2048
 
     def _activation(self) -> str:
         key = self._family.activation_key
@@ -248,7 +256,7 @@ class _Reader:
 
     def _ropes(self) -> tuple[Rope, Rope | None]:
         """The setting of layers without a window, and that of layers with one if the family has two."""
-        family, text, longest = self._family, self._text, self._longest()
+        family, text, longest = self._family, self._text, self._longest
         theta, partial = family.default("rope_theta"), family.default("partial_rotary_factor")
         if family.default("original_max_position_embeddings") is not None:
             text = {
@@ -310,7 +318,7 @@ class _Reader:
         return (window,) * layers
 
 
-def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: Any) -> tuple[int, ...]:
+def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: int) -> tuple[int, ...]:
     eos = raw.get("eos_token_id", text.get("eos_token_id"))
     generation = directory / "generation_config.json"
     if generation.exists():
@@ -319,7 +327,5 @@ def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: Any)
         return ()
     # An id outside the vocabulary is never drawn; as the index of a forbidden token it would be wrong or out of bounds.
     return tuple(
-        one
-        for one in (eos if isinstance(eos, list) else [eos])
-        if type(one) is not int or type(vocab) is not int or 0 <= one < vocab
+        one for one in (eos if isinstance(eos, list) else [eos]) if type(one) is not int or 0 <= one < vocab
     )

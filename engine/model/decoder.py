@@ -64,13 +64,13 @@ class Decoder:
         share = c.vocab_size // size
         self._vocab = slice(rank * share, (rank + 1) * share)
         weights = LayerWeights(config, checkpoint, rank, size)
-        self.embedding = weights.table("embed_tokens", self._vocab)
+        self.embedding = weights.embedding(self._vocab)
         # In the dtype of the table, as Hugging Face has it
         self.embedding_scale = _embedding_scale(c, self.embedding.dtype)
         final_norm = weights.norm("norm")
         assert final_norm is not None, "it has a name"
         self.final_norm = final_norm
-        head = self.embedding if c.tie_embeddings else weights.table("lm_head", self._vocab)
+        head = self.embedding if c.tie_embeddings else weights.head(self._vocab)
         self.head = linear(head, None)
         self.layers = [self._layer(weights, index, linear) for index in range(c.num_layers)]
         # Of each layer, the norm after it
@@ -84,8 +84,8 @@ class Decoder:
         return self.config.experts is None
 
     def unmeasured_bytes(self, tokens: int) -> int:
-        """Bytes that a step of so many tokens may take beside those of one that was measured: a rank of whole experts takes
-        the most if it holds those of every token."""
+        """Bytes that a step of so many tokens may take beside those of one that was measured: a rank of whole experts
+        takes the most if it holds those of every token."""
         experts = self.config.experts
         if experts is None or not self._whole_experts or self.group.size == 1:
             return 0
@@ -104,7 +104,7 @@ class Decoder:
         return Layer(
             attention_in=weights.norm(names.attention_in, at),
             qkv=product,
-            output=linear(weights.output(at), None),
+            output=linear(weights.output(at), None, split_inputs=True),
             output_bias=weights.output_bias(at),
             q_norm=q_norm,
             k_norm=k_norm,
@@ -118,7 +118,7 @@ class Decoder:
     def _mlp(self, weights: LayerWeights, index: int, linear: MakeLinear) -> Mlp | Moe:
         c, at = self.config, f"layers.{index}."
         if c.experts is None or not c.experts.layers[index]:
-            return Mlp(linear(*weights.gate_up(at)), linear(weights.down(at), None))
+            return Mlp(linear(*weights.gate_up(at)), linear(weights.down(at), None, split_inputs=True))
         rank, size = self.group.rank, self.group.size
         own = ExpertWeights(weights, c.experts, c.hidden_size, at, rank, size, whole=self._whole_experts)
         return make_moe(c.experts, own, linear)

@@ -58,7 +58,8 @@ class ExpertFlags:
 
 @dataclass(frozen=True)
 class Family:
-    """`defaults`: Hugging Face's, of keys that are read. `fixed`: keys of which only this value, theirs, is computed."""
+    """`defaults`: Hugging Face's, of keys that are read; those that routers read too are in cluster/protocol/model_limits.
+    `fixed`: keys of which only this value, theirs, is computed."""
 
     title: str
     names: Names = Names()
@@ -78,9 +79,6 @@ class Family:
     multipliers: bool = False  # Granite's four
     soft_caps: bool = False  # of attention scores and logits, by keys
     activation_key: str = "hidden_act"
-    text_part: bool = (
-        False  # of a model for several media: its configuration is text_config, its names are prefixed
-    )
     experts: ExpertFlags | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +101,7 @@ _READ = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling",
     "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings", "layer_types",
-    "quantization_config",
+    "quantization_config", "compression_config",
 })  # fmt: skip
 _WINDOW_KEYS: Mapping[str, set[str]] = {
     "none": set(),
@@ -114,7 +112,6 @@ _WINDOW_KEYS: Mapping[str, set[str]] = {
 }
 _DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "silu",
-    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "attention_bias": False,
@@ -124,7 +121,6 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 _QWEN = {
     "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
@@ -160,8 +156,6 @@ _GEMMA2 = Family(
     activation_key="hidden_activation",
     defaults={
         **_GEMMA,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
@@ -170,8 +164,6 @@ _GEMMA2 = Family(
 )
 _GEMMA3_DEFAULTS = {
     **_GEMMA,
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
     "rope_local_base_freq": 10_000.0,
     "rope_theta": 1_000_000.0,
     "sliding_window_pattern": 6,
@@ -179,7 +171,7 @@ _GEMMA3_DEFAULTS = {
 }
 
 
-def _gemma3(title: str, *, text_part: bool) -> Family:
+def _gemma3(title: str) -> Family:
     return Family(
         title,
         names=_GEMMA_NAMES,
@@ -192,7 +184,6 @@ def _gemma3(title: str, *, text_part: bool) -> Family:
         scaled_embedding=True,
         soft_caps=True,
         activation_key="hidden_activation",
-        text_part=text_part,
         defaults=_GEMMA3_DEFAULTS,
         # Hugging Face reads the cap of scores, and does not apply it.
         fixed={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
@@ -205,7 +196,7 @@ FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(
         "Mistral",
         windows="all layers",
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "Qwen2ForCausalLM": Family(
         "Qwen2", attention_bias="always", windows="last layers", defaults=_QWEN, fixed={"use_mrope": False}
@@ -228,7 +219,6 @@ FAMILIES: Mapping[str, Family] = {
         partial_rotary=True,
         defaults={
             "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
             "sliding_window": None,
         },
@@ -275,7 +265,6 @@ FAMILIES: Mapping[str, Family] = {
         defaults={
             "num_key_value_heads": 2,
             "head_dim": 128,
-            "max_position_embeddings": 131_072,
             "rms_norm_eps": 1.5625e-07,
             "attention_bias": True,
             "partial_rotary_factor": 0.5,
@@ -292,7 +281,6 @@ FAMILIES: Mapping[str, Family] = {
         ),
         defaults={
             "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1_000_000.0,
             "sliding_window": None,
@@ -331,7 +319,6 @@ FAMILIES: Mapping[str, Family] = {
         defaults={
             **_QWEN_EXPERTS,
             "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
             "use_sliding_window": False,
             "sliding_window": 4096,
             "moe_intermediate_size": 768,
@@ -354,7 +341,6 @@ FAMILIES: Mapping[str, Family] = {
         ),
         defaults={
             "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
             "use_qk_norm": False,
@@ -372,8 +358,8 @@ FAMILIES: Mapping[str, Family] = {
         ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
     ),
     "Gemma2ForCausalLM": _GEMMA2,
-    "Gemma3ForCausalLM": _gemma3("Gemma 3", text_part=False),
-    "Gemma3ForConditionalGeneration": _gemma3("Gemma 3, text of a multimodal model", text_part=True),
+    "Gemma3ForCausalLM": _gemma3("Gemma 3"),
+    "Gemma3ForConditionalGeneration": _gemma3("Gemma 3, text of a multimodal model"),
 }
 # Families that are known and refused, with what of them is not computed.
 REFUSED = {
@@ -382,5 +368,5 @@ REFUSED = {
 # Keys beside text_config, of models for several media: they say how other parts enter the text, and none is served.
 WRAPPER_KEYS = frozenset({
     "text_config", "vision_config", "audio_config", "boi_token_index", "eoi_token_index", "image_token_index",
-    "mm_tokens_per_image", "tie_word_embeddings", "quantization_config",
+    "mm_tokens_per_image", "tie_word_embeddings", "quantization_config", "compression_config",
 })  # fmt: skip

@@ -6,7 +6,7 @@ A checkpoint is served only if every key is understood: read, cosmetic, or with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import ModelError
@@ -43,8 +43,6 @@ _RECURRENT_KEYS = (
     "ssm_cfg", "mamba_d_state", "mamba_d_ssm", "mamba_num_heads", "ssm_state_size", "state_size", "lru_width",
     "linear_conv_kernel_dim", "layers_block_type", "hybrid_override_pattern", "conv_L_cache",
 )  # fmt: skip
-# Number formats that no device of this engine computes, as parts of quantization_config's names.
-_REFUSED_FORMATS = ("nvfp4", "mxfp8")
 _SHOWN = 60  # characters of a value in an error
 
 
@@ -68,23 +66,6 @@ def check_state(raw: Mapping[str, Any], architecture: str) -> None:
             f"preempted or handed over block by block",
             field=field,
         )
-
-
-def check_quantization(raw: Mapping[str, Any]) -> None:
-    """Raise ModelError for weights in a format that the engine does not read."""
-    settings = raw.get("quantization_config")
-    if not settings:
-        return
-    words = [word.lower() for word in _words(settings)]
-    for name in _REFUSED_FORMATS:
-        if any(name in word for word in words):
-            raise ModelError(
-                f"{name.upper()} weights are not supported, on no device: use a bf16 checkpoint",
-                field="quantization_config",
-            )
-    raise ModelError(
-        "quantised checkpoints are not supported: use the unquantised one", field="quantization_config"
-    )
 
 
 def check_known(
@@ -115,19 +96,6 @@ def _same(value: Any, expected: Any) -> bool:
     if not expected:
         return not value
     return bool(value == expected) and isinstance(value, bool) == isinstance(expected, bool)
-
-
-def _words(value: Any) -> Iterator[str]:
-    """All texts in a setting, however deep."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield str(key)
-            yield from _words(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _words(one)
 
 
 def _shown(value: Any) -> str:

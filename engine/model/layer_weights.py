@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cluster.protocol.kv_heads import head_range
+from engine.layers.linear import Int8Weight, Weight, join
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 
@@ -32,12 +34,14 @@ class LayerWeights:
             (one for one in _PREFIXES if checkpoint.has(f"{one}embed_tokens.weight")), _PREFIXES[0]
         )
 
-    def table(self, name: str, rows: slice) -> Tensor:
-        """Of the vocabulary: `embed_tokens` or `lm_head`."""
-        full = f"{self._prefix}{name}.weight"
-        if name == "lm_head":
-            full = next((one for one in _HEADS if self._checkpoint.has(one)), _HEADS[0])
-        return self._checkpoint.get(full, self._config.vocab_size, self._config.hidden_size, rows=rows)
+    def embedding(self, rows: slice) -> Tensor:
+        c = self._config
+        return self.get("embed_tokens.weight", c.vocab_size, c.hidden_size, rows=rows)
+
+    def head(self, rows: slice) -> Weight:
+        c, has = self._config, self._checkpoint.has
+        name = next((one for one in _HEADS if has(one)), _HEADS[0])
+        return self._checkpoint.matrix(name, c.vocab_size, c.hidden_size, rows=rows)
 
     def norm(self, name: str | None, at: str = "") -> Tensor | None:
         if name is None:
@@ -60,25 +64,28 @@ class LayerWeights:
             self._ordered(self.get(k, c.head_dim))
         )
 
-    def qkv(self, at: str) -> tuple[Tensor, Tensor | None]:
+    def qkv(self, at: str) -> tuple[Weight, Tensor | None]:
         """Weight and bias of the rank's queries, keys and values."""
-        c, names = self._config, self._config.family.names
+        c = self._config
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         rows = (self._q_rows, self._kv_rows, self._kv_rows)
-        weights = self._parts(at, names.qkv, (q, kv, kv), rows, "weight")
-        biases = self._parts(at, names.qkv, (q, kv, kv), rows, "bias") if c.attention_bias else None
-        return self._joined_heads(weights), None if biases is None else self._joined_heads(biases)
+        parts = _rows_of(c.family.names.qkv, (q, kv, kv), rows)
+        *heads, values = self._matrices(at, parts)
+        weight = join(f"{self._prefix}{at}self_attn", [*map(self._ordered_weight, heads), values])
+        if not c.attention_bias:
+            return weight, None
+        *heads_bias, value_bias = self._biases(at, parts)
+        return weight, torch.cat([*map(self._ordered, heads_bias), value_bias])
 
-    def gate_up(self, at: str) -> tuple[Tensor, Tensor | None]:
-        c, names = self._config, self._config.family.names
-        sizes, rows = (c.intermediate_size,) * 2, (self._inner,) * 2
-        weight = torch.cat(self._parts(at, names.gate_up, sizes, rows, "weight"))
-        bias = torch.cat(self._parts(at, names.gate_up, sizes, rows, "bias")) if c.mlp_bias else None
-        return weight, bias
-
-    def output(self, at: str) -> Tensor:
+    def gate_up(self, at: str) -> tuple[Weight, Tensor | None]:
         c = self._config
-        return self.get(
+        parts = _rows_of(c.family.names.gate_up, (c.intermediate_size,) * 2, (self._inner,) * 2)
+        weight = join(f"{self._prefix}{at}mlp", self._matrices(at, parts))
+        return weight, torch.cat(self._biases(at, parts)) if c.mlp_bias else None
+
+    def output(self, at: str) -> Weight:
+        c = self._config
+        return self.matrix(
             f"{at}self_attn.o_proj.weight", c.hidden_size, c.num_heads * c.head_dim, columns=self._q_rows
         )
 
@@ -86,9 +93,10 @@ class LayerWeights:
         c = self._config
         return self.get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
 
-    def down(self, at: str) -> Tensor:
+    def down(self, at: str) -> Weight:
         c = self._config
-        return self.get(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size, columns=self._inner)
+        name = f"{at}mlp.down_proj.weight"
+        return self.matrix(name, c.hidden_size, c.intermediate_size, columns=self._inner)
 
     def down_bias(self, at: str) -> Tensor | None:
         c = self._config
@@ -101,27 +109,29 @@ class LayerWeights:
         """A tensor of a layer; `part` as in Checkpoint.get."""
         return self._checkpoint.get(self._prefix + name, *shape, **part)
 
-    def _parts(
-        self, at: str, names: Sequence[str], sizes: Sequence[int], rows: Sequence[slice], kind: str
-    ) -> list[Tensor]:
-        """Of each product, the given rows of its weight or bias. Products of one name follow each other in one tensor."""
-        inputs = (self._config.hidden_size,) if kind == "weight" else ()
-        found = []
-        for index, (name, own) in enumerate(zip(names, rows, strict=True)):
-            same = [size for other, size in zip(names, sizes, strict=True) if other == name]
-            before = sum(
-                size for other, size in zip(names[:index], sizes[:index], strict=True) if other == name
-            )
-            at_rows = slice(own.start + before, own.stop + before)
-            found.append(self.get(f"{at}{name}.{kind}", sum(same), *inputs, rows=at_rows))
-        return found
+    def matrix(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+    ) -> Weight:
+        return self._checkpoint.matrix(self._prefix + name, *shape, rows=rows, columns=columns)
 
-    def _joined_heads(self, parts: list[Tensor]) -> Tensor:
-        q, k, v = parts
-        return torch.cat((self._ordered(q), self._ordered(k), v))
+    def _matrices(self, at: str, parts: Sequence[_Rows]) -> list[Weight]:
+        hidden = self._config.hidden_size
+        return [self.matrix(f"{at}{one.name}.weight", one.size, hidden, rows=one.rows) for one in parts]
+
+    def _biases(self, at: str, parts: Sequence[_Rows]) -> list[Tensor]:
+        return [self.get(f"{at}{one.name}.bias", one.size, rows=one.rows) for one in parts]
+
+    def _ordered_weight(self, weight: Weight) -> Weight:
+        if isinstance(weight, Tensor):
+            return self._ordered(weight)
+        return Int8Weight(self._ordered(weight.codes), self._ordered(weight.scales))
 
     def _ordered(self, rows: Tensor) -> Tensor:
-        """Rows of heads, with the dimensions of each in the order in which the kernels rotate them."""
+        """Rows of heads, with the dimensions of each in the order in which the kernels rotate them.
+
+        A scale per row moves with its row. Scales of blocks of several rows (FP8 in blocks of 128) would not: a format
+        that has them must be expanded before this, or rotated in the stored order; engine/quant/formats.py refuses it.
+        """
         if self._order is None:
             return rows
         heads = rows.view(-1, self._config.head_dim, *rows.shape[1:])
@@ -132,3 +142,22 @@ class LayerWeights:
         if not self._config.family.norm_offset:
             return weight
         return (weight.float() + 1.0).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a tensor; `size`: all that it has."""
+
+    name: str
+    size: int
+    rows: slice
+
+
+def _rows_of(names: Sequence[str], sizes: Sequence[int], own: Sequence[slice]) -> list[_Rows]:
+    """Of each product, `own` rows, in the tensor of its name. Products of one name follow each other in one tensor."""
+    found = []
+    for index, (name, rows) in enumerate(zip(names, own, strict=True)):
+        of_name = [size if other == name else 0 for other, size in zip(names, sizes, strict=True)]
+        before = sum(of_name[:index])
+        found.append(_Rows(name, sum(of_name), slice(rows.start + before, rows.stop + before)))
+    return found

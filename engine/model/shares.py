@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from cluster.errors import ConfigError
 from cluster.protocol.kv_heads import head_range
@@ -52,18 +53,31 @@ def _dimensions(model: ModelConfig, expert_parallel: bool) -> Iterator[tuple[str
     yield "vocab_size", model.vocab_size
 
 
-def most_weights(model: ModelConfig, size: int, *, expert_parallel: bool = False) -> int:
-    """Numbers in the weights of the rank with the most of them; biases are left out."""
+class Sizes(NamedTuple):
+    """Of one rank's weights; biases are left out."""
+
+    matrices: int  # numbers in the layers' products
+    outputs: int  # output channels of these
+    kept: int  # numbers in norms and routers
+    vocabulary: int  # rows of the embedding, and of the output head
+
+
+def most_weights(model: ModelConfig, size: int, *, expert_parallel: bool = False) -> Sizes:
+    """Of the rank with the most of them."""
+    hidden, layers, experts = model.hidden_size, model.num_layers, model.experts
     first, end = head_range(0, size, model.num_kv_heads)
-    attention = (2 * model.num_heads // size + 2 * (end - first)) * model.head_dim + 2
-    vocabulary = model.vocab_size // size * (1 if model.tie_embeddings else 2)
-    rows = vocabulary + model.num_layers * attention
-    experts = model.experts
-    sparse = sum(experts.layers) if experts is not None else 0
-    rows += (model.num_layers - sparse) * 3 * model.intermediate_size // size
+    heads, kv = model.num_heads // size * model.head_dim, (end - first) * model.head_dim
+    mlps = [model.intermediate_size // size] * layers  # inner sizes of all gated MLPs
+    kept = 2 * layers
     if experts is not None:
         held = max(len(experts.held(rank, size, expert_parallel)) for rank in range(size))
-        inner = held * (experts.width if expert_parallel else experts.width // size)
-        router = experts.count + int(experts.flags.shared_gate)
-        rows += sparse * (3 * (inner + experts.shared_width // size) + router)
-    return rows * model.hidden_size
+        sparse = sum(experts.layers)
+        mlps = mlps[sparse:] + [experts.width // (1 if expert_parallel else size)] * held * sparse
+        mlps += [experts.shared_width // size] * sparse if experts.shared_width else []
+        kept += sparse * (experts.count + int(experts.flags.shared_gate))
+    return Sizes(
+        matrices=(layers * (2 * heads + 2 * kv) + 3 * sum(mlps)) * hidden,
+        outputs=layers * (heads + 2 * kv + hidden) + 2 * sum(mlps) + len(mlps) * hidden,
+        kept=kept * hidden,
+        vocabulary=model.vocab_size // size,
+    )

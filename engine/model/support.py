@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.attention.registry import CAPPED
@@ -10,39 +12,48 @@ from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by python -m engine.model.support -->", "<!-- end -->"
-# By the column: the test that compares with Hugging Face.
-TESTS = {
-    "CPU, fp32": "tests/engine/test_parity.py::test_logits_are_the_references_at_every_position",
-    "CPU, fp32, TP 2": "tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one",
-    "CPU, fp32, handed over, TP 1 ↔ 2": "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees",
-}
-WHOLE = {
-    "whole experts over the ranks": "tests/engine/test_parity_ranks.py::"
-    "test_ranks_of_whole_experts_give_the_output_of_one",
+_DENSE = tuple(name for name, one in FAMILIES.items() if one.experts is None)
+
+
+@dataclass(frozen=True)
+class Column:
+    """`families`: architectures that the test compares with Hugging Face."""
+
+    test: str
+    families: Collection[str] = tuple(FAMILIES)
+
+
+COLUMNS = {
+    "CPU, fp32": Column("tests/engine/test_parity.py::test_logits_are_the_references_at_every_position"),
+    "TP 2": Column("tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one"),
+    "handed over, TP 1 ↔ 2": Column(
+        "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees"
+    ),
+    "CPU, int8 (W8A8)": Column("tests/engine/test_int8.py::test_models_are_those_of_the_reference", _DENSE),
+    "handed over between processes": Column(
+        "tests/end_to_end/test_handover.py::test_tokens_equal_the_reference_after_a_handover", _DENSE
+    ),
+    "whole experts over the ranks": Column(
+        "tests/engine/test_parity_ranks.py::test_ranks_of_whole_experts_give_the_output_of_one",
+        tuple(name for name in FAMILIES if name not in _DENSE),
+    ),
 }
 NOT_RUN = ("CPU, bf16", "CUDA, fp32 and bf16")
-REFUSALS = {
-    "quantised weights": "quantised checkpoints are not supported: use the unquantised one",
-    "NVFP4": "NVFP4 weights are not supported, on no device: use a bf16 checkpoint",
-    "MXFP8": "MXFP8 weights are not supported, on no device: use a bf16 checkpoint",
-}
 
 
 def table() -> str:
-    columns = [*TESTS, *WHOLE, *NOT_RUN]
+    columns = [*COLUMNS, *NOT_RUN]
     lines = [f"| family | `architectures` | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    for name, one in FAMILIES.items():
-        marks = ["✓"] * len(TESTS) + ["✓" if one.experts else ""] * len(WHOLE) + ["~"] * len(NOT_RUN)
-        lines.append(f"| {one.title} | `{name}` | {' | '.join(marks)} |")
+    for name, family in FAMILIES.items():
+        marks = ["✓" if name in one.families else "~" for one in COLUMNS.values()] + ["~"] * len(NOT_RUN)
+        lines.append(f"| {family.title} | `{name}` | {' | '.join(marks)} |")
     lines += [f"| | `{name}` | ✗ {text}{' |' * len(columns)}" for name, text in REFUSED.items()]
     lines += [
         "",
         "| column | test |",
         "|---|---|",
-        *(f"| {name} | `{test}` |" for name, test in {**TESTS, **WHOLE}.items()),
+        *(f"| {name} | `{one.test}` |" for name, one in COLUMNS.items()),
     ]
-    lines += ["", "| ✗ for every family | the refusal |", "|---|---|"]
-    lines += [f"| {name} | {text} |" for name, text in REFUSALS.items()]
     lines += [
         "",
         f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}. Scores are capped (Gemma 2) by the "

@@ -10,16 +10,19 @@ import torch
 from safetensors import safe_open
 
 from cluster.errors import ModelError
+from engine.layers.linear import Int8Weight, Weight
 
 
 class Checkpoint:
     """Reads one tensor at a time, so that a model is never in memory twice. Each file is opened once: the header of one
     with thousands of experts takes longer to read than a tensor. Use as a context: files are mapped until its end."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, int8: bool = False):
+        """`int8`: matrices may be stored so, beside their scales."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
+        self._int8 = int8
         self._files = tensor_files(directory)
         self._opened: dict[Path, Any] = {}  # by safetensors, which has no types
 
@@ -46,6 +49,34 @@ class Checkpoint:
 
         Raises ModelError naming the tensor if it is missing or has another shape.
         """
+        tensor = self._read(name, shape, rows, columns, item)
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"tensor {name} is stored as {tensor.dtype}, expected floating point", field=name
+            )
+        return tensor.to(self._device, dtype or self._dtype).contiguous()
+
+    def matrix(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+    ) -> Weight:
+        """The weights of a product, as `get`; in the form in which they are stored."""
+        scale = f"{name}_scale"
+        if not self._int8 or scale not in self._files:
+            return self.get(name, *shape, rows=rows, columns=columns)
+        codes = self._read(name, shape, rows, columns)
+        if codes.dtype is not torch.int8:
+            raise ModelError(f"tensor {name} is stored as {codes.dtype}, expected int8", field=name)
+        scales = self._read(scale, (shape[0], 1), rows, None)[:, 0]
+        return Int8Weight(codes.to(self._device).contiguous(), scales.to(self._device, torch.float32))
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice | None,
+        columns: slice | None,
+        item: int | None = None,
+    ) -> torch.Tensor:
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"tensor {name} is missing from {self._directory}", field=name)
@@ -57,7 +88,7 @@ class Checkpoint:
             raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
         matrix = (rows or slice(None),) if columns is None else (slice(None), columns)
         tensor: torch.Tensor = part[matrix if item is None else (item, *matrix)]
-        return tensor.to(self._device, dtype or self._dtype).contiguous()
+        return tensor
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

@@ -9,8 +9,10 @@ jobs is led by one call: a decode step has about 145.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,28 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from engine.ops import cpu_int8 as int8
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
-from engine.ops.cpu_llvm import as_f32, compiled, integers, prefetch_line
+from engine.ops.cpu_llvm import as_f32, compiled, compiled_function, integers, prefetch_line
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
-NEXT, FINISHED, STOP, LISTED, LEFT, CODE = 0, 8, 16, 17, 18, 24  # NEXT: shares · 2³² + next share
-TOTAL, SHARES, AHEAD, ARGUMENTS = CODE + 1, CODE + 2, CODE + 3, CODE + 4
+NEXT, FINISHED, STOP, LISTED, LEFT, KERNEL = 0, 8, 16, 17, 18, 24  # NEXT: shares · 2³² + next share
+TOTAL, SHARES, AHEAD, READS, ARGUMENTS = range(KERNEL + 1, KERNEL + 6)  # READS: the job is a product
 SIZE = 64
-JOB = SIZE - CODE  # numbers of one job: code, total, shares, what to prefetch, arguments
-WEIGHTS = 3  # of MULTIPLY's arguments
+JOB = (
+    SIZE - KERNEL
+)  # numbers of one job: its kernel's address, total, shares, what to prefetch, product, arguments
+WEIGHTS = 3  # of a product's arguments
 AHEAD_BYTES = (
     16 << 10
 )  # of the next product's weights, prefetched by each job before it: half of a first-level cache
-ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, GATE_GELU = range(9)
+(
+    ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
+) = range(11)  # fmt: skip
+PRODUCTS = (MULTIPLY, MULTIPLY_INT8)
+OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT)
 _LOW = 0xFFFFFFFF
 
 
@@ -87,68 +96,35 @@ def _number(bits):
     return as_f32(np.uint32(bits))
 
 
+@intrinsic
+def _call(typing, function, arguments, first, last):
+    """The kernel at address `function`, on items [first, last)."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
 @njit
-def _prefetch_ahead(job, last):
-    """By the job's last share: weights of the next product, so that memory is read while small jobs are computed."""
+def _share(job, first, last):
+    """Items [first, last) of the job. Its last share prefetches weights of the next product, so that memory is read while
+    small jobs are computed; a product reads its own weights first."""
     numbers = integers(job)
-    address = numbers[AHEAD]
+    function, address = numbers[KERNEL], numbers[AHEAD]
+    if numbers[READS]:
+        _call(function, job + ARGUMENTS * 8, first, last)
     if address and last == numbers[TOTAL]:
         for line in range(0, AHEAD_BYTES, 64):
             prefetch_line(address + line)
+    if not numbers[READS]:
+        _call(function, job + ARGUMENTS * 8, first, last)
 
 
 @njit
-def _share(kind, dim8, job, first, last):
-    """Items [first, last) of the job."""
-    code = integers(job)[CODE]
-    a = integers(job + ARGUMENTS * 8)
-    if code != MULTIPLY:  # a product reads its own weights first
-        _prefetch_ahead(job, last)
-    if code == MULTIPLY:
-        products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
-        _prefetch_ahead(job, last)
-    elif code == ADD_NORM:
-        kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
-    elif code == GATE:
-        kernels.silu_mul(kind, a[0], a[1], first, last, a[2])
-    elif code == GATE_GELU:
-        kernels.gelu_mul(kind, a[0], a[1], first, last, a[2])
-    elif code == HEADS:
-        kernels.rotate_and_store(
-            kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
-            a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]),
-        )  # fmt: skip
-    elif code == EMBED:
-        kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
-    elif code == PACK_HEADS:
-        prompts.pack_head(a[0], a[1], a[2], a[3], a[4], dim8, a[5], first, last)
-    elif code == ATTEND_PROMPT:
-        prompts.attend_prompt(
-            a[0],
-            a[1],
-            a[2],
-            a[3],
-            a[4],
-            a[5],
-            a[6],
-            dim8,
-            a[7],
-            a[8],
-            _number(a[9]),
-            a[10],
-            a[11],
-            first,
-            last,
-        )
-    else:
-        kernels.attend_tokens(
-            kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
-            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]),
-        )  # fmt: skip
-
-
-@njit
-def _lead(kind, dim8, team):
+def _lead(team):
     """Offer the shares of the team's job; return when all are done."""
     numbers = integers(team)
     led, total = numbers[SHARES], numbers[TOTAL]
@@ -159,14 +135,14 @@ def _lead(kind, dim8, team):
         number = _add(team + NEXT * 8, 1) & _LOW
         if number >= led:
             break
-        _share(kind, dim8, team, total * number // led, total * (number + 1) // led)
+        _share(team, total * number // led, total * (number + 1) // led)
         done += 1
     while _read(team + FINISHED * 8) + done < led:
         _pause()
 
 
 @njit
-def _help(kind, dim8, team, polls):
+def _help(team, polls):
     """Compute shares until `polls` polls in a row found none while no list is computed, or STOP is set. LEFT counts the
     helpers that have returned: the leader looks there, because a helper that waits for the interpreter's lock to
     return would be thought to help, and a whole list be computed without it."""
@@ -179,7 +155,7 @@ def _help(kind, dim8, team, polls):
             number, shares = taken & _LOW, taken >> 32
             if number < shares:
                 total = numbers[TOTAL]
-                _share(kind, dim8, team, total * number // shares, total * (number + 1) // shares)
+                _share(team, total * number // shares, total * (number + 1) // shares)
                 idle = 0
                 _add(team + FINISHED * 8, 1)
                 continue
@@ -195,41 +171,122 @@ def _help(kind, dim8, team, polls):
         _pause()
 
 
-def _make(sources: str) -> Any:
-    """`sources` becomes part of the key of numba's cache: by itself numba detects changes of this file only, not of the
-    files whose kernels are compiled into it."""
+@compiled
+def work(team, polls, jobs, count):
+    """With `polls`, help. Otherwise lead: the team's job, or `count` ≥ 1 jobs at address `jobs`, each after the one
+    before it is done."""
+    numbers = integers(team)
+    if polls:
+        _help(team, polls)
+        return
+    if count == 0:
+        _lead(team)
+        return
+    for number in range(count):
+        job = jobs + number * JOB * 8
+        own = integers(job)
+        if own[SHARES - KERNEL] == 1:  # no other thread has to see it
+            _share(job - KERNEL * 8, np.int64(0), own[TOTAL - KERNEL])
+            continue
+        for i in range(JOB):
+            numbers[KERNEL + i] = own[i]
+        _lead(team)
+    _write(team + LISTED * 8, 0)
 
-    def work(kind, dim8, team, polls, jobs, count):
-        """With `polls`, help. Otherwise lead: the team's job, or `count` ≥ 1 jobs at address `jobs`, each after the one
-        before it is done."""
-        numbers = integers(team)
-        if polls > len(sources) * 0:
-            _help(kind, dim8, team, polls)
-            return
-        if count == 0:
-            _lead(kind, dim8, team)
-            return
-        for number in range(count):
-            job = jobs + number * JOB * 8
-            own = integers(job)
-            if own[SHARES - CODE] == 1:  # no other thread has to see it
-                # not a literal 0: for that, numba would compile a second copy of all kernels, and LLVM might order
-                # the sums of the two differently
-                _share(kind, dim8, job - CODE * 8, np.int64(0), own[TOTAL - CODE])
-                continue
-            for i in range(JOB):
-                numbers[CODE + i] = own[i]
-            _lead(kind, dim8, team)
-        _write(team + LISTED * 8, 0)
 
-    return compiled(work)
+# --- kernels by their job's code -------------------------------------------------------------------------
+#
+# Each is compiled when a team first runs it, for the type behind the addresses and, where it reads heads, for their width:
+# a process compiles what it uses, and what does not depend on the width once for all widths.
+
+
+@njit(inline="always")
+def _arguments(address, sources):
+    """`sources` is only there to become part of the key of numba's cache, as are all values that a function takes from
+    around it: by itself numba detects changes of this file, not of files whose kernels are compiled into a function."""
+    return integers(address)
 
 
 def _sources() -> str:
     here = Path(__file__)
-    names = ("kernels", "llvm", "products", "prompts", "softmax", "tiles")
+    names = ("int8", "kernels", "llvm", "products", "prompts", "softmax", "tiles")
     files = [here, *(here.with_name(f"cpu_{name}.py") for name in names)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
-work = _make(_sources())
+def _of_rows(kind: int | float, sources: str) -> dict[int, Callable[..., None]]:
+    def add_norm(job, first, last):
+        a = _arguments(job, sources)
+        kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
+
+    def gate(job, first, last):
+        a = _arguments(job, sources)
+        kernels.silu_mul(kind, a[0], a[1], first, last, a[2])
+
+    def gate_gelu(job, first, last):
+        a = _arguments(job, sources)
+        kernels.gelu_mul(kind, a[0], a[1], first, last, a[2])
+
+    def embed(job, first, last):
+        a = _arguments(job, sources)
+        kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
+
+    def multiply(job, first, last):
+        a = _arguments(job, sources)
+        products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+
+    def quantize(job, first, last):
+        a = _arguments(job, sources)
+        int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], first, last)
+
+    def multiply_int8(job, first, last):
+        a = _arguments(job, sources)
+        int8.multiply(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], first, last)
+
+    return {
+        ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,
+        MULTIPLY_INT8: multiply_int8, GATE_GELU: gate_gelu,
+    }  # fmt: skip
+
+
+def _of_heads(kind: int | float, dim8: tuple[int, ...], sources: str) -> dict[int, Callable[..., None]]:
+    def heads(job, first, last):
+        a = _arguments(job, sources)
+        kernels.rotate_and_store(
+            kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
+            a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]),
+        )  # fmt: skip
+
+    def attend(job, first, last):
+        a = _arguments(job, sources)
+        kernels.attend_tokens(
+            kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
+            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]),
+        )  # fmt: skip
+
+    def pack_heads(job, first, last):
+        a = _arguments(job, sources)
+        prompts.pack_head(a[0], a[1], a[2], a[3], a[4], dim8, a[5], first, last)
+
+    def attend_prompt(job, first, last):
+        a = _arguments(job, sources)
+        prompts.attend_prompt(
+            a[0], a[1], a[2], a[3], a[4], a[5], a[6], dim8, a[7], a[8], _number(a[9]), a[10], a[11], first, last
+        )  # fmt: skip
+
+    return {HEADS: heads, ATTEND: attend, PACK_HEADS: pack_heads, ATTEND_PROMPT: attend_prompt}
+
+
+def kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> int:
+    """Address of a job's kernel, compiled or loaded now if it was not yet. It stays valid in this process."""
+    compiled_now = _kernel(code, kind, dim8 if code in OF_HEADS else ())
+    return int(compiled_now.address)
+
+
+@functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
+def _kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> Any:
+    makers = _of_heads(kind, dim8, _SOURCES) if code in OF_HEADS else _of_rows(kind, _SOURCES)
+    return compiled_function(makers[code], types.void(types.int64, types.int64, types.int64))
+
+
+_SOURCES = _sources()

@@ -6,24 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile, and cache on disk where a directory is writable: the first start takes seconds, later ones load."""
+    return _compile(function, _FAST)
+
+
+def compiled_exactly(function: Callable[..., Any]) -> Any:
+    """As `compiled`, with each operation rounded as it is written."""
+    return _compile(function, set())
+
+
+def _compile(function: Callable[..., Any], fastmath: set[str]) -> Any:
     # With Python's error model a division is a branch, and a loop with a branch is not vectorised.
-    options: dict[str, Any] = {
-        "fastmath": {"reassoc", "contract", "nsz", "arcp"},
-        "nogil": True,
-        "error_model": "numpy",
-    }
+    options: dict[str, Any] = {"fastmath": fastmath, "nogil": True, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no directory for a cache: a read-only file system
         return njit(**options)(function)
+
+
+def compiled_function(function: Callable[..., Any], signature: Any) -> Any:
+    """As `compiled`, for callers that have its address only: numba's CFunc."""
+    options: dict[str, Any] = {"fastmath": _FAST, "error_model": "numpy"}
+    try:
+        return cfunc(signature, cache=True, **options)(function)
+    except RuntimeError:
+        return cfunc(signature, **options)(function)
 
 
 @intrinsic
@@ -55,8 +72,9 @@ def _pointer_to(element: types.Type) -> Any:
     return pointer
 
 
-integers, indices, words, floats = (
-    _pointer_to(kind) for kind in (types.int64, types.int32, types.uint32, types.float32)
+integers, indices, words, floats, halves, octets = (
+    _pointer_to(kind)
+    for kind in (types.int64, types.int32, types.uint32, types.float32, types.uint16, types.uint8)
 )
 
 

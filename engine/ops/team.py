@@ -6,6 +6,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,13 @@ class KernelTeam(Team):
         from engine.ops import cpu_jobs
         from engine.ops.cpu_kernels import kind_of
 
+        self.dtype = dtype
         self._work = cpu_jobs.work
-        self._kind, self._dim8 = kind_of(dtype), (0,) * (head_dim // 8)
+        self._compile = partial(cpu_jobs.kernel, kind=kind_of(dtype), dim8=(0,) * (head_dim // 8))
+        self._kernels: dict[int, int] = {}  # addresses by the job's code
         self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
         self._at = ctypes.addressof(self._row)
-        self._begin, self._stop = cpu_jobs.CODE * 8, cpu_jobs.STOP
+        self._begin, self._stop = cpu_jobs.KERNEL * 8, cpu_jobs.STOP
         self._listed, self._left = cpu_jobs.LISTED, cpu_jobs.LEFT
         self._started = 0  # helpers so far
         self._serving: list[Future[Any]] = []
@@ -68,21 +71,29 @@ class KernelTeam(Team):
     def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
         """Run a job over the items [0, total); returns when it is done."""
         shares = self._shares(total)
-        struct.pack_into(f"{4 + len(arguments)}q", self._row, self._begin, code, total, shares, 0, *arguments)
+        job = (self._kernel(code), total, shares, 0, 0, *arguments)
+        struct.pack_into(f"{len(job)}q", self._row, self._begin, *job)
         if shares > 1:
             self._wake()
-        self._work(self._kind, self._dim8, self._at, 0, 0, 0)
+        self._work(self._at, 0, 0, 0)
+
+    def _kernel(self, code: int) -> int:
+        found = self._kernels.get(code)
+        if found is None:
+            found = self._kernels[code] = self._compile(code)
+        return found
 
     def _shares(self, total: int) -> int:
         return 1 if self._helpers is None else min(total, MAX_SHARES)
 
     def compile(self, jobs: Sequence[Job]) -> NDArray[np.int64]:
         """The form of these jobs that `run_all` takes."""
-        from engine.ops.cpu_jobs import JOB
+        from engine.ops.cpu_jobs import JOB, PRODUCTS
 
         listed = np.zeros((len(jobs), JOB), np.int64)
         for row, (code, total, arguments), ahead in zip(listed, jobs, _ahead(jobs), strict=True):
-            row[: 4 + len(arguments)] = (code, total, self._shares(total), ahead, *arguments)
+            job = (self._kernel(code), total, self._shares(total), ahead, code in PRODUCTS, *arguments)
+            row[: len(job)] = job
         return listed
 
     def run_all(self, listed: NDArray[np.int64]) -> None:
@@ -90,7 +101,7 @@ class KernelTeam(Team):
         if self._helpers is not None:
             self._row[self._listed] = 1  # first: helpers that are there stay
             self._wake()
-        self._work(self._kind, self._dim8, self._at, 0, listed.ctypes.data, len(listed))
+        self._work(self._at, 0, listed.ctypes.data, len(listed))
 
     def _wake(self) -> None:
         assert self._helpers is not None, "only helpers are woken"
@@ -100,7 +111,7 @@ class KernelTeam(Team):
         self._started += missing
         self._serving = [one for one in self._serving if not one.done()]
         for _ in range(missing):
-            self._serving.append(self._helpers.submit(_help, self._work, self._kind, self._dim8, self._row))
+            self._serving.append(self._helpers.submit(_help, self._work, self._row))
 
     def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:
         self._row[self._stop] = 1
@@ -113,16 +124,16 @@ class KernelTeam(Team):
 def _ahead(jobs: Sequence[Job]) -> list[int]:
     """The address from which each job prefetches: the jobs from one product up to the next take parts of the next one's
     weights, one after the other. 0: no product follows."""
-    from engine.ops.cpu_jobs import AHEAD_BYTES, MULTIPLY, WEIGHTS
+    from engine.ops.cpu_jobs import AHEAD_BYTES, PRODUCTS, WEIGHTS
 
     addresses, following = [], 0
     for code, _, arguments in reversed(jobs):
         addresses.append(following)
-        following = arguments[WEIGHTS] if code == MULTIPLY else following
+        following = arguments[WEIGHTS] if code in PRODUCTS else following
     addresses.reverse()
     parts = -1  # since the last product
     for index, (code, _, _) in enumerate(jobs):
-        parts = 0 if code == MULTIPLY else parts + 1
+        parts = 0 if code in PRODUCTS else parts + 1
         if addresses[index]:
             addresses[index] += parts * AHEAD_BYTES
     return addresses
@@ -134,9 +145,9 @@ def bits_of(value: float) -> int:
     return int(bits)
 
 
-def _help(work: Any, kind: int | float, dim8: tuple[int, ...], row: ctypes.Array[ctypes.c_int64]) -> None:
+def _help(work: Any, row: ctypes.Array[ctypes.c_int64]) -> None:
     """Holds the team's numbers, which the team itself may be gone from while its helper still polls them."""
-    work(kind, dim8, ctypes.addressof(row), IDLE_POLLS, 0, 0)
+    work(ctypes.addressof(row), IDLE_POLLS, 0, 0)
 
 
 def _one_thread() -> None:

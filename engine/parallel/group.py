@@ -54,6 +54,9 @@ class TpGroup(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
+    def largest(self, x: Tensor) -> Tensor:
+        """The ranks' largest values, element by element; may write to x."""
+
     def gather_last(self, x: Tensor) -> Tensor:
         """Concatenate the ranks' last dimensions, in order of rank."""
 
@@ -69,6 +72,9 @@ class NullGroup:
         self.arrivals = Arrivals()
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
         return x
 
     def gather_last(self, x: Tensor) -> Tensor:
@@ -147,6 +153,11 @@ class DistributedGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._together:
             dist.all_reduce(x)
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        with self._together:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x
 
     def gather_last(self, x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def llama(checkpoint, tmp_path_factory):
 
 # One cluster a model. `make test` hands over Llama and, by gRPC, qwen3; mistral to two ranks (test_tensor_parallel.py).
 # Every variant is handed over within one process too (tests/engine/test_parity_ranks.py).
-OTHERS = [*FIRST[1:], "phi4", "gemma3-multimodal"]
+OTHERS = [*FIRST[1:], "phi4", "olmo2", "granite", "glm4", "gemma2", "gemma3", "gemma3-multimodal"]
 
 
 @pytest.mark.long

@@ -80,6 +80,9 @@ class ThreadGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.copy_(sum(self._exchange(x.clone())))
 
+    def largest(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x)).amax(0)
+
     def gather_last(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), -1)
 
@@ -91,11 +94,11 @@ class ThreadGroup:
 
 
 @contextmanager
-def runners(model: Path, tensor_parallel: int, **config: Any) -> Iterator[list[ModelRunner]]:
+def runners(model: Path, tensor_parallel: int, **config: object) -> Iterator[list[ModelRunner]]:
     """The leader first; the others follow it in threads until the end."""
     barrier = threading.Barrier(tensor_parallel, timeout=BARRIER_SECONDS)
     box: list[Any] = [None] * tensor_parallel
-    settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES, **config)
+    settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES, **config)  # type: ignore[arg-type]
 
     def load(rank: int) -> ModelRunner:
         return ModelRunner(load_model(settings, ThreadGroup(rank, tensor_parallel, barrier, box)))

@@ -213,7 +213,7 @@ def test_the_jobs_before_a_product_prefetch_its_weights():
     listed = KernelTeam(1, torch.bfloat16, 8).compile(
         [norm, gate, products[0], norm, gate, products[1], norm]
     )
-    ahead = listed[:, cpu_jobs.AHEAD - cpu_jobs.CODE].tolist()
+    ahead = listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist()
     assert ahead == [first, first + part, second, second + part, second + 2 * part, 0, 0]
 
 

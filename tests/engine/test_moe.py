@@ -145,6 +145,6 @@ def test_files_are_opened_once(checkpoint, monkeypatch):
     read = Checkpoint(model, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(weights, "_open", count)
     with read as files:
-        Decoder(ModelConfig.read(model), files, NullGroup(), lambda weight, bias: by_rows(weight))
+        Decoder(ModelConfig.read(model), files, NullGroup(), lambda weight, bias, **_: by_rows(weight))
     assert len(opened) == 1
     assert not read._opened, "what is mapped counts as this process's memory"

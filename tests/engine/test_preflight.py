@@ -92,16 +92,16 @@ def test_a_valid_config_passes(describe, changes):
         ({"architectures": ["FalconMambaForCausalLM"]}, "architectures", "recurrent state"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures", "recurrent state"),
         ({"mamba_d_state": 16}, "mamba_d_state", "recurrent state"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "unquantised"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "AWQ is not supported"),
         (
             {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
             "quantization_config",
             "NVFP4",
         ),
         (
-            {"quantization_config": {"config_groups": {"group_0": {"format": "mxfp8-quantized"}}}},
+            {"quantization_config": {"config_groups": {}, "format": "mxfp8-quantized"}},
             "quantization_config",
-            "MXFP8",
+            "mxfp8",
         ),
         ({"of_next_year": {"attends": "backwards"}}, "of_next_year", "unknown for Llama"),
         ({"clip_qkv": 8.0}, "clip_qkv", "unknown for Llama"),
@@ -224,6 +224,16 @@ def test_whole_experts_are_refused_where_there_are_none_or_too_few(describe):
     few = settings(describe(**MIXTRAL, num_local_experts=2), tensor_parallel=4, expert_parallel=True)
     with pytest.raises(ConfigError, match="number of experts = 2"):
         build.check(few)
+
+
+def test_experts_are_not_quantised(describe):
+    with pytest.raises(ConfigError, match="experts are not supported in int8") as caught:
+        build.check(settings(describe(**MIXTRAL), quantization="int8"))
+    assert caught.value.field == "quantization"
+    stored = json.loads((Path(__file__).parent / "golden/int8/config.json").read_text())
+    with pytest.raises(ModelError, match="quantised experts") as refused:
+        build.check(settings(describe(**MIXTRAL, quantization_config=stored["quantization_config"])))
+    assert refused.value.field == "quantization_config"
 
 
 @pytest.mark.parametrize(("ranks", "whole"), [(1, False), (2, False), (2, True), (8, True)])

@@ -117,6 +117,10 @@ def test_end_tokens_change_the_id_in_any_config_file(model: Path) -> None:
     assert make_model_id(model) != before
 
 
+def test_the_quantization_changes_the_id(model: Path) -> None:
+    assert make_model_id(model, quantization="int8") != make_model_id(model)
+
+
 def test_the_compute_dtype_changes_the_id(model: Path) -> None:
     assert make_model_id(model, "bfloat16") != make_model_id(model, "float32")
     assert make_model_id(model, "auto") == make_model_id(model, "float32")  # it is stored so

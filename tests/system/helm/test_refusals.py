@@ -39,6 +39,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "decode has no GPUs, no decode.resources.limits.memory and no decode.kvMemoryBytes",
         "would take 0.9 of the node's memory; set one of them",
     ),
+    "int8 on GPUs": (
+        {"model": {"quantization": "int8"}, "prefill": {"gpus": 1}},
+        "model.quantization = int8 runs on CPUs only and prefill.gpus is 1",
+        "set quantization to auto or gpus to 0",
+    ),
     "kv types differ": (
         {"prefill": {"dtype": "bfloat16"}, "decode": {"dtype": "float32"}},
         "KV of one can't be converted into the other's",

@@ -37,6 +37,9 @@
 {{- if and (eq $gpus 0) (mod (int $pool.tensorParallel) (int $pool.nodes)) }}
 {{- fail (printf "%s.tensorParallel = %d can't be shared by %s.nodes = %d pods: make it a multiple" $role (int $pool.tensorParallel) $role (int $pool.nodes)) }}
 {{- end }}
+{{- if and (gt $gpus 0) (eq $values.model.quantization "int8") }}
+{{- fail (printf "model.quantization = int8 runs on CPUs only and %s.gpus is %d: set quantization to auto or gpus to 0" $role (int $pool.gpus)) }}
+{{- end }}
 {{- $limits := $pool.resources.limits | default dict }}
 {{- if and (eq $gpus 0) (eq (int64 $pool.kvMemoryBytes) 0) (not $limits.memory) (ne $values.ray.mode "external") }}
 {{- fail (printf "%s has no GPUs, no %s.resources.limits.memory and no %s.kvMemoryBytes: its KV pool would take %s of the node's memory; set one of them" $role $role $role (toString $pool.memoryUtilization)) }}

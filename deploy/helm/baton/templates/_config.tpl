@@ -51,7 +51,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $transfer := $root.Values.transfer -}}
 {{- $engine := dict
     "model" (include "baton.modelPath" $root) "dtype" ($pool.dtype | default $model.dtype)
-    "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
+    "quantization" $model.quantization "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
     "max_model_len" (int $model.maxModelLen) "page_size" (int $model.pageSize)
     "kv_memory_bytes" (int64 $pool.kvMemoryBytes) "memory_utilization" (float64 $pool.memoryUtilization) "max_batch_tokens" (int $pool.maxBatchTokens)
     "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)

@@ -1,0 +1,1 @@
+"""Weights in fewer bits than the model's dtype, and the layers that compute with them."""

@@ -1,0 +1,159 @@
+"""int8 weights with int8 rows (W8A8).
+
+Weights have a scale per output channel, rows of activations one each, computed when they arrive: a row's result does not
+depend on the rows beside it. Both are symmetric, from −127 to 127. Ranks that share a layer's inputs take the largest
+value of the whole row, so any number of ranks rounds a row to the same integers. Sums of products are exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cluster.errors import ConfigError
+from engine.layers.linear import Int8Weight, Linear, MakeLinear, Weight
+from engine.ops.team import Job, KernelTeam, Team
+from engine.parallel.group import TpGroup
+
+# A row or channel without a larger number is all zeros: 127 / this is finite.
+SMALLEST = 1e-30
+MOST_INPUTS = 1 << 16  # up to here sums of products are exact in 32 bits
+OUTPUT_BYTES = 12  # of an output channel beside its codes: its scale, its bias, where its sum begins
+_CHANNELS = 128  # quantised at a time: less memory beside the weights
+
+
+def quantize_rows(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int8 codes, and float32 scales [rows, 1]. `largest`: each row's largest absolute value, if it is not that of x."""
+    top = (largest_of(x) if largest is None else largest).view(-1, 1)
+    zero = top < SMALLEST
+    # of two tensors: a number divided by a tensor is that number times a reciprocal, rounded twice
+    inverse = torch.where(zero, 0.0, torch.full_like(top, 127.0) / top)
+    codes = (
+        (x.double() * inverse.double()).round_().to(torch.int8)
+    )  # exact before it is rounded, as in the kernels
+    return codes, torch.where(zero, 0.0, top * (1.0 / 127.0))
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """float32 [rows]: each row's largest absolute value."""
+    found: Tensor = torch.linalg.vector_norm(x, torch.inf, -1).float()
+    return found
+
+
+def quantize_weight(weight: Tensor, largest: Tensor) -> Int8Weight:
+    codes = torch.empty_like(weight, dtype=torch.int8)
+    scales = torch.empty(len(weight), device=weight.device)
+    for at in range(0, len(weight), _CHANNELS):
+        part = slice(at, at + _CHANNELS)
+        codes[part], found = quantize_rows(weight[part], largest[part])
+        scales[part] = found[:, 0]
+    return Int8Weight(codes, scales)
+
+
+class TorchInt8:
+    """By torch's integer product: on CPUs without AVX512-VNNI, and as reference of the kernels."""
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, group: TpGroup | None):
+        """`group`: the ranks that share the inputs."""
+        self._columns, self._scales = weight.codes.t(), weight.scales
+        self._bias = None if bias is None else bias.float()
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        codes, scales = quantize_rows(x, None if self._group is None else self._group.largest(largest_of(x)))
+        out = torch._int_mm(codes, self._columns).float().mul_(scales).mul_(self._scales)
+        if self._bias is not None:
+            out += self._bias
+        return out.to(x.dtype)
+
+
+class Scratch:
+    """Memory for the int8 form of a step's rows, which all layers of a rank use in turn."""
+
+    def __init__(self) -> None:
+        self._codes, self._scales = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+
+    def addresses(self, rows: int, row_bytes: int) -> tuple[int, int]:
+        """Of codes and scales."""
+        if self._codes.numel() < rows * row_bytes:
+            self._codes = torch.empty(rows * row_bytes, dtype=torch.uint8)
+        if self._scales.numel() < rows:
+            self._scales = torch.empty(rows)
+        return self._codes.data_ptr(), self._scales.data_ptr()
+
+
+class PanelInt8:
+    """By our own kernels (engine/ops/cpu_int8), on the team's threads."""
+
+    def __init__(
+        self,
+        weight: Int8Weight,
+        bias: Tensor | None,
+        group: TpGroup | None,
+        team: KernelTeam,
+        scratch: Scratch,
+    ):
+        from engine.ops import cpu_int8, cpu_jobs
+
+        self._run, self._group, self._scratch = team.run, group, scratch
+        self._quantize, self._multiply = cpu_jobs.QUANTIZE, cpu_jobs.MULTIPLY_INT8
+        self.out_features, self._inputs = weight.codes.shape
+        self.row_bytes = cpu_int8.padded(self._inputs)
+        self._panels, self._beside = cpu_int8.pack(weight.codes, weight.scales, bias)
+        self._at = (self._panels.data_ptr(), self._beside.data_ptr())
+        self._more = (team.dtype.itemsize, int(cpu_int8.tiles_supported()))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.out_features)
+        largest = None if self._group is None else self._group.largest(largest_of(x))
+        at = 0 if largest is None else largest.data_ptr()
+        codes, scales = self._scratch.addresses(rows, self.row_bytes)
+        for job in self.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales, at):
+            self._run(*job)
+        return out
+
+    def jobs(self, rows: int, x: int, out: int, codes: int, scales: int, largest: int = 0) -> list[Job]:
+        """The product as jobs; tensors by address. `largest`: that of each row, if it is not that of x."""
+        panels, beside = self._at
+        width = self.row_bytes
+        product = (codes, rows, width, panels, beside, scales, out, self.out_features, *self._more)
+        return [
+            (self._quantize, rows, (x, self._inputs, codes, width, scales, largest)),
+            (self._multiply, len(self._panels), product),
+        ]
+
+
+def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None) -> MakeLinear:
+    """Makes int8 layers in the fastest form of this CPU. `plain` makes those whose weights are not stored as int8; None:
+    these are turned into int8. Every rank of the group must call what it returns for the same layers in the same order."""
+    scratch = Scratch()
+
+    def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+        sharing = group if split_inputs and group.size > 1 else None
+        if isinstance(weight, Int8Weight):
+            packed = weight
+        elif plain is not None:
+            return plain(weight, bias, split_inputs=split_inputs)
+        else:
+            largest = largest_of(weight)
+            packed = quantize_weight(weight, sharing.largest(largest) if sharing else largest)
+        if packed.codes.shape[1] > MOST_INPUTS:
+            raise ConfigError(
+                f"quantization int8: a layer has {packed.codes.shape[1]} inputs on one rank, more than {MOST_INPUTS}",
+                field="quantization",
+            )
+        if isinstance(team, KernelTeam) and has_kernels(team):
+            return PanelInt8(packed, bias, sharing, team, scratch)
+        return TorchInt8(packed, bias, sharing)
+
+    return make
+
+
+def has_kernels(team: Team) -> bool:
+    """Whether layers are computed by PanelInt8."""
+    if not isinstance(team, KernelTeam):
+        return False
+    from engine.ops import cpu_int8
+
+    return cpu_int8.supported()
