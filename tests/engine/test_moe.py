@@ -37,6 +37,10 @@ def by_rows(weight: Tensor) -> Linear:
     return lambda x: (x[:, None] * weight).sum(-1)
 
 
+def by_torch(weight: Tensor) -> Linear:
+    return lambda x: F.linear(x, weight)
+
+
 def by_panels(weight: Tensor) -> Linear:
     return PanelLinear(weight, None, KernelTeam(1, torch.bfloat16, 16))
 
@@ -98,13 +102,11 @@ def test_torchs_grouped_product_gives_what_one_for_each_expert_gives(held, dtype
     downs = random(len(held), HIDDEN, INNER, seed=4, dtype=dtype) / 5
     y, logits = random(TOKENS, HIDDEN, seed=5, dtype=dtype), random(TOKENS, COUNT, seed=6)
     weights, chosen = ROUTINGS["softmax"].choose(logits)
-    each = [
-        LinearOfEach([lambda x, own=own: F.linear(x, own) for own in stacked], stacked.shape[1])
-        for stacked in (gates, downs)
-    ]
-    grouped = [GroupedMm(stacked) for stacked in (gates, downs)]
-    one, other = (Experts(*form, held, COUNT)(y, weights, chosen, gate) for form in (each, grouped))
-    torch.testing.assert_close(one, other)
+    each = [LinearOfEach([by_torch(own) for own in one], one.shape[1]) for one in (gates, downs)]
+    one = Experts(each[0], each[1], held, COUNT)(y, weights, chosen, gate)
+    other = Experts(GroupedMm(gates), GroupedMm(downs), held, COUNT)(y, weights, chosen, gate)
+    close = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(one, other, atol=close, rtol=close)
     missing = ~((chosen >= held.start) & (chosen < held.stop)).any(-1)
     assert bool(missing.any()) == (len(held) < COUNT) and not other[missing].any()
 
