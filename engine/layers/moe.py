@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import Linear
-from engine.ops.moe import Routing, Sorted, weighted_sum
+from engine.ops.moe import Routing, Sorted, sigmoid, weighted_sum
 
 Activation = Callable[[Tensor], Tensor]  # [rows, 2 · inner] → [rows, inner]
 
@@ -119,5 +119,5 @@ class Moe:
             return out
         shared = self._shared(y, gate)
         if self._shared_gate is not None:
-            shared = torch.sigmoid(self._shared_gate(y)) * shared
+            shared = sigmoid(self._shared_gate(y)) * shared
         return out.add_(shared)

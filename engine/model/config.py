@@ -213,7 +213,7 @@ class _Reader:
             local_rope=local,
             activation=self._activation(),
             qk_norm=family.qk_norm if normed else "",
-            experts=experts.read(self.get, family.experts, layers) if family.experts else None,
+            experts=experts.read(self._text, self.get, family.experts, layers) if family.experts else None,
             quantization=quantization,
             **scales,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,9 @@ class ExpertConfig:
         return range(self.count * rank // size, self.count * (rank + 1) // size)
 
 
-def read(get: Callable[[str], Any], flags: ExpertFlags, layers: int) -> ExpertConfig:
-    """`get` returns a key's value or its default. Raises ModelError naming the key."""
+def read(given: Collection[str], get: Callable[[str], Any], flags: ExpertFlags, layers: int) -> ExpertConfig:
+    """`given`: the keys that the configuration has; `get` returns a key's value or its default. Raises ModelError naming
+    the key."""
 
     def number(key: str, least: int = 1) -> int:
         value = get(key)
@@ -39,7 +40,7 @@ def read(get: Callable[[str], Any], flags: ExpertFlags, layers: int) -> ExpertCo
             raise ModelError(f"config.json: {key} is {value!r}, not a number from {least} on", field=key)
         return value
 
-    count_key = next((key for key in flags.count_keys if get(key) is not None), flags.count_keys[0])
+    count_key = next((key for key in flags.count_keys if key in given), flags.count_keys[0])
     count, per_token = number(count_key), number("num_experts_per_tok")
     if per_token > count:
         raise ModelError(

@@ -37,7 +37,7 @@ class Routing:
         return (weights.to(logits.dtype) if self.rounded else weights), chosen
 
     def _by_sigmoid(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        scores = logits.sigmoid()
+        scores = sigmoid(logits)
         judged = scores if self.correction is None else scores + self.correction
         chosen = torch.topk(self._of_best_groups(judged), self.per_token).indices
         weights = scores.gather(1, chosen)
@@ -95,6 +95,12 @@ class Sorted:
     def is_own(self) -> Tensor:
         """Of each pair, whether its expert is held."""
         return torch.arange(len(self.pairs), device=self.pairs.device) < self.counts.sum()
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """In double precision: torch's vector and scalar forms differ in the last bit, and which of them computes an element
+    depends on how many are beside it."""
+    return x.double().sigmoid().to(x.dtype)
 
 
 def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
