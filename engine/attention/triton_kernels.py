@@ -51,7 +51,9 @@ def see_keys(
         )
         score = tl.dot(operand(q), operand(k), input_precision="ieee") * scale
         if CAP > 0:
-            score = CAP - 2 * CAP / (tl.exp2(score * (2 * LOG2_E / CAP)) + 1.0)
+            small = tl.exp2(tl.abs(score) * (-2 * LOG2_E / CAP))  # never overflows
+            size = CAP * (1.0 - small) / (1.0 + small)
+            score = tl.where(score < 0.0, -size, size)
         seen = (key[None, :] <= at[:, None]) & (key[None, :] >= oldest[:, None]) & there[None, :]
         score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, 1))

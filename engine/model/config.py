@@ -151,9 +151,8 @@ def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     if text is raw:
         return raw
     keys.check_known(raw, family.title, WRAPPER_KEYS, {})
-    # The wrapper's own key, where it has one, is the one that Hugging Face ties by.
-    tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
-    return {**text, **tied}
+    # Hugging Face ties by the wrapper's own key, whose default is true
+    return {**text, "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
 
 
 class _Reader:

@@ -66,7 +66,7 @@ class Decoder:
         weights = LayerWeights(config, checkpoint, rank, size)
         self.embedding = weights.embedding(self._vocab)
         # In the dtype of the table, as Hugging Face has it
-        self.embedding_scale = _embedding_scale(c, self.embedding.dtype)
+        self.embedding_scale = embedding_scale(c, self.embedding.dtype)
         final_norm = weights.norm("norm")
         assert final_norm is not None, "it has a name"
         self.final_norm = final_norm
@@ -162,7 +162,8 @@ def _add(ops: LayerOps, x: Tensor, delta: Tensor, norm: Tensor | None) -> Tensor
     return x.add_(delta) if norm is None else ops.add_norm(x, delta, norm)
 
 
-def _embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """`dtype`: of the weights."""
     scale = config.embedding_scale
     return float(torch.tensor(scale).to(dtype)) if config.family.scaled_embedding else scale
 

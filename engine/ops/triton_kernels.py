@@ -38,7 +38,8 @@ def gate_rows(gate_up, out, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
     steep = gate  # x · sigmoid(x) is silu
     if GELU:  # and x · sigmoid(2u) gelu by tanh
         steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    result = gate / (1.0 + tl.exp(-steep)) * up
+    small = tl.exp(-tl.abs(steep))  # never overflows
+    result = gate * tl.where(steep < 0.0, small, 1.0) / (1.0 + small) * up
     tl.store(out + row * inner + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -58,8 +58,10 @@ def test_kernels_equal_torch(dtype, threads, activation):
         plain = ops.heads(1, qkv.clone(), None, None)
         normed = ops.heads(2, qkv.clone(), norm, norm)
         outputs.append([first, second, x, ops.gate(gate), *plain, *normed, cache])
+    # torch's 1 + tanh has few digits left where gelu is almost 0
+    atol = 10 * CLOSE[dtype] if activation == "gelu_tanh" and dtype is torch.float32 else CLOSE[dtype]
     for one, other in zip(*outputs, strict=True):
-        torch.testing.assert_close(one, other, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+        torch.testing.assert_close(one, other, atol=atol, rtol=CLOSE[dtype])
     assert outputs[0][-1].count_nonzero() > 0 and outputs[0][-1][:, 0].count_nonzero() == 0
 
 

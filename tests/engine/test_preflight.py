@@ -117,7 +117,12 @@ def test_a_valid_config_passes(describe, changes):
             "residual_multiplier",
             "positive",
         ),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "vocab_size", "unknown"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config", "no text_config"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
+            "vocab_size",
+            "unknown for Gemma 3",
+        ),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2},
             "layer_types",

@@ -98,6 +98,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         {
+            "rms_norm_eps": 0.05,  # large: it takes part in the multipliers' arithmetic
             "embedding_multiplier": 6.0,
             "logits_scaling": 2.0,
             "residual_multiplier": 0.22,
