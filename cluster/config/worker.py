@@ -78,6 +78,10 @@ class EngineConfig(Frozen):
         "tensor_parallel above 1",
     )
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
+    expert_parallel: bool = Field(
+        False,
+        description="of a mixture of experts, each rank has whole experts instead of a share of every one",
+    )
     nodes: int = Field(
         1,
         ge=1,

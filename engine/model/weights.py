@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,7 +14,8 @@ from engine.layers.linear import Int8Weight, Weight
 
 
 class Checkpoint:
-    """Reads one tensor at a time, so that a model is never in memory twice."""
+    """Reads one tensor at a time, so that a model is never in memory twice. Each file is opened once: the header of one
+    with thousands of experts takes longer to read than a tensor. Use as a context: files are mapped until its end."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, int8: bool = False):
         """`int8`: matrices may be stored so, beside their scales."""
@@ -22,23 +24,37 @@ class Checkpoint:
         self._directory = directory
         self._int8 = int8
         self._files = tensor_files(directory)
+        self._opened: dict[Path, Any] = {}  # by safetensors, which has no types
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.clear()
 
     def has(self, name: str) -> bool:
         return name in self._files
 
     def get(
-        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The tensor, or the given rows or columns of it. `shape` is that of the whole.
+        """The tensor, or the given rows or columns of it, or of one of its items where it has three dimensions. `shape` is
+        that of the whole.
 
         Raises ModelError naming the tensor if it is missing or has another shape.
         """
-        tensor = self._read(name, shape, rows, columns)
+        tensor = self._read(name, shape, rows, columns, item)
         if not tensor.is_floating_point():
             raise ModelError(
                 f"tensor {name} is stored as {tensor.dtype}, expected floating point", field=name
             )
-        return tensor.to(self._device, self._dtype).contiguous()
+        return tensor.to(self._device, dtype or self._dtype).contiguous()
 
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
@@ -54,17 +70,24 @@ class Checkpoint:
         return Int8Weight(codes.to(self._device).contiguous(), scales.to(self._device, torch.float32))
 
     def _read(
-        self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice | None,
+        columns: slice | None,
+        item: int | None = None,
     ) -> torch.Tensor:
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"tensor {name} is missing from {self._directory}", field=name)
-        with _open(file) as handle:
-            part = handle.get_slice(name)
-            found = tuple(part.get_shape())
-            if found != shape:
-                raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
-            tensor: torch.Tensor = part[:, columns] if columns is not None else part[rows or slice(None)]
+        if file not in self._opened:
+            self._opened[file] = _open(file)
+        part = self._opened[file].get_slice(name)
+        found = tuple(part.get_shape())
+        if found != shape:
+            raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
+        matrix = (rows or slice(None),) if columns is None else (slice(None), columns)
+        tensor: torch.Tensor = part[matrix if item is None else (item, *matrix)]
         return tensor
 
 

@@ -19,6 +19,7 @@ from cluster.errors import ConfigError, ModelError
 from engine import build
 from engine.build import load_model
 from engine.layers.linear import Int8Weight, JobLinear
+from engine.layers.moe import Mlp
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.ops import cpu_int8, cpu_jobs, cpu_tiles
@@ -274,10 +275,10 @@ def test_the_kernels_are_used(checkpoint) -> None:
             model=checkpoint("llama"), dtype="float32", quantization="int8", kv_memory_bytes=KV_BYTES
         )
     )
-    linears = [
-        loaded.decoder.head,
-        *(one for x in loaded.decoder.layers for one in (x.qkv, x.output, x.gate_up, x.down)),
-    ]
+    linears = [loaded.decoder.head]
+    for layer in loaded.decoder.layers:
+        assert isinstance(layer.mlp, Mlp)
+        linears += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
     assert all(isinstance(one, PanelInt8) and isinstance(one, JobLinear) for one in linears)
 
 

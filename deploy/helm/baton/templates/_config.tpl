@@ -57,6 +57,7 @@ tls_ca: /etc/baton/tls/ca.crt
     "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)
     "threads" (int $pool.threads) -}}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
+{{- if $pool.expertParallel }}{{- $_ := set $engine "expert_parallel" true }}{{- end }}
 {{- if eq .role "decode" }}{{- $_ := set $engine "recompute_limit_tokens" (int (include "baton.recomputeLimit" $root)) }}{{- end }}
 {{- $config := dict
     "role" .role "port" (int $pool.port) "link_port" (int $pool.linkPort) "metrics_port" (int $pool.metricsPort)

@@ -23,6 +23,7 @@
     "engine.kv_memory_bytes" (printf "%s.kvMemoryBytes" $role) "engine.memory_utilization" (printf "%s.memoryUtilization" $role)
     "engine.max_batch_tokens" (printf "%s.maxBatchTokens" $role)
     "engine.max_batch_requests" (printf "%s.maxBatchRequests" $role) "engine.tensor_parallel" (printf "%s.tensorParallel" $role)
+    "engine.expert_parallel" (printf "%s.expertParallel" $role)
     "engine.threads" (printf "%s.threads" $role) "engine.nodes" (printf "%s.nodes" $role)
     "transfer.transport" "transfer.transport" "transfer.require_transport" "transfer.requireTransport"
     "transfer.ring_bytes" "transfer.ringBytes" "transfer.ring_max_bytes" "transfer.ringMaxBytes"
