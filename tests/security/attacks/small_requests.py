@@ -56,7 +56,7 @@ class SmallRequests:
         message = pb.GenerateRequest(text="abc", options=pb.GenerateOptions(max_tokens=2)).SerializeToString()
         options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
         async with grpc.aio.insecure_channel(self.address, options=options) as channel:
-            generate = channel.unary_stream("/baton.v1.Inference/Generate")
+            generate = channel.unary_stream("/baton.v1.Inference/Generate", bytes, bytes)
             while time.monotonic() < self.ends:
                 call = generate(message, metadata=(("authorization", f"Bearer {self.key}"),))
                 self._answered((await call.code()).name)

@@ -16,11 +16,12 @@ from baton.client import Client
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
 
-ASKED = 15
+ASKED = 7
 # Of processor time of the router's event loop during one request. Unlike the wait it does not grow where other processes
-# want the processors. All requests of the attackers' connections take it about 0.2 s.
-MOST_WORK = 0.08
-SECONDS = 120  # at most
+# want the processors. One request of each of the attackers' connections takes it more than 0.5 s.
+MOST_WORK = 0.2
+CONNECTIONS = 300
+SECONDS = 600  # at most: as long as this test may take
 
 
 @contextlib.contextmanager
@@ -52,11 +53,8 @@ def work(pid: int, ask: Callable[[], object]) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("over", "connections"), [("http", 200), ("grpc", 64)])
-def test_another_tenants_request_waits_for_a_few_of_them(
-    over: str, connections: int, router: Router, keys: KeyFile
-) -> None:
-    """They started in the order of arrival: 64 connections over gRPC delayed others by 2.6 s, 500 over HTTP by 3.0 s."""
+def test_another_tenants_request_waits_for_a_few_of_them(router: Router, keys: KeyFile) -> None:
+    """They started in the order of arrival: 500 connections over HTTP delayed others by 3.0 s."""
     greedy, other = keys.add("greedy"), keys.add("other")
     url, headers = f"{router.http}/v1/completions", {"authorization": f"Bearer {other}"}
     with httpx.Client(headers=headers, timeout=60) as http, Client(router.grpc, api_key=other) as client:
@@ -72,7 +70,6 @@ def test_another_tenants_request_waits_for_a_few_of_them(
 
         wait_for(known, 30, "the keys are known")
         host, port = router.address
-        address, more = (router.grpc, ["--grpc"]) if over == "grpc" else (f"{host}:{port}", [])
-        with attackers(address, greedy, "--connections", str(connections), *more):
+        with attackers(f"{host}:{port}", greedy, "--connections", str(CONNECTIONS)):
             assert work(router.pid, ask) < MOST_WORK
             assert work(router.pid, lambda: client.generate("abc", max_tokens=2)) < MOST_WORK

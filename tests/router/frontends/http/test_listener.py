@@ -152,8 +152,9 @@ async def test_a_connection_whose_bytes_wait_to_be_read_makes_no_room() -> None:
 
 
 async def test_few_handshakes_begin_in_one_turn() -> None:
-    """32 of a flood took each turn of the loop 16 ms, and every request about ten turns."""
-    server, opened = server_of(SILENT), []
+    """Most of a handshake's work is done in the turn in which it is opened, and a request needs about ten turns."""
+    server = server_of(SILENT)
+    opened: list[socket.socket] = []
 
     async def note(connection: socket.socket) -> None:
         opened.append(connection)
