@@ -165,6 +165,30 @@ def test_all_forms_give_the_same_numbers(dtype) -> None:
     assert torch.equal(TorchInt8(weight, None, None)(x), expected.to(dtype))
 
 
+@needs_kernels
+@pytest.mark.parametrize("form", ["vectors", "tiles"])
+def test_blocks_of_rows_and_slices_of_inputs_give_the_same_numbers(form, monkeypatch) -> None:
+    dtype, inputs = torch.float32, 2200  # three slices
+    weight, x = weight_of(dtype, OUTPUTS, inputs), random(150, inputs, dtype=dtype)
+    plain = PanelInt8(weight, None, None, KernelTeam(1, dtype, 16), Scratch())
+    plain._amx = 0
+    expected = plain(x)
+    torch.testing.assert_close(
+        expected, fake_quant.product(x, weight.codes, weight.scales, None), atol=2e-5, rtol=1e-6
+    )
+    monkeypatch.setattr(cpu_int8, "_ROWS_BYTES", 0)
+    monkeypatch.setattr(cpu_int8, "_TILED_ROWS_BYTES", 0)
+    amx = int(form == "tiles")
+    if amx and not cpu_tiles.supported(cpu_tiles.INT8):
+        pytest.skip("this CPU has no AMX")
+    assert cpu_int8.blocks(150, cpu_int8.padded(inputs), amx) == (5 if amx else 13)
+    for threads in (1, 2):
+        made = PanelInt8(weight, None, None, KernelTeam(threads, dtype, 16), Scratch())
+        made._amx = amx
+        for rows in (13, 32, 40, 150):
+            assert torch.equal(made(x[:rows]), expected[:rows])
+
+
 # --- whole models ------------------------------------------------------------------------------------
 
 
