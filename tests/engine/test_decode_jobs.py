@@ -215,6 +215,8 @@ def test_the_jobs_before_a_product_prefetch_its_weights():
     )
     ahead = listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist()
     assert ahead == [first, first + part, second, second + part, second + 2 * part, 0, 0]
+    reads_first = listed[:, cpu_jobs.READS - cpu_jobs.KERNEL].tolist()
+    assert reads_first == [0, 0, 1, 0, 0, 1, 0]
 
 
 @needs_kernels
