@@ -92,16 +92,16 @@ async def most_accepted_in_a_turn(max_silent: int) -> int:
 
     def next_turn() -> None:
         accepted.append(0)
-        turns.append(loop.call_soon(next_turn))
+        handles.append(loop.call_soon(next_turn))
 
     server._make_room = make_room  # type: ignore[method-assign]
-    turns: list[asyncio.Handle] = []
+    handles: list[asyncio.Handle] = []
     next_turn()
     with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener:
         with connected(listener, 100):
             async with running(server, listener):
                 await until(lambda: sum(accepted) == 100, "all are accepted")
-        turns[-1].cancel()
+        handles[-1].cancel()
     return max(accepted)
 
 
