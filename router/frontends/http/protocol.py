@@ -158,6 +158,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         self._end_watch.stop()
         self._disconnect()
+        if self.cycle is not None:
+            self.cycle.body = (
+                bytearray()
+            )  # connection and request refer to each other until a garbage collection
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
