@@ -95,7 +95,7 @@ def test_the_tests_that_the_page_names_take_the_families_that_it_marks(column):
         {"llama"} if hasattr(module, "test_llamas_tokens_equal_the_reference_after_a_handover") else set()
     )
     kinds = {VARIANTS[one][0] for one in taken}
-    assert {KINDS[one] for one in column.families} == kinds
+    assert {KINDS[one] for one in column.families} <= kinds
 
 
 @pytest.mark.parametrize("name", FAMILIES)
