@@ -14,7 +14,6 @@ from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by python -m engine.model.support -->", "<!-- end -->"
 _DENSE = tuple(name for name, one in FAMILIES.items() if one.experts is None)
-_SPARSE = tuple(name for name in FAMILIES if name not in _DENSE)
 
 
 @dataclass(frozen=True)
@@ -25,30 +24,21 @@ class Column:
     families: Collection[str] = tuple(FAMILIES)
     otherwise: str = "~"
     refused: Collection[str] = ()
-    not_run: Collection[str] = ()  # of `families`, those that the test takes and has not been run with yet
 
     def mark(self, name: str) -> str:
-        if name in self.families:
-            return "~" if name in self.not_run else "✓"
-        return "✗" if name in self.refused else self.otherwise
+        return "✓" if name in self.families else "✗" if name in self.refused else self.otherwise
 
 
 COLUMNS = {
-    "CPU, fp32": Column(
-        "tests/engine/test_parity.py::test_logits_are_the_references_at_every_position",
-        not_run=("Qwen3MoeForCausalLM",),
-    ),
-    "TP 2": Column(
-        "tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one",
-        not_run=("Qwen3MoeForCausalLM",),
-    ),
+    "CPU, fp32": Column("tests/engine/test_parity.py::test_logits_are_the_references_at_every_position"),
+    "TP 2": Column("tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one"),
     "handed over, TP 1 ↔ 2": Column(
-        "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees", not_run=_SPARSE
+        "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees"
     ),
     "CPU, int8 (W8A8)": Column(
         "tests/engine/test_int8.py::test_models_are_those_of_the_reference",
         tuple(name for name in _DENSE if name not in WRAPPERS),
-        refused=_SPARSE,
+        refused=tuple(name for name in FAMILIES if name not in _DENSE),
     ),
     "handed over between processes": Column(
         "tests/end_to_end/test_handover.py::test_tokens_equal_the_reference_after_a_handover",
@@ -57,9 +47,8 @@ COLUMNS = {
     ),
     "whole experts over the ranks": Column(
         "tests/engine/test_parity_ranks.py::test_ranks_of_whole_experts_give_the_output_of_one",
-        _SPARSE,
-        otherwise="",
-        not_run=_SPARSE,
+        tuple(name for name in FAMILIES if name not in _DENSE),
+        "",
     ),
 }
 NOT_RUN = ("CPU, bf16", "CUDA, fp32 and bf16")

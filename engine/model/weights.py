@@ -54,7 +54,10 @@ class Checkpoint:
             raise ModelError(
                 f"tensor {name} is stored as {tensor.dtype}, expected floating point", field=name
             )
-        return tensor.to(self._device, dtype or self._dtype).contiguous()
+        found = tensor.to(self._device, dtype or self._dtype).contiguous()
+        # One tensor that stays in the file's mapping would keep all of it, and what was read there, in this process
+        mapped = found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        return found.clone() if mapped else found
 
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None

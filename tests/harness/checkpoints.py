@@ -173,7 +173,7 @@ FIRST = tuple(VARIANTS)[: tuple(VARIANTS).index("llama-yarn")]
 CHECKED = (
     *FIRST,
     *("phi3-long-factors", "olmo2", "granite", "glm4", "gemma2", "gemma3"),
-    *("mixtral", "qwen2-moe", "qwen3-moe-fused-biases", "glm4-moe"),
+    *("qwen2-moe", "glm4-moe"),
 )
 
 
