@@ -39,6 +39,8 @@ def record_source() -> str:
 
 
 class PrefixIndex:
+    """Calls of the index's Redis; while it does not answer, neither `match` nor `record` raises."""
+
     def __init__(self, config: RouterConfig, rng: random.Random):
         self._config = config
         self._rng = rng
