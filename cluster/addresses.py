@@ -89,9 +89,8 @@ def is_loopback(host: str) -> bool:
 def interface_of(host: str) -> str:
     """Return the network interface that has the address of `host`, or "" if none has."""
     if is_loopback(host):
-        return _interface_with(
-            {"127.0.0.1", "::1"}
-        )  # 127.0.0.2 and others are loopback addresses that no interface lists
+        # No interface lists 127.0.0.2 and other loopback addresses.
+        return _interface_with({"127.0.0.1", "::1"})
     with contextlib.suppress(OSError):
         return _interface_with({str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)})
     return ""
@@ -100,7 +99,6 @@ def interface_of(host: str) -> str:
 def _interface_with(addresses: set[str]) -> str:
     for name, own in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] in addresses for one in own):
-            return name.partition(":")[
-                0
-            ]  # a suffix after the colon labels a further address of the same interface
+            # What follows a colon labels a further address of the same interface.
+            return name.partition(":")[0]
     return ""

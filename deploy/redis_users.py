@@ -12,7 +12,7 @@ from baton.doctor.redis_check import RIGHTS
 
 FILES = Path(__file__).resolve().parent / "helm" / "baton" / "files"
 TARGET, INDEX_TARGET = FILES / "redis-users.acl", FILES / "redis-index-users.acl"
-_INDEX = "-index"  # how the names of components end that use the prefix index's own Redis
+_INDEX = "-index"  # suffix of the components that use the prefix index's own Redis
 _HEAD = """\
 # Users of Redis and their ACL rules (Redis >= 7 or Valkey), made by `make chart` from router/rights.py, worker/rights.py
 # and baton/autoscaler/rights.py. NAMESPACE is the prefix of a deployment's keys: in the chart the namespace of Kubernetes,

@@ -216,7 +216,7 @@ def _grown(rows: int) -> int:
 
 
 def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out: int) -> list[Job]:
-    """None where the family has no such norm."""
+    """The job of a norm; none where the family has no such norm."""
     return [] if weight is None else [ops.norm_job(rows, x, delta, weight, out)]
 
 

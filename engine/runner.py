@@ -163,9 +163,8 @@ class ModelRunner:
             Stage(name, partial(self.execute, plan))
             for name, plan in warm_up.first_steps(self.config, self._buffers.null_row)
         ]
-        for size in reversed(
-            self._graphs.sizes if self._graphs else ()
-        ):  # the others use the largest one's memory
+        # The largest first: the others use its memory.
+        for size in reversed(self._graphs.sizes if self._graphs else ()):
             plan = _first_tokens(min(size, self._buffers.null_row))
             stages.append(
                 Stage(f"the recording of decode steps of {size} sequences", partial(self.execute, plan))

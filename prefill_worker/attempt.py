@@ -28,9 +28,8 @@ class PrefillState(Enum):
     ADMITTED = "admitted"  # its turn: a reservation at the decode worker is requested
     COMPUTING = "computing"  # in the engine; parts leave as layers finish
     SENT = "sent"  # computed; the last parts and Finish are on their way
-    RELEASED = (
-        "released"  # the decode worker has committed, or nothing was left to decode: blocks are prefix cache
-    )
+    # The decode worker has committed, or nothing was left to decode: blocks are prefix cache.
+    RELEASED = "released"
     DRAINING = "draining"  # ended early; blocks are freed once no write reads them
     DRAINED = "drained"
 

@@ -20,9 +20,8 @@ from cluster.errors import ConfigError
 # Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 256 << 10
-QUIET_SECONDS = (
-    0.1  # nothing more waits: handshakes that had begun are over, first bytes of requests have arrived
-)
+# Nothing more waits then: handshakes that had begun are over, first bytes of requests have arrived.
+QUIET_SECONDS = 0.1
 MAX_QUIET_SECONDS = 1.0
 LOOK_SECONDS = 0.01
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h

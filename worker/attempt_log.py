@@ -98,9 +98,7 @@ class AttemptLog:
         log.tokens.append(token_id)
         if extra is not None:
             log.extras[position] = extra
-        elif (
-            log.extras
-        ):  # a frame's extras follow its columns: behind an extra of this choice come extras only
+        elif log.extras:  # extras follow a frame's columns: after the first, all are extras
             log.extras[position] = common_pb2.Token(choice=choice, position=position, token_id=token_id)
         self.count += 1
         if not self.is_due:
@@ -130,9 +128,7 @@ class AttemptLog:
         if any(position < one.first for one, position in zip(self.choices, positions, strict=True)):
             return False
         for one, position, limit in zip(self.choices, positions, limits, strict=True):
-            one.sent, one.part = (
-                min(position, one.end),
-                0,
-            )  # what the prefill worker sent may not have come here yet
+            # What the prefill worker sent may not have come here yet.
+            one.sent, one.part = min(position, one.end), 0
             one.acknowledge(limit)
         return True

@@ -38,9 +38,8 @@ def new(
     together. The file may be changed while routers run.
     """
     given = KEY.values(KeyEntry, flags)
-    fields = {
-        name: value for name, value in given.items() if value or name == "weight"
-    }  # a limit of 0: the default
+    # A limit of 0 is the default.
+    fields = {name: value for name, value in given.items() if value or name == "weight"}
     if days:
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
         fields["expires_at"] = end.replace(microsecond=0)

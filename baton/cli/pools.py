@@ -27,11 +27,9 @@ RAY_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 LOOK_SECONDS = 1.0
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
-SECRETS = (
-    "BATON_SECRET",
-    "BATON_REDIS_URL",
-)  # set in the chart's pods, unknown to the nodes of another cluster
-IF_SET = ("BATON_INDEX_URL",)
+# Set in the chart's pods, but not on the nodes of another cluster.
+SECRETS = ("BATON_SECRET", "BATON_REDIS_URL")
+IF_SET = ("BATON_INDEX_URL",)  # passed on too, where this process has them
 
 
 def pools(

@@ -1,10 +1,10 @@
 """Routers in front of many stub workers: what the fleet itself costs, and a request beside it.
 
 All are real processes with one Redis; one process serves the stub workers, each registered with a lease of its own and
-with a listener for links. First nothing is asked, then a load that the machine carries easily, then three times as much:
-the difference, divided by the requests, is what a request costs Redis and the routers. It is an upper bound for Redis: a
-router settles 20 times a second at most, so at these rates nearly every request pays for settling of its own. Everything
-shares the machine, so that processor time is the figure, and times of requests say only that nothing waits.
+with a listener for links. First no requests are sent, then a load that the machine carries easily, then three times that
+load. The difference, divided by the requests, is what a request costs Redis and the routers; for Redis it is an upper
+bound, because a router settles at most 20 times per second, so that at these rates nearly every request has a settlement
+of its own. All processes share the machine: processor time is the figure, and latencies only show that nothing waits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from tests.harness.router_process import NAMESPACE, RunningRouter
 from tests.harness.waiting import wait_for
 
 ROUTERS = 16  # of the fleet that is meant
-ROUTERS_A_CORE = (
-    2  # each takes a tenth of a core for a thousand workers, and the stubs as much for each router
-)
+# Each takes a tenth of a core for a thousand workers, and the stubs as much for each router.
+ROUTERS_A_CORE = 2
 PAIRS = 500  # a prefill and a decode worker each, of the fleet that is meant
 PAIRS_A_CORE = 50  # the stubs of 1,000 workers fill a core with leases and beats before anything is asked
 READY_SECONDS = 180.0
 SECONDS = 30.0
-RATES = (16.0, 48.0)  # requests a second: what does not grow with them is not a request's
+RATES = (16.0, 48.0)  # requests per second: what does not grow with them is not a request's
 PROMPT_TOKENS = 512
 MAX_TOKENS = 16
 

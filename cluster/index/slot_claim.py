@@ -32,12 +32,12 @@ class SlotClaim:
 
     @property
     def due(self) -> bool:
-        """Whether to show a sign of life."""
+        """Whether the claim is to be renewed."""
         return self._mine is not None and self._clock() - self._kept >= KEEP_SECONDS
 
     def claim(self, slot: int, name: str) -> int | None:
         """Take the slot, in place of the former one. Returns the highest slot that the index knows if it has had this one
-        before; None: it is taken."""
+        before; None: it is this worker's now."""
         answer = self._call(slot, name, "claim", *(self._mine or ()))
         if answer != b"ok":
             return int(answer)
@@ -45,7 +45,7 @@ class SlotClaim:
         return None
 
     def keep(self) -> bool:
-        """Show a sign of life, if it is due. False: the index has lost the slot."""
+        """Renew the claim, if that is due. Returns False if the index has lost the slot."""
         if self._mine is None or not self.due:
             return True
         self._kept = self._clock()

@@ -21,7 +21,7 @@ def sequences(namespace: str) -> str:
 
 
 def seen(namespace: str) -> str:
-    """Sorted set: slot → Redis time of its worker's last sign of life, in ms."""
+    """Sorted set: slot → Redis time of its worker's last renewal, in ms."""
     return _key(namespace, "seen")
 
 

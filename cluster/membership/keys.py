@@ -13,9 +13,8 @@ members = _key("members")  # hash: worker_id → registration (JSON)
 leases = _key("leases")  # sorted set: worker_id → Redis time of the last renewal, in ms
 status = _key("status")  # hash: worker_id → status (JSON), refreshed with renewals
 slots = _key("slots")  # counter: the last slot assigned
-drains = _key(
-    "drains"
-)  # hash: worker_id → process:then, of workers that drain or are to drain: no more requests
+# Hash: worker_id → process:then, of workers that drain or are to drain: no more requests.
+drains = _key("drains")
 slot_owners = _key("owners")  # hash: slot → worker_id@epoch; a slot that is missing is stale
 sequences = _key("sequences")  # hash: slot → sequence number of the next batch of index reports
 facts = _key("facts")  # hash: worker_id@epoch → what placement needs of it, packed (facts.py)

@@ -32,9 +32,8 @@ RETRY_PAUSE_SECONDS = 0.5
 
 # Ranks of a worker
 RANK_BEAT_SECONDS = 0.15
-RANK_QUIET_SECONDS = (
-    0.5  # three beats: its worker withholds its own beats and renewals; LOST_SECONDS: it is unhealthy
-)
+# Three beats: then its worker withholds its own beats and renewals. After LOST_SECONDS it is unhealthy.
+RANK_QUIET_SECONDS = 0.5
 
 # A hand-off without any grant or landed part. Above LOST_SECONDS: a lost link is found first; D grants in turn.
 HANDOFF_STALL_SECONDS = 10.0

@@ -114,9 +114,8 @@ class Finder:
         try:
             return Address(*asked.discover_master(self._seeds.name))  # type: ignore[no-untyped-call]
         except MasterNotFoundError as error:
-            _, failed, reason = str(error).rpartition(
-                " - "
-            )  # of the call, behind the client's representation
+            # The call's error stands behind the client's representation.
+            _, failed, reason = str(error).rpartition(" - ")
             raise NotFoundError(reason if failed else "no live master of this name") from error
         finally:
             for client in asked.sentinels:

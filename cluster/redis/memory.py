@@ -22,9 +22,8 @@ LEAST_SHARE = 1 / 60  # of the index's time to live, at a full Redis
 ADVICE = "set maxmemory-policy to volatile-lru"
 # Has no effect; of a key that is no hash, not even an error.
 _FREES = "if KEYS[1] then redis.pcall('HDEL', KEYS[1], '') end "
-_FULL = re.compile(
-    r"^OOM |: -OOM |^command not allowed when used memory"
-)  # redis-py strips the code it knows
+# The last form: redis-py strips the code where it knows it.
+_FULL = re.compile(r"^OOM |: -OOM |^command not allowed when used memory")
 log = logging.getLogger(__name__)
 
 

@@ -20,7 +20,7 @@ class AttentionShape:
     head_dim: int
     page_size: int
     windows: tuple[int, ...]  # per layer; 0 = full attention
-    scale: float | None = None  # of scores; None: the root of head_dim, inverted
+    scale: float | None = None  # of scores; None: 1 / √head_dim
     cap: float = 0.0  # scores become cap · tanh(score / cap); 0 = none
 
     @property

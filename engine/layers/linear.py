@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Int8Weight:
+    """A matrix in int8: weight[o, i] = codes[o, i] · scales[o]."""
+
     codes: Tensor  # int8 [outputs, inputs]
     scales: Tensor  # float32 [outputs]
 

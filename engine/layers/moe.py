@@ -91,6 +91,8 @@ class Experts:
 
 
 class Moe:
+    """A layer's router, the experts that it chooses, and those that take every token."""
+
     def __init__(
         self,
         router: Linear,

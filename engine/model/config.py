@@ -43,7 +43,7 @@ class ModelConfig:
     local_rope: Rope | None = None  # of layers with a window; None: as the others
     activation: str = SILU
     embedding_scale: float = 1.0
-    attention_scale: float | None = None  # of scores; None: the root of head_dim, inverted
+    attention_scale: float | None = None  # of scores; None: 1 / √head_dim
     attention_cap: float = 0.0  # scores are cap · tanh(score / cap); 0 = none
     logits_cap: float = 0.0
     logits_divisor: float = 1.0

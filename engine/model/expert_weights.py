@@ -14,6 +14,8 @@ from engine.model.layer_weights import LayerWeights
 
 
 class ExpertWeights:
+    """Reads the tensors of one layer; each method raises ModelError naming a tensor that is missing or misshapen."""
+
     def __init__(
         self,
         weights: LayerWeights,
@@ -36,11 +38,13 @@ class ExpertWeights:
         self._own = slice(0, config.width) if whole else self._share(config.width)
 
     def router(self) -> Tensor:
+        """[experts, hidden]."""
         weight = self._weights.get(f"{self._at}gate.weight", self._config.count, self._hidden)
         # The sigmoid form multiplies in fp32, with weights that were rounded to the model's dtype
         return weight.float() if self._config.flags.scores == "sigmoid" else weight
 
     def correction(self) -> Tensor | None:
+        """float32 [experts], added to scores for the choice only; None where scores are a softmax."""
         if self._config.flags.scores == "softmax":
             return None
         name = f"{self._at}gate.e_score_correction_bias"

@@ -18,7 +18,7 @@ class ExpertConfig:
     width: int  # inner size of an expert
     shared_width: int  # of the experts that take every token, together; 0: there are none
     layers: tuple[bool, ...]  # whether a layer has experts, or one MLP
-    normed: bool
+    normed: bool  # the weights of a token's experts add up to 1
     groups: int = 1  # of which a token's experts come from `kept_groups`, those with the best experts
     kept_groups: int = 1
     scale: float = 1.0  # of the routed experts' weights

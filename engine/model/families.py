@@ -35,9 +35,8 @@ class ExpertNames:
     """Names of a layer's experts below `layers.N.`: each expert's matrices, or all experts' in one tensor of three
     dimensions, which newer checkpoints have in the first block of the same names."""
 
-    blocks: tuple[str, ...] = (
-        "mlp",
-    )  # where the router and the experts are; the first that a checkpoint has
+    # Where the router and the experts are: the first of these that a checkpoint has.
+    blocks: tuple[str, ...] = ("mlp",)
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = ""  # below the block, of the experts that take every token; "": there are none
 

@@ -21,6 +21,8 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 class LayerWeights:
+    """`at` is the layer, "layers.N."; each method raises ModelError naming a tensor that is missing or misshapen."""
+
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, rank: int, size: int):
         self._config, self._checkpoint = config, checkpoint
         c, dim = config, config.head_dim

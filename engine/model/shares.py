@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
 
 
 def most_weights(model: ModelConfig, size: int, *, expert_parallel: bool = False) -> Sizes:
-    """Of the rank with the most of them."""
+    """Sizes on the rank that has the most weights."""
     hidden, layers, experts = model.hidden_size, model.num_layers, model.experts
     first, end = head_range(0, size, model.num_kv_heads)
     heads, kv = model.num_heads // size * model.head_dim, (end - first) * model.head_dim

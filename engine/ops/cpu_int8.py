@@ -156,9 +156,8 @@ def quantize(kind, x, width, codes, stride, scales, largest, tiled, first, last)
         else:
             most = np.uint32(0)
             for i in range(width):
-                size = _bits(x, base + i, kind) & np.uint32(
-                    0x7FFFFFFF
-                )  # ordered as the values are; NaN above all
+                # Without the sign, bits are ordered as the values are, NaN above all.
+                size = _bits(x, base + i, kind) & np.uint32(0x7FFFFFFF)
                 most = size if size > most else most
             top = as_f32(most)
         inverse, scale = np.float32(127.0) / top, top * np.float32(1.0 / 127.0)

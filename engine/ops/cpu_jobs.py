@@ -31,13 +31,11 @@ from engine.ops.cpu_llvm import as_f32, compiled, compiled_function, integers, p
 NEXT, FINISHED, STOP, LISTED, LEFT, KERNEL = 0, 8, 16, 17, 18, 24  # NEXT: shares · 2³² + next share
 TOTAL, SHARES, AHEAD, READS, ARGUMENTS = range(KERNEL + 1, KERNEL + 6)  # READS: the job is a product
 SIZE = 64
-JOB = (
-    SIZE - KERNEL
-)  # numbers of one job: its kernel's address, total, shares, what to prefetch, product, arguments
-WEIGHTS = 3  # of a product's arguments
-AHEAD_BYTES = (
-    16 << 10
-)  # of the next product's weights, prefetched by each job before it: half of a first-level cache
+# Numbers of one job: its kernel's address, total, shares, where to prefetch from, whether it is a product, arguments.
+JOB = SIZE - KERNEL
+WEIGHTS = 3  # index among a product's arguments
+# Of the next product's weights, prefetched by each job before it: half of a first-level cache.
+AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
 ) = range(11)  # fmt: skip
@@ -165,9 +163,8 @@ def _help(team, polls):
             _add(team + LEFT * 8, 1)
             if stop or not _read(team + LISTED * 8):
                 return
-            _add(
-                team + LEFT * 8, -1
-            )  # a list has begun meanwhile, whose leader may have counted on this helper
+            # A list has begun meanwhile, and its leader may have counted this helper.
+            _add(team + LEFT * 8, -1)
         _pause()
 
 

@@ -23,14 +23,16 @@ _CHANNELS = 128  # quantised at a time: less memory beside the weights
 
 
 def quantize_rows(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """int8 codes, and float32 scales [rows, 1]. `largest`: each row's largest absolute value, if it is not that of x."""
+    """[rows, inputs] → int8 codes, and float32 scales [rows, 1].
+
+    `largest`: float32 [rows], each row's largest absolute value, where it is not that of x.
+    """
     top = (largest_of(x) if largest is None else largest).view(-1, 1)
     zero = top < SMALLEST
-    # of two tensors: a number divided by a tensor is that number times a reciprocal, rounded twice
+    # Both are tensors, so the quotient is rounded once: torch divides a number by a tensor as number · (1 / tensor).
     inverse = torch.where(zero, 0.0, torch.full_like(top, 127.0) / top)
-    codes = (
-        (x.double() * inverse.double()).round_().to(torch.int8)
-    )  # exact before it is rounded, as in the kernels
+    # In double precision the product is exact before it is rounded, as in the kernels.
+    codes = (x.double() * inverse.double()).round_().to(torch.int8)
     return codes, torch.where(zero, 0.0, top * (1.0 / 127.0))
 
 
@@ -41,6 +43,7 @@ def largest_of(x: Tensor) -> Tensor:
 
 
 def quantize_weight(weight: Tensor, largest: Tensor) -> Int8Weight:
+    """Round [outputs, inputs] to int8. `largest`: float32 [outputs], the largest absolute value of each output channel."""
     codes = torch.empty_like(weight, dtype=torch.int8)
     scales = torch.empty(len(weight), device=weight.device)
     for at in range(0, len(weight), _CHANNELS):

@@ -12,14 +12,12 @@ from engine.scheduler.sequence import Sequence
 class StepDecision:
     """What a step computes, and the reservations and requests that lost their blocks to it."""
 
-    scheduled: dict[Sequence, int] = field(
-        default_factory=dict
-    )  # tokens to compute; their blocks are allocated
+    # Tokens to compute; their blocks are allocated.
+    scheduled: dict[Sequence, int] = field(default_factory=dict)
     copies: dict[Sequence, BlockCopy] = field(default_factory=dict)  # of a scheduled sequence's last block
     evicted_reservations: list[str] = field(default_factory=list)  # now EVICTED; the worker aborts them
-    returned: list[list[Sequence]] = field(
-        default_factory=list
-    )  # to the router: the choices of each, finished
+    # To the router: the choices of each request, finished.
+    returned: list[list[Sequence]] = field(default_factory=list)
     preemptions: int = 0
     cached_tokens: int = 0  # of the sequences that were admitted
 

@@ -15,9 +15,8 @@ class Reservations:
     def __init__(self) -> None:
         self._reserved: dict[Sequence, None] = {}
         self._evicted: set[Sequence] = set()
-        self._lowest: ByShare | None = (
-            None  # those of the lowest class; of the present step, once one is to be evicted
-        )
+        # Those of the lowest class, of the present step; None until one is to be evicted.
+        self._lowest: ByShare | None = None
 
     def begin_step(self) -> None:
         self._lowest = None

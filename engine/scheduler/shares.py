@@ -36,9 +36,8 @@ class Shares:
             order.changed(tenant)
 
 
-Entry = tuple[
-    float, int, str
-]  # what the tenant holds for its weight and the arrival of its youngest, negative; the tenant
+# What the tenant holds, divided by its weight, and the arrival of its youngest, both negative; the tenant.
+Entry = tuple[float, int, str]
 
 
 class ByShare:

@@ -179,9 +179,8 @@ class LandingPart:
     place: Place | None = None  # once it is checked
     digest: Pending[bytes] | None = None
     scatter: Pending[bool] | None = None
-    ending: Mark | None = (
-        None  # of a part that was given up: reached once what was enqueued until then has ended
-    )
+    # Of a part that was given up: reached once what was enqueued until then has ended.
+    ending: Mark | None = None
     outcome: str | None = None  # "" = verified and scattered, or the reason why not; None = neither yet
 
     @property

@@ -122,9 +122,8 @@ class HandoffReceiver:
         transfer_id = request.transfer_id
         if self._is_ended(transfer_id):
             raise errors.StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
-        if (
-            transfer_id in self._live
-        ):  # of another stream, whose end would end this one's hand-off without a word
+        # It is another stream's: the end of that stream would end a hand-off of this one silently.
+        if transfer_id in self._live:
             raise errors.StaleTransferError(f"attempt {transfer_id.hex()} is under way", field="transfer_id")
         if self.exhausted:
             raise errors.UnavailableError(f"the decode worker is leaving: {self.exhausted}")

@@ -97,9 +97,8 @@ class HostPart:
         num_layers = self.cache_shape[1]
         found = []
         for span in self.place.spans(self._page):
-            joined = (
-                span.blocks if len(self.place.layers) == num_layers else 1
-            )  # blocks that touch each other
+            # Blocks that touch each other.
+            joined = span.blocks if len(self.place.layers) == num_layers else 1
             for block in range(span.block, span.block + span.blocks, joined):
                 first = (block * num_layers + self.place.layers.start) * self._layer_bytes
                 found.append(slice(first, first + joined * row))

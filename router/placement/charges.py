@@ -37,9 +37,8 @@ class AttemptCharge:
 class Changes:
     """What one call of settle.lua tells Redis. Each change may be applied twice, and in any order with placements."""
 
-    added: dict[
-        bytes, bytes
-    ]  # transfer id → packed charge, of placements that Redis did not make or has lost
+    # Transfer id → packed charge, of placements that Redis did not make or has lost.
+    added: dict[bytes, bytes]
     prefilled: list[bytes]
     released: list[bytes]
 
@@ -54,9 +53,8 @@ class Charges:
 
     def __init__(self) -> None:
         self._charges: dict[bytes, AttemptCharge] = {}
-        self.by_worker: Counter[str] = (
-            Counter()
-        )  # tokens by worker_id@epoch, of both kinds; none that has no load
+        # Tokens by worker_id@epoch, of both kinds; none that has no load.
+        self.by_worker: Counter[str] = Counter()
         # Changes that Redis has not confirmed, in the order in which they were made
         self._added: dict[bytes, None] = {}
         self._prefilled: dict[bytes, None] = {}

@@ -1,5 +1,5 @@
 -- In place of walked.lua, where the prefix index has a Redis of its own: `chain` is what its script has answered (held.lua), or
--- empty, if it is away or the prompt has no whole block.
+-- empty, if it did not answer or the prompt has no whole block.
 local records, tends, seen_nodes = false, false, nil  -- record.lua does
 local nodes, all_cover, others = {}, {}, 0
 if #chain > 0 and listed then

@@ -1,10 +1,10 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt. Where the prefix index has a Redis of its own, this
--- scores and charges, and index.lua matches and records there.
+-- scores and charges; match.lua and record.lua match and record there.
 -- KEYS: owners, load, routers, calls, chg:<router>:<run>, drains, answers:<router>, facts, leases
 -- ARGV:
 --   1   prefix of the index's keys
 --   2   router
---   3   chain: packed index keys of the prompt's full blocks; of an index apart the answer of match.lua
+--   3   chain: packed index keys of the prompt's full blocks; where the index has a Redis of its own, the answer of match.lua
 --   4   NUMBERS, packed as 8-byte doubles: tokens, page size, output tokens that are expected, a random number, a and b of the
 --       cost model, token_bytes, per_token (seconds that a resident token adds to a decode step), rate (prefill tokens per
 --       second), ttl_ms of index entries, target and deadline of the first token (seconds, 0 = none), run of the router, number
@@ -32,7 +32,7 @@
 --    sets hold fewer than half of the workers that the router sees. Calls without a decode worker (-1) or without a pair (-2) are
 --    not made.
 -- In front of this file: cluster/index/tree.lua (now_ms, insert), walk.lua (walk, holders, covered), sets.lua, charges.lua. Behind it:
--- walked.lua, or matched.lua where the index is apart; rate.lua, candidates.lua, choose.lua, charge.lua.
+-- walked.lua, or matched.lua where the index has a Redis of its own; rate.lua, candidates.lua, choose.lua, charge.lua.
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]

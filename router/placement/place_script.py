@@ -69,7 +69,7 @@ class Decision:
 
 
 def script_source(*, apart: bool = False) -> str:
-    """The placement script, whole; `apart`: the part of control, where the prefix index has a Redis of its own."""
+    """The placement script, whole; `apart`: without the walk, for a prefix index in a Redis of its own."""
     index, match = (scripts.tree(), "matched.lua") if apart else (scripts.walk(), "walked.lua")
     return index + SETS + parts("charges.lua", "place.lua", match, *_CHOOSE)
 

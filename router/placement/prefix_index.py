@@ -1,4 +1,4 @@
-"""The prefix index in a Redis of its own (`index_url`): matched before a placement is charged, and told of it afterwards.
+"""The prefix index in a Redis of its own (`index_url`): it is matched before a placement, and records it.
 
 While it does not answer, placements go on by load alone: it is tried by one of them per pause, for MATCH_SECONDS at most.
 """
@@ -39,6 +39,8 @@ def record_source() -> str:
 
 
 class PrefixIndex:
+    """Calls of the index's Redis; while it does not answer, neither `match` nor `record` raises."""
+
     def __init__(self, config: RouterConfig, rng: random.Random):
         self._config = config
         self._rng = rng

@@ -20,9 +20,8 @@ class FairThreads:
     def __init__(self, threads: int, name: str):
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = (
-            OrderedDict()
-        )  # the tenant whose turn is next comes first
+        # The tenant whose turn is next comes first.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: object) -> T:
         await self._turn(tenant)

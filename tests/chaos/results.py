@@ -34,9 +34,8 @@ class Result:
     way: str = ""  # of a cut
     preempted: int = 0  # sequences pushed out of a batch meanwhile
     placement_back: float = 0.0  # from Redis's first answer until every router placed by it again
-    redispatch: float = (
-        0.0  # of requests that ran at the fault: until silent attempts were given up; 0 if none was silent
-    )
+    # Of requests that ran at the fault: until silent attempts were given up; 0 if none was silent.
+    redispatch: float = 0.0
     lost_attempts: int = 0  # of these requests, given up by routers in the window of the fault
     lost_after: float = 0.0  # until the last request's first one was
 

@@ -63,9 +63,8 @@ class DecodeMachine(PeerRules):
             transfer_id = bytes.fromhex(engine_id)
             assert transfer_id not in self.promised_dead, "committed after the arbiter had said ABORTED"
             assert self.landed.whole(transfer_id), "committed without all of its tokens"
-            if (
-                engine_id in self.world.core.engine._scheduler.requests
-            ):  # or its blocks were taken back meanwhile
+            # Otherwise its blocks were taken back meanwhile.
+            if engine_id in self.world.core.engine._scheduler.requests:
                 self.world.fill_cache(engine_id, prompt_of(transfer_id))
             commit(engine_id, first)
             self.committed.add(transfer_id)

@@ -15,9 +15,8 @@ from engine.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 HANDOFF = 256 << 20
-LEFT = (
-    2 << 30
-)  # bytes of its share that a pool may leave: what the largest step was measured to need and does not
+# Bytes of its share that a pool may leave: what the largest step was measured to need and does not.
+LEFT = 2 << 30
 
 
 def test_the_pool_fills_its_share_and_the_largest_steps_fit(device, tmp_path):

@@ -141,9 +141,8 @@ async def test_messages_of_one_worker_are_bounded(monkeypatch):
 async def test_one_that_is_back_after_a_long_time_gets_the_report(monkeypatch, caplog):
     monkeypatch.setattr(pending_drain_notices, "TRIES", 3)
     worker = Worker(epoch=8)
-    notices = worker.answered_by(
-        PendingDrainNotices(worker.open, lambda decode: 0)
-    )  # it never says which epoch it is
+    # The worker never names its epoch.
+    notices = worker.answered_by(PendingDrainNotices(worker.open, lambda decode: 0))
     with caplog.at_level(logging.INFO, logger=pending_drain_notices.__name__):
         notices.keep(ref(7), b"one")
         await until(lambda: worker.opened == 3 and len(caplog.messages) == 2, "tried, and logged")

@@ -183,9 +183,8 @@ class Routers:
             if handle.number < next_handle and handle.number not in router.named:
                 self._give_up(handle)
                 continue
-            if (
-                handle.machine.state is HandleState.DETACHED
-            ):  # dispatched since it was named, or since the list was made
+            # Dispatched since it was named, or since the list was made.
+            if handle.machine.state is HandleState.DETACHED:
                 handle.stop_timer()
                 self._fit(handle, session)
                 handle.to(HandleState.OPEN, session)

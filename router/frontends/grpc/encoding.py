@@ -9,12 +9,8 @@ from router.request.completion import Delta
 
 # Field number and wire type, as in proto/wire/inference.proto and common.proto
 _CHUNK = b"\x12"  # GenerateResponse.chunk
-_CHOICE, _TEXT, _TOKENS, _FINISH_REASON = (
-    b"\x08",
-    b"\x12",
-    b"\x1a",
-    b"\x22",
-)  # of Chunk; Token.choice is 1, too
+# Of Chunk; Token.choice is 1, too.
+_CHOICE, _TEXT, _TOKENS, _FINISH_REASON = b"\x08", b"\x12", b"\x1a", b"\x22"
 _POSITION, _TOKEN_ID = b"\x10", b"\x18"  # of Token
 _SHORT = tuple(bytes((value,)) for value in range(0x80))
 

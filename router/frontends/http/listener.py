@@ -28,9 +28,8 @@ from router.listening import accepted_all, refuse_connections
 MAX_HANDSHAKES = 256  # at a time; beyond, the oldest is cancelled
 LOOK_SECONDS = 0.5  # between two checks for connections that were silent for too long
 RETRY_SECONDS = 0.05
-ACCEPTS_PER_TURN = (
-    32  # at most: fewer leave new clients waiting behind a flood in the backlog, more delay streams
-)
+# At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
+ACCEPTS_PER_TURN = 32
 # If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
 OPENED_PER_TURN = 32
 # With TLS: most of a handshake's work is done in the turn in which it is opened.

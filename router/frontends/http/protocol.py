@@ -49,9 +49,8 @@ MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
 MAX_PIPELINED_BYTES = 1 << 16  # of these: no budget of bodies counts them
 HEADER_BYTES = 128  # what a short header line takes in memory
-Trust = Callable[
-    [asyncio.BaseTransport], Callable[[], bool]
-]  # whether a connection may have a further request
+# Of a connection: whether it may have a further request.
+Trust = Callable[[asyncio.BaseTransport], Callable[[], bool]]
 KEEPS = "baton.keeps_connection"  # in a request's scope: a context for the time in which it holds a place
 
 
@@ -159,9 +158,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_watch.stop()
         self._disconnect()
         if self.cycle is not None:
-            self.cycle.body = (
-                bytearray()
-            )  # connection and request refer to each other until a garbage collection
+            # Connection and request refer to each other, so both stay in memory until a garbage collection.
+            self.cycle.body = bytearray()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]

@@ -144,12 +144,8 @@ ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
     (P, "REFUSED", DrainingError("leaves", retry_after_seconds=0.001), {"d"}),
     (P, "ABORTED", DrainingError("p leaves"), {"p"}),
     (P, "ABORTED", TransportError("could not write"), {"d"}),
-    (
-        P,
-        "ABORTED",
-        None,
-        {"p", "d"},
-    ),  # aborted without a reason: treated as a pair that cannot reach each other
+    # Aborted without a reason: treated as a pair that cannot reach each other.
+    (P, "ABORTED", None, {"p", "d"}),
     (P, "ABORTED", PeerLostError("d is gone"), {"p", "d"}),
     (D, "ABORTED", DrainingError("d leaves"), {"d"}),
     (D, "ABORTED", HandoffError("x"), set()),

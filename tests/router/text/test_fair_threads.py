@@ -105,10 +105,9 @@ async def test_a_call_that_is_cancelled_when_a_thread_becomes_free_takes_none(
     waiting = [asyncio.create_task(threads.run(one, gate.call, "waiting")) for one in others]
     await asyncio.sleep(0)
     gate.go_on.release()
-    threads._executor.submit(lambda: None).result(
-        20
-    )  # the first has ended; the loop gets the result in its next turn,
-    second.cancel()  # and the second's task of this after it
+    # The first has ended: the loop gets its result in its next turn, and the second's task after that.
+    threads._executor.submit(lambda: None).result(20)
+    second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
     for _ in range(1 + len(others)):

@@ -73,9 +73,8 @@ async def test_as_many_fields_as_it_may_have_and_no_more():
         messages = pb.ChatMessages(messages=[pb.ChatMessage()] * count)
         return pb.GenerateRequest(chat=messages, request_id="x" * 2 * MAX_FIELDS).SerializeToString()
 
-    within = await parse(
-        pb.GenerateRequest(), chat(MAX_FIELDS - 2), LowPriority()
-    )  # beside the id and the chat
+    # Beside the id and the chat.
+    within = await parse(pb.GenerateRequest(), chat(MAX_FIELDS - 2), LowPriority())
     assert len(within.chat.messages) == MAX_FIELDS - 2
     with pytest.raises(InvalidRequestError) as caught:
         await parse(pb.GenerateRequest(), chat(MAX_FIELDS - 1), LowPriority())
