@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from cryptography import x509
 
 from cluster.errors import ConfigError, ForbiddenError, UnauthenticatedError
 from cluster.rpc import errors
@@ -282,6 +281,10 @@ async def _check_name(context: Context, name: str) -> None:
 
 def _certificate_ends(context: Context) -> float:
     """When the caller's certificate expires, in seconds since 1970."""
+    from cryptography import (
+        x509,  # only where certificates are read: `make gpu-check` does without the package
+    )
+
     (certificate,) = context.auth_context()["x509_pem_cert"]
     try:
         return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()

@@ -105,8 +105,8 @@ def test_random_sequences_are_equal(table: ByteTable) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_hundred_thousand_random_sequences_are_equal(table: ByteTable) -> None:
-    assert_equal_for_random_sequences(table, 100_000)
+def test_many_random_sequences_are_equal(table: ByteTable) -> None:
+    assert_equal_for_random_sequences(table, 30_000)
 
 
 def test_every_token_is_equal_at_the_beginning_and_behind_others(table: ByteTable) -> None:

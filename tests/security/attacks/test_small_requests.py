@@ -34,7 +34,7 @@ def attackers(address: str, key: str, *more: str) -> Iterator[None]:
         assert process.poll() is None, "they ended before the end"
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def work(pid: int, ask: Callable[[], object]) -> float:
