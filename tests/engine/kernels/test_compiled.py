@@ -135,8 +135,15 @@ VARIANTS = [
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kind", "group", "dims"), VARIANTS, ids=str)
-@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize(
+    ("capability", "kind", "group", "dims"),
+    [
+        (card, *variant)
+        for card in CARDS
+        for variant in VARIANTS
+        if variant == VARIANTS[0] or card in (89, 90)  # the least and the most shared memory
+    ],
+)
 def test_every_variant_compiles(capability, kind, group, dims):
     for dim in dims:
         check_attention(capability, kind, dim, group, 16)
