@@ -24,7 +24,7 @@ from engine.ops.base import LayerOps, OpsShape
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
-from engine.quant import int8
+from engine.quant import formats, int8
 from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
@@ -77,13 +77,13 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of one rank's share of the weights; biases are left out."""
+    """Bytes of one rank's share of the weights as they are computed with; biases are left out."""
     size, hidden, dim = config.tensor_parallel, model.hidden_size, model.head_dim
     first, end = head_range(0, size, model.num_kv_heads)
     heads, inner = model.num_heads // size, model.intermediate_size // size
     rows = (2 * heads + 2 * (end - first)) * dim + 3 * inner
     vocabulary, width = model.vocab_size // size, _DTYPES[config.dtype].itemsize
-    if config.quantization != "int8" and not model.quantization:
+    if not formats.is_int8(model.quantization, config.quantization):
         vocabulary *= 1 if model.tie_embeddings else 2
         return (model.num_layers * (rows + 2) + vocabulary) * hidden * width
     # The embedding and the norms stay as they are, so does the output head of most stored checkpoints; in int8 it is a
@@ -96,6 +96,18 @@ def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return matrices + head + (2 * model.num_layers + vocabulary) * hidden * width
 
 
+def _weights_line(model: ModelConfig, config: EngineConfig) -> str:
+    """What the weights take on this rank, before they are loaded."""
+    line = f"weights take {weight_bytes(model, config)} bytes on each rank"
+    if model.quantization is None:
+        return line
+    line += f", stored as {formats.FORMS[model.quantization.form].title}"
+    if formats.is_int8(model.quantization, config.quantization):
+        return line
+    less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
+    return f"{line}, expanded to {config.dtype} while loading ({less} with quantization int8)"
+
+
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """A new configuration without "auto", except the KV pool's size, which depends on what the weights leave.
 
@@ -103,9 +115,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
-    if device.type != "cpu" and (config.quantization == "int8" or model.quantization):
+    kind = formats.CPU if device.type == "cpu" else formats.CUDA
+    how = formats.computed(model.quantization, config.quantization, kind)
+    if isinstance(how, str):
         field = "quantization" if config.quantization == "int8" else "model"
-        raise ConfigError(f"{field}: int8 weights run on CPUs only, not on {device}", field=field)
+        raise ConfigError(f"{field}: {how}, not on {device}", field=field)
     _check_card(device)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
@@ -171,6 +185,7 @@ def load_model(
     if device.type == "cpu":
         torch.set_num_threads(resolved.threads)
     memory, size = memory or memory_of(device), block_bytes(model, resolved)
+    tell(_weights_line(model, resolved))
     kv_cache.check_before_load(
         resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes, size)
     )
@@ -178,7 +193,7 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    checkpoint = Checkpoint(config.model, dtype, device, int8=bool(model.quantization))
+    checkpoint = Checkpoint(config.model, dtype, device, quantization=model.quantization)
     decoder = Decoder(model, checkpoint, group, _linear_of(resolved, model, team, group))
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     shape = AttentionShape(
@@ -259,7 +274,7 @@ def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGr
             torch.set_num_threads(1)  # torch's operations need no second thread
         return int8.maker(team, group)
     plain = _plain_linear(_DTYPES[config.dtype], team)
-    return int8.maker(team, group, plain) if model.quantization else plain
+    return int8.maker(team, group, plain) if formats.is_int8(model.quantization, "") else plain
 
 
 def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:

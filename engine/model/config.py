@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import ConfigError, ModelError
-from engine.quant.formats import stored_format
+from engine.quant.formats import StoredFormat, stored_format
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -50,7 +50,7 @@ class ModelConfig:
     windows: tuple[int, ...]  # per layer; 0 = full attention
     eos_token_ids: tuple[int, ...]
     dtype: str
-    quantization: str = ""  # of stored matrices (engine/quant/formats.py)
+    quantization: StoredFormat | None = None  # of stored matrices
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:

@@ -75,7 +75,7 @@ def test_a_valid_config_passes(describe, changes):
     ("changes", "field", "says"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "unquantised"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "unquantised"),
         *(
             ({key: {"type": kind, "factor": 4.0}}, "rope_parameters.rope_type", "llama3")
             for key in ("rope_scaling", "rope_parameters")
