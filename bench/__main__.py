@@ -21,6 +21,7 @@ SECTIONS = (
     "placement",
     "token_path",
     "routers",
+    "fleet",
     "slow_clients",
     "prefix",
     "interference",

@@ -17,7 +17,7 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear, Weight
-from engine.model.config import ModelConfig, check_shares, inverse_frequencies, tables
+from engine.model.config import ModelConfig, check_shares
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
@@ -132,17 +132,24 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "device": name,
             "dtype": dtype,
             "max_model_len": config.max_model_len or model.max_model_len,
-            "attention_backend": _choose_backend(config, device, _DTYPES[dtype], model.head_dim),
+            "attention_backend": _choose_backend(config, device, _DTYPES[dtype], model),
         }
     )
 
 
-def _choose_backend(config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def _choose_backend(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, model: ModelConfig
+) -> str:
     """On CUDA kernels are called to see whether they work here, which compiles them."""
     chosen: list[str] = []
 
     def choose() -> None:
-        chosen.append(registry.choose(config.attention_backend, device, dtype, head_dim, config.page_size))
+        capped = model.attention_cap > 0
+        chosen.append(
+            registry.choose(
+                config.attention_backend, device, dtype, model.head_dim, config.page_size, capped=capped
+            )
+        )
 
     if device.type == "cuda":
         stage = Stage(f"attention_backend {config.attention_backend}", choose)
@@ -197,7 +204,13 @@ def load_model(
     decoder = Decoder(model, checkpoint, group, _linear_of(resolved, model, team, group))
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     shape = AttentionShape(
-        decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
+        decoder.num_heads,
+        decoder.num_kv_heads,
+        model.head_dim,
+        resolved.page_size,
+        model.windows,
+        model.attention_scale,
+        model.attention_cap,
     )
 
     def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
@@ -255,8 +268,15 @@ def _make_ops(
     model: ModelConfig, decoder: Decoder, cache: Tensor, config: EngineConfig, team: Team
 ) -> LayerOps:
     """Own kernels where attention is by those of the same kind: that they run here was found out; else torch's."""
-    shape = OpsShape(decoder.num_heads, decoder.num_kv_heads, model.head_dim, model.norm_eps)
-    cos, sin = tables(inverse_frequencies(model), config.max_model_len)
+    shape = OpsShape(
+        decoder.num_heads,
+        decoder.num_kv_heads,
+        model.head_dim,
+        model.norm_eps,
+        model.activation,
+        model.table_of_layer,
+    )
+    cos, sin = model.rotary_tables(config.max_model_len)
     if isinstance(team, KernelTeam):
         from engine.ops.cpu_ops import CpuOps
 

@@ -19,7 +19,7 @@ from engine.layers.linear import JobLinear
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
 from engine.ops.cpu_ops import CpuOps
-from engine.ops.team import Job, KernelTeam
+from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import StepBuffers
 
 MOST_ROWS = 256  # of a list; the buffers grow to as many
@@ -60,8 +60,11 @@ class _Parts:
             return None
         assert isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend), "kernels"
         parts = cls(decoder, ops, attention, team)
+        # What families have between products that no job computes
         biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
-        return None if biased or not all(isinstance(one, JobLinear) for one in parts._linears) else parts
+        unnormed = any(x.attention_in is None or x.mlp_in is None for x in decoder.layers)
+        by_kernels = all(isinstance(one, JobLinear) for one in parts._linears)
+        return None if biased or unnormed or not by_kernels else parts
 
     @property
     def row_bytes(self) -> int:
@@ -85,8 +88,11 @@ class _Parts:
 
     @property
     def count_of_jobs(self) -> int:
-        """Of one list: a product of int8 is two of them."""
-        own = 5 * len(self.decoder.layers) + 2
+        """Of one list: a product of int8 is two of them. Beside products a layer has heads, attention, gate, and the norms
+        that its family has."""
+        layers = self.decoder.layers
+        norms = sum(one is not None for x in layers for one in (x.attention_out, x.mlp_in, x.mlp_out))
+        own = 4 * len(layers) + norms + 2
         return own + sum(2 if one.row_bytes else 1 for one in self._linears if isinstance(one, JobLinear))
 
 
@@ -122,7 +128,7 @@ class DecodeJobs:
                 self._lists.clear()
             listed = self._lists[rows] = self._parts.team.compile(self._jobs(rows))
         self._parts.team.run_all(listed)
-        return self._work.logits[:rows].float()
+        return self._parts.decoder.finish(self._work.logits[:rows].float())
 
     def _fit(self, rows: int) -> None:
         """Grow the buffers to so many rows; quarter them where a large batch was long ago: 256 rows of logits alone are
@@ -148,17 +154,22 @@ class DecodeJobs:
         decoder, ops, w = self._parts.decoder, self._parts.ops, self._work
         embedding, x, y = decoder.embedding, w.x.data_ptr(), w.y.data_ptr()
         width = embedding.shape[1]
-        read = (embedding.data_ptr(), self._step.tokens.data_ptr(), x, width)
+        read = (
+            embedding.data_ptr(),
+            self._step.tokens.data_ptr(),
+            x,
+            width,
+            bits_of(decoder.embedding_scale),
+        )
         jobs: list[Job] = [(cpu_jobs.EMBED, rows, read)]
-        jobs.append(ops.norm_job(rows, x, 0, decoder.layers[0].input_norm, y))
-        norms = [layer.input_norm for layer in decoder.layers[1:]] + [decoder.final_norm]
-        for index, (layer, norm) in enumerate(zip(decoder.layers, norms, strict=True)):
+        jobs += _norm(ops, rows, x, 0, decoder.layers[0].attention_in, y)
+        for index, (layer, norm) in enumerate(zip(decoder.layers, decoder.following, strict=True)):
             jobs += self._layer(rows, index, layer, norm)
         jobs += self._product(decoder.head, rows, w.y, w.logits)
         assert len(jobs) == self._parts.count_of_jobs, "`most_bytes` counts them"
         return jobs
 
-    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor) -> list[Job]:
+    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor | None) -> list[Job]:
         """`norm`: the one after this layer."""
         ops, w, step = self._parts.ops, self._work, self._step
         x, y, qkv, mixed = (one.data_ptr() for one in (w.x, w.y, w.qkv, w.mixed))
@@ -169,11 +180,13 @@ class DecodeJobs:
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
             self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
             *self._product(layer.output, rows, w.mixed, w.delta),
-            ops.norm_job(rows, x, delta, layer.post_norm, y),
+            *_norm(ops, rows, delta, 0, layer.attention_out, delta),
+            *_norm(ops, rows, x, delta, layer.mlp_in, y),
             *self._product(layer.gate_up, rows, w.y, w.gate_up),
             ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
             *self._product(layer.down, rows, w.inner, w.delta),
-            ops.norm_job(rows, x, delta, norm, y),
+            *_norm(ops, rows, delta, 0, layer.mlp_out, delta),
+            *_norm(ops, rows, x, delta, norm, y),
         ]
 
     def _product(self, linear: object, rows: int, x: Tensor, out: Tensor) -> list[Job]:
@@ -195,3 +208,8 @@ def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, s
 def _grown(rows: int) -> int:
     """Rows of buffers that have grown to hold as many."""
     return 1 << (rows - 1).bit_length()
+
+
+def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out: int) -> list[Job]:
+    """None where the family has no such norm."""
+    return [] if weight is None else [ops.norm_job(rows, x, delta, weight, out)]

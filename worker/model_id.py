@@ -4,7 +4,8 @@ Of the weights it covers every tensor's name, dtype and shape, and some of its b
 make every start slow. Tensors of up to 64 KiB (norms, biases) are read whole. Of each larger one sixteen pieces are read,
 spread evenly from its first byte to its last: 64 KiB in all, or less if all large tensors would need more than 256 MiB.
 For a 70B Llama (141 GB) that is 38 MiB. A change of single rows between the pieces is not detected; another training or
-merge is. File names and the distribution of tensors over files do not count.
+merge is. File names and the distribution of tensors over files do not count. Of config.json every key counts that is not
+cosmetic (engine/model/keys.py).
 """
 
 from __future__ import annotations
@@ -20,25 +21,10 @@ from typing import Any
 
 from cluster.errors import ModelError
 from engine.build import compute_dtype
+from engine.model import keys
 from engine.model.config import ModelConfig
 from engine.model.weights import tensor_files
 
-# Keys of config.json that do not change the engine's output: notes, training settings, generation defaults (applied by the
-# router), and dtypes and end tokens, which are hashed as resolved. Any other key, known or not, changes the id.
-_COSMETIC_KEYS = frozenset({
-    "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "auto_map",
-    "transformers_version", "transformers.js_config", "task_specific_params", "finetuning_task", "problem_type",
-    "id2label", "label2id", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
-    "return_dict_in_generate", "output_scores", "torchscript", "use_bfloat16", "pretraining_tp", "gradient_checkpointing",
-    "initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "classifier_dropout",
-    "router_aux_loss_coef", "output_router_logits", "tokenizer_class", "prefix",
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "num_beams", "num_beam_groups", "max_length",
-    "min_length", "max_new_tokens", "repetition_penalty", "length_penalty", "diversity_penalty", "early_stopping",
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-    "dtype", "torch_dtype", "eos_token_id",
-})  # fmt: skip
 WHOLE_BYTES = 64 << 10
 PIECES = 16
 MAX_SAMPLED_BYTES = 256 << 20
@@ -106,18 +92,22 @@ def _stored(entry: dict[str, Any], data: int, size: int) -> _Stored:
     return _Stored(f"{entry['dtype']}{entry['shape']}", data + begin, data + end)
 
 
-def make_model_id(model: Path, dtype: str = "auto", quantization: str = "auto") -> str:
+def make_model_id(
+    model: Path, dtype: str = "auto", quantization: str = "auto", *, max_model_len: int = 0
+) -> str:
     """The model id of the checkpoint in `model`, computed in `dtype` and `quantization`: equal ids mean equal output.
 
-    Raises ModelError naming the key or the file.
+    `max_model_len`: the worker's context, 0 = the model's. Raises ModelError naming the key or the file.
     """
     config = ModelConfig.read(model)
-    raw = json.loads((model / "config.json").read_text())
-    facts = {key: value for key, value in raw.items() if key not in _COSMETIC_KEYS and value is not None}
+    facts = keys.hashed(json.loads((model / "config.json").read_text()))
     resolved: dict[str, Any] = {
         "compute": compute_dtype(dtype, config.dtype),
         "eos": sorted(config.eos_token_ids),
     }
+    # Only where there is a choice: other models keep their ids
+    if factors := config.factor_set(max_model_len):
+        resolved["rope factors"] = factors
     if quantization != "auto":
         resolved["quantization"] = quantization
     digest = hashlib.blake2b(digest_size=8)

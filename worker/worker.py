@@ -47,7 +47,9 @@ class Worker:
         epoch = draw_epoch()
         try:
             engine = config.engine
-            model_id = make_model_id(engine.model, engine.dtype, engine.quantization)
+            model_id = make_model_id(
+                engine.model, engine.dtype, engine.quantization, max_model_len=engine.max_model_len
+            )
             self._engine = LoadedEngine(
                 config,
                 epoch,

@@ -1,1 +1,1 @@
-"""Rules that routers and workers share: wire version, block hashes, first-token rule."""
+"""Rules that routers and workers share: wire version, block hashes, first-token rule, limits of a model."""

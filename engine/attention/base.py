@@ -20,6 +20,12 @@ class AttentionShape:
     head_dim: int
     page_size: int
     windows: tuple[int, ...]  # per layer; 0 = full attention
+    scale: float | None = None  # of scores; None: the root of head_dim, inverted
+    cap: float = 0.0  # scores become cap · tanh(score / cap); 0 = none
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 class AttentionBackend(Protocol):

@@ -25,7 +25,7 @@ class PagedCpuBackend(SdpaBackend):
         self._kernels = team
         self._kind = kernels.kind_of(kv_cache.dtype)
         self._step: StepBuffers | None = None
-        fits = kv_cache.dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0
+        fits = kv_cache.dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0 and not shape.cap
         self._by_kernel = fits and products.has_instruction()
         self._amx = tiles.supported()
         self._least_rows = tiles.TILE_ROWS if self._amx else prompts.ROWS
@@ -50,7 +50,7 @@ class PagedCpuBackend(SdpaBackend):
             step.singles.data_ptr(), step.cu_q.data_ptr(), step.rows.data_ptr(), step.ends.data_ptr(),
             table.data_ptr(), table.stride(0),
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), s.num_kv_heads, self._group,
-            s.page_size, s.windows[layer], bits_of(self._scale),
+            s.page_size, s.windows[layer], bits_of(self._scale), bits_of(s.cap),
         )  # fmt: skip
         return jobs.ATTEND, step.num_singles * s.num_kv_heads, at
 

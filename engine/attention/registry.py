@@ -19,23 +19,47 @@ log = logging.getLogger(__name__)
 PAGED = ("triton", "flash", "varlen")  # on CUDA
 NAMES = ("cpu", *PAGED, "sdpa")  # in the order in which "auto" tries them; sdpa runs everywhere
 MAX_HEAD_DIM = 256
+CAPPED = ("cpu", "sdpa", "triton")  # those that cap scores (Gemma 2)
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
-    """The backend's name, "auto" resolved. Raises ConfigError for a name that is unknown or can't run here."""
+def choose(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    *,
+    capped: bool = False,
+) -> str:
+    """The backend's name, "auto" resolved. `capped`: the model caps scores.
+
+    Raises ConfigError for a name that is unknown or can't run here.
+    """
     if name == "auto":
-        return next(one for one in NAMES if not why_not(one, device, dtype, head_dim, page_size))
+        return next(
+            one for one in NAMES if not why_not(one, device, dtype, head_dim, page_size, capped=capped)
+        )
     if name not in NAMES:
         raise ConfigError(
             f"attention_backend {name!r} is none of {', '.join(NAMES)}", field="attention_backend"
         )
-    if reason := why_not(name, device, dtype, head_dim, page_size):
+    if reason := why_not(name, device, dtype, head_dim, page_size, capped=capped):
         raise ConfigError(f"attention_backend {name} {reason}", field="attention_backend")
     return name
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+def why_not(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    *,
+    capped: bool = False,
+) -> str:
     """Why this backend can't be used here; empty if it can."""
+    if capped and name not in CAPPED:
+        return f"does not cap scores, as this model needs; {', '.join(CAPPED)} do"
     if name == "sdpa":
         return ""
     if name == "cpu":
@@ -48,7 +72,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, 
         refusal = f"takes heads of up to {MAX_HEAD_DIM}, not {head_dim}" if head_dim > MAX_HEAD_DIM else ""
     else:
         refusal = _flash_refusal(name, dtype, head_dim, page_size)
-    return refusal or _probe(name, device, dtype, head_dim, page_size)
+    return refusal or _probe(name, device, dtype, head_dim, page_size, capped)
 
 
 def _kernels_fit(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
@@ -69,11 +93,13 @@ def _flash_refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int)
 
 
 @cache
-def _probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+def _probe(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, capped: bool
+) -> str:
     """Why a call of the kernel fails or gives wrong output; "" if it works."""
     from engine.attention import probe
 
-    return probe.why_not(lambda: _paged(name), device, dtype, head_dim, page_size)
+    return probe.why_not(lambda: _paged(name), device, dtype, head_dim, page_size, capped=capped)
 
 
 def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> AttentionBackend:

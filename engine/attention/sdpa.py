@@ -52,7 +52,7 @@ class SdpaBackend:
         self._shape = shape
         self._cache = kv_cache
         self._team = team
-        self._scale = shape.head_dim**-0.5
+        self._scale = shape.softmax_scale
         self._group = shape.num_heads // shape.num_kv_heads
         self._spans: list[_Span] = []
         self._pages = kv_cache.new_empty(0)
@@ -130,7 +130,7 @@ class SdpaBackend:
         slice would copy keys and values."""
         s = self._shape
         shape = (s.num_kv_heads, self._group, s.head_dim)
-        scores = torch.bmm(q.view(shape), keys.transpose(1, 2))
+        scores = self._capped(torch.bmm(q.view(shape), keys.transpose(1, 2)))
         if mask is not None:
             scores.add_(mask)
         torch.bmm(torch.softmax(scores, -1), values, out=out.view(shape))
@@ -157,11 +157,16 @@ class SdpaBackend:
             for head in range(first, last):
                 for piece in pieces:
                     block = queries[head, :, piece.rows].reshape(-1, s.head_dim)
-                    scores = torch.mm(block, keys[head, piece.keys].t())
+                    scores = self._capped(torch.mm(block, keys[head, piece.keys].t()))
                     product = torch.mm(self._weights(scores, piece), values[head, piece.keys])
                     mixed[piece.rows, head] = product.view(self._group, -1, s.head_dim).transpose(0, 1)
 
         self._team.split_torch(s.num_kv_heads, heads)
+
+    def _capped(self, scores: Tensor) -> Tensor:
+        """May work in place."""
+        cap = self._shape.cap
+        return scores.div_(cap).tanh_().mul_(cap) if cap else scores
 
     @staticmethod
     def _piece(row: int, stop: int, begin: int, window: int) -> Piece:

@@ -85,8 +85,9 @@ class TritonBackend:
             "DIM": shape.head_dim,
             "WIDTH": width_of(shape.head_dim),
             "PAGE": shape.page_size,
+            "CAP": shape.cap * kernels.LOG2_E.value,
         }
-        self._scale = shape.head_dim**-0.5 * kernels.LOG2_E
+        self._scale = shape.softmax_scale * kernels.LOG2_E.value
         self._step: StepBuffers | None = None
         self._partial = self._sums = self._arrived = kv_cache.new_empty(0)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 # The interpreter computes bf16 as integers: operands of products are made fp32 there.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -29,8 +29,10 @@ def operand(x):
 def see_keys(
     q, keys, values, table, first, last, at, oldest, scale, block_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Walk over keys [first, last) of the sequence in this row of the table. q [ROWS, WIDTH]; row r sees [oldest, at].
+    Scores are binary logarithms; with a CAP they become CAP · tanh(score / CAP).
 
     Returns the weighted values, not divided yet; the largest score; the sum of weights. Of the last block only the
     sequence's own keys are read: the rest may hold NaN.
@@ -48,6 +50,10 @@ def see_keys(
             keys + row[None, :] + column[:, None], mask=there[None, :] & (column < DIM)[:, None], other=0.0
         )
         score = tl.dot(operand(q), operand(k), input_precision="ieee") * scale
+        if CAP > 0:
+            small = tl.exp2(tl.abs(score) * (-2 * LOG2_E / CAP))  # never overflows
+            size = CAP * (1.0 - small) / (1.0 + small)
+            score = tl.where(score < 0.0, -size, size)
         seen = (key[None, :] <= at[:, None]) & (key[None, :] >= oldest[:, None]) & there[None, :]
         score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, 1))
@@ -68,7 +74,7 @@ def see_keys(
 def attend_prompts(
     q, cache, table, rows, ends, cu_q, out, items, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Items of more than one token. `cache`: the layer's keys of the first block."""
@@ -104,7 +110,7 @@ def attend_prompts(
     of_head = cache + head.to(tl.int64) * (PAGE * DIM)
     mixed, _, weights = see_keys(
         tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, scale, block_stride,
-        DIM, WIDTH, PAGE, ROWS, KEYS,
+        DIM, WIDTH, PAGE, ROWS, KEYS, CAP,
     )  # fmt: skip
     heads = tl.num_programs(1) * GROUP
     at_out = ((begin + token).to(tl.int64) * heads + query_head) * DIM
@@ -148,7 +154,7 @@ def merge_splits(
 def attend_tokens(
     q, cache, table, rows, ends, cu_q, singles, partial, sums, arrived, out, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32;
@@ -173,7 +179,7 @@ def attend_tokens(
     of_head = cache + head.to(tl.int64) * (PAGE * DIM)
     mixed, largest, weights = see_keys(
         tile_q, of_head, of_head + value_offset, of_row, first, tl.minimum(first + length, end),
-        position, oldest, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS,
+        position, oldest, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP,
     )  # fmt: skip
     heads = tl.num_programs(1) * GROUP
     part = (single.to(tl.int64) * heads + query_head) * SPLITS + split

@@ -52,7 +52,7 @@ class VarlenBackend:
             "max_seqlen_q": step.most_tokens,
             "max_seqlen_k": step.longest,
             "block_table": torch.index_select(step.table[:, :width], 0, step.rows),
-            "softmax_scale": self._shape.head_dim**-0.5,
+            "softmax_scale": self._shape.softmax_scale,
         }
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cluster.errors import ConfigError, ModelError
+from cluster.protocol import model_limits
+from engine.model import keys, rope
+from engine.model.families import ACTIVATIONS, FAMILIES, SILU, WRAPPER_KEYS, Family
+from engine.model.rope import Rope
 from engine.quant.formats import StoredFormat, stored_format
 
-_FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# The keys that each rope type needs.
-_ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    family: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -41,15 +31,21 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     max_model_len: int
-    rope: dict[str, Any]
+    rope: Rope
     tie_embeddings: bool
     attention_bias: bool  # q, k, v
     output_bias: bool  # o
     mlp_bias: bool
-    qk_norm: bool
     windows: tuple[int, ...]  # per layer; 0 = full attention
     eos_token_ids: tuple[int, ...]
     dtype: str
+    local_rope: Rope | None = None  # of layers with a window; None: as the others
+    activation: str = SILU
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # of scores; None: the root of head_dim, inverted
+    attention_cap: float = 0.0  # scores are cap · tanh(score / cap); 0 = none
+    logits_cap: float = 0.0
+    logits_divisor: float = 1.0
     quantization: StoredFormat | None = None  # of stored matrices
 
     @classmethod
@@ -65,6 +61,25 @@ class ModelConfig:
         except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
             raise ModelError(f"{directory}/config.json: {error!r}", field="config.json") from error
         return found
+
+    @property
+    def table_of_layer(self) -> tuple[int, ...]:
+        """Of each layer, which of the rotary tables (`rotary_tables`) it takes."""
+        local = self.local_rope is not None
+        return tuple(int(local and window > 0) for window in self.windows)
+
+    def rotary_tables(self, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [tables, max_len, head_dim / 2]."""
+        ropes = [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
+        cos, sin = zip(*(rope.head_tables(one, self.head_dim, max_len) for one in ropes), strict=True)
+        return torch.stack(cos), torch.stack(sin)
+
+    def dim_order(self) -> list[int] | None:
+        return rope.dim_order(self.rope, self.head_dim, self.family.interleaved_rope)
+
+    def factor_set(self, max_len: int) -> str:
+        """Which of longrope's two sets of factors a worker of this context takes; "" for other models."""
+        return rope.factor_set(self.rope, max_len or self.max_model_len)
 
     def _check(self) -> None:
         """Raises ModelError naming the key that has no usable value."""
@@ -83,12 +98,15 @@ class ModelConfig:
                 f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one",
                 field="head_dim",
             )
-        eps = self.norm_eps
-        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+        part = self.rope.get("partial_rotary_factor", 1.0)
+        if part != 1.0 and not self.family.partial_rotary:
             raise ModelError(
-                f"config.json: rms_norm_eps is {eps!r}, not a small number", field="rms_norm_eps"
+                f"partial_rotary_factor {part!r} is not supported: whole heads of {self.family.title} are rotated",
+                field="partial_rotary_factor",
             )
-        check_rope(self.rope)
+        for one in (self.rope, self.local_rope):
+            if one is not None:
+                rope.check(one, self.head_dim)
         for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
             if not all(type(value) is int for value in values):
                 raise ModelError(f"config.json: {key} is not a number or a list of numbers", field=key)
@@ -102,144 +120,198 @@ class ModelConfig:
 
     @classmethod
     def _parse(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
-        name = (raw.get("architectures") or ["none"])[0]
-        if name not in _FAMILIES:
+        name = model_limits.architecture(raw)
+        keys.check_state(raw, name)
+        family = FAMILIES.get(name)
+        if family is None:
             raise ModelError(
-                f"architecture {name} is not supported; supported: {', '.join(_FAMILIES)}",
+                f"architecture {name} is not supported; supported: {', '.join(FAMILIES)}",
                 field="architectures",
             )
-        if raw.get("hidden_act") not in (None, "silu", "swish"):
-            raise ModelError(
-                f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu", field="hidden_act"
-            )
-        family = _FAMILIES[name]
+        quantization = stored_format(raw)
+        text = _text_part(raw, family)
+        quantization = quantization or stored_format(text)
+        prefix = "text_config." if name in model_limits.WRAPPERS else ""
+        keys.check_known(text, family.title, family.keys, family.fixed, prefix)
+        return _Reader(directory, raw, text, family).config(quantization)
 
-        def need(key: str) -> Any:
-            if raw.get(key) is None:
-                raise ModelError(f"config.json has no {key}", field=key)
-            return raw[key]
 
-        heads = need("num_attention_heads")
-        layers = need("num_hidden_layers")
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        if raw.get("partial_rotary_factor") is not None:
-            rope["partial_rotary_factor"] = raw["partial_rotary_factor"]
-        rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-        bias = bool(raw.get("attention_bias", False))
-        return cls(
+def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    text = model_limits.text_part(raw)
+    if text is raw:
+        return raw
+    keys.check_known(raw, family.title, WRAPPER_KEYS, {})
+    # Hugging Face ties by the wrapper's own key, whose default is true
+    return {**text, "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+
+
+class _Reader:
+    """Reads the keys of one configuration; those that are not there have the family's defaults."""
+
+    def __init__(self, directory: Path, raw: dict[str, Any], text: dict[str, Any], family: Family):
+        self._directory, self._raw, self._text, self._family = directory, raw, text, family
+        self._longest = model_limits.context_tokens(raw)
+
+    def get(self, key: str) -> Any:
+        return self._text[key] if key in self._text else self._family.default(key)
+
+    def need(self, key: str) -> Any:
+        if (value := self.get(key)) is None:
+            raise ModelError(f"config.json has no {key}", field=key)
+        return value
+
+    def positive(self, key: str, *, optional: bool = False) -> float:
+        """A number above 0, or 0.0 where an optional one is null."""
+        value = self.get(key)
+        if optional and value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
+            raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
+        return float(value)
+
+    def config(self, quantization: StoredFormat | None) -> ModelConfig:
+        family, need = self._family, self.need
+        if (vocab := model_limits.vocab_size(self._raw)) is None:
+            raise ModelError("config.json has no vocab_size", field="vocab_size")
+        heads, layers = need("num_attention_heads"), need("num_hidden_layers")
+        bias = {"never": False, "always": True}.get(family.attention_bias, bool(self.get("attention_bias")))
+        windows = self._windows(layers)
+        scales = self._scales()
+        stored = self._raw.get("dtype") or self._raw.get("torch_dtype")
+        stored = stored or self._text.get("dtype") or self._text.get("torch_dtype") or "float32"
+        full, local = self._ropes()
+        return ModelConfig(
             family=family,
-            vocab_size=need("vocab_size"),
+            vocab_size=vocab,
             hidden_size=need("hidden_size"),
             intermediate_size=need("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or need("hidden_size") // heads,
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            max_model_len=raw.get("max_position_embeddings") or 2048,
-            rope=rope,
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=True if family == "qwen2" else bias,
-            output_bias=bias and family in ("llama", "qwen3"),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
-            windows=_windows(raw, family, layers),
-            eos_token_ids=_eos(directory, raw),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").replace("torch.", ""),
-            quantization=stored_format(raw),
+            num_kv_heads=self.get("num_key_value_heads") or heads,
+            head_dim=self.get("head_dim") or need("hidden_size") // heads,
+            max_model_len=self._longest,
+            rope=full,
+            tie_embeddings=bool(self.get("tie_word_embeddings")),
+            attention_bias=bias,
+            output_bias=bias and family.output_bias,
+            mlp_bias=family.mlp_bias and bool(self.get("mlp_bias")),
+            windows=windows,
+            eos_token_ids=_eos(self._directory, self._raw, self._text, vocab),
+            dtype=str(stored).replace("torch.", ""),
+            local_rope=local,
+            activation=self._activation(),
+            quantization=quantization,
+            **scales,
         )
 
+    def _activation(self) -> str:
+        key = self._family.activation_key
+        name = self.get(key) or self._family.default(key)
+        if name not in ACTIVATIONS:
+            raise ModelError(
+                f"{key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}", field=key
+            )
+        return ACTIVATIONS[name]
 
-def _windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int, ...]:
-    types = raw.get("layer_types") or []
-    if unknown := [kind for kind in types if kind not in _LAYER_TYPES]:
-        raise ModelError(
-            f"layer_types: {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}",
-            field="layer_types",
+    def _scales(self) -> dict[str, Any]:
+        """The norms' epsilon and the factors by which the family multiplies.
+
+        Granite multiplies what each layer adds by r. Norms do not react to scale, so the stream is kept in units of r
+        instead: embeddings are divided by r, the epsilons by r².
+        """
+        eps = self.get("rms_norm_eps")
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+            raise ModelError(
+                f"config.json: rms_norm_eps is {eps!r}, not a small number", field="rms_norm_eps"
+            )
+        scales: dict[str, Any] = {"norm_eps": eps}
+        if self._family.multipliers:
+            residual = self.positive("residual_multiplier")
+            scales["norm_eps"] = eps / residual**2
+            scales["embedding_scale"] = self.positive("embedding_multiplier") / residual
+            scales["attention_scale"] = self.positive("attention_multiplier")
+            scales["logits_divisor"] = self.positive("logits_scaling")
+        if self._family.scaled_embedding:
+            scales["embedding_scale"] = self.positive("hidden_size") ** 0.5
+            scales["attention_scale"] = self.positive("query_pre_attn_scalar") ** -0.5
+        if self._family.soft_caps:
+            scales["logits_cap"] = self.positive("final_logit_softcapping", optional=True)
+            if "attn_logit_softcapping" in self._family.defaults:
+                scales["attention_cap"] = self.positive("attn_logit_softcapping", optional=True)
+        return scales
+
+    def _ropes(self) -> tuple[Rope, Rope | None]:
+        """The setting of layers without a window, and that of layers with one if the family has two."""
+        family, text, longest = self._family, self._text, self._longest
+        theta, partial = family.default("rope_theta"), family.default("partial_rotary_factor")
+        if family.default("original_max_position_embeddings") is not None:
+            text = {
+                "original_max_position_embeddings": family.default("original_max_position_embeddings"),
+                **text,
+            }
+        if not family.local_rope:
+            found = rope.read(text, theta, partial, longest)
+            if family is FAMILIES["Phi3ForCausalLM"] and found["rope_type"] in ("su", "yarn"):
+                found = rope.read(
+                    {**text, "rope_scaling": {**found, "rope_type": "longrope"}}, theta, partial, longest
+                )
+            return found, None
+        local_theta = self.get("rope_local_base_freq")
+        nested = text.get("rope_parameters") or {}
+        if not isinstance(nested, dict) or any(key not in _LAYER_TYPES for key in nested):
+            raise ModelError(
+                "rope_parameters: this family has one setting for full_attention and one for sliding_attention",
+                field="rope_parameters",
+            )
+        common = {"rope_theta": text.get("rope_theta", theta)}
+        full = {"rope_parameters": nested.get("full_attention"), "rope_scaling": text.get("rope_scaling")}
+        return (
+            rope.read({**common, **full}, theta, partial, longest),
+            rope.read(
+                {"rope_parameters": nested.get("sliding_attention"), "rope_theta": local_theta},
+                local_theta,
+                partial,
+                longest,
+            ),
         )
-    window = raw.get("sliding_window") or 0
-    if not window or family == "llama":
-        return (0,) * layers
-    if family == "mistral":
+
+    def _windows(self, layers: int) -> tuple[int, ...]:
+        family, types = self._family, self.get("layer_types") or []
+        if unknown := [kind for kind in types if kind not in _LAYER_TYPES]:
+            raise ModelError(
+                f"layer_types: {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}",
+                field="layer_types",
+            )
+        window = 0 if family.windows == "none" else self.get("sliding_window") or 0
+        if family.windows == "last layers" and not self.get("use_sliding_window"):
+            window = 0
+        by_types = family.windows in ("last layers", "layer_types")
+        if types and window and by_types:
+            return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+        if family.windows == "last layers":
+            first = self.get("max_window_layers")
+            return tuple(window if layer >= first else 0 for layer in range(layers))
+        if family.windows == "layer_types":
+            every = family.window_every or self.positive("sliding_window_pattern")
+            return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
+        if not by_types and any((kind == "sliding_attention") != bool(window) for kind in types):
+            raise ModelError(
+                f"layer_types: layers of {family.title} are all alike, these are not", field="layer_types"
+            )
         return (window,) * layers
-    if not raw.get("use_sliding_window", False):
-        return (0,) * layers
-    if types:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    first = raw.get("max_window_layers", layers)
-    return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
-def _eos(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    eos = raw.get("eos_token_id")
+def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: int) -> tuple[int, ...]:
+    eos = raw.get("eos_token_id", text.get("eos_token_id"))
     generation = directory / "generation_config.json"
     if generation.exists():
         eos = json.loads(generation.read_text()).get("eos_token_id", eos)
     if eos is None:
         return ()
-    vocab = raw["vocab_size"]
     # An id outside the vocabulary is never drawn; as the index of a forbidden token it would be wrong or out of bounds.
     return tuple(
-        one
-        for one in (eos if isinstance(eos, list) else [eos])
-        if type(one) is not int or type(vocab) is not int or 0 <= one < vocab
+        one for one in (eos if isinstance(eos, list) else [eos]) if type(one) is not int or 0 <= one < vocab
     )
-
-
-def check_rope(rope: dict[str, Any]) -> None:
-    """Raise ModelError naming the key that `inverse_frequencies` does not support or misses."""
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ModelError(
-            "rope_parameters differ between layers; only one setting for all layers is supported",
-            field="rope_parameters",
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported: whole heads are rotated",
-            field="partial_rotary_factor",
-        )
-    kind = _rope_kind(rope)
-    if kind not in _ROPE_NUMBERS:
-        raise ModelError(
-            f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_NUMBERS)}. If it only extends the "
-            f"context, remove it from config.json and set max_position_embeddings to the original length",
-            field="rope_parameters.rope_type",
-        )
-    for key in ("rope_theta", *_ROPE_NUMBERS[kind]):
-        value = rope.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ModelError(
-                f"rope type {kind}: {key} is {value!r}, not a positive number", field=f"rope_parameters.{key}"
-            )
-    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
-        raise ModelError(
-            f"rope type llama3: high_freq_factor {rope['high_freq_factor']} must be above low_freq_factor "
-            f"{rope['low_freq_factor']}",
-            field="rope_parameters.high_freq_factor",
-        )
-
-
-def _rope_kind(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
-
-
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """[head_dim / 2] in fp32; Llama 3's scaling as in its reference code."""
-    rope = config.rope
-    dim = config.head_dim
-    freq: torch.Tensor = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    kind = _rope_kind(rope)
-    if kind == "default":
-        return freq
-    if kind == "linear":
-        return freq / float(rope["factor"])
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    old = rope["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / freq
-    scaled = torch.where(wavelength > old / low, freq / factor, freq)
-    smooth = (old / wavelength - low) / (high - low)
-    middle = ~(wavelength < old / high) & ~(wavelength > old / low)
-    return torch.where(middle, (1 - smooth) / factor * freq + smooth * freq, scaled)
 
 
 MAX_SUGGESTED_RANKS = 64  # in an error message
@@ -268,10 +340,3 @@ def _indivisible(model: ModelConfig, size: int) -> str:
     if model.num_kv_heads % size and size % model.num_kv_heads:
         return f"num_key_value_heads = {model.num_kv_heads}"
     return ""
-
-
-def tables(inverse_frequencies: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
-    """The rotary position embedding (Su et al., RoFormer), halves form as in Llama: cos and sin, float32
-    [max_len, head_dim / 2], computed once."""
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies)
-    return angles.cos(), angles.sin()

@@ -1,4 +1,4 @@
-"""The decoder: pre-norm attention and SwiGLU; families differ by flags only. Every rank runs its share."""
+"""The decoder: attention and a gated MLP; families differ by flags only (families.py). Every rank runs its share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.protocol.kv_heads import head_range
-from engine.layers.linear import Linear, MakeLinear, Weight, join
+from engine.layers.linear import Linear, MakeLinear
+from engine.layers.row_norms import RowNorms
 from engine.model.config import ModelConfig
+from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
@@ -19,16 +21,20 @@ from engine.parallel.group import TpGroup
 
 @dataclass(frozen=True)
 class Layer:
-    input_norm: Tensor
+    """Norms that the family lacks are None: in front of attention and MLP, and of what these add to the stream."""
+
+    attention_in: Tensor | None
     qkv: Linear
     output: Linear
     output_bias: Tensor | None  # added once, after the ranks' shares are summed
     q_norm: Tensor | None
     k_norm: Tensor | None
-    post_norm: Tensor
+    attention_out: Tensor | None
+    mlp_in: Tensor | None
     gate_up: Linear
     down: Linear
     down_bias: Tensor | None
+    mlp_out: Tensor | None
 
 
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -46,76 +52,94 @@ class Decoder:
         self.num_kv_heads = self.kv_heads[1] - self.kv_heads[0]
         share = c.vocab_size // size
         self._vocab = slice(rank * share, (rank + 1) * share)
-        name = "model.embed_tokens.weight"
-        self.embedding = checkpoint.get(name, c.vocab_size, c.hidden_size, rows=self._vocab)
-        self.final_norm = checkpoint.get("model.norm.weight", c.hidden_size)
-        head: Weight = self.embedding
-        if not c.tie_embeddings:
-            head = checkpoint.matrix("lm_head.weight", c.vocab_size, c.hidden_size, rows=self._vocab)
+        weights = LayerWeights(config, checkpoint, rank, size)
+        self.embedding = weights.embedding(self._vocab)
+        # In the dtype of the table, as Hugging Face has it
+        self.embedding_scale = embedding_scale(c, self.embedding.dtype)
+        final_norm = weights.norm("norm")
+        assert final_norm is not None, "it has a name"
+        self.final_norm = final_norm
+        head = self.embedding if c.tie_embeddings else weights.head(self._vocab)
         self.head = linear(head, None)
-        self.layers = [self._layer(checkpoint, index, linear) for index in range(c.num_layers)]
+        self.layers = [self._layer(weights, index, linear) for index in range(c.num_layers)]
+        # Of each layer, the norm after it
+        self.following = [layer.attention_in for layer in self.layers[1:]] + [self.final_norm]
+        self.finish = _finish_of(config)
 
-    def _layer(self, checkpoint: Checkpoint, index: int, linear: MakeLinear) -> Layer:
-        c, get, matrix, p = self.config, checkpoint.get, checkpoint.matrix, f"model.layers.{index}."
-        rank, dim, hidden, inner = self.group.rank, c.head_dim, c.hidden_size, c.intermediate_size
-        q_rows = slice(rank * self.num_heads * dim, (rank + 1) * self.num_heads * dim)
-        kv_rows = slice(self.kv_heads[0] * dim, self.kv_heads[1] * dim)
-        width = inner // self.group.size
-        mine = slice(rank * width, (rank + 1) * width)
-        q_all, kv_all = c.num_heads * dim, c.num_kv_heads * dim
-        parts = (("q_proj", q_all, q_rows), ("k_proj", kv_all, kv_rows), ("v_proj", kv_all, kv_rows))
-        a, m = p + "self_attn.", p + "mlp."
-        qkv = join(a, [matrix(f"{a}{name}.weight", out, hidden, rows=rows) for name, out, rows in parts])
-        qkv_bias = None
-        if c.attention_bias:
-            qkv_bias = torch.cat([get(f"{a}{name}.bias", out, rows=rows) for name, out, rows in parts])
-        gate_up = join(
-            m, [matrix(f"{m}{name}.weight", inner, hidden, rows=mine) for name in ("gate_proj", "up_proj")]
-        )
-        gate_up_bias = None
-        if c.mlp_bias:
-            gate_up_bias = torch.cat(
-                [get(f"{m}{name}.bias", inner, rows=mine) for name in ("gate_proj", "up_proj")]
-            )
+    def _layer(self, weights: LayerWeights, index: int, linear: MakeLinear) -> Layer:
+        names, at = self.config.family.names, f"layers.{index}."
+        qkv, bias = weights.qkv(at)
+        q_norm, k_norm = weights.qk_norms(at)
+        product = linear(qkv, bias)
+        if self.config.family.qk_norm == "row":
+            assert q_norm is not None and k_norm is not None, "the family has them"
+            product = RowNorms(product, (q_norm, k_norm), self.config.norm_eps, self.group)
+            q_norm = k_norm = None
         return Layer(
-            input_norm=get(p + "input_layernorm.weight", hidden),
-            qkv=linear(qkv, qkv_bias),
-            output=linear(
-                matrix(a + "o_proj.weight", hidden, q_all, columns=q_rows), None, split_inputs=True
-            ),
-            output_bias=get(a + "o_proj.bias", hidden) if c.output_bias else None,
-            q_norm=get(a + "q_norm.weight", dim) if c.qk_norm else None,
-            k_norm=get(a + "k_norm.weight", dim) if c.qk_norm else None,
-            post_norm=get(p + "post_attention_layernorm.weight", hidden),
-            gate_up=linear(gate_up, gate_up_bias),
-            down=linear(matrix(m + "down_proj.weight", hidden, inner, columns=mine), None, split_inputs=True),
-            down_bias=get(m + "down_proj.bias", hidden) if c.mlp_bias else None,
+            attention_in=weights.norm(names.attention_in, at),
+            qkv=product,
+            output=linear(weights.output(at), None, split_inputs=True),
+            output_bias=weights.output_bias(at),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            attention_out=weights.norm(names.attention_out, at),
+            mlp_in=weights.norm(names.mlp_in, at),
+            gate_up=linear(*weights.gate_up(at)),
+            down=linear(weights.down(at), None, split_inputs=True),
+            down_bias=weights.down_bias(at),
+            mlp_out=weights.norm(names.mlp_out, at),
         )
 
     def forward(self, tokens: Tensor, ops: LayerOps, attention: AttentionFunction) -> Tensor:
         """tokens: int64 [T] → hidden states [T, hidden] after the final norm. Call `ops.begin` first."""
         x = self._embed(tokens)
-        y = ops.norm(x, self.layers[0].input_norm)
-        following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        first = self.layers[0].attention_in
+        y = x if first is None else ops.norm(x, first)
         for index, layer in enumerate(self.layers):
             q, k, v = ops.heads(index, layer.qkv(y), layer.q_norm, layer.k_norm)
             mixed = layer.output(attention(index, q, k, v))
-            y = ops.add_norm(x, self._sum(mixed, layer.output_bias), layer.post_norm)
+            y = _add(ops, x, self._sum(ops, mixed, layer.output_bias, layer.attention_out), layer.mlp_in)
             inner = layer.down(ops.gate(layer.gate_up(y)))
-            y = ops.add_norm(x, self._sum(inner, layer.down_bias), following[index])
+            y = _add(ops, x, self._sum(ops, inner, layer.down_bias, layer.mlp_out), self.following[index])
         return y
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        return self.group.gather_last(self.head(hidden)).float()
+        return self.finish(self.group.gather_last(self.head(hidden)).float())
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(tokens, self.embedding)
-        inside = (tokens >= self._vocab.start) & (tokens < self._vocab.stop)
-        local = torch.where(inside, tokens - self._vocab.start, 0)
-        return self.group.all_reduce(F.embedding(local, self.embedding) * inside[:, None])
+            x = F.embedding(tokens, self.embedding)
+        else:
+            inside = (tokens >= self._vocab.start) & (tokens < self._vocab.stop)
+            local = torch.where(inside, tokens - self._vocab.start, 0)
+            x = self.group.all_reduce(F.embedding(local, self.embedding) * inside[:, None])
+        return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
 
-    def _sum(self, share: Tensor, bias: Tensor | None) -> Tensor:
+    def _sum(self, ops: LayerOps, share: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        """What a part of a layer adds to the stream."""
         whole = self.group.all_reduce(share)
-        return whole if bias is None else whole + bias
+        if bias is not None:
+            whole = whole + bias
+        return whole if norm is None else ops.norm(whole, norm)
+
+
+def _add(ops: LayerOps, x: Tensor, delta: Tensor, norm: Tensor | None) -> Tensor:
+    """x += delta, in place; returns what the next part of the layer reads."""
+    return x.add_(delta) if norm is None else ops.add_norm(x, delta, norm)
+
+
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """`dtype`: of the weights."""
+    scale = config.embedding_scale
+    return float(torch.tensor(scale).to(dtype)) if config.family.scaled_embedding else scale
+
+
+def _finish_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """What the family does to float32 logits; may work in place."""
+    cap, divisor = config.logits_cap, config.logits_divisor
+    if cap:
+        return lambda logits: logits.div_(cap).tanh_().mul_(cap)
+    if divisor != 1.0:
+        return lambda logits: logits.div_(divisor)
+    return lambda logits: logits

@@ -26,12 +26,17 @@ def has_numba() -> bool:
 
 @dataclass(frozen=True)
 class OpsShape:
-    """Shape of the model's heads on one rank, and its norms' epsilon."""
+    """Shape of the model's heads on one rank, its norms' epsilon, and what the family's layers compute."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_eps: float
+    activation: str = "silu"  # or "gelu_tanh"
+    table_of_layer: tuple[int, ...] = ()  # which rotary table each layer takes; empty: there is one
+
+    def table(self, layer: int) -> int:
+        return self.table_of_layer[layer] if self.table_of_layer else 0
 
 
 class LayerOps(Protocol):
@@ -47,7 +52,7 @@ class LayerOps(Protocol):
         """x += delta, in place; returns the RMS norm of the sum."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """[tokens, 2 · inner] = [gate | up] → silu(gate) · up."""
+        """[tokens, 2 · inner] = [gate | up] → activation(gate) · up."""
 
     def heads(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

@@ -38,7 +38,9 @@ WEIGHTS = 3  # of a product's arguments
 AHEAD_BYTES = (
     16 << 10
 )  # of the next product's weights, prefetched by each job before it: half of a first-level cache
-ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8 = range(10)
+(
+    ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
+) = range(11)  # fmt: skip
 PRODUCTS = (MULTIPLY, MULTIPLY_INT8)
 OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT)
 _LOW = 0xFFFFFFFF
@@ -221,9 +223,13 @@ def _of_rows(kind: int | float, sources: str) -> dict[int, Callable[..., None]]:
         a = _arguments(job, sources)
         kernels.silu_mul(kind, a[0], a[1], first, last, a[2])
 
+    def gate_gelu(job, first, last):
+        a = _arguments(job, sources)
+        kernels.gelu_mul(kind, a[0], a[1], first, last, a[2])
+
     def embed(job, first, last):
         a = _arguments(job, sources)
-        kernels.copy_rows(kind, a[0], a[1], a[2], a[3], first, last)
+        kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
 
     def multiply(job, first, last):
         a = _arguments(job, sources)
@@ -239,7 +245,7 @@ def _of_rows(kind: int | float, sources: str) -> dict[int, Callable[..., None]]:
 
     return {
         ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,
-        MULTIPLY_INT8: multiply_int8,
+        MULTIPLY_INT8: multiply_int8, GATE_GELU: gate_gelu,
     }  # fmt: skip
 
 
@@ -255,7 +261,7 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...], sources: str) -> dict[in
         a = _arguments(job, sources)
         kernels.attend_tokens(
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
-            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]),
+            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]),
         )  # fmt: skip
 
     def pack_heads(job, first, last):

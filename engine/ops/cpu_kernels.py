@@ -110,13 +110,13 @@ def _exp(x):
 
 
 @compiled
-def copy_rows(kind, table, rows, out, width, first, last):
-    """out[i] = table[rows[i]] for i in [first, last); rows are int64, `width` elements each."""
+def embed_rows(kind, table, rows, out, width, first, last, scale):
+    """out[i] = scale · table[rows[i]] for i in [first, last); rows are int64, `width` elements each."""
     source, target, row_of = _at(table, kind), _at(out, kind), integers(rows)
     for row in range(first, last):
         at = row_of[row] * width
         for i in range(width):
-            target[row * width + i] = source[at + i]
+            _store(target, row * width + i, _load(source, at + i) * F(scale))
 
 
 @compiled
@@ -149,6 +149,25 @@ def silu_mul(kind, gate_up, out, first, last, width):
             small = _exp(-abs(gate))
             top = F(1.0) if gate >= F(0.0) else small
             _store(ys, row * width + i, gate * top / (F(1.0) + small) * _load(both, base + width + i))
+
+
+@njit(inline="always")
+def _sigmoid(x):
+    """By e^-|x|, which never overflows."""
+    small = _exp(-abs(x))
+    return (F(1.0) if x >= F(0.0) else small) / (F(1.0) + small)
+
+
+@compiled
+def gelu_mul(kind, gate_up, out, first, last, width):
+    """out = gelu(gate) · up, gelu by tanh: x · (1 + tanh u) / 2 = x · sigmoid(2u), u = √(2/π) · (x + 0.044715 x³)."""
+    both, ys = _at(gate_up, kind), _at(out, kind)
+    for row in range(first, last):
+        base = row * 2 * width
+        for i in range(width):
+            x = _load(both, base + i)
+            twice = F(1.5957691216057308) * (x + F(0.044715) * x * x * x)
+            _store(ys, row * width + i, x * _sigmoid(twice) * _load(both, base + width + i))
 
 
 @compiled
@@ -259,7 +278,7 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
 @compiled
 def attend_tokens(
     kind, q, q_stride, out, singles, starts, rows, ends, table, width, first, last,
-    cache, layer, block_stride, kv, group, page, dim8, window, scale,
+    cache, layer, block_stride, kv, group, page, dim8, window, scale, cap,
 ):  # fmt: skip
     """One query row for each of `singles`, against its own blocks, oldest first: [first, last) of all their KV heads.
 
@@ -297,6 +316,8 @@ def attend_tokens(
             coming = cache + (following + (0 if index + 1 < high else values)) * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
             _scores(_at(block, kind), coming, size, some, group, page, used, dim8, scaled, part)
+        if cap > F(0.0):
+            _cap_scores(weights, count, end - low * page, cap)
         _softmax(weights, count, begin - low * page, end - low * page)
         for index in range(low, high):
             block = cache + (np.int64(table[own + index]) * block_stride + keys + values) * size
@@ -306,6 +327,17 @@ def attend_tokens(
         for one in range(count):
             for i in range(dim):
                 _store(mixed, at + one * dim + i, acc[one, i])
+
+
+@compiled
+def _cap_scores(weights, heads, end, cap):
+    """cap · tanh(score / cap), of the scores of tokens [0, end)."""
+    for head in range(heads):
+        row = weights[head][:end]
+        for i in range(row.shape[0]):
+            small = _exp(F(-2.0) * abs(row[i]) / cap)
+            size = cap * (F(1.0) - small) / (F(1.0) + small)
+            row[i] = size if row[i] >= F(0.0) else -size
 
 
 @compiled

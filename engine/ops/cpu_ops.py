@@ -11,9 +11,12 @@ from engine.ops.team import Job, KernelTeam, bits_of
 
 
 class CpuOps:
+    """cos and sin: float32 [positions, head_dim / 2], or one such table after the other."""
+
     def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor, team: KernelTeam):
         self._shape = shape
-        self._cos, self._sin = cos.contiguous(), sin.contiguous()
+        self._cos, self._sin = (one.view(-1, *one.shape[-2:]).contiguous() for one in (cos, sin))
+        self._gate = {"silu": jobs.GATE, "gelu_tanh": jobs.GATE_GELU}[shape.activation]
         self._cache = kv_cache
         self._team = team
         self._eps = bits_of(shape.norm_eps)
@@ -56,7 +59,7 @@ class CpuOps:
         return jobs.ADD_NORM, rows, (x, delta, weight.data_ptr(), out, weight.shape[0], self._eps)
 
     def gate_job(self, rows: int, width: int, gate_up: int, out: int) -> Job:
-        return jobs.GATE, rows, (gate_up, out, width)
+        return self._gate, rows, (gate_up, out, width)
 
     def heads_job(
         self,
@@ -68,10 +71,10 @@ class CpuOps:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Job:
-        s, cache = self._shape, self._cache
+        s, cache, table = self._shape, self._cache, self._shape.table(layer)
         at = (
             qkv, s.num_heads, s.num_kv_heads,
-            self._cos.data_ptr(), self._sin.data_ptr(), positions, slots,
+            self._cos[table].data_ptr(), self._sin[table].data_ptr(), positions, slots,
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), cache.shape[4],
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), self._eps,
         )  # fmt: skip

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.ops.base import OpsShape
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
 
 class TorchOps:
+    """cos and sin: float32 [positions, head_dim / 2], or one such table after the other."""
+
     def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor):
         self._shape = shape
+        self._activation = ACTIVATIONS[shape.activation]
         self._cache = kv_cache
         self._page = kv_cache.shape[4]
         # Rotation swaps the halves by a roll; its sign is in the table.
+        cos, sin = (one.view(-1, *one.shape[-2:]) for one in (cos, sin))
         self._cos = torch.cat((cos, cos), -1).to(kv_cache)
         self._sin = torch.cat((-sin, sin), -1).to(kv_cache)
-        self._rotation = (self._cos, self._sin)
+        self._rotations = [(self._cos, self._sin)]  # of the step, by table
         self._blocks = self._offsets = torch.empty(0)
 
     def begin(self, positions: Tensor, slots: Tensor) -> None:
-        self._rotation = (self._cos[positions][:, None], self._sin[positions][:, None])
+        self._rotations = [
+            (cos[positions][:, None], sin[positions][:, None])
+            for cos, sin in zip(self._cos, self._sin, strict=True)
+        ]
         self._blocks, self._offsets = slots // self._page, slots % self._page
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -32,7 +47,7 @@ class TorchOps:
 
     def gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return self._activation(gate).mul_(up)
 
     def heads(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
@@ -40,18 +55,18 @@ class TorchOps:
         heads, kv = self._shape.num_heads, self._shape.num_kv_heads
         qkv = qkv.view(-1, heads + 2 * kv, self._shape.head_dim)
         if q_norm is None or k_norm is None:
-            rotated = self._rotate(qkv[:, : heads + kv])
+            rotated = self._rotate(layer, qkv[:, : heads + kv])
             q, k = rotated[:, :heads], rotated[:, heads:]
         else:
-            q = self._rotate(self.norm(qkv[:, :heads], q_norm))
-            k = self._rotate(self.norm(qkv[:, heads : heads + kv], k_norm))
+            q = self._rotate(layer, self.norm(qkv[:, :heads], q_norm))
+            k = self._rotate(layer, self.norm(qkv[:, heads : heads + kv], k_norm))
         v = qkv[:, heads + kv :]
         cache = self._cache[:, layer]
         cache[self._blocks, 0, :, self._offsets] = k
         cache[self._blocks, 1, :, self._offsets] = v
         return q, k, v
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, layer: int, x: Tensor) -> Tensor:
         """x [tokens, heads, head_dim]."""
-        cos, sin = self._rotation
+        cos, sin = self._rotations[self._shape.table(layer)]
         return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)

@@ -27,7 +27,7 @@ def norm_rows(x, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def gate_rows(gate_up, out, inner, BLOCK: tl.constexpr):
+def gate_rows(gate_up, out, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
     """A program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +35,11 @@ def gate_rows(gate_up, out, inner, BLOCK: tl.constexpr):
     at = gate_up + row * 2 * inner + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    steep = gate  # x · sigmoid(x) is silu
+    if GELU:  # and x · sigmoid(2u) gelu by tanh
+        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    small = tl.exp(-tl.abs(steep))  # never overflows
+    result = gate * tl.where(steep < 0.0, small, 1.0) / (1.0 + small) * up
     tl.store(out + row * inner + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -23,7 +23,7 @@ class TritonOps:
     def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor):
         self._shape = shape
         self._cache = kv_cache
-        self._cos, self._sin = (one.to(kv_cache).contiguous() for one in (cos, sin))
+        self._cos, self._sin = (one.view(-1, *one.shape[-2:]).to(kv_cache).contiguous() for one in (cos, sin))
         self._positions = self._slots = torch.empty(0)
 
     def begin(self, positions: Tensor, slots: Tensor) -> None:
@@ -48,7 +48,8 @@ class TritonOps:
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, inner)
         grid = (rows, triton.cdiv(inner, GATE_BLOCK))
-        kernels.gate_rows[grid](gate_up, out, inner, BLOCK=GATE_BLOCK, num_warps=4, **OPTIONS)
+        gelu = self._shape.activation == "gelu_tanh"
+        kernels.gate_rows[grid](gate_up, out, inner, BLOCK=GATE_BLOCK, GELU=gelu, num_warps=4, **OPTIONS)
         return out
 
     def heads(
@@ -58,9 +59,10 @@ class TritonOps:
         heads, kv = s.num_heads, s.num_kv_heads
         qkv = qkv.view(-1, heads + 2 * kv, s.head_dim)
         norms = q_norm is not None and k_norm is not None
+        cos, sin = self._cos[s.table(layer)], self._sin[s.table(layer)]
         kernels.rotate_heads[(qkv.shape[0], heads + 2 * kv)](
-            qkv, cache[:, layer, 0], self._cos, self._sin, q_norm if norms else self._cos,
-            k_norm if norms else self._cos, self._positions, self._slots, s.norm_eps, cache.stride(0), cache.stride(2),
+            qkv, cache[:, layer, 0], cos, sin, q_norm if norms else cos,
+            k_norm if norms else cos, self._positions, self._slots, s.norm_eps, cache.stride(0), cache.stride(2),
             HEADS=heads, KV_HEADS=kv, DIM=s.head_dim, HALF_WIDTH=triton.next_power_of_2(s.head_dim // 2),
             PAGE=cache.shape[4], NORMS=norms, num_warps=1, **OPTIONS,
         )  # fmt: skip

@@ -51,7 +51,8 @@ def _columns(values: Tensor, column_of: Tensor | None) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Words [rows, n], filled from the lowest bits on → uint8 [rows, n · bits of a word / bits]; 4 or 8 bits."""
-    found = words.contiguous().view(torch.uint8)
+    # a copy, because a view of bytes needs a last stride of 1, which `contiguous` does not give a single word
+    found = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:
         found = torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
     return found

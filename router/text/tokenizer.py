@@ -12,6 +12,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
+from cluster.protocol import model_limits
 from router.text.bound import most_bytes
 from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
@@ -66,9 +67,10 @@ class ModelText:
         self._byte_table = make_byte_table(self.tokenizer)
         self._prompt_pieces = make_piece_tokenizer(self.tokenizer, cache_bytes)
         self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can cover; None = no bound
-        self.config = _read(directory / "config.json")
+        config = _read(directory / "config.json")
+        self.max_position_embeddings = model_limits.context_tokens(config)
+        self.vocab_size = model_limits.vocab_size(config) or self.tokenizer.get_vocab_size()
         self.generation = _read(directory / "generation_config.json")
-        self._check()
         settings = _read(directory / "tokenizer_config.json")
         self._special = {
             name: _token_text(settings.get(name))
@@ -81,21 +83,6 @@ class ModelText:
         self._long = FairThreads(1, "tokenize-long")
         # One thread: rendering holds the interpreter lock.
         self._rendering = FairThreads(1, "render")
-
-    def _check(self) -> None:
-        """Check the settings that requests rely on. Raises ModelError: later, the error would blame a request."""
-        for key in ("vocab_size", "max_position_embeddings"):
-            value = self.config.get(key)
-            if value is not None and (type(value) is not int or not 0 < value < 2**31):
-                raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return int(self.config.get("max_position_embeddings") or 2048)
 
     @staticmethod
     def _template_source(directory: Path, settings: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from engine.model.config import ModelConfig
+from engine.model.families import FAMILIES
 from engine.plan import StepPlan, table_rows
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
@@ -61,7 +62,7 @@ class FakeRunner:
         self.ahead = 0  # steps that were launched before the last one's tokens were read
         self.sick: set[str] = set()  # requests whose logits are NaN
         self.model_config = ModelConfig(
-            family="fake",
+            family=FAMILIES["LlamaForCausalLM"],
             vocab_size=VOCAB,
             hidden_size=1,
             intermediate_size=1,
@@ -76,7 +77,6 @@ class FakeRunner:
             attention_bias=False,
             output_bias=False,
             mlp_bias=False,
-            qk_norm=False,
             windows=(0,),
             eos_token_ids=(2,),
             dtype="float32",

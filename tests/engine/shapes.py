@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.model.config import ModelConfig
+from engine.model.families import FAMILIES
 
 
 def shape(
@@ -18,7 +19,7 @@ def shape(
     tied: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
-        family="llama",
+        family=FAMILIES["LlamaForCausalLM"],
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -33,7 +34,6 @@ def shape(
         attention_bias=False,
         output_bias=False,
         mlp_bias=False,
-        qk_norm=False,
         windows=(0,) * layers,
         eos_token_ids=(),
         dtype="bfloat16",

@@ -86,11 +86,42 @@ def test_cpu_and_cuda_backends_mean_the_same(window):
         torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [0, 12])
+def test_scores_are_scaled_and_capped(window):
+    """Most of them are several times the cap; single tokens and prompts, by products and by kernels."""
+    cache, items, q, k, v = step()
+    shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS, scale=0.9, cap=1.5)
+    backends: list[AttentionBackend] = [
+        SdpaBackend(shape, cache, Team(1)),
+        PagedCpuBackend(shape, cache, KernelTeam(1, torch.float32, DIM)),
+        PagedCpuBackend(shape, cache, KernelTeam(2, torch.float32, DIM)),
+    ]
+    expected, row = torch.empty_like(q), 0
+    for item in items:
+        keys, values = (
+            cache[item.block_ids, 1, which].transpose(1, 2).flatten(0, 1)[: item.end] for which in (0, 1)
+        )
+        for at in range(item.begin, item.end):
+            low = max(0, at + 1 - window) if window else 0
+            for head in range(HEADS):
+                mine = head // (HEADS // KV)
+                scores = 1.5 * torch.tanh(keys[low : at + 1, mine] @ q[row, head] * 0.9 / 1.5)
+                expected[row, head] = torch.softmax(scores, 0) @ values[low : at + 1, mine]
+            row += 1
+    for backend in backends:
+        backend.begin(buffers_of(items, PAGE))
+        torch.testing.assert_close(backend.attend(1, q, k, v).view(q.shape), expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("window", [0, 25])
-@pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 2, 64), (3, 3, 32), (4, 1, 128), (2, 1, 40)])
-def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads):
-    """Fresh ones, later chunks, short ones, and what does not fill a panel; the last shape is not the kernel's."""
+@pytest.mark.parametrize(
+    ("heads", "kv", "dim", "cap"),
+    [(4, 2, 64, 0.0), (4, 2, 64, 1.5), (3, 3, 32, 0.0), (4, 1, 128, 0.0), (2, 1, 40, 0.0)],
+)
+def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, cap, window, threads):
+    """Fresh ones, later chunks, short ones, and what does not fill a panel; the last shape is not the kernel's, nor are
+    capped scores."""
     torch.manual_seed(0)
     cache = torch.randn(40, LAYERS, 2, kv, PAGE, dim).bfloat16()
     items = [
@@ -109,7 +140,9 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads
             layer[0, :, position % PAGE], layer[1, :, position % PAGE] = k[row], v[row]
             row += 1
     backend = PagedCpuBackend(
-        AttentionShape(heads, kv, dim, PAGE, (0, window)), cache, KernelTeam(threads, torch.bfloat16, dim)
+        AttentionShape(heads, kv, dim, PAGE, (0, window), cap=cap),
+        cache,
+        KernelTeam(threads, torch.bfloat16, dim),
     )
     backend.begin(buffers_of(items, PAGE))
     mixed = backend.attend(1, q, k, v).view(tokens, heads, dim).double()
@@ -124,6 +157,7 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads
             for head in range(heads):
                 mine = head // (heads // kv)
                 scores = keys[low : at + 1, mine] @ q[row, head].double() * dim**-0.5
+                scores = cap * torch.tanh(scores / cap) if cap else scores
                 expected = torch.softmax(scores, 0) @ values[low : at + 1, mine]
                 assert torch.allclose(mixed[row, head], expected, atol=0.02, rtol=0.02), (item.request_id, at)
             row += 1
@@ -262,6 +296,21 @@ def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
         assert registry.choose("auto", card, dtype, head_dim, page) == chosen
     with pytest.raises(ConfigError, match="up to 256, not 512"):
         registry.choose("triton", card, bf16, 512, 16)
+
+
+def test_scores_are_capped_by_backends_that_can(monkeypatch):
+    monkeypatch.setattr(registry, "_probe", lambda *how: "")
+    card, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
+    assert registry.choose("auto", cpu, torch.float32, 64, 16, capped=True) == "cpu"
+    assert registry.choose("auto", card, bf16, 64, 16, capped=True) == "triton"
+    assert registry.choose("flash", card, bf16, 64, 16) == "flash"
+    with pytest.raises(
+        ConfigError, match="flash does not cap scores, as this model needs; cpu, sdpa, triton"
+    ):
+        registry.choose("flash", card, bf16, 64, 16, capped=True)
+    monkeypatch.setattr(registry, "_probe", lambda name, *how: "is broken" if name == "triton" else "")
+    assert registry.choose("auto", card, bf16, 64, 16) == "flash"
+    assert registry.choose("auto", card, bf16, 64, 16, capped=True) == "sdpa"
 
 
 EACH_KERNEL = """

@@ -38,7 +38,16 @@ from tests.harness.exactness import MOST_TIES
 
 NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-VARIANTS = ("llama-rope-scaled-biases", "qwen3-tied", "mistral")
+VARIANTS = [
+    "llama-rope-scaled-biases",
+    "qwen3-tied",
+    "mistral",
+    "glm4",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("qwen2", "phi4", "olmo2", "granite", "gemma2", "gemma3")
+    ),
+]
 OUTPUTS, INPUTS = 75, 100  # neither fills a panel
 DTYPES = [torch.bfloat16, torch.float32]
 needs_kernels = pytest.mark.skipif(not cpu_int8.supported(), reason="this CPU has no AVX512-VNNI")
@@ -227,9 +236,17 @@ def runner_of(model: Path, threads: int) -> ModelRunner:
 
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_decode_step_is_one_list_of_jobs(threads, checkpoint) -> None:
-    """The logits are those of the operations one by one, to the last bit."""
-    runner = runner_of(checkpoint("qwen3"), threads)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen3",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("glm4", "gemma2", "gemma3-multimodal")),
+    ],
+)
+def test_a_decode_step_is_one_list_of_jobs(variant, threads, checkpoint) -> None:
+    """The logits are those of the operations one by one, to the last bit; also with more norms, capped scores, scaled
+    embeddings, gelu and two rotary tables."""
+    runner = runner_of(checkpoint(variant), threads)
     jobs = runner._decode_jobs
     assert jobs is not None
     for rows in (1, 7, 40, 1):
@@ -329,6 +346,35 @@ def test_stored_models_are_those_of_the_reference(quantization, ranks_) -> None:
     with runners(GOLDEN, ranks_, quantization=quantization) as ranks:
         outputs = run(engine_of(ranks[0]), EngineRequest("r", prompt, GREEDY))
     assert_reference(GOLDEN, prompt, outputs.tokens["r", 0], head=quantization == "int8")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", ["phi4", "glm4"])
+@pytest.mark.parametrize("ranks_", [1, 2])
+def test_fused_matrices_are_cut_and_reordered_with_their_scales(
+    variant, ranks_, checkpoint, tmp_path
+) -> None:
+    """Queries, keys and values in one tensor, of which a part of each head is rotated; neighbours that are rotated."""
+    model = quantised(checkpoint(variant), tmp_path)
+    prompt = prompt_ids(40)
+    with runners(model, ranks_) as ranks:
+        assert ranks[0].model_config.quantization and ranks[0].model_config.dim_order()
+        outputs = run(engine_of(ranks[0]), EngineRequest("r", prompt, GREEDY))
+    assert_reference(model, prompt, outputs.tokens["r", 0], head=False)
+
+
+def quantised(model: Path, path: Path) -> Path:
+    """The checkpoint with its matrices stored as compressed-tensors stores them."""
+    shutil.copytree(model, path, dirs_exist_ok=True)
+    tensors = load_file(path / "model.safetensors")
+    for name in [one for one in tensors if one.endswith("_proj.weight")]:
+        codes, scales = fake_quant.quantize(tensors[name])
+        tensors |= {name: codes.to(torch.int8), f"{name}_scale": scales}
+    save_file(tensors, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] = json.loads((GOLDEN / "config.json").read_text())["quantization_config"]
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
 
 
 def test_a_stored_model_takes_what_its_codes_take() -> None:

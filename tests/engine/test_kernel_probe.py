@@ -25,8 +25,9 @@ from tests.engine.test_attention_backends import DIM, HEADS, KV, LAYERS, PAGE, r
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
 
-def asked(kernel: Kernel, head_dim: int = 64, page: int = 16) -> str:
-    return probe.why_not(lambda: partial(VarlenBackend, kernel=kernel), CPU, torch.bfloat16, head_dim, page)
+def asked(kernel: Kernel, head_dim: int = 64, page: int = 16, *, capped: bool = False) -> str:
+    made = partial(VarlenBackend, kernel=kernel)
+    return probe.why_not(lambda: made, CPU, torch.bfloat16, head_dim, page, capped=capped)
 
 
 def test_a_kernel_that_computes_attention_passes() -> None:
@@ -59,6 +60,10 @@ def changed(**arguments: Callable[[Any], Any]) -> Callable[..., Tensor]:
 )
 def test_a_kernel_that_is_silently_wrong_is_refused(kernel: Callable[..., Tensor]) -> None:
     assert "its output is not attention" in asked(kernel)
+
+
+def test_a_kernel_that_caps_no_scores_is_refused_for_models_that_cap() -> None:
+    assert "its output is not attention" in asked(reference, capped=True)
 
 
 @pytest.mark.parametrize(

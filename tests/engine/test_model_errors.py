@@ -42,7 +42,7 @@ def rewrite(model: Path, change) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
     ],
 )
 def test_a_wrong_config_names_its_key(changes, field, model):

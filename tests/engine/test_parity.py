@@ -14,7 +14,14 @@ from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
 from tests.engine.ranks import KV_BYTES, make_engine, run
-from tests.harness.checkpoints import VARIANTS, exact_logits, prompt_ids, reference_greedy, reference_logits
+from tests.harness.checkpoints import (
+    CHECKED,
+    exact_logits,
+    prompt_ids,
+    reference_greedy,
+    reference_logits,
+    variants,
+)
 from tests.harness.exactness import assert_greedy
 
 NEW = 48
@@ -28,7 +35,7 @@ def logits_of(runner: ModelRunner, items: list[PlanItem]) -> Tensor:
     return runner.execute(StepPlan(items, []))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants(CHECKED))
 def test_logits_are_the_references_at_every_position(variant, checkpoint):
     """Of 90 prompts in one batch, each a token longer; token by token; and of a prompt cut anywhere. Compared with
     the reference in float64: two fp32 passes that differ do not show which one is wrong."""
@@ -55,7 +62,7 @@ def assert_close(got: Tensor, expected: Tensor, within: float) -> None:
     torch.testing.assert_close(got.double(), expected, atol=within, rtol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_whole_and_chunked_prompts_in_one_batch(variant, checkpoint):
     model = checkpoint(variant)
     whole, engine = make_engine(model), make_engine(model, max_batch_tokens=32)
@@ -69,7 +76,15 @@ def test_whole_and_chunked_prompts_in_one_batch(variant, checkpoint):
     assert engine.stats().prefill_chunks >= 4
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "mistral", "llama-rope-scaled-biases"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen3",
+        "mistral",
+        "llama-rope-scaled-biases",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gemma3", "olmo2")),
+    ],
+)
 @pytest.mark.parametrize(("backend", "threads"), [("sdpa", 1), ("cpu", 2)])
 def test_other_forms_of_the_engine_give_the_same_output(variant, backend, threads, checkpoint):
     model = checkpoint(variant)
@@ -80,7 +95,7 @@ def test_other_forms_of_the_engine_give_the_same_output(variant, backend, thread
         assert_greedy(f"backend {backend}, {threads} threads", model, prompt, outputs.tokens[name, 0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_a_cached_prefix_changes_nothing(variant, checkpoint):
     model = checkpoint(variant)
     engine = make_engine(model)
@@ -104,7 +119,7 @@ def test_a_prompt_is_never_a_full_hit(checkpoint):
     assert_greedy("prefix-cached", model, prompt, again.tokens["again", 0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_preempted_requests_go_on_as_if_nothing_had_happened(variant, checkpoint):
     model = checkpoint(variant)
     # Room for one whole request and a bit: three at once must push each other out.
@@ -117,7 +132,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(variant, checkpoint
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_a_resumed_request_continues_where_it_was(variant, checkpoint):
     model = checkpoint(variant)
     prompt = prompt_ids(50)

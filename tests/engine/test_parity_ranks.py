@@ -17,7 +17,7 @@ from engine.runner import ModelRunner
 from kv_transfer.layout.geometry import gather, plan_flows, scatter
 from kv_transfer.layout.rows import Place
 from tests.engine.ranks import engine_of, run, runners
-from tests.harness.checkpoints import VARIANTS, prompt_ids
+from tests.harness.checkpoints import prompt_ids, variants
 from tests.harness.exactness import assert_greedy
 
 NEW = 32
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_two_ranks_give_the_output_of_one(variant, checkpoint):
     model = checkpoint(variant)
     with runners(model, 2) as ranks:
@@ -39,7 +39,7 @@ def test_two_ranks_give_the_output_of_one(variant, checkpoint):
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), DEGREES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_kv_is_handed_over_between_any_degrees(variant, prefill_tp, decode_tp, checkpoint):
     model = checkpoint(variant)
     prompt = prompt_ids(70)

@@ -60,6 +60,8 @@ def settings(model: Path, **more: Any) -> EngineConfig:
         {},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_scaling": LLAMA3},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"unsloth_version": "7", "use_mrope": False, "of_next_year": None},
         {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
         {"hidden_act": None},
         {"layer_types": ["full_attention"] * 2},
@@ -75,11 +77,56 @@ def test_a_valid_config_passes(describe, changes):
     ("changes", "field", "says"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "unquantised"),
+        ({"architectures": ["FalconMambaForCausalLM"]}, "architectures", "recurrent state"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures", "recurrent state"),
+        ({"mamba_d_state": 16}, "mamba_d_state", "recurrent state"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "HQQ is not supported"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            "quantization_config",
+            "NVFP4",
+        ),
+        (
+            {"quantization_config": {"config_groups": {}, "format": "mxfp8-quantized"}},
+            "quantization_config",
+            "MXFP8",
+        ),
+        ({"of_next_year": {"attends": "backwards"}}, "of_next_year", "unknown for Llama"),
+        ({"clip_qkv": 8.0}, "clip_qkv", "unknown for Llama"),
+        ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias", "unknown"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True, "hidden_act": None},
+            "use_bidirectional_attention",
+            "None only",
+        ),
+        ({"architectures": ["Phi3ForCausalLM"], "full_attn_mod": 2}, "full_attn_mod", "1 only"),
+        (
+            {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0},
+            "residual_multiplier",
+            "positive",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config", "no text_config"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
+            "vocab_size",
+            "unknown for Gemma 3",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2},
+            "layer_types",
+            "alike",
+        ),
         *(
-            ({key: {"type": kind, "factor": 4.0}}, "rope_parameters.rope_type", "llama3")
+            ({key: {"type": kind, "factor": 4.0}}, "rope_parameters.rope_type", "original length")
             for key in ("rope_scaling", "rope_parameters")
-            for kind in ("yarn", "longrope", "su", "dynamic", "mrope", 7)
+            for kind in ("su", "dynamic", "mrope", 7)
+        ),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_parameters.short_factor", "48? numbers"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": -1}}, "rope_parameters.beta_fast", "positive"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "finetuned": True}},
+            "rope_parameters.finetuned",
+            "unknown",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_parameters.factor", "positive"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor", "positive"),
@@ -167,7 +214,7 @@ def test_a_pool_that_cannot_hold_a_context_is_refused(describe):
     ("more", "changes"),
     [
         ({"tensor_parallel": 5}, {}),
-        ({}, {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ({}, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
         ({"max_model_len": 9999}, {}),
     ],
 )

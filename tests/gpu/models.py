@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.layers.linear import Linear, Weight
 from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.weights import Checkpoint
+from engine.parallel.group import NullGroup
 from tests.harness.checkpoints import BASE, VARIANTS
 
 ARCHITECTURES = {
@@ -18,6 +22,13 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 
 
@@ -30,6 +41,9 @@ def write(path: Path, variant: str) -> Path:
         "architectures": [ARCHITECTURES[kind]],
         "dtype": "float32",
     }
+    if kind == "gemma3":
+        text = {**BASE, **overrides}
+        raw = {key: raw[key] for key in raw if key not in text} | {"text_config": text}
     (path / "config.json").write_text(json.dumps(raw))
     generator = torch.Generator().manual_seed(0)
     tensors = {name: _draw(name, size, generator) for name, size in _tensors(ModelConfig.read(path))}
@@ -44,29 +58,31 @@ def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tenso
     return torch.empty(size).normal_(0.0, spread, generator=generator)
 
 
-def _tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner, dim = c.hidden_size, c.intermediate_size, c.head_dim
-    q, kv = c.num_heads * dim, c.num_kv_heads * dim
-    products = [
-        ("self_attn.q_proj", q, hidden, c.attention_bias),
-        ("self_attn.k_proj", kv, hidden, c.attention_bias),
-        ("self_attn.v_proj", kv, hidden, c.attention_bias),
-        ("self_attn.o_proj", hidden, q, c.output_bias),
-        ("mlp.gate_proj", inner, hidden, c.mlp_bias),
-        ("mlp.up_proj", inner, hidden, c.mlp_bias),
-        ("mlp.down_proj", hidden, inner, c.mlp_bias),
-    ]
-    yield "model.embed_tokens.weight", (c.vocab_size, hidden)
-    yield "model.norm.weight", (hidden,)
-    if not c.tie_embeddings:
-        yield "lm_head.weight", (c.vocab_size, hidden)
-    for layer in (f"model.layers.{index}" for index in range(c.num_layers)):
-        yield f"{layer}.input_layernorm.weight", (hidden,)
-        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-        if c.qk_norm:
-            yield f"{layer}.self_attn.q_norm.weight", (dim,)
-            yield f"{layer}.self_attn.k_norm.weight", (dim,)
-        for name, outputs, inputs, bias in products:
-            yield f"{layer}.{name}.weight", (outputs, inputs)
-            if bias:
-                yield f"{layer}.{name}.bias", (outputs,)
+class _Wanted(Checkpoint):
+    """Takes down what a decoder reads."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, tuple[int, ...]] = {}
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def get(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        return self.matrix(name, *shape, rows=rows, columns=columns)
+
+    def matrix(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        self.tensors[name] = shape
+        whole = torch.zeros(shape)
+        return whole[:, columns] if columns is not None else whole[rows or slice(None)]
+
+
+def _unused(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+    return lambda x: x
+
+
+def _tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    wanted = _Wanted()
+    Decoder(config, wanted, NullGroup(), _unused)
+    yield from wanted.tensors.items()

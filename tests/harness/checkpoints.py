@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.harness.model_text import BASE, VOCAB, write_tokenizer
+from tests.harness.model_text import BASE, CONTEXT, VOCAB, write_tokenizer
 
 WINDOW = 24
 PROMPT = 70  # longer than the sliding window
@@ -28,6 +29,42 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 3.0], "long_factor": [1.5, 2.0, 2.5, 3.5, 5.0, 8.0]}
+_PHI4 = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}  # 12 of 16 dimensions
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW, "tie_word_embeddings": True}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+# The smallest part for pictures that there can be; it is neither loaded nor served.
+_NO_PICTURES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _longrope(original: int) -> dict[str, Any]:
+    """Hugging Face rotates a text by the long factors from `original` + 1 tokens on: here 4, or never."""
+    return {
+        **_PHI4,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "partial_rotary_factor": 0.75,
+            **_FACTORS,
+        },
+    }
+
 
 # name → (model type, overrides)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +83,62 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-tied": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 32}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN}),
+    "phi3-window": ("phi3", {"sliding_window": WINDOW}),
+    "phi4": ("phi3", _PHI4),
+    "phi3-short-factors": ("phi3", _longrope(CONTEXT)),
+    "phi3-long-factors": ("phi3", _longrope(4)),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases-mqa": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+    "granite": (
+        "granite",
+        {
+            "rms_norm_eps": 0.05,  # large: it takes part in the multipliers' arithmetic
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "granite-plain-biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "glm4": ("glm4", {"head_dim": 32}),
+    "glm4-plain": ("glm4", {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}),
+    "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 12.0, "final_logit_softcapping": 10.0}),
+    "gemma2-uncapped-biases": (
+        "gemma2",
+        {
+            **_GEMMA,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_GEMMA,
+            "rope_parameters": _GEMMA3_ROPE,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma3-multimodal": ("gemma3", {**_GEMMA, "head_dim": 32}),
 }
+# The families of the first engine, which `make test` takes through every path; of the others, those that have most flags,
+# through one path (CHECKED). The rest is long.
+FIRST = tuple(VARIANTS)[: tuple(VARIANTS).index("llama-yarn")]
+CHECKED = (*FIRST, "phi3-long-factors", "olmo2", "granite", "glm4", "gemma2", "gemma3")
+
+
+def variants(short: Sequence[str] = FIRST, without: Sequence[str] = ()) -> list[Any]:
+    """All variants, as parameters of a test; those that are not in `short` are marked long."""
+    import pytest
+
+    return [
+        name if name in short else pytest.param(name, marks=pytest.mark.long)
+        for name in VARIANTS
+        if name not in without
+    ]
 
 
 def prompt_ids(length: int = PROMPT, seed: int = 0) -> list[int]:
@@ -72,14 +164,19 @@ def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**BASE, **overrides})
+    settings = {**BASE, **overrides}
+    if kind == "gemma3":
+        settings = {"text_config": settings, "vision_config": _NO_PICTURES}
+    config = AutoConfig.for_model(kind, **settings)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.6, 1.4)
+            if "norm" in name:  # Gemma's multiply by 1 + w
+                least = -0.4 if kind.startswith("gemma") else 0.6
+                parameter.uniform_(least, least + 0.8)
             elif "embed" in name or "lm_head" in name:
-                parameter.normal_(0.0, 1.0)
+                # Gemma's are multiplied by 8: tied ones that are larger repeat the last token.
+                parameter.normal_(0.0, 0.04 if kind.startswith("gemma") else 1.0)
             else:
                 parameter.normal_(0.0, 0.2)
     return model

@@ -78,7 +78,6 @@ def test_a_large_tensor_is_looked_at_from_end_to_end(model: Path, share: float) 
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"max_position_embeddings": 512},
         {"eos_token_id": [2, 7]},
-        {"a_key_of_next_year": {"attends": "backwards"}},
     ],
 )
 def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str, Any]) -> None:
@@ -86,6 +85,30 @@ def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str
     before = make_model_id(model)
     edit(model, **changes)
     assert make_model_id(model) != before
+
+
+def test_an_unknown_key_is_refused_and_not_hashed(model: Path) -> None:
+    edit(model, a_key_of_next_year={"attends": "backwards"})
+    with pytest.raises(ModelError) as caught:
+        make_model_id(model)
+    assert caught.value.field == "a_key_of_next_year"
+
+
+def test_what_weights_are_made_into_changes_the_id(model: Path) -> None:
+    assert make_model_id(model, quantization="int8") != make_model_id(model)
+
+
+def test_workers_on_either_side_of_longropes_border_are_apart(model: Path) -> None:
+    """They rotate by other factors; for every other model the context is no part of the id."""
+    assert make_model_id(model, max_model_len=64) == make_model_id(model)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    edit(
+        model,
+        rope_parameters={"rope_type": "longrope", **factors, "original_max_position_embeddings": 128},
+    )
+    assert make_model_id(model, max_model_len=128) == make_model_id(model, max_model_len=64)
+    assert make_model_id(model, max_model_len=129) == make_model_id(model)
+    assert make_model_id(model, max_model_len=128) != make_model_id(model)
 
 
 def test_end_tokens_change_the_id_in_any_config_file(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace as replaced
 from itertools import pairwise
 
 import pytest
@@ -37,9 +38,11 @@ class Case:
         *,
         window: int = 0,
         dtype=torch.float32,
+        scale: float | None = None,
+        cap: float = 0.0,
     ):
         query_heads, kv_heads, dim = heads
-        self.shape = AttentionShape(query_heads, kv_heads, dim, page, (0, window))
+        self.shape = AttentionShape(query_heads, kv_heads, dim, page, (0, window), scale, cap)
         torch.manual_seed(0)
         blocks = torch.randperm(sum(-(-end // page) for _, end in spans) + 3).tolist()
         self.cache = torch.full((len(blocks), LAYERS, 2, kv_heads, page, dim), math.nan, dtype=dtype)
@@ -103,6 +106,22 @@ class Case:
 def test_a_mixed_step_is_that_of_plain_products(heads, page, window, dtype):
     case = Case(heads, page, MIXED, window=window, dtype=dtype)
     case.check(1, 1e-5 if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(0, torch.float32), (12, torch.float32), (12, torch.bfloat16)], ids=str
+)
+def test_scores_are_scaled_and_capped(window, dtype):
+    case = Case((4, 2, 32), 16, MIXED, window=window, dtype=dtype, scale=0.5, cap=1.5)
+    got = case.check(1, 1e-5 if dtype is torch.float32 else 2e-2)
+    case.shape = replaced(case.shape, cap=0.0)
+    assert not torch.allclose(got, case.by_triton(1, case.items, case.q), atol=0.05)
+
+
+def test_a_cap_bounds_scores_however_large():
+    """Without an overflow: the powers of two behind it are infinite or 0."""
+    case = Case((4, 2, 32), 16, MIXED, scale=1e4, cap=1.5)
+    assert case.check(1).isfinite().all()
 
 
 def test_layers_of_both_kinds_read_their_own_keys():

@@ -79,7 +79,7 @@ def test_an_engine_says_the_same_with_these_kernels(variant, checkpoint, monkeyp
         for index, (length, new) in enumerate([(70, 4), (5, 6), (20, 2)])
     ]
     expected = run(engine_of(runner_of(model, "sdpa")), *requests).tokens
-    monkeypatch.setattr(registry, "choose", lambda name, *others: name)
+    monkeypatch.setattr(registry, "choose", lambda name, *others, **more: name)
     for one in (None, recorder):
         runner = runner_of(model, "triton", one)
         assert isinstance(runner._ops, TritonOps) and isinstance(runner._attention, TritonBackend)

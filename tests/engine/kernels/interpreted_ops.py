@@ -20,9 +20,10 @@ from tests.engine.steps import buffers_of
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def both(heads: int, kv: int, dim: int, page: int, dtype: torch.dtype):
-    shape = OpsShape(heads, kv, dim, 1e-5)
-    angles = torch.rand(100, dim // 2) * 6
+def both(heads: int, kv: int, dim: int, page: int, dtype: torch.dtype, activation: str = "silu"):
+    """Both layers rotate by tables of their own."""
+    shape = OpsShape(heads, kv, dim, 1e-5, activation, (0, 1))
+    angles = torch.rand(2, 100, dim // 2) * 6
     caches = [torch.full((9, 2, 2, kv, page, dim), math.nan, dtype=dtype) for _ in range(2)]
     made = (TorchOps, TritonOps)
     return [
@@ -51,9 +52,10 @@ def test_norms_and_the_sum(width, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gate(dtype):
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_gate(dtype, activation):
     torch.manual_seed(0)
-    (plain, own), _ = both(2, 1, 16, 16, dtype)
+    (plain, own), _ = both(2, 1, 16, 16, dtype, activation)
     gate_up = 3 * torch.randn(3, 2 * 1100).to(dtype)
     close(own.gate(gate_up), plain.gate(gate_up))
 

@@ -54,10 +54,10 @@ def check(capability: int, kernel, kind: str, constants: dict[str, object], opti
     return made
 
 
-def check_attention(capability: int, kind: str, dim: int, group: int, page: int) -> None:
+def check_attention(capability: int, kind: str, dim: int, group: int, page: int, cap: float = 0.0) -> None:
     dtype = TYPES[kind]
     sizes = {
-        "GROUP": group, "DIM": dim, "WIDTH": backend.width_of(dim), "PAGE": page,
+        "GROUP": group, "DIM": dim, "WIDTH": backend.width_of(dim), "PAGE": page, "CAP": cap,
         "SPLIT": backend.SPLIT, "SPLITS": backend.most_splits(8),
     }  # fmt: skip
     for kernel, of in (
@@ -94,7 +94,8 @@ def check_small(capability: int, kind: str, dim: int) -> None:
             {"ADDS": adds, "BLOCK": norm["BLOCK"]},
             {"num_warps": norm["num_warps"]},
         )
-    check(capability, small.gate_rows, kind, {"BLOCK": GATE_BLOCK}, {"num_warps": 4})
+    for gelu in (False, True):
+        check(capability, small.gate_rows, kind, {"BLOCK": GATE_BLOCK, "GELU": gelu}, {"num_warps": 4})
     for norms in (False, True):
         sizes: dict[str, object] = {
             "HEADS": 8,
@@ -108,11 +109,15 @@ def check_small(capability: int, kind: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "kind", "dim", "group"),
-    [(90, "bf16", 128, 4), (80, "fp32", 64, 4)],
+    ("capability", "kind", "dim", "group", "cap"),
+    [
+        (90, "bf16", 128, 4, 0.0),
+        (80, "fp32", 64, 4, 0.0),
+        pytest.param(90, "bf16", 256, 2, 50.0, marks=pytest.mark.long),
+    ],
 )
-def test_attention_compiles(capability, kind, dim, group):
-    check_attention(capability, kind, dim, group, 16)
+def test_attention_compiles(capability, kind, dim, group, cap):
+    check_attention(capability, kind, dim, group, 16, cap)
 
 
 def test_small_kernels_compile():
@@ -135,5 +140,7 @@ VARIANTS = [
 def test_every_variant_compiles(capability, kind, group, dims):
     for dim in dims:
         check_attention(capability, kind, dim, group, 16)
+    if kind == "bf16" and group == 1:
+        check_attention(capability, kind, 256, 2, 16, cap=50.0)  # Gemma 2
     if group == 4:
         check_small(capability, kind, 64)

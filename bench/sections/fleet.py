@@ -1,0 +1,144 @@
+"""Sixteen routers in front of a thousand stub workers: what the fleet itself costs, and a request beside it.
+
+All are real processes with one Redis; one process serves the stub workers, each registered with a lease of its own and
+with a listener for links. First nothing is asked, then a load that the machine carries easily: the difference, divided by
+the requests, is what a request costs Redis and the routers. Everything shares the machine, so that processor time is the
+figure, and times of requests say only that nothing waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+
+from bench.context import Context
+from bench.figures import Figure, Section
+from bench.load import run_now, tokens_config
+from cluster.redis.embedded import EmbeddedRedis
+from loadgen.report import Report
+from tests.harness import router_process
+from tests.harness.router_process import NAMESPACE, RunningRouter
+from tests.harness.waiting import wait_for
+
+ROUTERS = 16
+PAIRS = 500  # a prefill and a decode worker each
+READY_SECONDS = 180.0
+SECONDS = 20.0
+REQUESTS_A_SECOND = 32.0
+PROMPT_TOKENS = 512
+MAX_TOKENS = 16
+DESIGN_RATE = 1600  # requests a second of 16 routers, for which Redis is meant to suffice
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of a core, by what ran: over one stretch of time."""
+
+    redis: float
+    routers: float  # of one router, their mean
+    workers: float  # of the stubs' process
+
+
+def run(context: Context) -> Section:
+    out = context.out / "fleet"
+    routers_wanted, pairs = (4, 40) if context.quick else (ROUTERS, PAIRS)
+    with contextlib.ExitStack() as stack:
+        redis = EmbeddedRedis.start(out.absolute() / "redis")
+        stack.callback(redis.stop)
+        context.say(f"fleet: {2 * pairs} stub workers register")
+        stubs = stack.enter_context(_stubs(redis.url, pairs))
+        workers = 2 * pairs
+        settings = {
+            "redis_url": redis.url, "namespace": NAMESPACE, "model": str(context.model), "served_model_name": "bench",
+        }  # fmt: skip
+        routers = []
+        for number in range(routers_wanted):
+            context.say(f"fleet: router {number + 1} of {routers_wanted} starts")
+            routers.append(stack.enter_context(router_process.run_router(out / f"router-{number}", settings)))
+        for one in routers:
+            wait_for(partial(_sees, one, workers), READY_SECONDS, f"{workers} workers at {one.http}")
+        # the first request to a worker opens its link, the first of a router fills its caches
+        _load(routers, context.seconds(SECONDS), seed=1)
+        processes = (psutil.Process(redis.pid), [psutil.Process(one.pid) for one in routers], stubs)
+        context.say("fleet: nothing is asked")
+        quiet = _watched(*processes, lambda: time.sleep(context.seconds(SECONDS)))
+        context.say(f"fleet: {REQUESTS_A_SECOND:.0f} requests a second")
+        reports: list[Report] = []
+        busy = _watched(*processes, lambda: reports.append(_load(routers, context.seconds(SECONDS), seed=2)))
+        memory = max(one.memory_info().rss for one in processes[1])
+    title = f"{len(routers)} routers in front of {workers} stub workers"
+    return Section("fleet", title, _figures(quiet, busy, reports[0], memory, len(routers)))
+
+
+def _figures(quiet: Shares, busy: Shares, report: Report, memory: int, routers: int) -> Sequence[Figure]:
+    rate = len(report.answered) / report.seconds
+    redis_request = (busy.redis - quiet.redis) / rate
+    filled = quiet.redis + DESIGN_RATE * redis_request
+    return [
+        Figure("Redis, nothing asked", quiet.redis, "of a core"),
+        Figure("a router, nothing asked", quiet.routers, "of a core", note=f"mean of {routers}"),
+        Figure(
+            "all workers, nothing asked", quiet.workers, "of a core", note="leases and links of the stubs"
+        ),
+        Figure("a router's memory", memory / 2**20, "MiB", note="of the largest"),
+        Figure(
+            "requests", rate, "a second", note=f"prompts of {PROMPT_TOKENS}, {MAX_TOKENS} tokens; none failed"
+        ),
+        Figure("Redis, a request", redis_request * 1e6, "µs"),
+        Figure("a router, a request", (busy.routers - quiet.routers) * routers / rate * 1e6, "µs"),
+        Figure("TTFT p50", report.ttft.p50 * 1e3, "ms"),
+        Figure("TTFT p99", report.ttft.p99 * 1e3, "ms"),
+        Figure(f"Redis at {DESIGN_RATE:,} requests/s, computed", filled, "of a core", "≤ 1.0"),
+    ]
+
+
+@contextlib.contextmanager
+def _stubs(redis_url: str, pairs: int) -> Iterator[psutil.Process]:
+    """The process of all stub workers, once they are registered."""
+    command = ["-m", "tests.harness.stub_workers", "--redis-url", redis_url, "--namespace", NAMESPACE]
+    with router_process.python(*command, "--pairs", str(pairs)) as process:
+        assert process.stdout is not None, "nothing is logged: it is a pipe"
+        process.stdout.readline()
+        yield psutil.Process(process.pid)
+
+
+def _sees(router: RunningRouter, workers: int) -> bool:
+    with urllib.request.urlopen(f"{router.http}/v1/cluster", timeout=20) as answer:
+        return len(json.load(answer)["workers"]) >= workers
+
+
+def _load(routers: Sequence[RunningRouter], seconds: float, seed: int) -> Report:
+    settings = tokens_config(
+        routers[0].grpc,
+        prompt_tokens=PROMPT_TOKENS,
+        max_tokens=MAX_TOKENS,
+        rate=REQUESTS_A_SECOND,
+        seconds=seconds,
+        seed=seed,
+    )
+    return run_now(settings.model_copy(update={"targets": tuple(one.grpc for one in routers)}))
+
+
+def _watched(
+    redis: psutil.Process,
+    routers: Sequence[psutil.Process],
+    stubs: psutil.Process,
+    work: Callable[[], object],
+) -> Shares:
+    before, began = [_cpu(one) for one in (redis, *routers, stubs)], time.monotonic()
+    work()
+    seconds = time.monotonic() - began
+    used = [_cpu(one) - was for one, was in zip((redis, *routers, stubs), before, strict=True)]
+    return Shares(used[0] / seconds, sum(used[1:-1]) / len(routers) / seconds, used[-1] / seconds)
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,60 @@
+"""Keys of a model's config.json that routers and workers both read, so that both have the same limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.errors import ModelError
+
+# Architectures of models for several media whose text part is served: text_config describes it.
+WRAPPERS = frozenset({"Gemma3ForConditionalGeneration"})
+# Hugging Face's defaults by architecture, for configurations without the key: published ones of Gemma 3 have neither.
+_CONTEXTS = {
+    "MistralForCausalLM": 131_072,
+    "Qwen2ForCausalLM": 32_768,
+    "Qwen3ForCausalLM": 32_768,
+    "Phi3ForCausalLM": 4096,
+    "Glm4ForCausalLM": 131_072,
+    "Gemma2ForCausalLM": 8192,
+    "Gemma3ForCausalLM": 131_072,
+    "Gemma3ForConditionalGeneration": 131_072,
+}
+_OTHER_CONTEXT = 2048
+_VOCABULARIES = {
+    "Gemma2ForCausalLM": 256_000,
+    "Gemma3ForCausalLM": 262_208,
+    "Gemma3ForConditionalGeneration": 262_208,
+}
+
+
+def architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "none"
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys that describe the text model. Raises ModelError."""
+    if architecture(raw) not in WRAPPERS:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError("config.json has no text_config", field="text_config")
+    return text
+
+
+def context_tokens(raw: Mapping[str, Any]) -> int:
+    """The longest context. Raises ModelError."""
+    return _positive(raw, "max_position_embeddings") or _CONTEXTS.get(architecture(raw), _OTHER_CONTEXT)
+
+
+def vocab_size(raw: Mapping[str, Any]) -> int | None:
+    """None: the configuration does not say. Raises ModelError."""
+    return _positive(raw, "vocab_size") or _VOCABULARIES.get(architecture(raw))
+
+
+def _positive(raw: Mapping[str, Any], key: str) -> int | None:
+    value = text_part(raw).get(key)
+    if value is not None and (type(value) is not int or not 0 < value < 2**31):
+        raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
+    return value

@@ -1,0 +1,158 @@
+"""One rank's share of the tensors of a layer, by the family's names and in the form that the decoder computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.protocol.kv_heads import head_range
+from engine.layers.linear import Int8Weight, Weight, join
+from engine.model.config import ModelConfig
+from engine.model.weights import Checkpoint
+
+# Where a checkpoint's tensors begin: text models, and the text part of models for several media, as Hugging Face writes
+# it now and wrote it before.
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+class LayerWeights:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, rank: int, size: int):
+        self._config, self._checkpoint = config, checkpoint
+        c, dim = config, config.head_dim
+        kv = head_range(rank, size, c.num_kv_heads)
+        heads, width = c.num_heads // size, c.intermediate_size // size
+        self._q_rows = slice(rank * heads * dim, (rank + 1) * heads * dim)
+        self._kv_rows = slice(kv[0] * dim, kv[1] * dim)
+        self._inner = slice(rank * width, (rank + 1) * width)
+        self._order = c.dim_order()
+        self._prefix = next(
+            (one for one in _PREFIXES if checkpoint.has(f"{one}embed_tokens.weight")), _PREFIXES[0]
+        )
+
+    def embedding(self, rows: slice) -> Tensor:
+        c = self._config
+        return self._get("embed_tokens.weight", c.vocab_size, c.hidden_size, rows=rows)
+
+    def head(self, rows: slice) -> Weight:
+        c, has = self._config, self._checkpoint.has
+        name = next((one for one in _HEADS if has(one)), _HEADS[0])
+        return self._checkpoint.matrix(name, c.vocab_size, c.hidden_size, rows=rows)
+
+    def norm(self, name: str | None, at: str = "") -> Tensor | None:
+        if name is None:
+            return None
+        weight = self._get(f"{at}{name}.weight", self._config.hidden_size)
+        return self._offset(weight)
+
+    def qk_norms(self, at: str) -> tuple[Tensor | None, Tensor | None]:
+        c = self._config
+        q, k = f"{at}self_attn.q_norm.weight", f"{at}self_attn.k_norm.weight"
+        if not c.family.qk_norm:
+            return None, None
+        if c.family.qk_norm == "row":
+            dim = c.head_dim
+            return (
+                self._ordered(self._get(q, c.num_heads * dim, rows=self._q_rows)),
+                self._ordered(self._get(k, c.num_kv_heads * dim, rows=self._kv_rows)),
+            )
+        return self._offset(self._ordered(self._get(q, c.head_dim))), self._offset(
+            self._ordered(self._get(k, c.head_dim))
+        )
+
+    def qkv(self, at: str) -> tuple[Weight, Tensor | None]:
+        """Weight and bias of the rank's queries, keys and values."""
+        c = self._config
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        rows = (self._q_rows, self._kv_rows, self._kv_rows)
+        parts = _rows_of(c.family.names.qkv, (q, kv, kv), rows)
+        *heads, values = self._matrices(at, parts)
+        weight = join(f"{self._prefix}{at}self_attn", [*map(self._ordered_weight, heads), values])
+        if not c.attention_bias:
+            return weight, None
+        *heads_bias, value_bias = self._biases(at, parts)
+        return weight, torch.cat([*map(self._ordered, heads_bias), value_bias])
+
+    def gate_up(self, at: str) -> tuple[Weight, Tensor | None]:
+        c = self._config
+        parts = _rows_of(c.family.names.gate_up, (c.intermediate_size,) * 2, (self._inner,) * 2)
+        weight = join(f"{self._prefix}{at}mlp", self._matrices(at, parts))
+        return weight, torch.cat(self._biases(at, parts)) if c.mlp_bias else None
+
+    def output(self, at: str) -> Weight:
+        c = self._config
+        return self._matrix(
+            f"{at}self_attn.o_proj.weight", c.hidden_size, c.num_heads * c.head_dim, columns=self._q_rows
+        )
+
+    def output_bias(self, at: str) -> Tensor | None:
+        c = self._config
+        return self._get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
+
+    def down(self, at: str) -> Weight:
+        c = self._config
+        name = f"{at}mlp.down_proj.weight"
+        return self._matrix(name, c.hidden_size, c.intermediate_size, columns=self._inner)
+
+    def down_bias(self, at: str) -> Tensor | None:
+        c = self._config
+        return self._get(f"{at}mlp.down_proj.bias", c.hidden_size) if c.mlp_bias else None
+
+    def _get(self, name: str, *shape: int, rows: slice | None = None) -> Tensor:
+        return self._checkpoint.get(self._prefix + name, *shape, rows=rows)
+
+    def _matrix(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+    ) -> Weight:
+        return self._checkpoint.matrix(self._prefix + name, *shape, rows=rows, columns=columns)
+
+    def _matrices(self, at: str, parts: Sequence[_Rows]) -> list[Weight]:
+        hidden = self._config.hidden_size
+        return [self._matrix(f"{at}{one.name}.weight", one.size, hidden, rows=one.rows) for one in parts]
+
+    def _biases(self, at: str, parts: Sequence[_Rows]) -> list[Tensor]:
+        return [self._get(f"{at}{one.name}.bias", one.size, rows=one.rows) for one in parts]
+
+    def _ordered_weight(self, weight: Weight) -> Weight:
+        if isinstance(weight, Tensor):
+            return self._ordered(weight)
+        return Int8Weight(self._ordered(weight.codes), self._ordered(weight.scales))
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        """Rows of heads, with the dimensions of each in the order in which the kernels rotate them.
+
+        A scale per row moves with its row. Scales of blocks of several rows (FP8 in blocks of 128) would not: a format
+        that has them must be expanded before this, or rotated in the stored order; engine/quant/formats.py refuses it.
+        """
+        if self._order is None:
+            return rows
+        heads = rows.view(-1, self._config.head_dim, *rows.shape[1:])
+        return heads[:, self._order].reshape(rows.shape)
+
+    def _offset(self, weight: Tensor) -> Tensor:
+        """1 + w where the family has it so; rounded once, to the dtype of the weights."""
+        if not self._config.family.norm_offset:
+            return weight
+        return (weight.float() + 1.0).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a tensor; `size`: all that it has."""
+
+    name: str
+    size: int
+    rows: slice
+
+
+def _rows_of(names: Sequence[str], sizes: Sequence[int], own: Sequence[slice]) -> list[_Rows]:
+    """Of each product, `own` rows, in the tensor of its name. Products of one name follow each other in one tensor."""
+    found = []
+    for index, (name, rows) in enumerate(zip(names, own, strict=True)):
+        of_name = [size if other == name else 0 for other, size in zip(names, sizes, strict=True)]
+        before = sum(of_name[:index])
+        found.append(_Rows(name, sum(of_name), slice(rows.start + before, rows.stop + before)))
+    return found

@@ -1,0 +1,73 @@
+"""The table of docs/models.md: family × format × device × parallelism. Written by `python -m engine.model.support`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.protocol.model_limits import WRAPPERS
+from engine.attention.registry import CAPPED
+from engine.model.families import ACTIVATIONS, FAMILIES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- written by python -m engine.model.support -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Column:
+    """`families`: architectures that the test compares with Hugging Face."""
+
+    test: str
+    families: Collection[str] = tuple(FAMILIES)
+
+
+COLUMNS = {
+    "CPU, fp32": Column("tests/engine/test_parity.py::test_logits_are_the_references_at_every_position"),
+    "TP 2": Column("tests/engine/test_parity_ranks.py::test_two_ranks_give_the_output_of_one"),
+    "handed over, TP 1 ↔ 2": Column(
+        "tests/engine/test_parity_ranks.py::test_kv_is_handed_over_between_any_degrees"
+    ),
+    "CPU, int8 (W8A8)": Column(
+        "tests/engine/test_int8.py::test_models_are_those_of_the_reference",
+        [name for name in FAMILIES if name not in WRAPPERS],
+    ),
+    "handed over between processes": Column(
+        "tests/end_to_end/test_handover.py::test_tokens_equal_the_reference_after_a_handover"
+    ),
+}
+NOT_RUN = ("CPU, bf16", "CUDA, fp32 and bf16")
+
+
+def table() -> str:
+    columns = [*COLUMNS, *NOT_RUN]
+    lines = [f"| family | `architectures` | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    for name, family in FAMILIES.items():
+        marks = ["✓" if name in one.families else "~" for one in COLUMNS.values()] + ["~"] * len(NOT_RUN)
+        lines.append(f"| {family.title} | `{name}` | {' | '.join(marks)} |")
+    lines += [
+        "",
+        "| column | test |",
+        "|---|---|",
+        *(f"| {name} | `{one.test}` |" for name, one in COLUMNS.items()),
+    ]
+    lines += [
+        "",
+        f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}. Scores are capped (Gemma 2) by the "
+        f"attention backends {', '.join(f'`{name}`' for name in CAPPED)}; others are refused for such a model.",
+    ]
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """The page with its table as of now."""
+    before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return f"{text[:before]}\n\n{table()}\n\n{text[after:]}"
+
+
+if __name__ == "__main__":
+    new = page(PAGE.read_text())
+    if "--check" in sys.argv and new != PAGE.read_text():
+        sys.exit("docs/models.md is not as `python -m engine.model.support` writes it")
+    PAGE.write_text(new)
