@@ -78,9 +78,9 @@ FORMS: dict[str, Form] = {
     ),
     AWQ: Form("AWQ, 4 bits, gemm packing", _expanded(), "AutoAWQ 0.2.9"),
     GPTQ: Form(
-        "GPTQ, 4 or 8 bits, v1 and v2 zero points, with or without act-order (desc_act)",
+        "GPTQ, 4 or 8 bits, with or without act-order (desc_act); zero points of format v1, and of v2 (~)",
         _expanded(),
-        "AutoGPTQ 0.7.1, GPTQModel 7.7.0",
+        "AutoGPTQ 0.7.1",
     ),
     MXFP4: Form("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
     MXFP4_EXPERTS: Form("MXFP4 experts (`quant_method` mxfp4)", dict.fromkeys(DEVICES, _EXPERTS)),

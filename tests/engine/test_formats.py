@@ -20,6 +20,7 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from engine import build
 from engine.model.config import ModelConfig
+from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.quant import expand, formats, stored
 from engine.quant.formats import FORMS
@@ -184,6 +185,42 @@ def test_zero_points_of_gptqs_two_formats(bits, ones) -> None:
     expected = expand.gptq_zeros(second, bits, 0)
     assert torch.equal(expand.gptq_zeros(second - ones, bits, 1), expected)
     assert expected.shape == (5, 6 * 32 // bits)
+
+
+@pytest.mark.parametrize("variant", ["phi3", "glm4"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_families_with_fused_matrices_and_heads_in_another_order(variant, rank, checkpoint, tmp_path) -> None:
+    """Blocks of 16 × 16 cross the ends of queries, keys and ranks' shares, and the order of a head's dimensions."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = SimpleNamespace(weight_block_size=(16, 16), scale_fmt="float")
+    quantizer = SimpleNamespace(quantization_config=config)
+    packed, plain = {}, {}
+    for name, tensor in load_file(checkpoint(variant) / "model.safetensors").items():
+        found = {name: tensor}
+        if name.endswith("proj.weight"):
+            found = Fp8Quantize(quantizer).convert({name: tensor})
+            assert len(found) == 2, name
+            tensor = Fp8Dequantize(quantizer)._dequantize_one(*found.values(), torch.float32)
+        packed |= found
+        plain[name] = tensor
+    paths = {"plain": plain, "packed": packed}
+    for kind, tensors in paths.items():
+        shutil.copytree(checkpoint(variant), tmp_path / kind)
+        save_file(tensors, tmp_path / kind / "model.safetensors")
+    raw = json.loads((tmp_path / "packed" / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(raw))
+    expected, found = (
+        LayerWeights(ModelConfig.read(path), checkpoint_of(path), rank, 2)
+        for path in (tmp_path / "plain", tmp_path / "packed")
+    )
+    for part in ("qkv", "gate_up"):
+        one, other = getattr(expected, part)("layers.0.")[0], getattr(found, part)("layers.0.")[0]
+        assert torch.equal(one, other)
+    for part in ("output", "down"):
+        one, other = getattr(expected, part)("layers.0."), getattr(found, part)("layers.0.")
+        assert torch.equal(one, other)
 
 
 # --- what is refused ---------------------------------------------------------------------------------
