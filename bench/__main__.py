@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SECTIONS = (
     "engine",
+    "int8",
     "steps",
     "handoff",
     "digests",

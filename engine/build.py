@@ -17,7 +17,8 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear, Weight
-from engine.model.config import ModelConfig, check_shares
+from engine.model import shares
+from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
@@ -62,7 +63,7 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
     Raises ModelError naming the key, or ConfigError naming the setting.
     """
     model = ModelConfig.read(config.model)
-    check_shares(model, config.tensor_parallel)
+    shares.check_shares(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
     resolved = resolve(config, model)
     if resolved.kv_memory_bytes:
         kv_cache.check_fits(resolved.kv_memory_bytes, block_bytes(model, resolved), resolved)
@@ -78,22 +79,17 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one rank's share of the weights as they are computed with; biases are left out."""
-    size, hidden, dim = config.tensor_parallel, model.hidden_size, model.head_dim
-    first, end = head_range(0, size, model.num_kv_heads)
-    heads, inner = model.num_heads // size, model.intermediate_size // size
-    rows = (2 * heads + 2 * (end - first)) * dim + 3 * inner
-    vocabulary, width = model.vocab_size // size, _DTYPES[config.dtype].itemsize
+    sizes = shares.most_weights(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
+    width, hidden = _DTYPES[config.dtype].itemsize, model.hidden_size
+    kept = (sizes.kept + sizes.vocabulary * hidden) * width
+    head = 0 if model.tie_embeddings else sizes.vocabulary * hidden * width
     if not formats.is_int8(model.quantization, config.quantization):
-        vocabulary *= 1 if model.tie_embeddings else 2
-        return (model.num_layers * (rows + 2) + vocabulary) * hidden * width
-    # The embedding and the norms stay as they are, so does the output head of most stored checkpoints; in int8 it is a
-    # matrix of its own, tied or not.
-    outputs = (heads + 2 * (end - first)) * dim + 2 * inner + 2 * hidden
-    matrices = model.num_layers * (rows * hidden + outputs * int8.OUTPUT_BYTES)
-    head = vocabulary * (hidden + int8.OUTPUT_BYTES)
-    if config.quantization != "int8":
-        head = 0 if model.tie_embeddings else vocabulary * hidden * width
-    return matrices + head + (2 * model.num_layers + vocabulary) * hidden * width
+        return kept + sizes.matrices * width + head
+    # The embedding, the norms and the routers stay as they are, so does the output head of most stored checkpoints; in
+    # int8 it is a matrix of its own, tied or not.
+    if config.quantization == "int8":
+        head = sizes.vocabulary * (hidden + int8.OUTPUT_BYTES)
+    return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
 
 
 def _weights_line(model: ModelConfig, config: EngineConfig) -> str:
@@ -101,7 +97,7 @@ def _weights_line(model: ModelConfig, config: EngineConfig) -> str:
     line = f"weights take {weight_bytes(model, config)} bytes on each rank"
     if model.quantization is None:
         return line
-    line += f", stored as {formats.FORMS[model.quantization.form].title}"
+    line += f", stored as {model.quantization.title}"
     if formats.is_int8(model.quantization, config.quantization):
         return line
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
@@ -120,6 +116,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if isinstance(how, str):
         field = "quantization" if config.quantization == "int8" else "model"
         raise ConfigError(f"{field}: {how}, not on {device}", field=field)
+    if config.quantization == "int8" and model.experts is not None:
+        raise ConfigError(
+            f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
+            field="quantization",
+        )
     _check_card(device)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
@@ -200,8 +201,14 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    checkpoint = Checkpoint(config.model, dtype, device, quantization=model.quantization)
-    decoder = Decoder(model, checkpoint, group, _linear_of(resolved, model, team, group))
+    with Checkpoint(config.model, dtype, device, quantization=model.quantization) as checkpoint:
+        decoder = Decoder(
+            model,
+            checkpoint,
+            group,
+            _linear_of(resolved, model, team, group),
+            expert_parallel=config.expert_parallel,
+        )
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     shape = AttentionShape(
         decoder.num_heads,
@@ -224,7 +231,8 @@ def load_model(
         _compile(resolved, decoder, small, tell)
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, *small, memory)
-        capturable = registry.backend_class(resolved.attention_backend).capturable
+        step_bytes += decoder.unmeasured_bytes(resolved.step_tokens)
+        capturable = decoder.capturable and registry.backend_class(resolved.attention_backend).capturable
         if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
@@ -306,11 +314,12 @@ def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:
     if not cpu_products.supported():
         return _torch_linear
     torch.set_num_threads(1)
+    area = cpu_products.Area()
 
     def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
         assert isinstance(weight, Tensor), "only plain weights come here"
         fits = weight.shape[1] % 2 == 0
-        return PanelLinear(weight, bias, team) if fits else TorchLinear(weight, bias)
+        return PanelLinear(weight, bias, team, area) if fits else TorchLinear(weight, bias)
 
     return make
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.paged_cpu import PagedCpuBackend
-from engine.layers.linear import JobLinear
+from engine.layers.linear import JobLinear, Linear
+from engine.layers.moe import Mlp, Moe
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
 from engine.ops.cpu_ops import CpuOps
@@ -63,8 +64,11 @@ class _Parts:
         # What families have between products that no job computes
         biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
         unnormed = any(x.attention_in is None or x.mlp_in is None for x in decoder.layers)
-        by_kernels = all(isinstance(one, JobLinear) for one in parts._linears)
-        return None if biased or unnormed or not by_kernels else parts
+        # Which products there are is chosen in each step
+        sparse = any(isinstance(x.mlp, Moe) for x in decoder.layers)
+        if biased or unnormed or sparse:
+            return None
+        return parts if all(isinstance(one, JobLinear) for one in parts._linears) else None
 
     @property
     def row_bytes(self) -> int:
@@ -74,7 +78,7 @@ class _Parts:
     @property
     def _linears(self) -> list[object]:
         layers = self.decoder.layers
-        return [self.decoder.head, *(one for x in layers for one in (x.qkv, x.output, x.gate_up, x.down))]
+        return [self.decoder.head, *(one for x in layers for one in (x.qkv, x.output, *_mlp(x)))]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -175,6 +179,7 @@ class DecodeJobs:
         x, y, qkv, mixed = (one.data_ptr() for one in (w.x, w.y, w.qkv, w.mixed))
         delta, gate_up, inner = (one.data_ptr() for one in (w.delta, w.gate_up, w.inner))
         at = (step.positions.data_ptr(), step.slots.data_ptr())
+        gate_up_product, down = _mlp(layer)
         return [
             *self._product(layer.qkv, rows, w.y, w.qkv),
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
@@ -182,9 +187,9 @@ class DecodeJobs:
             *self._product(layer.output, rows, w.mixed, w.delta),
             *_norm(ops, rows, delta, 0, layer.attention_out, delta),
             *_norm(ops, rows, x, delta, layer.mlp_in, y),
-            *self._product(layer.gate_up, rows, w.y, w.gate_up),
+            *self._product(gate_up_product, rows, w.y, w.gate_up),
             ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
-            *self._product(layer.down, rows, w.inner, w.delta),
+            *self._product(down, rows, w.inner, w.delta),
             *_norm(ops, rows, delta, 0, layer.mlp_out, delta),
             *_norm(ops, rows, x, delta, norm, y),
         ]
@@ -213,3 +218,8 @@ def _grown(rows: int) -> int:
 def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out: int) -> list[Job]:
     """None where the family has no such norm."""
     return [] if weight is None else [ops.norm_job(rows, x, delta, weight, out)]
+
+
+def _mlp(layer: Layer) -> tuple[Linear, Linear]:
+    assert isinstance(layer.mlp, Mlp), "`make` has checked it"
+    return layer.mlp.gate_up, layer.mlp.down

@@ -69,10 +69,13 @@ class ModelRunner:
         self.num_ranks = model.group.size
         self._export_sink = export_sink
         self.device = self.kv_cache.device
-        recorder = recorder or on_card(self.device, self.config.cuda_graphs, self._attention.capturable)
+        recorder = recorder or on_card(self.device, self.config.cuda_graphs, self._can_record())
         self._buffers = self._make_buffers(recorder is not None)
         self._decode_jobs = _decode_jobs(model, self._buffers)
         self._graphs = self._make_graphs(recorder) if recorder else None
+
+    def _can_record(self) -> bool:
+        return self._decoder.capturable and self._attention.capturable
 
     def _make_buffers(self, padded: bool) -> StepBuffers:
         config = self.config

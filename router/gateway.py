@@ -132,7 +132,6 @@ class RequestGateway:
     async def counted(self, caller: Caller) -> AsyncIterator[None]:
         """Charge the tenant's quota one request that no worker sees. Raises OverloadedError."""
         quota, limits = self.services.quota, self._rate_limits(caller)
-        # With all limits: the script forgets what was used of a limit that it is not given.
         counts = caller.tenant and limits.requests_per_minute
         charge = await quota.charge(caller.tenant, limits, 0) if counts else None
         try:

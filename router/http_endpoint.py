@@ -49,6 +49,7 @@ class HttpEndpoint:
             config,
             {key: _direct(one, gate, cors) for key, one in routes.generations.items()},
             lambda: gateway.leaving,
+            *((self._context.trusts,) if self._context is not None else ()),
         )
         uvicorn_config = uvicorn.Config(
             cors or gate,

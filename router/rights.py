@@ -1,7 +1,8 @@
-"""What a router needs of Redis: the registry, the prefix index, and the routers' own tables."""
+"""What a router needs of Redis: the registry, the prefix index, which may be apart, and the routers' own tables."""
 
 from __future__ import annotations
 
+from cluster.config.router import RouterConfig
 from cluster.index.scripts import prefix
 from cluster.membership import keys
 from cluster.redis.rights import Rights
@@ -30,3 +31,21 @@ def rights(namespace: str) -> Rights:
             "zremrangebyrank zscore"
         ),
     )
+
+
+def index_rights(namespace: str) -> Rights:
+    """Of a user of the prefix index's own Redis."""
+    return Rights(
+        "router-index",
+        keys=(prefix(namespace, "*") + "*",),  # the copies of slots too (cluster/index/slot_keys.py)
+        commands=(
+            "append del eval evalsha exists get hdel hexists hgetall hlen hmget hrandfield hset info pexpireat "
+            "script|load set time"
+        ),
+    )
+
+
+def redis_rights(config: RouterConfig) -> list[tuple[str, Rights]]:
+    """The servers, and what the router needs of each."""
+    index = [(config.index_url, index_rights(config.namespace))] if config.index_url else []
+    return [(config.redis_url, rights(config.namespace)), *index]

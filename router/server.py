@@ -36,7 +36,7 @@ from router.placement.placement import Placement
 from router.processes import snapshots
 from router.processes.member import Member, drain_limit_seconds
 from router.quota.quota import Quota
-from router.rights import rights
+from router.rights import redis_rights
 from router.text.tokenizer import ModelText
 
 REFRESH_SECONDS = 0.5
@@ -79,7 +79,7 @@ class Router:
         self._without_parent: asyncio.Task[None] | None = None
         self._turned = time.monotonic()
         self._metrics: MetricsServer | None = None
-        self._watch = RightsWatch(config.redis_url, rights(config.namespace))
+        self._watches = [RightsWatch(url, needed) for url, needed in redis_rights(config)]
 
     @property
     def http_url(self) -> str:
@@ -109,7 +109,8 @@ class Router:
         if self._member is not None:
             self._without_parent = asyncio.create_task(self._close_ports(self._member))
         self._refreshing.start()
-        self._watch.start()
+        for watch in self._watches:
+            watch.start()
         # The objects of now live as long as the process: about 100,000, and a full collection that scanned them would
         # hold every stream for 50 ms.
         return_long_blocks()
@@ -182,7 +183,8 @@ class Router:
         await self.gateway.live.close()
         await self._services.close()
         self._loop_lag.stop()
-        await asyncio.to_thread(self._watch.stop)
+        for watch in self._watches:
+            await asyncio.to_thread(watch.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
 

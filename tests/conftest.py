@@ -135,6 +135,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not COMPARED:
         return
     terminalreporter.section("greedy tokens compared with the reference")
-    terminalreporter.write_line(f"{'way':<40}{'answers':>9}{'tokens':>9}{'near-ties':>11}")
+    terminalreporter.write_line(f"{'way':<40}{'answers':>9}{'tokens':>9}{'near-ties':>11}{'gate ties':>11}")
     for way, sums in sorted(COMPARED.items()):
-        terminalreporter.write_line(f"{way:<40}{sums.answers:>9}{sums.tokens:>9}{sums.near_ties:>11}")
+        counts = f"{sums.answers:>9}{sums.tokens:>9}{sums.near_ties:>11}{sums.gate_ties:>11}"
+        terminalreporter.write_line(f"{way:<40}{counts}")

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from cluster.errors import DeadlineError
+from cluster.fair_queue import FairQueue, Waiting
 from engine.scheduler.aging import AGING_SECONDS
-from worker.fair_queue import FairQueue, Waiting
 
 AGED_TOGETHER = 16  # per admission, and class: hundreds at once would hold up the event loop
 CLASSES = ("high", "normal", "batch")

@@ -21,7 +21,7 @@ from cluster.redis.rights import RightsWatch
 from worker.ending import Ending
 from worker.identity import WorkerIdentity
 from worker.loaded_engine import LoadedEngine
-from worker.rights import rights
+from worker.rights import redis_rights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Membership:
         self._loop = asyncio.get_running_loop()
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
-        self._watch: RightsWatch | None = None
+        self._watches: list[RightsWatch] = []
 
     def start(self) -> None:
         config = self.config
@@ -67,11 +67,13 @@ class Membership:
             self.identity.model_id,
             self._registration,
             lambda: self._on_loop(self.engine.held_chains(), RESYNC_SECONDS),
+            index_url=config.index_url,
         )
-        self._watch = RightsWatch(config.redis_url, rights(config.namespace))
+        self._watches = [RightsWatch(url, needed) for url, needed in redis_rights(config)]
         self._registration.start()
         self._reporter.start()
-        self._watch.start()
+        for watch in self._watches:
+            watch.start()
 
     def _on_loop(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
         """Run a coroutine from another thread. Raises TimeoutError; the coroutine is cancelled then."""
@@ -105,6 +107,11 @@ class Membership:
         return self._registration.errors if self._registration is not None else 0
 
     @property
+    def index_up(self) -> bool:
+        """Whether the Redis with the prefix index answers."""
+        return self._reporter is not None and self._reporter.index_up
+
+    @property
     def reports_waiting(self) -> int:
         """Prefix chains that are not in the index yet."""
         return self._reporter.waiting if self._reporter is not None else 0
@@ -129,6 +136,6 @@ class Membership:
 
     async def stop(self) -> None:
         """Deregister, so that nothing new is placed here."""
-        for part in (self._registration, self._reporter, self._watch):
+        for part in (self._registration, self._reporter, *self._watches):
             if part is not None:
                 await asyncio.to_thread(part.stop)

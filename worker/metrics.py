@@ -51,6 +51,7 @@ def of_worker(
                 declared.REDIS_UP.read(lambda: membership.redis_up),
                 declared.REDIS_ERRORS.read(lambda: membership.redis_errors),
                 declared.REGISTERED.read(lambda: membership.has_slot),
+                declared.INDEX_UP.read(lambda: membership.index_up),
                 declared.INDEX_REPORTS_WAITING.read(lambda: membership.reports_waiting),
             ]
         ),

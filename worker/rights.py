@@ -1,7 +1,8 @@
-"""What a worker needs of Redis: the registry and the prefix index."""
+"""What a worker needs of Redis: the registry and the prefix index, which may be apart."""
 
 from __future__ import annotations
 
+from cluster.config.worker import WorkerConfig
 from cluster.index.scripts import prefix
 from cluster.membership import keys
 from cluster.redis.rights import Rights
@@ -18,3 +19,21 @@ def rights(namespace: str) -> Rights:
             "script|load set time zadd zcard zrange zrem zscore"
         ),
     )
+
+
+def index_rights(namespace: str) -> Rights:
+    """Of a user of the prefix index's own Redis."""
+    return Rights(
+        "worker-index",
+        keys=(prefix(namespace, "*") + "*",),  # the copies of slots too (cluster/index/slot_keys.py)
+        commands=(
+            "append del eval evalsha exists get hdel hexists hget hgetall hmget hset info pexpireat script|load set time "
+            "zadd zrange zrem zscore"
+        ),
+    )
+
+
+def redis_rights(config: WorkerConfig) -> list[tuple[str, Rights]]:
+    """The servers, and what the worker needs of each."""
+    index = [(config.index_url, index_rights(config.namespace))] if config.index_url else []
+    return [(config.redis_url, rights(config.namespace)), *index]

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from cluster.addresses import join
 from cluster.errors import BatonError, ConfigError, InvalidRequestError
 from cluster.process.descriptors import free_for_connections, raised
+from cluster.protocol.link import MAX_AGE_SECONDS
 from cluster.rpc import errors
 from cluster.rpc.compression import UNCOMPRESSED
 from cluster.rpc.health import Health
@@ -22,6 +23,8 @@ MAX_HEALTH_WATCHERS = 256
 # Routers and prefill workers keep one each. With TLS, the handshake ends others.
 MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 10
+# Then calls under way go on and new ones need another connection, for which certificates are checked again.
+MAX_CONNECTION_SECONDS = MAX_AGE_SECONDS
 
 OPTIONS: list[tuple[str, int]] = [
     UNCOMPRESSED,
@@ -96,6 +99,7 @@ class WorkerServer:
                 *OPTIONS,
                 ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+                ("grpc.max_connection_age_ms", int(MAX_CONNECTION_SECONDS * 1000)),
             ],
             interceptors=[*peers.interceptors, TypedErrors()],
         )

@@ -31,6 +31,7 @@ SECRETS = (
     "BATON_SECRET",
     "BATON_REDIS_URL",
 )  # set in the chart's pods, unknown to the nodes of another cluster
+IF_SET = ("BATON_INDEX_URL",)
 
 
 def pools(
@@ -109,7 +110,7 @@ def apply(
     config: Annotated[Path, typer.Option(help="Serve's configuration (YAML).")],
     seconds: Annotated[float, typer.Option(min=0, help="How long to wait until it runs.")] = 540.0,
 ) -> None:
-    """Deploy both pools, with this process's BATON_SECRET and BATON_REDIS_URL, and wait until they run."""
+    """Deploy both pools, with this process's BATON_SECRET, BATON_REDIS_URL and BATON_INDEX_URL, and wait."""
     ours = with_secrets(_read_applications(config), os.environ)
     names = [one["name"] for one in ours["applications"]]
     client = _client(dashboard)
@@ -147,7 +148,7 @@ def with_secrets(config: dict[str, Any], environment: Any) -> dict[str, Any]:
     missing = [name for name in SECRETS if not environment.get(name)]
     if missing:
         raise ConfigError(f"{missing[0]} is not set: workers need it", field=missing[0])
-    found = {name: environment[name] for name in SECRETS}
+    found = {name: environment[name] for name in (*SECRETS, *IF_SET) if environment.get(name)}
     applications = [
         {**one, "runtime_env": {"env_vars": {**one.get("runtime_env", {}).get("env_vars", {}), **found}}}
         for one in config["applications"]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,18 +42,20 @@ def router(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any
     Each setting is a flag here, an environment variable (BATON_HTTP_PORT) and a field of the YAML file that --config
     names; the flag wins over the variable, the variable over the file. docs/settings.md lists them all.
     """
-    from router.rights import rights
+    from router.rights import redis_rights
 
     resolved = sources.load(RouterConfig, ROUTER.values(RouterConfig, flags), config)
-    check_start(resolved, ready_file, rights(resolved.namespace))
+    check_start(resolved, ready_file, redis_rights(resolved))
     import uvloop
 
     serve = _run_router if resolved.processes == 1 else _run_router_processes
     uvloop.run(serve(resolved, ready_file))
 
 
-def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None, rights: Rights) -> None:
-    """Check what can be checked before a model is loaded; `rights` are those that the process needs in Redis.
+def check_start(
+    config: RouterConfig | WorkerConfig, ready_file: Path | None, servers: Sequence[tuple[str, Rights]]
+) -> None:
+    """Check what can be checked before a model is loaded; `servers` are Redis's URLs, and the rights that it needs there.
 
     An unreachable Redis and missing rights are only reported, because either may come later. Raises ConfigError.
     """
@@ -61,7 +63,8 @@ def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None, ri
     sources.require_redis(config)
     if ready_file is not None:
         check_writable(ready_file, "--ready-file", "ready_file")
-    report_redis(config.redis_url, rights)
+    for url, rights in servers:
+        report_redis(url, rights)
 
 
 def report_redis(url: str, rights: Rights) -> None:
@@ -138,10 +141,10 @@ def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
 def _command(role: Role) -> Callable[..., None]:
     @WORKER.add_to
     def run(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
-        from worker.rights import rights
+        from worker.rights import redis_rights
 
         resolved = sources.load(WorkerConfig, {**WORKER.values(WorkerConfig, flags), "role": role}, config)
-        check_start(resolved, ready_file, rights(resolved.namespace))
+        check_start(resolved, ready_file, redis_rights(resolved))
         import uvloop
 
         uvloop.run(_run_worker(resolved, ready_file))

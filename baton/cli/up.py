@@ -36,6 +36,8 @@ CHOSEN = {
         "model",
         "redis_url",
         "redis_password_file",
+        "index_url",
+        "index_password_file",
         "namespace",
         "secret_file",
         "tensor_parallel",

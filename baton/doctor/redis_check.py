@@ -14,13 +14,17 @@ from cluster.redis.connect import connect
 from cluster.redis.memory import ADVICE, RedisMemory
 from cluster.redis.rights import Component, Rights, lacking
 from cluster.redis.urls import Kind, seeds_of, with_hash_tag, without_password
+from router.rights import index_rights as of_routers_index
 from router.rights import rights as of_router
+from worker.rights import index_rights as of_workers_index
 from worker.rights import rights as of_worker
 
 RIGHTS: Mapping[Component, Callable[[str], Rights]] = {
     "router": of_router,
     "worker": of_worker,
     "autoscaler": of_autoscaler,
+    "router-index": of_routers_index,
+    "worker-index": of_workers_index,
 }
 OLDEST = (6, 2)
 

@@ -204,6 +204,13 @@ class LocalCluster:
         return [*self._servers.children, *self._routers.children, *self._workers.children, *ray]
 
     def _start_redis(self) -> None:
+        if self._options.index_url and (
+            why := why_silent(with_hash_tag(self._options.index_url, self._namespace))
+        ):
+            raise SetupError(
+                f"{why}; start one there, or omit --index-url: the prefix index then shares the other Redis",
+                field="index_url",
+            )
         if self._redis_url:
             if why := why_silent(self._redis_url):
                 raise SetupError(

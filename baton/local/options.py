@@ -20,7 +20,7 @@ from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import limits
 from cluster.redis.connect import check_url
-from cluster.redis.urls import split_password
+from cluster.redis.urls import split_password, with_hash_tag
 from cluster.security.tls import ClientTls, Peers, make_identity
 
 # A decode worker recomputes preempted requests up to this length. For longer ones a prefill worker is faster, because most
@@ -96,6 +96,12 @@ class UpOptions(Frozen):
         "of this machine can read command lines.",
         json_schema_extra={"environment": "BATON_REDIS_URL"},
     )
+    index_url: str = Field(
+        "",
+        description="A Redis of its own for the prefix index; default: it shares the other one. With a password, by "
+        "BATON_INDEX_URL.",
+        json_schema_extra={"environment": "BATON_INDEX_URL"},
+    )
     state_file: Path | None = Field(None, description="Write ids, pids and addresses here (JSON).")
     namespace: str = no_flag("")
     router: Mapping[str, Any] = no_flag({})
@@ -122,8 +128,9 @@ class UpOptions(Frozen):
                     field="config",
                 )
         self._check_settings()
-        if self.redis_url:
-            check_url(self.redis_url)
+        for url in (self.redis_url, self.index_url):
+            if url:
+                check_url(url)
         if self.autoscaling is not None and (self.pool != "ray" or self._local_prefill == "always"):
             raise ConfigError(
                 "--autoscaling sizes two pools that Ray runs: use --pool ray, without --local-prefill always",
@@ -217,6 +224,7 @@ class UpOptions(Frozen):
         """Settings of a worker. Raises pydantic.ValidationError, or ConfigError where memory does not suffice."""
         memory_bytes = {"engine": {"memory_bytes": self._rank_bytes.get(role, 0)}}
         cluster = {"redis_url": redis_url, "namespace": namespace, "secret": secret}
+        cluster["index_url"] = with_hash_tag(self.index_url, namespace) if redis_url else ""
         return WorkerConfig.model_validate(_merged(memory_bytes, self._settings(role), cluster))
 
     def _settings(self, role: Role) -> dict[str, Any]:
@@ -255,6 +263,7 @@ class UpOptions(Frozen):
         ports = {name: given[name] + index for name in ("http_port", "grpc_port") if given[name]}
         fixed = {
             "redis_url": redis_url,
+            "index_url": with_hash_tag(self.index_url, namespace) if redis_url else "",
             "namespace": namespace,
             "secret": secret,
             "model": self.model.absolute(),
@@ -289,11 +298,13 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def without_secrets(config: WorkerConfig, directory: Path) -> dict[str, Any]:
     """Return the settings, each secret replaced by the name of a file that holds it (see `cluster.config.sources.load`).
 
-    Raises OSError if they cannot be written, ConfigError if redis_url holds another secret than its password.
+    Raises OSError if they cannot be written, ConfigError if a Redis URL holds another secret than its password.
     """
     given = config.model_dump(mode="json", exclude={"worker_id"})
     given["redis_url"], password = split_password(config.redis_url)
-    for name, content in {"secret": config.secret, "redis_password": password}.items():
+    given["index_url"], index_password = split_password(config.index_url)
+    secrets = {"secret": config.secret, "redis_password": password, "index_password": index_password}
+    for name, content in secrets.items():
         if content:
             safe_files.replace(directory / name, content.encode())
             given |= {name: "", f"{name}_file": str(directory / name)}

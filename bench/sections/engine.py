@@ -33,7 +33,7 @@ def run(context: Context) -> Section:
     return Section("engine", "Engine", bench.figures(limits.gemm_flops, limits.read_bytes, context.repeats))
 
 
-def load(model: Path, device: str, page_size: int = 16) -> Engine:
+def load(model: Path, device: str, page_size: int = 16, quantization: str = "auto") -> Engine:
     from cluster.config.worker import EngineConfig
     from engine.build import load_model
     from engine.engine import Engine
@@ -47,6 +47,7 @@ def load(model: Path, device: str, page_size: int = 16) -> Engine:
         max_batch_tokens=PROMPT_TOKENS,
         threads=1,
         page_size=page_size,
+        quantization=quantization,
     )
     runner = ModelRunner(load_model(config))
     runner.warm_up()
@@ -110,7 +111,7 @@ class EngineBench:
 
     def prefill_seconds(self, repeats: int) -> float:
         """Median time from a prompt to its first token."""
-        return statistics.median([self._prefill() for _ in range(repeats + 1)][1:])
+        return statistics.median([self.prompt_seconds(PROMPT_TOKENS) for _ in range(repeats + 1)][1:])
 
     def decode(self, batch: int, repeats: int) -> Decode:
         """Medians over whole runs of `DECODE_STEPS` steps, prompts being computed already."""
@@ -121,8 +122,9 @@ class EngineBench:
             statistics.median(run.forward_seconds for run in runs),
         )
 
-    def _prefill(self) -> float:
-        self._add(PROMPT_TOKENS, 1)
+    def prompt_seconds(self, tokens: int) -> float:
+        """From a prompt of so many tokens to its first token."""
+        self._add(tokens, 1)
         began = time.perf_counter()
         self._until_idle()
         return time.perf_counter() - began

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
-from cluster.config.shared import ClusterFields, SecretFields, TelemetryFields, TlsFields
+from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 
 LocalPrefill = Literal["never", "fallback", "auto", "always"]
 
@@ -130,7 +130,8 @@ class ApiFields(Frozen):
     )
     cors_origins: tuple[str, ...] = Field(
         (),
-        description="origins whose pages may call this router from a browser (CORS); * = all; empty = none",
+        description="origins whose pages may call this router from a browser (CORS); * = all; empty = none. Without API "
+        "keys requests that name another origin are refused, and on loopback those to a host of the public DNS",
     )
     ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
     share_prefixes_across_tenants: bool = Field(
@@ -215,6 +216,7 @@ class ConnectionLimits(Frozen):
 
 class RouterConfig(
     ClusterFields,
+    IndexFields,
     SecretFields,
     TlsFields,
     TelemetryFields,

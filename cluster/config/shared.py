@@ -42,6 +42,21 @@ class ClusterFields(Frozen):
     namespace: str = Field("baton", description="prefix of every Redis key of this deployment")
 
 
+class IndexFields(Frozen):
+    panel = "Cluster"
+
+    index_url: str = Field(
+        "",
+        description="a Redis of its own for the prefix index, in the forms of redis_url, the same for all routers and "
+        "workers; none = the index is in redis_url's",
+        repr=False,
+    )
+    index_password: str = no_flag("", description="for an index_url without one", repr=False)
+    index_password_file: Path | None = Field(
+        None, description="file that holds the password of the index's Redis (a mounted Secret)"
+    )
+
+
 class SecretFields(Frozen):
     panel = "Cluster"
 

@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from cluster.config.base import Frozen
-from cluster.config.shared import ClusterFields, SecretFields
+from cluster.config.shared import ClusterFields, IndexFields, SecretFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.redis.connect import check_url
@@ -81,16 +81,27 @@ def with_secrets(config: C) -> C:
     if isinstance(config, SecretFields):
         _check_key(found.get("secret", config.secret))
     if isinstance(config, ClusterFields):
-        password = config.redis_password
-        if config.redis_password_file is not None:
-            password = _read_secret(config.redis_password_file, "redis_password_file")
-        if password:
-            found["redis_url"] = with_password(config.redis_url, password)
-            found |= {"redis_password": "", "redis_password_file": None}
-        if url := found.get("redis_url", config.redis_url):
-            check_url(url)
-            found["redis_url"] = with_hash_tag(url, config.namespace)
+        found |= _with_password(config, "redis", config.namespace)
+        if isinstance(config, IndexFields):
+            found |= _with_password(config, "index", config.namespace)
     return config.model_copy(update=found)
+
+
+def _with_password(config: Frozen, name: str, namespace: str) -> dict[str, Any]:
+    """The settings `name`_url, `name`_password and `name`_password_file, the password in the URL. Raises ConfigError."""
+    url, password, file = (getattr(config, f"{name}_{part}") for part in ("url", "password", "password_file"))
+    if file is not None:
+        password = _read_secret(file, f"{name}_password_file")
+    try:
+        if password:
+            url = with_password(url, password)
+        if url:
+            check_url(url)
+            url = with_hash_tag(url, namespace)
+    except ConfigError as error:
+        text, field = (one.replace("redis_", f"{name}_") for one in (error.message, error.field))
+        raise ConfigError(text, field=field) from None
+    return {f"{name}_url": url, f"{name}_password": "", f"{name}_password_file": None}
 
 
 def _check_key(secret: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
-from cluster.config.shared import ClusterFields, SecretFields, TelemetryFields, TlsFields
+from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -78,6 +78,10 @@ class EngineConfig(Frozen):
         "tensor_parallel above 1",
     )
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
+    expert_parallel: bool = Field(
+        False,
+        description="of a mixture of experts, each rank has whole experts instead of a share of every one",
+    )
     nodes: int = Field(
         1,
         ge=1,
@@ -184,7 +188,7 @@ class TopologyConfig(Frozen):
     api_seconds: float = Field(5.0, gt=0, description="after that the worker starts without labels")
 
 
-class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
+class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, TelemetryFields):
     """One prefill or decode worker."""
 
     panel = "Worker"

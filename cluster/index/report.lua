@@ -2,18 +2,19 @@
 -- -> 'ok' | 'register' | the sequence number to resend from | {how many of the chains were taken}: the rest is to be sent under
 -- the same number, so that a batch of deep chains does not hold Redis. A batch that is repeated is applied again until it is whole.
 local NODES = 512  -- looked at in a call, or those of one chain
-if redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then return 'register' end
-local sequence = tonumber(ARGV[4])
-local expected = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '1')
+local prefix, slot, name, sequence, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local FIRST = 6  -- of the pairs
+if redis.call('HGET', KEYS[1], slot) ~= name then return 'register' end
+local expected = tonumber(redis.call('HGET', KEYS[2], slot) or '1')
 -- No effect, but refused: by a replica, whose 'ok' would lose the batch, and by a full Redis, which the index may not fill more.
-redis.call('HSET', KEYS[2], ARGV[2], expected)
+redis.call('HSET', KEYS[2], slot, expected)
 if sequence > expected then return expected end
 if sequence == expected then
-  local now, slots, visited = now_ms(), {ARGV[2]}, 0
-  for i = 6, #ARGV, 2 do
-    visited = visited + insert(ARGV[1], ARGV[i + 1], slots, tonumber(ARGV[i]), true, 0, now + tonumber(ARGV[5]))
-    if visited >= NODES and i + 2 < #ARGV then return {(i - 4) / 2} end
+  local now, slots, visited = now_ms(), {slot}, 0
+  for i = FIRST, #ARGV, 2 do
+    visited = visited + insert(prefix, ARGV[i + 1], slots, tonumber(ARGV[i]), true, 0, now + ttl_ms)
+    if visited >= NODES and i + 2 < #ARGV then return {(i - FIRST) / 2 + 1} end
   end
-  redis.call('HSET', KEYS[2], ARGV[2], expected + 1)
+  redis.call('HSET', KEYS[2], slot, expected + 1)
 end
 return 'ok'

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 
 import redis
 
-from cluster.index import scripts
+from cluster.index import scripts, slot_keys
+from cluster.index.slot_claim import SlotClaim
 from cluster.membership import keys
 from cluster.membership.registration import Registration
 from cluster.protocol.block_hash import index_keys
@@ -46,10 +47,18 @@ class ChainReporter:
         model_id: str,
         registration: Registration,
         all_chains: Callable[[], Iterable[Chain]],
+        *,
+        index_url: str = "",
     ):
-        self._client = connect(redis_url)
+        """`index_url`: of a Redis of the index's own, if it has one."""
+        self._client = connect(index_url or redis_url)
         self._script = self._client.register_script(scripts.report())
         self._keys = [keys.slot_owners(namespace), keys.sequences(namespace)]
+        self._claim: SlotClaim | None = None
+        if index_url:
+            self._claim = SlotClaim(self._client, namespace)
+            self._keys = [slot_keys.owners(namespace), slot_keys.sequences(namespace)]
+        self.index_up = True  # the last call was answered
         self._prefix = scripts.prefix(namespace, model_id)
         self._registration = registration
         self._all_chains = all_chains
@@ -93,6 +102,8 @@ class ChainReporter:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(5.0)
+        if self._claim is not None:
+            self._claim.release()
         self._client.close()
 
     def _run(self) -> None:
@@ -104,15 +115,25 @@ class ChainReporter:
                 if ready:
                     self._send_batch()
             except redis.RedisError as error:
-                log.debug("reports of cached prefixes wait for Redis: %s", error)
+                self._answered(error)
                 disconnect_after_failover(self._client, error)
                 self._pause(FULL_SECONDS if says_full(error) else RETRY_SECONDS)
             except Exception as error:  # the engine did not answer in time, or has ended
                 log.warning("reports of cached prefixes wait: %r", error)
                 self._pause(RESYNC_RETRY_SECONDS)
             else:
+                self._answered(None)
                 # The rest of a resync is sent at once; ordinary reports wait to be batched.
                 self._pause(RETRY_SECONDS if not ready else 0.0 if self._unsaid else BATCH_SECONDS)
+
+    def _answered(self, error: redis.RedisError | None) -> None:
+        if error is None and not self.index_up:
+            log.info("reports of cached prefixes reach Redis again")
+        elif error is not None:
+            # Where it shares the registry's Redis, the registration logs that as well.
+            level = logging.WARNING if self.index_up and self._claim is not None else logging.DEBUG
+            log.log(level, "reports of cached prefixes wait for Redis: %s", error)
+        self.index_up = error is None
 
     def _wait(self) -> bool:
         with self._wake:
@@ -122,6 +143,7 @@ class ChainReporter:
                 bool(self._waiting or self._unsaid)
                 or self._standing != self._registration.standing
                 or self._dropped
+                or (self._claim is not None and self._claim.due)
             )
 
     def _pause(self, seconds: float) -> None:
@@ -132,13 +154,19 @@ class ChainReporter:
     def _resync_if_new_slot(self) -> bool:
         """Publish everything under a new slot, if there is one. Returns False while a new slot is needed and missing."""
         if self._standing == self._registration.standing:
-            if not self._dropped:
+            if not self._dropped and (self._claim is None or self._claim.keep()):
                 return True
             self._registration.register_again()
             if self._standing == self._registration.standing:
                 return False
+        standing = self._registration.standing
+        if self._claim is not None:
+            last = self._claim.claim(standing[0], self._registration.name)
+            if last is not None:
+                self._registration.register_again(above=last)
+                return False
         self._dropped = False
-        standing, chains = self._registration.standing, list(self._all_chains())
+        chains = list(self._all_chains())
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
         self._standing, self._sequence = standing, 1
         return True

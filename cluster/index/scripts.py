@@ -24,6 +24,11 @@ def report() -> str:
     return tree() + resources.files("cluster.index").joinpath("report.lua").read_text()
 
 
+@cache
+def claim() -> str:
+    return resources.files("cluster.index").joinpath("claim.lua").read_text()
+
+
 def prefix(namespace: str, model_id: str) -> str:
     """Return the prefix of every node's keys; the model is part of it, as it is part of every hash's salt."""
     return f"{{{namespace}}}:index:{model_id}:"

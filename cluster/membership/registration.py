@@ -93,9 +93,9 @@ class Registration:
         self._drain = then
         self._calls.attempt(self._do_drain)
 
-    def register_again(self) -> None:
-        """Take a new slot: the index entries under the old one are stale from now on."""
-        self._calls.attempt(self._do_register)
+    def register_again(self, above: int = 0) -> None:
+        """Take a new slot, above this one: the index entries under the old one are stale from now on."""
+        self._calls.attempt(lambda: self._do_register(above))
 
     def stop(self) -> None:
         self._stop.set()
@@ -131,12 +131,12 @@ class Registration:
             self._info = replace(self._info, epoch=epoch, slot=0)
         return True
 
-    def _do_register(self) -> None:
+    def _do_register(self, above: int = 0) -> None:
         with self._lock:
             if self._stop.is_set():  # a late report asks for a new slot, which would never be given up
                 return
             info = replace(self._info, slot=0)
-            self._info = replace(info, slot=self._registry.register(info, self._status(), self._drain))
+            self._info = replace(info, slot=self._registry.register(info, self._status(), self._drain, above))
             self._registered = self._info
             self._standing = self._info.slot, self._standing[1] + 1
         self._on_registered(self._info.slot)

@@ -38,11 +38,11 @@ class Registry:
         self._leave = self._client.register_script(scripts.LEAVE)
         self._drain = self._client.register_script(always_writes(scripts.DRAIN))
 
-    def register(self, info: WorkerInfo, status: WorkerStatus, drain: Then | None) -> int:
-        """Register, and return the worker's new slot."""
+    def register(self, info: WorkerInfo, status: WorkerStatus, drain: Then | None, above: int = 0) -> int:
+        """Register, and return the worker's new slot, which is above `above`."""
         published = json.dumps(status.encode())
         arguments: list[str | bytes] = [info.worker_id, info.name, encode(info), published, info.process]
-        arguments += [drain or "", pack(info)]
+        arguments += [drain or "", pack(info), str(above)]
         return int(self._register(keys=self._keys, args=arguments))
 
     def renew(self, info: WorkerInfo, status: WorkerStatus) -> Then | Literal[""] | None:

@@ -23,9 +23,10 @@ end
 )
 
 # KEYS: members leases status slots owners drains sequences facts generation
-# ARGV: worker_id name(worker@epoch) registration status process "exit" | "stay" | "" (it drains; does not) facts
-# → slot. A worker that registers again gets a new slot, so index entries under its old one are stale at once. A request to
-# drain an earlier process of this name is deleted.
+# ARGV: worker_id name(worker@epoch) registration status process "exit" | "stay" | "" (it drains; does not) facts above
+# → slot, greater than `above`: a prefix index apart remembers slots that this Redis may have forgotten. A worker that
+# registers again gets a new slot, so index entries under its old one are stale at once. A request to drain an earlier
+# process of this name is deleted.
 REGISTER = (
     _HEAD
     + """
@@ -40,7 +41,11 @@ if old then
     redis.call('HDEL', KEYS[7], last)
   end
 end
-local slot = redis.call('INCR', KEYS[4])
+local slot, above = redis.call('INCR', KEYS[4]), tonumber(ARGV[8] or 0)
+if slot <= above then
+  slot = above + 1
+  redis.call('SET', KEYS[4], slot)
+end
 local registration = string.gsub(ARGV[3], '"slot": ?0', '"slot": ' .. slot, 1)
 redis.call('HSET', KEYS[1], ARGV[1], registration)
 redis.call('ZADD', KEYS[2], ms, ARGV[1])

@@ -18,7 +18,7 @@ from cluster.redis.connect import connect
 from cluster.redis.urls import without_password
 
 log = logging.getLogger(__name__)
-Component = Literal["router", "worker", "autoscaler"]
+Component = Literal["router", "worker", "autoscaler", "router-index", "worker-index"]
 WATCH_SECONDS = 30.0
 # Commands with which any component connects, and asks what it may do.
 _EVERYWHERE = ("discard", "multi", "ping", "select")

@@ -5,13 +5,15 @@ channel to one verifies the name `worker.baton.internal`, and a worker's server 
 (`PeerNames`). Clients of the router's public ports verify its host name as usual.
 
 Files are read again when they change: a server uses the new certificate for the next connection, a client for its next
-channel. Open connections are not affected.
+channel. Requests that run are not affected. How long a connection outlives its certificate: docs/security.md, TLS.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import ssl
 import threading
@@ -22,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from cryptography import x509
 
-from cluster.errors import ConfigError, ForbiddenError
+from cluster.errors import ConfigError, ForbiddenError, UnauthenticatedError
 from cluster.rpc import errors
 
 if TYPE_CHECKING:
@@ -226,7 +229,7 @@ class PeerNames(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Authorizes callers of a worker: workers may open the hand-off stream, routers may call everything else.
 
     The handshake has verified the authority; this checks the role, so that a certificate that the same authority issued
-    for another purpose gives no access.
+    for another purpose gives no access. A stream ends once its caller's certificate has expired.
     """
 
     async def intercept_service(
@@ -247,8 +250,12 @@ def _named(handler: grpc.RpcMethodHandler[Any, Any], name: str) -> grpc.RpcMetho
 
     async def stream(given: Any, context: Context) -> AsyncIterator[Any]:
         await _check_name(context, name)
-        async for message in call(given, context):
-            yield message
+        ends = _certificate_ends(context)
+        async with contextlib.aclosing(call(given, context)) as messages:
+            async for message in messages:
+                if time.time() >= ends:
+                    await errors.abort(context, UnauthenticatedError("the caller's certificate has expired"))
+                yield message
 
     async def unary(given: Any, context: Context) -> Any:
         await _check_name(context, name)
@@ -273,7 +280,20 @@ async def _check_name(context: Context, name: str) -> None:
         await errors.abort(context, ForbiddenError(f"only a certificate of {name} may call this"))
 
 
+def _certificate_ends(context: Context) -> float:
+    """When the caller's certificate expires, in seconds since 1970."""
+    (certificate,) = context.auth_context()["x509_pem_cert"]
+    try:
+        return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
+    except ValueError:  # the handshake has accepted it; cryptography is stricter
+        return math.inf
+
+
 # --- the router's public ports and their clients --------------------------------------------------------------
+
+
+class _ServerContext(ssl.SSLContext):
+    authority = b""  # that must have signed the certificates of its clients
 
 
 class ListenerContext:
@@ -289,7 +309,8 @@ class ListenerContext:
         self._identity = identity
         self._ask_clients = ask_clients
         self._version = identity.version
-        self.context = self._current = self._made()
+        self._current = self._made()
+        self.context: ssl.SSLContext = self._current
         self.context.sni_callback = self._lead
 
     def refresh(self) -> bool:
@@ -309,12 +330,22 @@ class ListenerContext:
         self._version = version
         return True
 
-    def _made(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    def trusts(self, transport: asyncio.BaseTransport) -> Callable[[], bool]:
+        """Whether the client of a connection would be let in again: its certificate has not expired, and the authority is
+        still the one of before."""
+        connection = transport.get_extra_info("ssl_object")
+        certificate = transport.get_extra_info("peercert") or {}
+        authority = getattr(connection and connection.context, "authority", b"")
+        ends = ssl.cert_time_to_seconds(certificate["notAfter"]) if certificate else math.inf
+        return lambda: time.time() < ends and authority == self._current.authority
+
+    def _made(self) -> _ServerContext:
+        context = _ServerContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3 if self._ask_clients else ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.CERT_REQUIRED if self._ask_clients else ssl.CERT_NONE
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
+        context.authority = self._identity.current().ca  # first: a later one is another version
         self._identity.load_into(context)
         return context
 

@@ -96,7 +96,9 @@ def on_card(device: torch.device, enabled: bool, capturable: bool) -> Recorder |
     """The recorder of this device; None where decode steps are not recorded."""
     if not recorded(device, enabled, capturable):
         if recorded(device, enabled, capturable=True):
-            log.info("decode steps are not recorded: the attention backend reads lengths on the host")
+            log.info(
+                "decode steps are not recorded: the attention backend reads lengths on the host, or the model has experts"
+            )
         return None
     from engine.graphs.cuda import CudaRecorder
 

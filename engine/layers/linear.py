@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from cluster.errors import ModelError
 from engine.ops.team import Job, KernelTeam
+
+if TYPE_CHECKING:
+    from engine.ops.cpu_products import Area
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,12 @@ class PanelLinear:
 
     row_bytes = 0
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam):
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
         from engine.ops import cpu_jobs, cpu_products
 
         self._run, self._code = team.run, cpu_jobs.MULTIPLY
         self.out_features, self._inputs = weight.shape
-        self._panels = cpu_products.pack(weight)
+        self._panels = cpu_products.pack(weight, area)
         self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
         if bias is not None:
             self._bias[: self.out_features] = bias

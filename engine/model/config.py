@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from cluster.errors import ConfigError, ModelError
+from cluster.errors import ModelError
 from cluster.protocol import model_limits
-from engine.model import keys, rope
-from engine.model.families import ACTIVATIONS, FAMILIES, SILU, WRAPPER_KEYS, Family
+from engine.model import experts, keys, rope
+from engine.model.experts import ExpertConfig
+from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED, SILU, WRAPPER_KEYS, Family
 from engine.model.rope import Rope
 from engine.quant.formats import StoredFormat, stored_format
 
@@ -46,6 +47,8 @@ class ModelConfig:
     attention_cap: float = 0.0  # scores are cap · tanh(score / cap); 0 = none
     logits_cap: float = 0.0
     logits_divisor: float = 1.0
+    qk_norm: str = ""  # as in Family
+    experts: ExpertConfig | None = None
     quantization: StoredFormat | None = None  # of stored matrices
 
     @classmethod
@@ -123,6 +126,8 @@ class ModelConfig:
         name = model_limits.architecture(raw)
         keys.check_state(raw, name)
         family = FAMILIES.get(name)
+        if name in REFUSED:
+            raise ModelError(REFUSED[name], field="architectures")
         if family is None:
             raise ModelError(
                 f"architecture {name} is not supported; supported: {', '.join(FAMILIES)}",
@@ -131,6 +136,12 @@ class ModelConfig:
         quantization = stored_format(raw)
         text = _text_part(raw, family)
         quantization = quantization or stored_format(text)
+        if quantization and family.experts:
+            raise ModelError(
+                f"quantised experts ({quantization.title}) are not supported: use the unquantised checkpoint of "
+                f"{family.title}",
+                field="quantization_config",
+            )
         prefix = "text_config." if name in model_limits.WRAPPERS else ""
         keys.check_known(text, family.title, family.keys, family.fixed, prefix)
         return _Reader(directory, raw, text, family).config(quantization)
@@ -174,7 +185,8 @@ class _Reader:
         if (vocab := model_limits.vocab_size(self._raw)) is None:
             raise ModelError("config.json has no vocab_size", field="vocab_size")
         heads, layers = need("num_attention_heads"), need("num_hidden_layers")
-        bias = {"never": False, "always": True}.get(family.attention_bias, bool(self.get("attention_bias")))
+        bias = {"never": False, "always": True}.get(family.attention_bias, bool(self.get(family.bias_key)))
+        normed = not family.qk_norm_key or bool(self.get(family.qk_norm_key))
         windows = self._windows(layers)
         scales = self._scales()
         stored = self._raw.get("dtype") or self._raw.get("torch_dtype")
@@ -200,6 +212,8 @@ class _Reader:
             dtype=str(stored).replace("torch.", ""),
             local_rope=local,
             activation=self._activation(),
+            qk_norm=family.qk_norm if normed else "",
+            experts=experts.read(self._text, self.get, family.experts, layers) if family.experts else None,
             quantization=quantization,
             **scales,
         )
@@ -283,14 +297,17 @@ class _Reader:
                 field="layer_types",
             )
         window = 0 if family.windows == "none" else self.get("sliding_window") or 0
-        if family.windows == "last layers" and not self.get("use_sliding_window"):
+        if "use_sliding_window" in family.keys and not self.get("use_sliding_window"):
             window = 0
-        by_types = family.windows in ("last layers", "layer_types")
+        by_types = family.windows in ("last layers", "even layers", "layer_types")
         if types and window and by_types:
             return tuple(window if kind == "sliding_attention" else 0 for kind in types)
         if family.windows == "last layers":
             first = self.get("max_window_layers")
             return tuple(window if layer >= first else 0 for layer in range(layers))
+        if family.windows == "even layers":
+            end = self.get("max_window_layers")
+            return tuple(0 if layer % 2 or layer >= end else window for layer in range(layers))
         if family.windows == "layer_types":
             every = family.window_every or self.positive("sliding_window_pattern")
             return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
@@ -312,31 +329,3 @@ def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: int)
     return tuple(
         one for one in (eos if isinstance(eos, list) else [eos]) if type(one) is not int or 0 <= one < vocab
     )
-
-
-MAX_SUGGESTED_RANKS = 64  # in an error message
-
-
-def check_shares(model: ModelConfig, size: int) -> None:
-    """Raise ConfigError naming the dimension that `size` ranks can't share equally, and the sizes that fit."""
-    if dimension := _indivisible(model, size):
-        fit = ", ".join(str(one) for one in range(1, MAX_SUGGESTED_RANKS + 1) if not _indivisible(model, one))
-        raise ConfigError(
-            f"tensor_parallel {size}: the model's {dimension} can't be shared equally; sizes that fit: {fit}",
-            field="tensor_parallel",
-        )
-
-
-def _indivisible(model: ModelConfig, size: int) -> str:
-    """The dimension that `size` ranks can't share equally, with its value; "" if there is none."""
-    for key, value in (
-        ("num_attention_heads", model.num_heads),
-        ("intermediate_size", model.intermediate_size),
-        ("vocab_size", model.vocab_size),
-    ):
-        if value % size:
-            return f"{key} = {value}"
-    # With more ranks than KV heads, several ranks hold the same head.
-    if model.num_kv_heads % size and size % model.num_kv_heads:
-        return f"num_key_value_heads = {model.num_kv_heads}"
-    return ""

@@ -11,9 +11,12 @@ from torch.nn import functional as F
 
 from cluster.protocol.kv_heads import head_range
 from engine.layers.linear import Linear, MakeLinear
+from engine.layers.moe import MOST_PAIRS, Mlp, Moe
 from engine.layers.row_norms import RowNorms
 from engine.model.config import ModelConfig
+from engine.model.expert_weights import ExpertWeights
 from engine.model.layer_weights import LayerWeights
+from engine.model.make_moe import make_moe
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
@@ -31,8 +34,7 @@ class Layer:
     k_norm: Tensor | None
     attention_out: Tensor | None
     mlp_in: Tensor | None
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Moe
     down_bias: Tensor | None
     mlp_out: Tensor | None
 
@@ -43,8 +45,17 @@ AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Decoder:
     """`forward` returns hidden states, `logits` the logits of chosen rows of them."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, group: TpGroup, linear: MakeLinear):
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        group: TpGroup,
+        linear: MakeLinear,
+        *,
+        expert_parallel: bool = False,
+    ):
         c = self.config = config
+        self._whole_experts = expert_parallel
         self.group = group
         size, rank = group.size, group.rank
         self.num_heads = c.num_heads // size
@@ -66,12 +77,27 @@ class Decoder:
         self.following = [layer.attention_in for layer in self.layers[1:]] + [self.final_norm]
         self.finish = _finish_of(config)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether its steps may be recorded as CUDA graphs. Not those with experts: no card has yet recorded a grouped
+        product."""
+        return self.config.experts is None
+
+    def unmeasured_bytes(self, tokens: int) -> int:
+        """Bytes that a step of so many tokens may take beside those of one that was measured: a rank of whole experts
+        takes the most if it holds those of every token."""
+        experts = self.config.experts
+        if experts is None or not self._whole_experts or self.group.size == 1:
+            return 0
+        pairs = min(MOST_PAIRS, tokens * experts.per_token)
+        return pairs * (2 * self.config.hidden_size + 3 * experts.width) * self.embedding.itemsize
+
     def _layer(self, weights: LayerWeights, index: int, linear: MakeLinear) -> Layer:
         names, at = self.config.family.names, f"layers.{index}."
         qkv, bias = weights.qkv(at)
         q_norm, k_norm = weights.qk_norms(at)
         product = linear(qkv, bias)
-        if self.config.family.qk_norm == "row":
+        if self.config.qk_norm == "row":
             assert q_norm is not None and k_norm is not None, "the family has them"
             product = RowNorms(product, (q_norm, k_norm), self.config.norm_eps, self.group)
             q_norm = k_norm = None
@@ -84,11 +110,18 @@ class Decoder:
             k_norm=k_norm,
             attention_out=weights.norm(names.attention_out, at),
             mlp_in=weights.norm(names.mlp_in, at),
-            gate_up=linear(*weights.gate_up(at)),
-            down=linear(weights.down(at), None, split_inputs=True),
+            mlp=self._mlp(weights, index, linear),
             down_bias=weights.down_bias(at),
             mlp_out=weights.norm(names.mlp_out, at),
         )
+
+    def _mlp(self, weights: LayerWeights, index: int, linear: MakeLinear) -> Mlp | Moe:
+        c, at = self.config, f"layers.{index}."
+        if c.experts is None or not c.experts.layers[index]:
+            return Mlp(linear(*weights.gate_up(at)), linear(weights.down(at), None, split_inputs=True))
+        rank, size = self.group.rank, self.group.size
+        own = ExpertWeights(weights, c.experts, c.hidden_size, at, rank, size, whole=self._whole_experts)
+        return make_moe(c.experts, own, linear)
 
     def forward(self, tokens: Tensor, ops: LayerOps, attention: AttentionFunction) -> Tensor:
         """tokens: int64 [T] → hidden states [T, hidden] after the final norm. Call `ops.begin` first."""
@@ -99,7 +132,7 @@ class Decoder:
             q, k, v = ops.heads(index, layer.qkv(y), layer.q_norm, layer.k_norm)
             mixed = layer.output(attention(index, q, k, v))
             y = _add(ops, x, self._sum(ops, mixed, layer.output_bias, layer.attention_out), layer.mlp_in)
-            inner = layer.down(ops.gate(layer.gate_up(y)))
+            inner = layer.mlp(y, ops.gate)
             y = _add(ops, x, self._sum(ops, inner, layer.down_bias, layer.mlp_out), self.following[index])
         return y
 

@@ -31,6 +31,32 @@ class Names:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's experts below `layers.N.`: each expert's matrices, or all experts' in one tensor of three
+    dimensions, which newer checkpoints have in the first block of the same names."""
+
+    blocks: tuple[str, ...] = (
+        "mlp",
+    )  # where the router and the experts are; the first that a checkpoint has
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = ""  # below the block, of the experts that take every token; "": there are none
+
+
+@dataclass(frozen=True)
+class ExpertFlags:
+    """What distinguishes the families' mixtures of experts; sizes and the rest are keys (experts.py)."""
+
+    names: ExpertNames = ExpertNames()
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with a correction, by groups of experts
+    normed: Literal["always", "by key"] = "by key"  # the weights of a token's experts add up to 1
+    rounded: bool = False  # those weights, to the dtype of the products
+    shared_gate: bool = False  # of the shared experts' output
+    count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
+    width_key: str = "moe_intermediate_size"
+    layers: Literal["all", "by step", "after the first"] = "all"
+
+
+@dataclass(frozen=True)
 class Family:
     """`defaults`: Hugging Face's, of keys that are read; those that routers read too are in cluster/protocol/model_limits.
     `fixed`: keys of which only this value, theirs, is computed."""
@@ -38,10 +64,12 @@ class Family:
     title: str
     names: Names = Names()
     attention_bias: Literal["never", "by key", "always"] = "never"  # of q, k, v
+    bias_key: str = "attention_bias"
     output_bias: bool = False  # `attention_bias` adds one to the output product too
     mlp_bias: bool = False  # by the key `mlp_bias`
     qk_norm: Literal["", "head", "row"] = ""  # of each head, or of all heads of a token at once
-    windows: Literal["none", "all layers", "last layers", "layer_types"] = "none"
+    qk_norm_key: str = ""  # which says whether a model has it; "": all have
+    windows: Literal["none", "all layers", "last layers", "even layers", "layer_types"] = "none"
     window_every: int = 0  # without layer_types: each layer but every so many-th has a window
     norm_offset: bool = False  # norms multiply by 1 + w
     interleaved_rope: bool = False  # neighbours are rotated against each other, not halves
@@ -51,16 +79,19 @@ class Family:
     multipliers: bool = False  # Granite's four
     soft_caps: bool = False  # of attention scores and logits, by keys
     activation_key: str = "hidden_act"
+    experts: ExpertFlags | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()  # keys that checkpoints have and that change nothing in this family
 
     @property
     def keys(self) -> frozenset[str]:
         """Of config.json, or of its text_config: those that are read."""
         read = {*_READ, self.activation_key, *self.defaults}
-        read |= {"attention_bias"} if self.attention_bias == "by key" else set()
+        read |= {self.bias_key} if self.attention_bias == "by key" else set()
         read |= {"mlp_bias"} if self.mlp_bias else set()
-        return frozenset(read | _WINDOW_KEYS[self.windows])
+        read |= set(self.experts.count_keys) if self.experts else set()
+        return frozenset(read | _WINDOW_KEYS[self.windows] | self.ignored)
 
     def default(self, key: str) -> Any:
         return self.defaults.get(key, _DEFAULTS.get(key))
@@ -76,6 +107,7 @@ _WINDOW_KEYS: Mapping[str, set[str]] = {
     "none": set(),
     "all layers": {"sliding_window"},
     "last layers": {"sliding_window", "use_sliding_window", "max_window_layers"},
+    "even layers": {"sliding_window", "use_sliding_window", "max_window_layers"},
     "layer_types": {"sliding_window"},
 }
 _DEFAULTS: Mapping[str, Any] = {
@@ -93,6 +125,7 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
 _GEMMA_NAMES = Names(
     attention_out="post_attention_layernorm",
     mlp_in="pre_feedforward_layernorm",
@@ -237,9 +270,100 @@ FAMILIES: Mapping[str, Family] = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "MixtralForCausalLM": Family(
+        "Mixtral",
+        windows="all layers",
+        experts=ExpertFlags(
+            ExpertNames(blocks=("block_sparse_moe", "mlp"), parts=("w1", "w3", "w2")),
+            normed="always",
+            count_keys=("num_local_experts", "num_experts"),
+            width_key="intermediate_size",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        ignored=frozenset({"router_jitter_noise"}),  # training
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "Qwen2-MoE",
+        attention_bias="by key",
+        bias_key="qkv_bias",
+        windows="even layers",
+        experts=ExpertFlags(
+            ExpertNames(shared="shared_expert"), rounded=True, shared_gate=True, layers="by step"
+        ),
+        defaults={
+            **_QWEN,
+            **_QWEN_EXPERTS,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        fixed={"use_mrope": False},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "Qwen3-MoE",
+        attention_bias="by key",
+        output_bias=True,
+        qk_norm="head",
+        windows="all layers",
+        experts=ExpertFlags(rounded=True, layers="by step"),
+        defaults={
+            **_QWEN_EXPERTS,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        ignored=frozenset({"max_window_layers"}),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "GLM-4.5, GLM-4.6",
+        attention_bias="by key",
+        qk_norm="head",
+        qk_norm_key="use_qk_norm",
+        partial_rotary=True,
+        experts=ExpertFlags(
+            ExpertNames(shared="shared_experts"),
+            scores="sigmoid",
+            count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
+            layers="after the first",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        # Layers that predict further tokens, for speculation
+        ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+    ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _gemma3("Gemma 3"),
     "Gemma3ForConditionalGeneration": _gemma3("Gemma 3, text of a multimodal model"),
+}
+# Families that are known and refused, with what of them is not computed.
+REFUSED = {
+    "GptOssForCausalLM": "gpt-oss is not supported: attention sinks, biases of experts and clamped SwiGLU are missing",
 }
 # Keys beside text_config, of models for several media: they say how other parts enter the text, and none is served.
 WRAPPER_KEYS = frozenset({

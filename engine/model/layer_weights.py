@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class LayerWeights:
 
     def embedding(self, rows: slice) -> Tensor:
         c = self._config
-        return self._get("embed_tokens.weight", c.vocab_size, c.hidden_size, rows=rows)
+        return self.get("embed_tokens.weight", c.vocab_size, c.hidden_size, rows=rows)
 
     def head(self, rows: slice) -> Weight:
         c, has = self._config, self._checkpoint.has
@@ -45,22 +46,22 @@ class LayerWeights:
     def norm(self, name: str | None, at: str = "") -> Tensor | None:
         if name is None:
             return None
-        weight = self._get(f"{at}{name}.weight", self._config.hidden_size)
+        weight = self.get(f"{at}{name}.weight", self._config.hidden_size)
         return self._offset(weight)
 
     def qk_norms(self, at: str) -> tuple[Tensor | None, Tensor | None]:
         c = self._config
         q, k = f"{at}self_attn.q_norm.weight", f"{at}self_attn.k_norm.weight"
-        if not c.family.qk_norm:
+        if not c.qk_norm:
             return None, None
-        if c.family.qk_norm == "row":
+        if c.qk_norm == "row":
             dim = c.head_dim
             return (
-                self._ordered(self._get(q, c.num_heads * dim, rows=self._q_rows)),
-                self._ordered(self._get(k, c.num_kv_heads * dim, rows=self._kv_rows)),
+                self._ordered(self.get(q, c.num_heads * dim, rows=self._q_rows)),
+                self._ordered(self.get(k, c.num_kv_heads * dim, rows=self._kv_rows)),
             )
-        return self._offset(self._ordered(self._get(q, c.head_dim))), self._offset(
-            self._ordered(self._get(k, c.head_dim))
+        return self._offset(self._ordered(self.get(q, c.head_dim))), self._offset(
+            self._ordered(self.get(k, c.head_dim))
         )
 
     def qkv(self, at: str) -> tuple[Weight, Tensor | None]:
@@ -84,37 +85,41 @@ class LayerWeights:
 
     def output(self, at: str) -> Weight:
         c = self._config
-        return self._matrix(
+        return self.matrix(
             f"{at}self_attn.o_proj.weight", c.hidden_size, c.num_heads * c.head_dim, columns=self._q_rows
         )
 
     def output_bias(self, at: str) -> Tensor | None:
         c = self._config
-        return self._get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
+        return self.get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
 
     def down(self, at: str) -> Weight:
         c = self._config
         name = f"{at}mlp.down_proj.weight"
-        return self._matrix(name, c.hidden_size, c.intermediate_size, columns=self._inner)
+        return self.matrix(name, c.hidden_size, c.intermediate_size, columns=self._inner)
 
     def down_bias(self, at: str) -> Tensor | None:
         c = self._config
-        return self._get(f"{at}mlp.down_proj.bias", c.hidden_size) if c.mlp_bias else None
+        return self.get(f"{at}mlp.down_proj.bias", c.hidden_size) if c.mlp_bias else None
 
-    def _get(self, name: str, *shape: int, rows: slice | None = None) -> Tensor:
-        return self._checkpoint.get(self._prefix + name, *shape, rows=rows)
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(self._prefix + name)
 
-    def _matrix(
+    def get(self, name: str, *shape: int, **part: Any) -> Tensor:
+        """A tensor of a layer; `part` as in Checkpoint.get."""
+        return self._checkpoint.get(self._prefix + name, *shape, **part)
+
+    def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
         return self._checkpoint.matrix(self._prefix + name, *shape, rows=rows, columns=columns)
 
     def _matrices(self, at: str, parts: Sequence[_Rows]) -> list[Weight]:
         hidden = self._config.hidden_size
-        return [self._matrix(f"{at}{one.name}.weight", one.size, hidden, rows=one.rows) for one in parts]
+        return [self.matrix(f"{at}{one.name}.weight", one.size, hidden, rows=one.rows) for one in parts]
 
     def _biases(self, at: str, parts: Sequence[_Rows]) -> list[Tensor]:
-        return [self._get(f"{at}{one.name}.bias", one.size, rows=one.rows) for one in parts]
+        return [self.get(f"{at}{one.name}.bias", one.size, rows=one.rows) for one in parts]
 
     def _ordered_weight(self, weight: Weight) -> Weight:
         if isinstance(weight, Tensor):

@@ -9,19 +9,25 @@ from pathlib import Path
 
 from cluster.protocol.model_limits import WRAPPERS
 from engine.attention.registry import CAPPED
-from engine.model.families import ACTIVATIONS, FAMILIES
+from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED
 from engine.quant import formats
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by python -m engine.model.support -->", "<!-- end -->"
+_DENSE = tuple(name for name, one in FAMILIES.items() if one.experts is None)
 
 
 @dataclass(frozen=True)
 class Column:
-    """`families`: architectures that the test compares with Hugging Face."""
+    """`families`: architectures that the test compares with Hugging Face. `otherwise`: the mark of others."""
 
     test: str
     families: Collection[str] = tuple(FAMILIES)
+    otherwise: str = "~"
+    refused: Collection[str] = ()
+
+    def mark(self, name: str) -> str:
+        return "✓" if name in self.families else "✗" if name in self.refused else self.otherwise
 
 
 COLUMNS = {
@@ -32,10 +38,18 @@ COLUMNS = {
     ),
     "CPU, int8 (W8A8)": Column(
         "tests/engine/test_int8.py::test_models_are_those_of_the_reference",
-        [name for name in FAMILIES if name not in WRAPPERS],
+        tuple(name for name in _DENSE if name not in WRAPPERS),
+        refused=tuple(name for name in FAMILIES if name not in _DENSE),
     ),
     "handed over between processes": Column(
-        "tests/end_to_end/test_handover.py::test_tokens_equal_the_reference_after_a_handover"
+        "tests/end_to_end/test_handover.py::test_tokens_equal_the_reference_after_a_handover",
+        # The test takes one variant of each other family too; it was not run with them yet
+        ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    ),
+    "whole experts over the ranks": Column(
+        "tests/engine/test_parity_ranks.py::test_ranks_of_whole_experts_give_the_output_of_one",
+        tuple(name for name in FAMILIES if name not in _DENSE),
+        "",
     ),
 }
 NOT_RUN = ("CPU, bf16", "CUDA, fp32 and bf16")
@@ -45,8 +59,9 @@ def table() -> str:
     columns = [*COLUMNS, *NOT_RUN]
     lines = [f"| family | `architectures` | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for name, family in FAMILIES.items():
-        marks = ["✓" if name in one.families else "~" for one in COLUMNS.values()] + ["~"] * len(NOT_RUN)
+        marks = [one.mark(name) for one in COLUMNS.values()] + ["~"] * len(NOT_RUN)
         lines.append(f"| {family.title} | `{name}` | {' | '.join(marks)} |")
+    lines += [f"| | `{name}` | ✗ {text}{' |' * len(columns)}" for name, text in REFUSED.items()]
     lines += [
         "",
         "| column | test |",

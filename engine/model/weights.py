@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,7 +16,8 @@ from engine.quant.formats import INT8, StoredFormat
 
 
 class Checkpoint:
-    """Reads one tensor at a time, so that a model is never in memory twice."""
+    """Reads one tensor at a time, so that a model is never in memory twice. Each file is opened once: the header of one
+    with thousands of experts takes longer to read than a tensor. Use as a context: files are mapped until its end."""
 
     def __init__(
         self,
@@ -31,21 +33,36 @@ class Checkpoint:
         self._directory = directory
         self._quantization = quantization
         self._files = tensor_files(directory)
+        self._opened: dict[Path, Any] = {}  # by safetensors, which has no types
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.clear()
 
     def get(
-        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The tensor, or the given rows or columns of it. `shape` is that of the whole.
+        """The tensor, or the given rows or columns of it, or of one of its items where it has three dimensions. `shape` is
+        that of the whole.
 
         Raises ModelError naming the tensor if it is missing or has another shape.
         """
-        tensor = self.part(name, shape, rows or slice(None), columns or slice(None))
+        matrix = (rows or slice(None), columns or slice(None))
+        tensor = self.part(name, shape, *(matrix if item is None else (item, *matrix)))
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelError(
                 f"tensor {name} is stored as {tensor.dtype}, expected floating point of 16 or 32 bits",
                 field=name,
             )
-        return tensor.to(self._device, self._dtype).contiguous()
+        return self._own(tensor, dtype or self._dtype)
 
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
@@ -59,39 +76,48 @@ class Checkpoint:
             product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)
         )
         if how.form != INT8:
-            return stored.read(how, self, share, self._dtype).to(self._device).contiguous()
+            return stored.read(how, self, share, self._dtype).to(self._device)
         codes, scales = stored.read_int8(self, share)
-        return Int8Weight(codes.to(self._device).contiguous(), scales.to(self._device, torch.float32))
+        return Int8Weight(self._own(codes, torch.int8), self._own(scales, torch.float32))
 
     def has(self, name: str) -> bool:
         return name in self._files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with _open(self._file(name)) as handle:
-            return tuple(handle.get_slice(name).get_shape())
+        return tuple(self._handle(name).get_slice(name).get_shape())
 
-    def part(self, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> torch.Tensor:
-        """The tensor as it is stored, or `parts` of it, a slice per dimension. `why`: what its shape follows from.
+    def part(self, name: str, shape: tuple[int, ...], *parts: slice | int, why: str = "") -> torch.Tensor:
+        """The tensor as it is stored, or `parts` of it by dimension; it may be in the file's mapping. `why`: what its
+        shape follows from.
 
         Raises ModelError naming the tensor if it is missing or has another shape.
         """
-        with _open(self._file(name)) as handle:
-            part = handle.get_slice(name)
-            found = tuple(part.get_shape())
-            if found != shape:
-                because = f" for {why}" if why else ""
-                raise ModelError(f"tensor {name} has shape {found}, expected {shape}{because}", field=name)
-            if not shape:
-                whole: torch.Tensor = handle.get_tensor(name)
-                return whole
-            tensor: torch.Tensor = part[parts[: len(shape)] or (slice(None),)]
+        handle = self._handle(name)
+        part = handle.get_slice(name)
+        found = tuple(part.get_shape())
+        if found != shape:
+            because = f" for {why}" if why else ""
+            raise ModelError(f"tensor {name} has shape {found}, expected {shape}{because}", field=name)
+        if not shape:
+            whole: torch.Tensor = handle.get_tensor(name)
+            return whole
+        tensor: torch.Tensor = part[parts[: len(shape)] or (slice(None),)]
         return tensor
 
-    def _file(self, name: str) -> Path:
+    def _own(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """On the device, out of the file's mapping."""
+        found = tensor.to(self._device, dtype).contiguous()
+        # One tensor that stays in the file's mapping would keep all of it, and what was read there, in this process
+        mapped = found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        return found.clone() if mapped else found
+
+    def _handle(self, name: str) -> Any:
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"tensor {name} is missing from {self._directory}", field=name)
-        return file
+        if file not in self._opened:
+            self._opened[file] = _open(file)
+        return self._opened[file]
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

@@ -7,20 +7,21 @@ both instructions, any tile and any number of ranks give equal sums. Beside the 
 sum begins, its scale, its bias.
 
     out = float(sum) · scale of the row · scale of the output + bias
+
+Rows for AMX are stored as its registers take them: [16 rows][64 inputs][row][64], 1 KiB that lies together.
+
+A product's items are (block of rows, panel), block by block: a block stays in the second-level cache while panels pass.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import platform
-import sys
+import contextlib
 
 import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
@@ -38,26 +39,39 @@ from engine.ops.cpu_llvm import (
     declare,
     floats,
     halves,
+    keep,
     load,
     octets,
     prefetch,
     spread,
     words,
 )
+from engine.ops.cpu_tiles import (
+    INT8,
+    PANEL_STRIDE,
+    REGISTER_ROWS,
+    TILE_ROWS,
+    Source,
+    accumulate_tiles,
+    begin_tiles,
+    end_tiles,
+    has_instruction,
+    load_tile,
+    store_tile,
+)
 
 PANEL, STEP = 32, 64  # outputs of a panel; inputs are a multiple of STEP
 MOST_ROWS = 12  # of a tile in vector registers
-TILE_ROWS = 32  # of a tile in AMX's registers
 _ROWS_BYTES = 384 << 10  # as in engine/ops/cpu_products
+_TILED_ROWS_BYTES = 1 << 20  # CPUs with AMX have second-level caches of 2 MiB
+_SLICE_STEPS = 16  # of AMX, 64 inputs each: a panel's part of them, 32 KiB, stays in the first-level cache
+_SUMS_BYTES = TILE_ROWS * PANEL * 4
 _AHEAD_BYTES = 4096
 _QUAD_BYTES = PANEL * 4
 _COLUMN_BYTES = 3 * PANEL * 4  # of a panel: starts, scales, biases
 _SMALLEST = 1e-30  # as in engine/quant/int8.py
-_I8, _I16 = ir.IntType(8), ir.IntType(16)
-_POINTER = _I8.as_pointer()
-_WORDS, _FLOATS, _HALVES = ir.VectorType(I32, 16), ir.VectorType(F32, 16), ir.VectorType(_I16, 16)
-# Linux: programs ask before their threads get room for tile registers.
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_I16 = ir.IntType(16)
+_WORDS, _FLOATS, _HALVES = ir.VectorType(I32, 16), ir.VectorType(F32, 16), ir.VectorType(_I16, 32)
 
 
 def supported() -> bool:
@@ -65,18 +79,22 @@ def supported() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512vnni"))
 
 
-def has_tiles() -> bool:
-    return bool(llvmlite.binding.get_host_cpu_features().get("amx-int8"))
+def tiled(rows: int, amx: int) -> int:
+    """Whether so many rows are multiplied by AMX."""
+    return int(amx and rows > MOST_ROWS)
 
 
-@functools.cache
-def tiles_supported() -> bool:
-    """Whether this CPU has AMX and the kernel lets this process use it."""
-    if not has_tiles() or not sys.platform.startswith("linux") or platform.machine() != "x86_64":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    return bool(libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+def stored_rows(rows: int) -> int:
+    """Rows that their codes need memory for: AMX loads 16 together."""
+    return -(-rows // REGISTER_ROWS) * REGISTER_ROWS
+
+
+def blocks(rows: int, inputs: int, amx: int) -> int:
+    """Blocks of rows, each computed with all panels. `inputs` are padded."""
+    size = _TILED_ROWS_BYTES if tiled(rows, amx) else _ROWS_BYTES
+    least = TILE_ROWS if tiled(rows, amx) else MOST_ROWS
+    together = max(least, size // inputs // least * least)
+    return max(1, -(-rows // together))
 
 
 def padded(inputs: int) -> int:
@@ -124,11 +142,11 @@ def _bits_of(address, index, kind):
 
 
 @compiled_exactly
-def quantize(kind, x, width, codes, stride, scales, largest, first, last):
+def quantize(kind, x, width, codes, stride, scales, largest, tiled, first, last):
     """Rows [first, last): codes = round(x · 127 / largest) + 128, scales = largest · (1 / 127).
 
     `largest`: the address of each row's largest absolute value, float32; 0: it is that of this row. A row with a number
-    that is not finite gets a scale that is not.
+    that is not finite gets a scale that is not. `tiled`: store the codes for AMX; `stride`: bytes of a row.
     """
     given, out_scales = floats(largest), floats(scales)
     for row in range(first, last):
@@ -147,35 +165,62 @@ def quantize(kind, x, width, codes, stride, scales, largest, first, last):
         if top < np.float32(_SMALLEST):
             inverse, scale = np.float32(0.0), np.float32(0.0)
         out_scales[row] = scale
-        target = octets(codes + row * stride)
-        for i in range(width):
-            # 1.5 · 2²³ has steps of 1: the sum's low bits are the nearest integer, the even one of two.
-            nearest = as_u32(_fma(as_f32(_bits(x, base + i, kind)), inverse, np.float32(12582912.0)))
+        to, step = codes + row * stride, STEP
+        if tiled:
+            within = row % REGISTER_ROWS
+            to, step = codes + (row - within) * stride + within * STEP, REGISTER_ROWS * STEP
+        whole = width // STEP
+        for part in range(whole):
+            target, begin = octets(to + part * step), base + part * STEP
+            for i in range(STEP):
+                # 1.5 · 2²³ has steps of 1: the sum's low bits are the nearest integer, the even one of two.
+                nearest = as_u32(_fma(as_f32(_bits(x, begin + i, kind)), inverse, np.float32(12582912.0)))
+                target[i] = np.uint8((nearest + np.uint32(128)) & np.uint32(0xFF))
+        target, begin = octets(to + whole * step), base + whole * STEP
+        for i in range(width - whole * STEP):
+            nearest = as_u32(_fma(as_f32(_bits(x, begin + i, kind)), inverse, np.float32(12582912.0)))
             target[i] = np.uint8((nearest + np.uint32(128)) & np.uint32(0xFF))
 
 
 # --- the product ------------------------------------------------------------------------------------------
 
 
-def _store(builder, total, row_scale, scale, bias, kind, to, columns, half):
-    """Scale 16 sums of a row, round and store those of existing columns."""
-    value = builder.fmul(builder.fmul(builder.sitofp(total, _FLOATS), row_scale), scale)
-    value = builder.fadd(value, bias)
-    numbers = ir.Constant(_WORDS, [16 * half + i for i in range(16)])
-    mask = builder.icmp_signed("<", numbers, spread(builder, columns))
-    bits = ir.VectorType(ir.IntType(1), 16)
-    if isinstance(kind, types.Integer):  # bf16, to the nearest even
-        word = builder.bitcast(value, _WORDS)
-        odd = builder.and_(builder.lshr(word, ir.Constant(_WORDS, [16] * 16)), ir.Constant(_WORDS, [1] * 16))
-        word = builder.add(builder.add(word, ir.Constant(_WORDS, [0x7FFF] * 16)), odd)
-        value = builder.trunc(builder.lshr(word, ir.Constant(_WORDS, [16] * 16)), _HALVES)
-        name, vector, size = "llvm.masked.store.v16i16.p0", _HALVES, 2
-    else:
-        name, vector, size = "llvm.masked.store.v16f32.p0", _FLOATS, 4
-    pointer = vector.as_pointer()
-    store = declare(builder, name, ir.VoidType(), vector, pointer, I32, bits)
-    at = builder.inttoptr(after(builder, to, 16 * size * half), pointer)
-    builder.call(store, [value, at, ir.Constant(I32, size), mask])
+def _store(builder, totals, row_scale, parts, kind, to, columns):
+    """Scale the 32 sums of a row, round and store those of existing columns."""
+    values = []
+    for total, (_, scale, bias) in zip(totals, parts, strict=True):
+        value = builder.fmul(builder.fmul(builder.sitofp(total, _FLOATS), row_scale), scale)
+        values.append(builder.fadd(value, bias))
+    if isinstance(kind, types.Integer):
+        lanes = [ir.Constant(I32, i) for i in range(PANEL)]
+        both = [_rounded(builder, value) for value in values]
+        whole = builder.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, PANEL), lanes))
+        _masked_store(builder, "v32i16", builder.trunc(whole, _HALVES), to, columns, 0)
+        return
+    for half, value in enumerate(values):
+        _masked_store(builder, "v16f32", value, after(builder, to, 64 * half), columns, 16 * half)
+
+
+def _rounded(builder, value):
+    """The bits of bf16, to the nearest even."""
+    word = builder.bitcast(value, _WORDS)
+    shift = ir.Constant(_WORDS, [16] * 16)
+    odd = builder.and_(builder.lshr(word, shift), ir.Constant(_WORDS, [1] * 16))
+    return builder.lshr(builder.add(builder.add(word, ir.Constant(_WORDS, [0x7FFF] * 16)), odd), shift)
+
+
+def _masked_store(builder, name, value, to, columns, first):
+    """Lane i is stored if first + i < columns."""
+    lanes, pointer = value.type.count, value.type.as_pointer()
+    wide = ir.VectorType(I32, lanes)
+    lane = builder.insert_element(ir.Constant(wide, ir.Undefined), columns, ir.Constant(I32, 0))
+    limit = builder.shuffle_vector(lane, lane, ir.Constant(wide, [0] * lanes))
+    mask = builder.icmp_signed("<", ir.Constant(wide, [first + i for i in range(lanes)]), limit)
+    function = declare(
+        builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), value.type, pointer, I32, mask.type
+    )
+    align = ir.Constant(I32, 2 if value.type is _HALVES else 4)
+    builder.call(function, [value, builder.inttoptr(to, pointer), align, mask])
 
 
 def _beside(builder, beside):
@@ -211,8 +256,7 @@ def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, 
             to = out
             for row, own in enumerate(sums):
                 factor = spread(builder, load(builder, F32, after(builder, scales, 4 * row), 4))
-                for half, (_, scale, bias) in enumerate(parts):
-                    _store(builder, own[half], factor, scale, bias, signature.args[0], to, width, half)
+                _store(builder, own, factor, parts, signature.args[0], to, width)
                 to = builder.add(to, out_stride)
             builder.branch(done)
         builder.position_at_end(done)
@@ -253,151 +297,158 @@ def _accumulate(builder, count, x, x_stride, weights, quads, starts):
 
 
 # --- the product by AMX -----------------------------------------------------------------------------------
-#
-# A register holds 16 rows of 64 bytes. A tile of 32 rows and a panel takes all eight:
-#     0 1 │ 2 3   sums: rows 0–15 and 16–31, columns 0–15 and 16–31
-#     4 5         the rows' next 64 inputs
-#     6 7         the panel's next 64 inputs, columns 0–15 and 16–31
-
-
-def _shape() -> list[int]:
-    """What ldtilecfg reads (Intel's manual, volume 1, 18.2): palette 1; bytes of a row, then rows, of each register."""
-    data = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
-    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, 64, 8)]
 
 
 @intrinsic
-def _begin_tiles(typing):
-    """Before `_amx_tile`, in the same thread."""
+def _multiply_tiles(
+    typing, kind, codes, lower, weights, steps, start, start_stride, start_lower, sums, ahead, lines,
+    of_rows, stored, scales, beside, out, out_stride, columns, per_step,
+):  # fmt: skip
+    """sums[TILE_ROWS, 32], int32, of a panel, from what lies at `start` on. Each step prefetches `lines` cache lines from
+    `ahead` on, and scales and stores `per_step` of the `of_rows` rows of sums at `stored`, of the tile before."""
 
     def codegen(context, builder, signature, args):
-        if has_tiles():
-            words = _shape()
-            to = cgutils.alloca_once(builder, ir.ArrayType(I64, len(words)))
-            builder.store(ir.Constant(ir.ArrayType(I64, len(words)), words), to)
-            configure = declare(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _POINTER)
-            builder.call(configure, [builder.bitcast(to, _POINTER)])
+        if not has_instruction(INT8):  # compiled on every CPU, called only with it
+            return context.get_dummy_value()
+        (
+            _, codes, lower, weights, steps, start, start_stride, start_lower, sums, ahead, lines,
+            of_rows, *before, per_step,
+        ) = args  # fmt: skip
+        for number in range(4):
+            at = after(builder, start, 64 * (number % 2))
+            load_tile(builder, number, builder.add(at, start_lower) if number > 1 else at, start_stride)
+        row_at, line_at = (cgutils.alloca_once_value(builder, one) for one in (ir.Constant(I64, 0), ahead))
+
+        def within() -> None:
+            line, begin = builder.load(line_at), builder.load(row_at)
+            with _loop(builder, ir.Constant(I64, 0), lines) as number:
+                address = builder.add(line, builder.mul(number, ir.Constant(I64, 64)))
+                prefetch(builder, address, 2)
+            builder.store(builder.add(line, builder.mul(lines, ir.Constant(I64, 64))), line_at)
+            end = builder.add(begin, per_step)
+            end = builder.select(builder.icmp_signed("<", end, of_rows), end, of_rows)
+            _store_rows(builder, signature.args[0], begin, end, *before)
+            builder.store(end, row_at)
+
+        rows = Source(codes, builder.add(codes, lower), STEP, REGISTER_ROWS * STEP, passing=True)
+        panel = Source(weights, after(builder, weights, 64), PANEL_STRIDE, STEP * PANEL)
+        accumulate_tiles(builder, "tdpbusd", rows, panel, steps, within)
+        for number in range(4):
+            at = REGISTER_ROWS * PANEL_STRIDE * (number // 2) + 64 * (number % 2)
+            store_tile(builder, number, after(builder, sums, at), PANEL_STRIDE)
         return context.get_dummy_value()
 
-    return types.void(), codegen
+    return types.void(kind, *([types.int64] * 18)), codegen
 
 
 @intrinsic
-def _end_tiles(typing):
-    """Leave nothing in the registers that the kernel would have to save when threads take turns."""
+def _store_sums(typing, kind, of_rows, stored, scales, beside, out, out_stride, columns):
+    """Scale and store the rows of sums at `stored`."""
 
     def codegen(context, builder, signature, args):
-        if has_tiles():
-            builder.call(declare(builder, "llvm.x86.tilerelease", ir.VoidType()), [])
+        if supported():
+            _, of_rows, *where = args
+            _store_rows(builder, signature.args[0], ir.Constant(I64, 0), of_rows, *where)
         return context.get_dummy_value()
 
-    return types.void(), codegen
+    return types.void(kind, *([types.int64] * 7)), codegen
 
 
-@intrinsic
-def _amx_tile(typing, kind, x, x_stride, weights, steps, beside, scales, out, out_stride, columns):
-    """out[TILE_ROWS, columns ≤ 32] of a panel; addresses, strides in bytes."""
-
-    def codegen(context, builder, signature, args):
-        if has_tiles():
-            sums = cgutils.alloca_once(builder, ir.ArrayType(_WORDS, 2 * TILE_ROWS))
-            sums.align = 64
-            _amx_sums(builder, builder.ptrtoint(sums, I64), *args[1:6])
-            _amx_store(builder, sums, signature.args[0], *args[5:])
-        return context.get_dummy_value()
-
-    return types.void(kind, *([types.int64] * 9)), codegen
+def _store_rows(builder, kind, begin, end, sums, scales, beside, out, out_stride, columns):
+    parts, width = _beside(builder, beside), builder.trunc(columns, I32)
+    with _loop(builder, begin, end) as row:
+        at = after(builder, sums, builder.mul(row, ir.Constant(I64, PANEL_STRIDE)))
+        totals = [load(builder, _WORDS, after(builder, at, 64 * half), 4) for half in (0, 1)]
+        scale = load(builder, F32, after(builder, scales, builder.mul(row, ir.Constant(I64, 4))), 4)
+        to = after(builder, out, builder.mul(row, out_stride))
+        _store(builder, totals, spread(builder, scale), parts, kind, to, width)
 
 
-def _amx_sums(builder, to, x, x_stride, weights, steps, beside):
-    void = ir.VoidType()
-    load_tile = declare(builder, "llvm.x86.tileloadd64", void, _I8, _POINTER, I64)
-    store_tile = declare(builder, "llvm.x86.tilestored64", void, _I8, _POINTER, I64)
-    product = declare(builder, "llvm.x86.tdpbusd", void, _I8, _I8, _I8)
-
-    def register(number):
-        return ir.Constant(_I8, number)
-
-    def move(function, number, address, stride):
-        builder.call(function, [register(number), builder.inttoptr(address, _POINTER), stride])
-
-    lower = builder.mul(x_stride, ir.Constant(I64, 16))
-    for number in range(4):  # all rows begin alike
-        move(load_tile, number, after(builder, beside, 64 * (number % 2)), ir.Constant(I64, 0))
-    entry, loop, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step = builder.phi(I64)
-    step.add_incoming(ir.Constant(I64, 0), entry)
-    rows = after(builder, x, builder.mul(step, ir.Constant(I64, STEP)))
-    columns = after(builder, weights, builder.mul(step, ir.Constant(I64, STEP * PANEL)))
-    stride = ir.Constant(I64, _QUAD_BYTES)
-    move(load_tile, 6, columns, stride)
-    move(load_tile, 4, rows, x_stride)
-    move(load_tile, 7, after(builder, columns, 64), stride)
-    move(load_tile, 5, builder.add(rows, lower), x_stride)
-    for number, (of_rows, of_columns) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)]):
-        builder.call(product, [register(number), register(of_rows), register(of_columns)])
-    following = builder.add(step, ir.Constant(I64, 1))
-    step.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
-    builder.position_at_end(done)
-    for number in range(4):
-        at = after(builder, to, 16 * _QUAD_BYTES * (number // 2) + 64 * (number % 2))
-        move(store_tile, number, at, stride)
-
-
-def _amx_store(builder, sums, kind, beside, scales, out, out_stride, columns):
-    width = builder.trunc(columns, I32)
-    parts = _beside(builder, beside)
-    start = builder.ptrtoint(sums, I64)
-    entry, loop, done = builder.block, builder.append_basic_block("row"), builder.append_basic_block("stored")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    row = builder.phi(I64)
-    row.add_incoming(ir.Constant(I64, 0), entry)
-    at = after(builder, start, builder.mul(row, ir.Constant(I64, _QUAD_BYTES)))
-    to = after(builder, out, builder.mul(row, out_stride))
-    factor = spread(
-        builder, load(builder, F32, after(builder, scales, builder.mul(row, ir.Constant(I64, 4))), 4)
+@contextlib.contextmanager
+def _loop(builder, begin, end):
+    """Build what is done with each number of [begin, end)."""
+    entry, head, body, done = (
+        builder.block,
+        *(builder.append_basic_block(name) for name in ("head", "body", "done")),
     )
-    for half, (_, scale, bias) in enumerate(parts):
-        total = load(builder, _WORDS, after(builder, at, 64 * half), 4)
-        _store(builder, total, factor, scale, bias, kind, to, width, half)
-    following = builder.add(row, ir.Constant(I64, 1))
-    row.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, ir.Constant(I64, TILE_ROWS)), loop, done)
+    builder.branch(head)
+    builder.position_at_end(head)
+    number = builder.phi(I64)
+    number.add_incoming(begin, entry)
+    builder.cbranch(builder.icmp_signed("<", number, end), body, done)
+    builder.position_at_end(body)
+    yield number
+    number.add_incoming(builder.add(number, ir.Constant(I64, 1)), builder.block)
+    builder.branch(head)
     builder.position_at_end(done)
+
+
+@njit(inline="always")
+def _multiply_by_tiles(
+    kind, codes, rows, inputs, panels, beside, scales, out, outputs, size, blocks, first, last
+):  # fmt: skip
+    tall, wide, steps = (rows + TILE_ROWS - 1) // TILE_ROWS, (outputs + PANEL - 1) // PANEL, inputs // STEP
+    slices = (steps + _SLICE_STEPS - 1) // _SLICE_STEPS
+    room = (tall + blocks - 1) // blocks if slices > 1 else 2
+    buffer = np.empty(room * _SUMS_BYTES + 64, np.uint8)
+    kept = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
+    stride = outputs * size
+    of_rows, stored, its_scales, own, to, columns = 0, kept, scales, beside, out, 0  # of the tile before
+    begin_tiles()
+    for item in range(first, last):
+        block, panel = item // wide, item % wide
+        top, bottom = tall * block // blocks, tall * (block + 1) // blocks
+        lines = (PANEL + bottom - top - 1) // (bottom - top)
+        weights, its_beside = panels + panel * inputs * PANEL, beside + panel * _COLUMN_BYTES
+        ahead = weights + inputs * PANEL
+        for part in range(slices):
+            low, high = steps * part // slices, steps * (part + 1) // slices
+            per_step = (TILE_ROWS + high - low - 1) // (high - low)
+            for tile in range(top, bottom):
+                row = tile * TILE_ROWS
+                sums = kept + (tile - top if slices > 1 else tile & 1) * _SUMS_BYTES
+                start, start_stride, start_lower = its_beside, 0, 0
+                if part:
+                    start, start_stride, start_lower = sums, PANEL_STRIDE, REGISTER_ROWS * PANEL_STRIDE
+                _multiply_tiles(
+                    kind, codes + row * inputs + low * REGISTER_ROWS * STEP,
+                    REGISTER_ROWS * inputs if rows - row > REGISTER_ROWS else 0,
+                    weights + low * STEP * PANEL, high - low, start, start_stride, start_lower, sums,
+                    ahead, lines, of_rows, stored, its_scales, own, to, stride, columns, per_step,
+                )  # fmt: skip
+                ahead += lines * (high - low) * 64
+                of_rows = 0
+                if part == slices - 1:
+                    of_rows, stored, its_scales = min(rows - row, TILE_ROWS), sums, scales + row * 4
+                    own, to = its_beside, out + row * stride + panel * PANEL * size
+                    columns = min(outputs - panel * PANEL, PANEL)
+    _store_sums(kind, of_rows, stored, its_scales, own, to, stride, columns)
+    end_tiles()
+    keep(buffer)
 
 
 @compiled_exactly
-def multiply(kind, codes, rows, inputs, panels, beside, scales, out, outputs, size, amx, first, last):
-    """out[rows, outputs] of panels [first, last). `inputs` are padded; `size` bytes of a number of
-    `out`; `amx`: use its registers for 32 rows and more."""
-    least = TILE_ROWS if amx and rows >= TILE_ROWS else MOST_ROWS
-    if least == TILE_ROWS:
-        _begin_tiles()
-    together = max(least, _ROWS_BYTES // inputs // least * least)
-    for top in range(0, rows, together):
-        here = min(together, rows - top)
-        tiles = (here + least - 1) // least
-        for panel in range(first, last):
-            weights, own = panels + panel * inputs * PANEL, beside + panel * _COLUMN_BYTES
-            columns, to = min(outputs - panel * PANEL, PANEL), out + panel * PANEL * size
-            for tile in range(tiles):
-                if least == TILE_ROWS:
-                    # the last tile computes some rows again
-                    begin = min(top + tile * TILE_ROWS, rows - TILE_ROWS)
-                    _amx_tile(
-                        kind, codes + begin * inputs, inputs, weights, inputs // STEP, own,
-                        scales + begin * 4, to + begin * outputs * size, outputs * size, columns,
-                    )  # fmt: skip
-                else:
-                    begin = top + here * tile // tiles
-                    count = top + here * (tile + 1) // tiles - begin
-                    _tile(
-                        kind, count, codes + begin * inputs, inputs, weights, inputs // 4, own,
-                        scales + begin * 4, to + begin * outputs * size, outputs * size, columns,
-                    )  # fmt: skip
-    if least == TILE_ROWS:
-        _end_tiles()
+def multiply(
+    kind, codes, rows, inputs, panels, beside, scales, out, outputs, size, tiled, blocks, first, last
+):
+    """out[rows, outputs] of items [first, last). `inputs` are padded; `size` bytes of a number of `out`; `tiled`: by AMX,
+    with codes in its order."""
+    if tiled:
+        _multiply_by_tiles(
+            kind, codes, rows, inputs, panels, beside, scales, out, outputs, size, blocks, first, last
+        )
+        return
+    wide = (outputs + PANEL - 1) // PANEL
+    for item in range(first, last):
+        block, panel = item // wide, item % wide
+        top, bottom = rows * block // blocks, rows * (block + 1) // blocks
+        weights, own = panels + panel * inputs * PANEL, beside + panel * _COLUMN_BYTES
+        columns, to = min(outputs - panel * PANEL, PANEL), out + panel * PANEL * size
+        tiles = (bottom - top + MOST_ROWS - 1) // MOST_ROWS
+        for tile in range(tiles):
+            begin = top + (bottom - top) * tile // tiles
+            count = top + (bottom - top) * (tile + 1) // tiles - begin
+            _tile(
+                kind, count, codes + begin * inputs, inputs, weights, inputs // 4, own,
+                scales + begin * 4, to + begin * outputs * size, outputs * size, columns,
+            )  # fmt: skip

@@ -237,11 +237,13 @@ def _of_rows(kind: int | float, sources: str) -> dict[int, Callable[..., None]]:
 
     def quantize(job, first, last):
         a = _arguments(job, sources)
-        int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], first, last)
+        int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
 
     def multiply_int8(job, first, last):
         a = _arguments(job, sources)
-        int8.multiply(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], first, last)
+        int8.multiply(
+            kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], first, last
+        )  # fmt: skip
 
     return {
         ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,

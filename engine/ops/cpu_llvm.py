@@ -84,11 +84,11 @@ def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Ty
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Load one cache line into all caches, for reading."""
+def prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int = 3) -> None:
+    """Load one cache line for reading, into all caches or (2) into all but the first."""
     pointer = ir.IntType(8).as_pointer()
     function = declare(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
-    flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]
+    flags = [ir.Constant(I32, flag) for flag in (0, locality, 1)]
     builder.call(function, [builder.inttoptr(address, pointer), *flags])
 
 
@@ -102,6 +102,13 @@ def prefetch_line(typing, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
+
+
+@intrinsic
+def keep(typing, array):
+    """Keep the array's memory allocated up to here: numba frees an array after the last use of its name, and an address
+    taken from it does not count."""
+    return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
 
 
 def load(builder, kind, address, align):

@@ -41,13 +41,32 @@ def has_instruction() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
-def pack(weight: Tensor) -> Tensor:
+class Area:
+    """Huge pages that several weights share, one after the other: the last page of each would be partly unused, which is a
+    third of the memory where there are thousands of experts."""
+
+    SIZE = 64 << 20  # what no weight takes of it is never backed by memory
+
+    def __init__(self) -> None:
+        self._left = memoryview(b"")
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._left):
+            if size >= self.SIZE:
+                return huge_pages.zeroed(size)
+            self._left = huge_pages.zeroed(self.SIZE)
+        taken, self._left = self._left[:size], self._left[-(-size // 64) * 64 :]
+        return taken
+
+
+def pack(weight: Tensor, area: Area | None = None) -> Tensor:
     """bf16 [outputs, inputs], inputs even → its panels, in huge pages: processors
     prefetch within a page only (docs/adr/0141)."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
     panels = padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
-    memory = huge_pages.zeroed(panels.numel() * panels.element_size())
+    size = panels.numel() * panels.element_size()
+    memory = huge_pages.zeroed(size) if area is None else area.take(size)
     return torch.frombuffer(memory, dtype=panels.dtype).view(panels.shape).copy_(panels)
 
 

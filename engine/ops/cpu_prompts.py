@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_llvm import after, compiled, floats, load, words
+from engine.ops.cpu_llvm import after, compiled, floats, keep, load, words
 from engine.ops.cpu_products import MOST_ROWS, PANEL, SUMS, accumulate, has_instruction
 from engine.ops.cpu_softmax import HIDDEN, LOWEST, bases, divide, fade_row, most, powers
 from engine.ops.cpu_tiles import TILE_ROWS, begin_tiles, end_tiles, multiply_tiles, multiply_tiles_onto
@@ -70,13 +70,6 @@ def _mix(typing, weights, stride, panel, pairs, sums, sums_stride):
         return context.get_dummy_value()
 
     return types.void(*([types.int64] * 6)), codegen
-
-
-@intrinsic
-def _keep(typing, array):
-    """Keep the array's memory allocated up to here: numba frees an array after the last use of its name, and an address
-    taken from it does not count."""
-    return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
 
 
 def padded(tokens: int) -> int:
@@ -232,4 +225,4 @@ def attend_prompt(
         head += together
     if amx:
         end_tiles()
-    _keep(scratch)
+    keep(scratch)

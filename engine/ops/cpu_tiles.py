@@ -1,10 +1,13 @@
-"""Products of bf16 by AMX, the tile registers of some Intel CPUs. They have AVX512-BF16 too, at half the rate of fp32.
+"""Products by AMX, the tile registers of some Intel CPUs. They have AVX512-BF16 too, at half the rate of fp32.
 
 A register holds 16 rows of 64 bytes. A product of 32 rows with a panel (engine/ops/cpu_products) takes all eight:
 
     0 1 │ 2 3   sums: rows 0–15 and 16–31, columns 0–15 and 16–31
-    4 5         the rows' next 32 inputs
-    6 7         16 pairs of the panel's inputs, columns 0–15 and 16–31
+    4 5         the rows' next 64 bytes: 32 inputs of bf16, 64 of int8
+    6 7         the panel's next 16 lines of pairs (bf16) or fours (int8) of inputs, columns 0–15 and 16–31
+
+A load takes 8 cycles from the first-level cache and a product 16, so four loads are hidden behind four products while
+no more than half of them come from the second level (measured).
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import ctypes
 import functools
 import platform
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import llvmlite.binding
 from llvmlite import ir
@@ -24,22 +28,24 @@ from numba.extending import intrinsic
 from engine.ops.cpu_llvm import I64, after, declare
 
 TILE_ROWS = 32
+REGISTER_ROWS = 16
+PANEL_STRIDE = 128  # bytes of the inputs that lie together, for a panel's 32 columns
+BF16, INT8 = "amx-bf16", "amx-int8"
 _I8 = ir.IntType(8)
 _POINTER = _I8.as_pointer()
-_REGISTER_ROWS, _ROW_BYTES = 16, 64
-_PANEL_STRIDE = 128  # bytes of one pair of inputs
+_ROW_BYTES = 64
 # Linux: programs ask before their threads get room for tile registers.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
-def has_instruction() -> bool:
-    return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16"))
+def has_instruction(kind: str = BF16) -> bool:
+    return bool(llvmlite.binding.get_host_cpu_features().get(kind))
 
 
 @functools.cache
-def supported() -> bool:
+def supported(kind: str = BF16) -> bool:
     """Whether this CPU has the instructions and the kernel lets this process use them."""
-    if not has_instruction() or not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+    if not has_instruction(kind) or not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
@@ -48,17 +54,13 @@ def supported() -> bool:
 
 def _shape() -> list[int]:
     """What ldtilecfg reads (Intel's manual, volume 1, 18.2): palette 1; bytes of a row, then rows, of each register."""
-    data = bytes([1, *[0] * 15, *[_ROW_BYTES, 0] * 8, *[0] * 16, *[_REGISTER_ROWS] * 8, *[0] * 8])
+    data = bytes([1, *[0] * 15, *[_ROW_BYTES, 0] * 8, *[0] * 16, *[REGISTER_ROWS] * 8, *[0] * 8])
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, 64, 8)]
-
-
-def _register(number: int) -> ir.Constant:
-    return ir.Constant(_I8, number)
 
 
 @intrinsic
 def begin_tiles(typing):
-    """Before `multiply_tiles`, in the same thread."""
+    """Before all products, in the same thread."""
 
     def codegen(context, builder, signature, args):
         if has_instruction():
@@ -84,6 +86,61 @@ def end_tiles(typing):
     return types.void(), codegen
 
 
+class Source(NamedTuple):
+    """Where two registers are loaded from: addresses, bytes between their rows, bytes from step to step. `passing`: once
+    only, so that it takes no room in the first-level cache."""
+
+    first: ir.Value
+    second: ir.Value
+    stride: int | ir.Value
+    step: int
+    passing: bool = False
+
+
+def accumulate_tiles(
+    builder, instruction: str, rows: Source, panel: Source, steps: ir.Value, within: Callable[[], None]
+) -> None:
+    """Add the products of `steps` steps to registers 0 to 3. `within` builds what is computed beside those of a step;
+    `builder` ends after the loop."""
+    void = ir.VoidType()
+    product = declare(builder, f"llvm.x86.{instruction}", void, _I8, _I8, _I8)
+    entry, loop, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    step = builder.phi(I64)
+    step.add_incoming(ir.Constant(I64, 0), entry)
+    for second in (False, True):
+        for number, source in ((6, panel), (4, rows)):
+            offset = builder.mul(step, ir.Constant(I64, source.step))
+            address = after(builder, source.second if second else source.first, offset)
+            load_tile(builder, number + second, address, source.stride, passing=source.passing)
+    for number, (of_rows, of_columns) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)]):
+        builder.call(product, [_register(number), _register(of_rows), _register(of_columns)])
+    within()
+    following = builder.add(step, ir.Constant(I64, 1))
+    step.add_incoming(following, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
+    builder.position_at_end(done)
+
+
+def load_tile(builder, number: int, address, stride, *, passing: bool = False) -> None:
+    _move(builder, "tileloaddt164" if passing else "tileloadd64", number, address, stride)
+
+
+def store_tile(builder, number: int, address, stride) -> None:
+    _move(builder, "tilestored64", number, address, stride)
+
+
+def _move(builder, name, number, address, stride):
+    function = declare(builder, f"llvm.x86.{name}", ir.VoidType(), _I8, _POINTER, I64)
+    stride = ir.Constant(I64, stride) if isinstance(stride, int) else stride
+    builder.call(function, [_register(number), builder.inttoptr(address, _POINTER), stride])
+
+
+def _register(number: int) -> ir.Constant:
+    return ir.Constant(_I8, number)
+
+
 def _product(begins_with_zero: bool) -> Any:
     @intrinsic
     def multiply(typing, x, x_stride, panel, pairs, out, out_stride):
@@ -98,44 +155,20 @@ def _product(begins_with_zero: bool) -> Any:
 
 
 def _multiply(builder, begins_with_zero, x, x_stride, panel, pairs, out, out_stride):
-    void = ir.VoidType()
-    load = declare(builder, "llvm.x86.tileloadd64", void, _I8, _POINTER, I64)
-    store = declare(builder, "llvm.x86.tilestored64", void, _I8, _POINTER, I64)
-    zero = declare(builder, "llvm.x86.tilezero", void, _I8)
-    product = declare(builder, "llvm.x86.tdpbf16ps", void, _I8, _I8, _I8)
-
-    def call(function, number, address, stride):
-        builder.call(function, [_register(number), builder.inttoptr(address, _POINTER), stride])
-
-    lower = builder.mul(x_stride, ir.Constant(I64, _REGISTER_ROWS))
-    lower_out = builder.add(out, builder.mul(out_stride, ir.Constant(I64, _REGISTER_ROWS)))
-    sums = [(0, out), (1, after(builder, out, 64)), (2, lower_out), (3, after(builder, lower_out, 64))]
+    zero = declare(builder, "llvm.x86.tilezero", ir.VoidType(), _I8)
+    height = ir.Constant(I64, REGISTER_ROWS)
+    lower = builder.add(out, builder.mul(out_stride, height))
+    sums = [(0, out), (1, after(builder, out, 64)), (2, lower), (3, after(builder, lower, 64))]
     for number, address in sums:
         if begins_with_zero:
             builder.call(zero, [_register(number)])
         else:
-            call(load, number, address, out_stride)
-    entry, loop, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step = builder.phi(I64)
-    step.add_incoming(ir.Constant(I64, 0), entry)
-    rows = after(builder, x, builder.mul(step, ir.Constant(I64, _ROW_BYTES)))
-    columns = after(builder, panel, builder.mul(step, ir.Constant(I64, _REGISTER_ROWS * _PANEL_STRIDE)))
-    stride = ir.Constant(I64, _PANEL_STRIDE)
-    call(load, 6, columns, stride)
-    call(load, 4, rows, x_stride)
-    call(load, 7, after(builder, columns, 64), stride)
-    call(load, 5, builder.add(rows, lower), x_stride)
-    for number, (of_rows, of_columns) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)]):
-        builder.call(product, [_register(number), _register(of_rows), _register(of_columns)])
-    following = builder.add(step, ir.Constant(I64, 1))
-    step.add_incoming(following, loop)
-    steps = builder.udiv(pairs, ir.Constant(I64, _REGISTER_ROWS))
-    builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
-    builder.position_at_end(done)
+            load_tile(builder, number, address, out_stride)
+    rows = Source(x, builder.add(x, builder.mul(x_stride, height)), x_stride, _ROW_BYTES)
+    columns = Source(panel, after(builder, panel, 64), PANEL_STRIDE, REGISTER_ROWS * PANEL_STRIDE)
+    accumulate_tiles(builder, "tdpbf16ps", rows, columns, builder.udiv(pairs, height), lambda: None)
     for number, address in sums:
-        call(store, number, address, out_stride)
+        store_tile(builder, number, address, out_stride)
 
 
 # out[TILE_ROWS, 32] = x · panel, and out += x · panel; fp32; `pairs` a multiple of 16; addresses, strides in bytes

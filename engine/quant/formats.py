@@ -122,6 +122,10 @@ class StoredFormat:
     symmetric: bool = True
     zero_offset: int = 0  # what GPTQ's stored zero points lack
 
+    @property
+    def title(self) -> str:
+        return FORMS[self.form].title
+
 
 def stored_format(raw: Mapping[str, Any]) -> StoredFormat | None:
     """None for a checkpoint that is not quantised. Raises ModelError naming the format."""

@@ -93,7 +93,7 @@ class PanelInt8:
         team: KernelTeam,
         scratch: Scratch,
     ):
-        from engine.ops import cpu_int8, cpu_jobs
+        from engine.ops import cpu_int8, cpu_jobs, cpu_tiles
 
         self._run, self._group, self._scratch = team.run, group, scratch
         self._quantize, self._multiply = cpu_jobs.QUANTIZE, cpu_jobs.MULTIPLY_INT8
@@ -101,14 +101,15 @@ class PanelInt8:
         self.row_bytes = cpu_int8.padded(self._inputs)
         self._panels, self._beside = cpu_int8.pack(weight.codes, weight.scales, bias)
         self._at = (self._panels.data_ptr(), self._beside.data_ptr())
-        self._more = (team.dtype.itemsize, int(cpu_int8.tiles_supported()))
+        self._size, self._amx = team.dtype.itemsize, int(cpu_tiles.supported(cpu_tiles.INT8))
+        self._stored_rows, self._tiled, self._blocks = cpu_int8.stored_rows, cpu_int8.tiled, cpu_int8.blocks
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         out = x.new_empty(rows, self.out_features)
         largest = None if self._group is None else self._group.largest(largest_of(x))
         at = 0 if largest is None else largest.data_ptr()
-        codes, scales = self._scratch.addresses(rows, self.row_bytes)
+        codes, scales = self._scratch.addresses(self._stored_rows(rows), self.row_bytes)
         for job in self.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales, at):
             self._run(*job)
         return out
@@ -117,10 +118,15 @@ class PanelInt8:
         """The product as jobs; tensors by address. `largest`: that of each row, if it is not that of x."""
         panels, beside = self._at
         width = self.row_bytes
-        product = (codes, rows, width, panels, beside, scales, out, self.out_features, *self._more)
+        tiled, blocks = self._tiled(rows, self._amx), self._blocks(rows, width, self._amx)
+        shape = (self.out_features, self._size, tiled, blocks)
         return [
-            (self._quantize, rows, (x, self._inputs, codes, width, scales, largest)),
-            (self._multiply, len(self._panels), product),
+            (self._quantize, rows, (x, self._inputs, codes, width, scales, largest, tiled)),
+            (
+                self._multiply,
+                blocks * len(self._panels),
+                (codes, rows, width, panels, beside, scales, out, *shape),
+            ),
         ]
 
 

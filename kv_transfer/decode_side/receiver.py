@@ -108,10 +108,10 @@ class HandoffReceiver:
     # --- requests of peers -------------------------------------------------------------------------------
 
     async def reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> None:
-        """Reserve blocks; a repeated Reserve gets the first answer again."""
+        """Reserve blocks; a repeated Reserve of the same stream gets the first answer again."""
         reply = handoff_pb2.ReserveReply(transfer_id=request.transfer_id)
         try:
-            handoff = self._live.get(request.transfer_id) or await self._reserve(link, request)
+            handoff = self._of(link, request.transfer_id) or await self._reserve(link, request)
             reply.held_tokens = handoff.reservation.held_tokens
         except Exception as error:
             self.stats.counts["refused"] += 1
@@ -122,6 +122,10 @@ class HandoffReceiver:
         transfer_id = request.transfer_id
         if self._is_ended(transfer_id):
             raise errors.StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
+        if (
+            transfer_id in self._live
+        ):  # of another stream, whose end would end this one's hand-off without a word
+            raise errors.StaleTransferError(f"attempt {transfer_id.hex()} is under way", field="transfer_id")
         if self.exhausted:
             raise errors.UnavailableError(f"the decode worker is leaving: {self.exhausted}")
         if link.closed:  # closed while this request was queued

@@ -1,6 +1,7 @@
 """The link from a prefill worker to one decode worker: Hello, beats, and the messages of all hand-offs between them.
 
-It is opened for the first hand-off of the pair, and closed when none has lived for a while. It is lost when its stream
+It is opened for the first hand-off of the pair, and closed when none has lived for a while, or while there is none once
+certificates have changed or an hour has passed. It is lost when its stream
 breaks, or when nothing was received for 5 s. A lost link ends its hand-offs; it proves nothing about pending writes.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ import grpc
 
 from cluster import errors
 from cluster.faults.points import MessagePoint
+from cluster.protocol.link import MAX_AGE_SECONDS
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side.check_replies import check_welcome
@@ -108,13 +110,17 @@ class LinkToDecode:
         channel: grpc.aio.Channel,
         known: KnownWorkers,
         at_message: MessagePoint,
+        certificates: Callable[[], int] = lambda: 0,
     ):
+        """`certificates`: the version of the files with which a link would be opened now."""
         self.name = f"{decode.worker_id}@{decode.epoch:x}"
         self.decode = decode
         self.hello = hello
         self.lost = False
         self._owner = owner
         self._known = known
+        self._certificates = certificates
+        self._opened_with, self._opened_at = certificates(), time.monotonic()
         loop = asyncio.get_running_loop()
         self._agreed: asyncio.Future[handoff_pb2.Welcome] = loop.create_future()
         self._agreed.add_done_callback(lambda f: f.cancelled() or f.exception())
@@ -254,10 +260,16 @@ class LinkToDecode:
             if self._stream.silent_seconds > limit:
                 self._lose(errors.PeerLostError(f"nothing received from {self.name} for {limit:.0f} s"))
             idle = not self._handoffs and not self._reservations
-            if idle and self._agreed.done() and time.monotonic() - self._idle_since > LINGER_SECONDS:
+            lingers = time.monotonic() - self._idle_since <= LINGER_SECONDS and not self._is_outdated()
+            if idle and self._agreed.done() and not lingers:
                 self._lose(errors.PeerLostError("idle"))
             self.send(handoff_pb2.PrefillToDecode(beat=common_pb2.Beat()))
         await self._stream.ended(LAST_SECONDS)
+
+    def _is_outdated(self) -> bool:
+        """Whether the next hand-off should open another link, so that both sides check certificates again."""
+        aged = time.monotonic() - self._opened_at > MAX_AGE_SECONDS
+        return aged or self._certificates() != self._opened_with
 
     def _lose(self, error: errors.BatonError) -> None:
         if self.lost:

@@ -85,6 +85,7 @@ class HandoffSender:
                 channel=self.peers.channel(decode.address, CHANNEL_OPTIONS),
                 known=self.known,
                 at_message=self.faults.messages(),
+                certificates=lambda: self.peers.version,
             )
             self._links[link.name] = link
         await link.ready()

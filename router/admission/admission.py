@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from cluster.config.router import RouterConfig
 from cluster.errors import DrainingError, OverloadedError
 from cluster.security.keys import ANYONE, Caller
+from router.admission.start_queue import StartQueue
 from router.admission.tally import ALL, LocalTally, Tallies, Tally, local_tallies
 
 RETRY_SECONDS = 1.0
@@ -126,7 +127,8 @@ class HeldBytes:
 
 
 class Admission:
-    """Limits on the requests in flight: in all, by tenant, by connection, and on the bytes of their bodies."""
+    """Limits on the requests in flight: in all, by tenant, by connection, and on the bytes of their bodies. `starts`: the
+    order in which those that have a place are started."""
 
     def __init__(self, config: RouterConfig, refused: Callable[[str], None], tallies: Tallies | None = None):
         """`refused` is called with the tenant of each request that is over a limit. `tallies`: of all processes of this
@@ -138,6 +140,7 @@ class Admission:
         self._tenants = ConcurrencyLimiter("tenant", tallies.tenant_requests)
         self._connections = ConcurrencyLimiter("connection")
         self._bodies = ByteBudget.of(config, refused, tallies)
+        self.starts = StartQueue()
         self._closed = False
         # Connections on which no answer has announced the shutdown yet
         self._unaware: frozenset[str] = frozenset()

@@ -11,25 +11,29 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-# A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are.
+# A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are. Of processor time: by
+# the clock, turns are longer where other processes want the processor, and steps would make them longer still.
 SECONDS_PER_STEP = 0.004
+# Refusals that wait beside each other: a connection of gRPC has hundreds of calls. Further ones are sent at once.
+MAX_REFUSALS = 1024
 
 
 class LowPriority:
     """Steps: 64 KiB of a long body, 256 fields of a long message, or a request without a key. Tenants take turns; those
     of each go in the order of arrival.
 
-    One per turn of the event loop, and another for each 4 ms of the turn before: on a busy loop, whose turns are long, one
-    step per turn would read bodies at a few MiB per second.
+    One per turn of the event loop, and another for each 4 ms that the loop computed in the turn before: on a busy loop,
+    whose turns are long, one step per turn would read bodies at a few MiB per second.
 
     The queue is bounded by the requests in flight and the connections, each of which waits for one step at a time.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         # The tenant whose turn is next comes first; clients without a key count as one.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._turned = 0.0  # when steps were last released
+        self._refusals = 0  # that wait
 
     async def step(self, tenant: str = "") -> None:
         """Wait for the caller's turn; its step ends where it awaits something."""
@@ -40,6 +44,16 @@ class LowPriority:
         turn = loop.create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         await turn
+
+    async def refuse(self, tenant: str) -> None:
+        """Wait for a step before a request is refused for the number of others: its client may ask again at once."""
+        if self._refusals >= MAX_REFUSALS:
+            return
+        self._refusals += 1
+        try:
+            await self.step(tenant)
+        finally:
+            self._refusals -= 1
 
     def _release(self) -> None:
         now = self._clock()

@@ -73,6 +73,8 @@ class RequestPlacer:
             priority_class=self._deadlines.priority_class,
             target_seconds=0.0 if taken_in else self._deadlines.target_seconds,
             deadline_seconds=0.0 if taken_in else self._deadlines.left_seconds,
+            tenant=c.tenant,
+            weight=c.weight,
         )
 
     def spec(self, choices: list[ChoiceStream], kv_group: KvGroup) -> common_pb2.GenerateSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cluster.errors import CancelledError
@@ -57,16 +57,25 @@ class AnswerQueue(BatchQueue[Delta]):
     def _held_up(self) -> bool:
         return self._streamed and self._outlet.paused and self._error is None
 
-    async def pass_all(self, dispatchers: Sequence[RequestDispatcher]) -> None:
-        """Start the dispatchers, and return once all their deltas are written.
+    async def pass_all(
+        self, dispatchers: Sequence[RequestDispatcher], next_turn: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Start the dispatchers, and return once all their deltas are written. `next_turn` is awaited before each but the
+        first.
 
         Raises the first BatonError of one, or CancelledError (cluster.errors) if the client disconnects. Those that have
         not finished are then cancelled.
         """
         try:
-            for one in dispatchers:
+            for number, one in enumerate(dispatchers):
+                if number and next_turn is not None:
+                    await next_turn()
+                if self._error is not None:
+                    break
                 one.start(self)
             self._outlet.watch(self)
+            if len(dispatchers) > 1:
+                self.resumed()  # the outlet may have been while this did not watch it
             await self._over
             while deltas := await self.take():
                 self._write(deltas)

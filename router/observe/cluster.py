@@ -25,6 +25,9 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
     calls, costs = declared.REDIS_CALLS.create_family(), declared.PLACEMENT_COST.create_family()
     calls.adopt(services.placement.script.seconds, "place")
     calls.adopt(services.quota.scripts.seconds, "quota")
+    index = services.placement.index
+    if index is not None:
+        calls.adopt(index.seconds, "match")
     for term, histogram in services.placement.script.cost_terms.items():
         costs.adopt(histogram, term)
     return [
@@ -39,6 +42,7 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
 def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
     members, placement, quota = services.members, services.placement, services.quota
     calibration, limit = placement.calibration, services.config.max_concurrent_requests
+    index = placement.index
     cache = services.text.piece_cache or PieceCache(0)
     return [
         declared.WORKERS.read(lambda: _workers(services)),
@@ -64,8 +68,12 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
                 "place": placement.script.errors,
                 "settle": placement.settlement.errors,
                 "quota": quota.scripts.errors,
+                **(index.errors if index is not None else {}),
             }
         ),
+        declared.INDEX_UP.read(lambda: placement.script.redis_up if index is None else index.up),
+        declared.INDEX_MEMORY_USED.read(lambda: placement.index_watch.memory.used_bytes),
+        declared.INDEX_MEMORY_MAX.read(lambda: placement.index_watch.memory.max_bytes),
         declared.REDIS_MEMORY_USED.read(lambda: placement.watch.memory.used_bytes),
         declared.REDIS_MEMORY_MAX.read(lambda: placement.watch.memory.max_bytes),
         declared.REDIS_EVICTS_INDEX_ONLY.read(lambda: placement.watch.memory.evicts_index_only),

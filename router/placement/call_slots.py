@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from cluster.fair_queue import FairQueue, Waiting
 from router.placement.types import PriorityClass
 
 # More would wait in Redis instead, where none can be cancelled or passed by a higher class, until all are too late.
@@ -16,30 +18,35 @@ _RANKS: dict[PriorityClass, int] = {"high": 0, "normal": 1, "batch": 2}
 
 
 class CallSlots:
-    """Waiting placements take turns by class, then by arrival."""
+    """Waiting placements take turns by class, then by tenant and weight, then by arrival."""
 
     def __init__(self, most: int = MAX_AT_A_TIME):
         self._free = most
-        # By rank, in order of arrival. A wait that has ended is removed at once: a low class may get no turn for hours.
-        self._waiting = [OrderedDict[asyncio.Future[None], None]() for _ in _RANKS]
+        self._order = itertools.count()
+        # By rank. A wait that has ended is removed at once: a low class may get no turn for hours.
+        self._waiting = [FairQueue() for _ in _RANKS]
 
     @asynccontextmanager
-    async def slot(self, priority_class: PriorityClass) -> AsyncIterator[bool]:
+    async def slot(
+        self, priority_class: PriorityClass, tenant: str = "", weight: float = 1.0
+    ) -> AsyncIterator[bool]:
         """Whether there is one; False after WAIT_SECONDS."""
-        taken = await self._take(priority_class)
+        taken = await self._take(_RANKS[priority_class], tenant, weight)
         try:
             yield taken
         finally:
             if taken:
                 self._give()
 
-    async def _take(self, priority_class: PriorityClass) -> bool:
+    async def _take(self, rank: int, tenant: str, weight: float) -> bool:
         if self._free:
             self._free -= 1
             return True
-        granted = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[_RANKS[priority_class]]
-        waiting[granted] = None
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = Waiting(
+            1, tenant, weight if weight > 0 else 1.0, time.monotonic(), next(self._order), granted
+        )
+        self._waiting[rank].push(waiting)
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await granted
@@ -50,7 +57,7 @@ class CallSlots:
                 self._give()
             raise
         finally:
-            waiting.pop(granted, None)
+            self._waiting[rank].remove(waiting)
         return True
 
     @staticmethod
@@ -59,9 +66,9 @@ class CallSlots:
         return granted.done() and not granted.cancelled()
 
     def _give(self) -> None:
-        for waiting in self._waiting:
-            while waiting:
-                granted, _ = waiting.popitem(last=False)
+        for queue in self._waiting:
+            while queue:
+                granted = queue.pop().turn
                 if not granted.done():
                     granted.set_result(None)
                     return

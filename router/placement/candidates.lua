@@ -1,4 +1,4 @@
--- Third part of the placement script: the candidates.
+-- Fourth part of the placement script: the candidates.
 if listed then
   total = #ARGV - LISTED + 1
   slots = {struct.unpack('>' .. string.rep('I4', total), argument.slots)}

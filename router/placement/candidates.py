@@ -29,7 +29,7 @@ class Candidates:
         where = [one.location for one in workers]
         return [
             *(b"-" if self.of_many else b"", str(len(self.prefill)).encode()),
-            struct.pack(f">{len(workers)}I", *(one.slot for one in workers)),
+            self.slots,
             struct.pack(f">{len(self.decode)}d", *(facts.capacity_of(one) for one in self.decode)),
             _numbered(map(place_of, workers)),
             _numbered(one.rack for one in where),
@@ -37,6 +37,12 @@ class Candidates:
             bytes(CLIQUE if one.clique else HOST for one in where),
             *(f"{one.role[0]}:{one.name}".encode() for one in workers),
         ]
+
+    @cached_property
+    def slots(self) -> bytes:
+        """Of all candidates, decode workers first."""
+        workers = (*self.decode, *self.prefill)
+        return struct.pack(f">{len(workers)}I", *(one.slot for one in workers))
 
     @cached_property
     def prefill_by_id(self) -> Mapping[str, WorkerInfo]:
@@ -55,6 +61,8 @@ def _numbered(names: Iterable[str]) -> bytes:
 
 class Heads:
     """The first workers of the sorted sets of a KV group, without some that are named."""
+
+    slots = b""  # Redis finds them
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
--- Fourth part of the placement script: the pair that costs least.
+-- Fifth part of the placement script: the pair that costs least.
 local places_count = fast > slow
 -- Racks count where they are faster than what lies beyond, and in fleets of many racks only.
 local racks_count = not listed and bandwidths[3] > bandwidths[4]

@@ -1,9 +1,10 @@
--- One placement: match, score, charge, record. One call per dispatch attempt.
+-- One placement: match, score, charge, record. One call per dispatch attempt. Where the prefix index has a Redis of its own, this
+-- scores and charges, and index.lua matches and records there.
 -- KEYS: owners, load, routers, calls, chg:<router>:<run>, drains, answers:<router>, facts, leases
 -- ARGV:
 --   1   prefix of the index's keys
 --   2   router
---   3   chain: packed index keys of the prompt's full blocks
+--   3   chain: packed index keys of the prompt's full blocks; of an index apart the answer of match.lua
 --   4   NUMBERS, packed as 8-byte doubles: tokens, page size, output tokens that are expected, a random number, a and b of the
 --       cost model, token_bytes, per_token (seconds that a resident token adds to a decode step), rate (prefill tokens per
 --       second), ttl_ms of index entries, target and deadline of the first token (seconds, 0 = none), run of the router, number
@@ -30,7 +31,8 @@
 --    candidates that the sets name; -7: the router no longer waits for this call, or has charged the attempt by itself; -8: the
 --    sets hold fewer than half of the workers that the router sees. Calls without a decode worker (-1) or without a pair (-2) are
 --    not made.
--- In front of this file: cluster/index/tree.lua (now_ms, insert), walk.lua (walk, holders, covered), sets.lua, charges.lua.
+-- In front of this file: cluster/index/tree.lua (now_ms, insert), walk.lua (walk, holders, covered), sets.lua, charges.lua. Behind it:
+-- walked.lua, or matched.lua where the index is apart; rate.lua, candidates.lua, choose.lua, charge.lua.
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
@@ -62,10 +64,6 @@ local WIDE, WORTH_LOOKING, MOST_IN_VAIN = 32, 1.5, 3
 local HOLDERS = 8  -- of the prefix, of both roles
 local TRIES = 16  -- of pairs whose workers turn out to be gone
 local TIE = 1.05
--- One call of eight refreshes the time to live of the nodes that it passes, and looks at SWEPT of their slots for dead owners:
--- placements pass a hot node often, and the reports of workers that have computed the prompt refresh it too.
-local tends = random < 1 / 8
-local SWEPT = 16
 local call, byte, sub = redis.call, string.byte, string.sub
 
 -- The answer of call n is kept with n in field n % ANSWERS: never more than ANSWERS, even if some calls are refused.
@@ -88,8 +86,3 @@ local function refused(answer)
 end
 local now = now_ms()
 local tag = sub(KEYS[2], 1, -5)
-local records = feeds ~= 'reported' and #chain > 0
-
--- Recording walks the same nodes again, and further: it sets when they expire.
-local expire_at = tends and not records and now + ttl
-local nodes, seen_nodes, all_cover = walk(prefix, chain, now, expire_at, KEYS[1], tends and SWEPT or 0, listed and 256 or 32)

@@ -6,7 +6,7 @@ import logging
 import random
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import resources
@@ -20,6 +20,7 @@ from cluster.index import scripts
 from cluster.membership.scripts import SETS
 from cluster.membership.topology import LEVELS
 from cluster.protocol.times import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS, ROUTER_LEASE_SECONDS
+from cluster.redis.memory import RedisMemory
 from cluster.telemetry.metrics import router as metrics
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates, Heads
@@ -30,6 +31,7 @@ from router.placement.settlement import SCRIPT_SECONDS
 from router.placement.types import PlacementRequest
 
 log = logging.getLogger(__name__)
+Match = Callable[[PlacementRequest, "Candidates | Heads", float], Awaitable[bytes]]
 PREDICT_SECONDS = 10.0
 RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
@@ -66,12 +68,29 @@ class Decision:
         return cls(prefill, decode, cached, cached_decode, uncached, dict(zip(_TERMS, seconds, strict=True)))
 
 
-def script_source() -> str:
-    """The placement script, whole."""
+def script_source(*, apart: bool = False) -> str:
+    """The placement script, whole; `apart`: the part of control, where the prefix index has a Redis of its own."""
+    index, match = (scripts.tree(), "matched.lua") if apart else (scripts.walk(), "walked.lua")
+    return index + SETS + parts("charges.lua", "place.lua", match, *_CHOOSE)
+
+
+_CHOOSE = "rate.lua", "candidates.lua", "choose.lua", "charge.lua"
+
+
+def parts(*names: str) -> str:
+    """Files of this folder, one after the other."""
     files = resources.files("router.placement")
-    names = "charges.lua", "place.lua", "rate.lua", "candidates.lua", "choose.lua", "charge.lua"
-    own = (files.joinpath(name).read_text() for name in names)
-    return "".join((scripts.walk(), SETS, *own))
+    return "".join(files.joinpath(name).read_text() for name in names)
+
+
+def feeds(config: RouterConfig, memory: RedisMemory) -> str:
+    """The feeds of the index: without predictions while its Redis is nearly full."""
+    return "reported" if memory.pressed else config.index_feeds
+
+
+def ttl_ms(memory: RedisMemory) -> int:
+    """The time to live of index entries."""
+    return int(memory.shortened(scripts.NODE_TTL_SECONDS) * 1000)
 
 
 class Numbers(NamedTuple):
@@ -112,14 +131,18 @@ class PlaceScript:
         memory: MemoryWatch,
         rng: random.Random,
         on_unanswered: Callable[[], None],
+        match: Match | None = None,
     ):
-        """`on_unanswered`: a call was given up, so no request holds what it may have charged."""
+        """`memory`: of the Redis with the prefix index. `on_unanswered`: a call was given up, so no request holds what it
+        may have charged. `match`: asks the prefix index, where it has a Redis of its own."""
         self._config = config
         self._keys = keys
         self._calibration = calibration
         self._memory = memory
         self._rng = rng
-        self._script = ScriptCall(config.redis_url, script_source(), on_unanswered=on_unanswered)
+        self._match = match
+        source = script_source(apart=match is not None)
+        self._script = ScriptCall(config.redis_url, source, on_unanswered=on_unanswered)
         self._backoff = RedisBackoff(RETRY_SECONDS, rng)
         self.errors = 0  # calls that Redis did not answer in time
         self.seconds = metrics.REDIS_CALLS.create()  # as a request waits for it
@@ -128,6 +151,11 @@ class PlaceScript:
     def may_ask(self) -> bool:
         """Whether to call Redis now; while it does not answer, true for one call per pause."""
         return self._backoff.may_ask()
+
+    @property
+    def redis_up(self) -> bool:
+        """Whether the last call was answered."""
+        return not self._backoff.is_failing
 
     async def __call__(
         self,
@@ -142,7 +170,10 @@ class PlaceScript:
 
         Raises OverloadedError where the first token would come too late, and TimeoutError, redis.RedisError or OSError.
         """
-        arguments = self._arguments(request, candidates, run, number, replaces)
+        chance, held = self._rng.random(), request.chain
+        if self._match is not None:
+            held = await self._match(request, candidates, chance)
+        arguments = self._arguments(request, candidates, run, number, replaces, chance, held)
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
@@ -187,20 +218,23 @@ class PlaceScript:
         run: int,
         number: int,
         replaces: bytes,
+        chance: float,
+        held: bytes,
     ) -> list[Argument]:
+        """`held`: the prompt's chain, or what the prefix index has answered for it."""
         c, config, memory = self._calibration, self._config, self._memory.memory
         target, deadline = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
         numbers = Numbers(
             tokens=request.token_count,
             page_size=request.kv_group.page_size if request.kv_group is not None else config.page_size,
             output_tokens=request.output_tokens,
-            random=self._rng.random(),
+            random=chance,
             a=c.a,
             b=c.b,
             token_bytes=c.token_bytes,
             per_token=c.decode_token_seconds,
             rate=c.rate,
-            ttl_ms=int(memory.shortened(scripts.NODE_TTL_SECONDS) * 1000),
+            ttl_ms=ttl_ms(memory),
             target_seconds=target,
             deadline_seconds=deadline,
             run=run,
@@ -209,10 +243,10 @@ class PlaceScript:
         return [
             scripts.prefix(config.namespace, candidates.model_id),
             config.router_id,
-            request.chain,
+            held,
             numbers.packed(c.rates()),
             config.local_prefill,
-            "reported" if memory.pressed else config.index_feeds,
+            feeds(config, memory),
             request.priority_class,
             request.transfer_id,
             replaces,

@@ -22,6 +22,7 @@ from router.placement.keys import PlacementKeys
 from router.placement.last_loads import LastLoads
 from router.placement.memory_watch import MemoryWatch
 from router.placement.place_script import Decision, PlaceScript, Unplaced
+from router.placement.prefix_index import PrefixIndex
 from router.placement.redis_poll import RedisPoll
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
 from router.placement.standalone_placement import StandalonePlacement
@@ -42,11 +43,13 @@ class Placement:
         self._keys = PlacementKeys(config.namespace, config.router_id)
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
         self.watch = MemoryWatch(self._keys.load)
+        self.index = PrefixIndex(config, self._rng) if config.index_url else None
         self.charges = Charges()
         self.settlement = Settlement(config, self._keys, self.charges)
         self.script = PlaceScript(
-            *(config, self._keys, self.calibration, self.watch, self._rng),
+            *(config, self._keys, self.calibration, self.index_watch, self._rng),
             on_unanswered=self.settlement.request,
+            match=self.index.match if self.index is not None else None,
         )
         self.last_loads = LastLoads(self._keys, self.charges, lambda: self.eligibility)
         self.poll = RedisPoll(self._client, (self.watch, self.last_loads))
@@ -60,12 +63,21 @@ class Placement:
     async def start(self) -> None:
         await self.settlement.start()
         self.poll.start()
+        if self.index is not None:
+            self.index.start()
 
     async def close(self) -> None:
         await self.poll.close()
         await self.settlement.close()
         await self.script.close()
+        if self.index is not None:
+            await self.index.close()
         await self._client.aclose()
+
+    @property
+    def index_watch(self) -> MemoryWatch:
+        """The memory of the Redis with the prefix index."""
+        return self.watch if self.index is None else self.index.watch
 
     @property
     def eligibility(self) -> Eligibility:
@@ -80,12 +92,12 @@ class Placement:
         return self.eligibility.kv_groups.choose(before, self._rng)
 
     async def place(self, request: PlacementRequest) -> Placed:
-        """One script call. Raises UnavailableError when a role that is needed has no worker, OverloadedError when the
-        first token would come too late; then nothing was charged."""
+        """One script call, or two where the prefix index has a Redis of its own. Raises UnavailableError when a role
+        that is needed has no worker, OverloadedError when the first token would come too late: nothing was charged."""
         self._check_roles(request)
         self.calls += 1
         try:
-            async with self._slots.slot(request.priority_class) as may_ask:
+            async with self._slots.slot(request.priority_class, request.tenant, request.weight) as may_ask:
                 placed = await self._place(request, ask=may_ask)
         except OverloadedError:
             self.refused["too_late"] += 1
@@ -152,6 +164,8 @@ class Placement:
             if isinstance(placed, Placed):
                 # A run that was lost meanwhile is not the one that the charge is in.
                 self._charge(request, placed, in_redis=run == self.settlement.run)
+                if self.index is not None:
+                    self.index.record(request, placed)
         except OverloadedError:
             heard = True
             raise

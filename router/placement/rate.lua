@@ -1,4 +1,4 @@
--- Second part of the placement script: what is known of a candidate, its load, and what it costs by itself.
+-- Third part of the placement script: what is known of a candidate, its load, and what it costs by itself.
 -- The candidates, by index; ps and ds: the indices of either role.
 local names, facts, slots, capacities, places, total = {}, {}, {}, {}, {}, 0
 local ps, ds, known = {}, {}, {}

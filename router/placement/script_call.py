@@ -1,4 +1,4 @@
-"""Calls of one script over one kept connection, without the layers of a general client, a connection for each call, or a
+"""Calls of scripts over one kept connection, without the layers of a general client, a connection for each call, or a
 task for its deadline: these cost as much as the call.
 
 Calls do not wait for each other's answers: Redis answers a connection in the order of the calls.
@@ -27,39 +27,24 @@ Argument = bytes | str | int | float
 _MORE = object()
 
 
-class ScriptCall:
-    def __init__(self, url: str, script: str, on_unanswered: Callable[[], None] = lambda: None):
+class ScriptLine:
+    """The connection, which is opened by the first call, and again where it was lost."""
+
+    def __init__(self, url: str, on_unanswered: Callable[[], None] = lambda: None):
         """`on_unanswered` is called when a call is given up (cancelled, too late, its connection lost), and again if its
         answer arrives after all: the script may have run."""
         # A timeout of the pool's would start a task for every command of the handshake.
         self._pool = pool_async(url, None)
-        self._script = script = always_writes(script)
         self._on_unanswered = on_unanswered
-        self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._line: _Line | None = None
         self._opening = asyncio.Lock()
 
-    async def __call__(self, keys: Sequence[str], arguments: Sequence[Argument], seconds: float) -> Any:
-        """The script's answer. Raises redis.RedisError, OSError, or TimeoutError after `seconds`."""
-        rest = (len(keys), *keys, *arguments)
-        packed = hiredis.pack_command(("EVALSHA", self._sha, *rest))  # type: ignore[arg-type]
-        line = self._line
-        if line is not None and line.open:
-            try:
-                return await line.ask(packed, seconds)
-            except NoScriptError:
-                pass
-            except redis.ConnectionError:  # Redis was restarted or failed over
-                pass
-        async with asyncio.timeout(seconds):
-            line = await self._open()
-        try:
-            return await line.ask(packed, seconds)
-        except NoScriptError:  # a new Redis, or a promoted replica
-            whole = hiredis.pack_command(("EVAL", self._script, *rest))  # type: ignore[arg-type]
-            return await line.ask(whole, seconds)
+    @property
+    def now(self) -> _Line | None:
+        """The connection, if it is open."""
+        return self._line if self._line is not None and self._line.open else None
 
-    async def _open(self) -> _Line:
+    async def open(self) -> _Line:
         async with self._opening:
             if self._line is None or not self._line.open:
                 self._line = await _Line.to_redis(self._pool, self._on_unanswered)
@@ -69,6 +54,73 @@ class ScriptCall:
         if self._line is not None:
             self._line.close()
         await self._pool.aclose()
+
+
+class ScriptCall:
+    def __init__(self, to: str | ScriptLine, script: str, on_unanswered: Callable[[], None] = lambda: None):
+        """`to`: a URL, or a connection that other scripts use too. `on_unanswered`: as ScriptLine's, for a URL."""
+        self._connection = ScriptLine(to, on_unanswered) if isinstance(to, str) else to
+        self._script = script = always_writes(script)
+        self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        self._sent_to: _Line | None = None  # the connection by which `send` has sent the whole script
+
+    async def __call__(self, keys: Sequence[str], arguments: Sequence[Argument], seconds: float) -> Any:
+        """The script's answer. Raises redis.RedisError, OSError, or TimeoutError after `seconds`."""
+        rest = (len(keys), *keys, *arguments)
+        packed = hiredis.pack_command(("EVALSHA", self._sha, *rest))  # type: ignore[arg-type]
+        line = self._connection.now
+        if line is not None:
+            try:
+                return await line.ask(packed, seconds)
+            except NoScriptError:
+                pass
+            except redis.ConnectionError:  # Redis was restarted or failed over
+                pass
+        async with asyncio.timeout(seconds):
+            line = await self._connection.open()
+        try:
+            return await line.ask(packed, seconds)
+        except NoScriptError:  # a new Redis, or a promoted replica
+            return await line.ask(self._whole(rest), seconds)
+
+    def send(
+        self,
+        keys: Sequence[str],
+        arguments: Sequence[Argument],
+        seconds: float,
+        failed: Callable[[BaseException], None],
+    ) -> bool:
+        """Call without waiting for the answer, before any later call of this connection. `failed`: it was not executed, as
+        far as is known. Returns False, and calls nothing, while there is no connection."""
+        line, rest = self._connection.now, (len(keys), *keys, *arguments)
+        if line is None:
+            return False
+
+        def ended(answer: asyncio.Future[Any]) -> None:
+            error = asyncio.CancelledError() if answer.cancelled() else answer.exception()
+            if isinstance(error, NoScriptError) and line.open:  # flushed; later calls may come first
+                line.tell(self._whole(rest), seconds, failed_only)
+            elif error is not None:
+                failed(error)
+
+        def failed_only(answer: asyncio.Future[Any]) -> None:
+            if not answer.cancelled() and (error := answer.exception()) is not None:
+                failed(error)
+
+        # Whole, where this server may not have it: a refusal would come too late to keep the order.
+        known, self._sent_to = self._sent_to is line, line
+        short = hiredis.pack_command(("EVALSHA", self._sha, *rest)) if known else b""  # type: ignore[arg-type]
+        line.tell(short or self._whole(rest), seconds, ended)
+        return True
+
+    def _whole(self, rest: Sequence[Argument]) -> bytes:
+        """The call with the script's text."""
+        packed: bytes = hiredis.pack_command(("EVAL", self._script, *rest))  # type: ignore[arg-type]
+        return packed
+
+    async def close(self) -> None:
+        """The connection, with all scripts that use it."""
+        await self._connection.close()
 
 
 class _Line(asyncio.Protocol):
@@ -97,11 +149,24 @@ class _Line(asyncio.Protocol):
         writer.transport.set_protocol(line)
         return line
 
-    async def ask(self, packed: bytes, seconds: float) -> Any:
+    def tell(self, packed: bytes, seconds: float, done: Callable[[asyncio.Future[Any]], None]) -> None:
+        """Send a call whose answer, or error after `seconds`, goes to `done`."""
+        answer, deadline = self._sent(packed, seconds)
+
+        def ended(answer: asyncio.Future[Any]) -> None:
+            deadline.cancel()
+            done(answer)
+
+        answer.add_done_callback(ended)
+
+    def _sent(self, packed: bytes, seconds: float) -> tuple[asyncio.Future[Any], asyncio.TimerHandle]:
         answer = self._loop.create_future()
         self._asked.append(answer)
         self._transport.write(packed)
-        deadline = self._loop.call_later(seconds, self._late, answer)
+        return answer, self._loop.call_later(seconds, self._late, answer)
+
+    async def ask(self, packed: bytes, seconds: float) -> Any:
+        answer, deadline = self._sent(packed, seconds)
         try:
             return await answer
         except (redis.ResponseError, FailoverError):

@@ -16,7 +16,10 @@
 local WALKED = 256  -- charges in one step of a walk
 local SWEPT = 128  -- charges of dead routers dropped in a call; a small table is dropped whole
 local call = redis.call
-local router, run, number = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+local router, lease_ms, run, number = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local oldest_awaited, walk_from = ARGV[5], ARGV[6]
+local prefilled, released = tonumber(ARGV[7]), tonumber(ARGV[8])
+local FIRST = 9  -- of the ids
 local t = call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local known = call('HMGET', KEYS[4], 'run', 'settled', 'before')
@@ -27,7 +30,7 @@ if run == 0 then
   local before = tonumber(known[2] or 0) > 0 and latest or known[3] or 0
   call('DEL', KEYS[4])
   call('HSET', KEYS[4], 'run', given, 'settled', 0, 'before', before)
-  call('ZADD', KEYS[2], now + tonumber(ARGV[2]), router .. ':' .. given)
+  call('ZADD', KEYS[2], now + lease_ms, router .. ':' .. given)
   return given
 end
 if run < latest then return {-1, 0, 0, ''} end
@@ -36,8 +39,8 @@ if run > latest or not known[2] then return {-2, 0, 0, ''} end
 local skipped = 0
 -- The walk comes before the changes: what is released here is not shown as left over.
 local cursor, ids = '', {}
-if ARGV[6] ~= '' then
-  local step = call('HSCAN', KEYS[3], ARGV[6], 'COUNT', WALKED)
+if walk_from ~= '' then
+  local step = call('HSCAN', KEYS[3], walk_from, 'COUNT', WALKED)
   cursor = step[1]
   for i = 1, #step[2], 2 do ids[#ids + 1] = step[2][i] end
 end
@@ -53,11 +56,10 @@ local function drop(table, id, packed)
 end
 
 if number > tonumber(known[2]) then
-  call('HSET', KEYS[4], 'settled', number, 'from', ARGV[5])
+  call('HSET', KEYS[4], 'settled', number, 'from', oldest_awaited)
   -- The run before ends here, not where the new one is given out: that call may be a late repetition.
   if known[2] == '0' then call('ZADD', KEYS[2], 'XX', 0, router .. ':' .. (known[3] or 0)) end
-  local prefilled, released = tonumber(ARGV[7]), tonumber(ARGV[8])
-  for i = 9 + prefilled + released, #ARGV, 2 do
+  for i = FIRST + prefilled + released, #ARGV, 2 do
     local before = call('HGET', KEYS[3], ARGV[i])
     if before then drop(KEYS[3], ARGV[i], before) end
     local class, prefill, decode, p, d = unpack_charge(ARGV[i + 1])
@@ -65,7 +67,7 @@ if number > tonumber(known[2]) then
     call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
   end
   if prefilled > 0 then
-    local held = call('HMGET', KEYS[3], unpack(ARGV, 9, 8 + prefilled))
+    local held = call('HMGET', KEYS[3], unpack(ARGV, FIRST, FIRST + prefilled - 1))
     for i = 1, prefilled do
       if held[i] then
         local class, prefill, decode, p, d = unpack_charge(held[i])
@@ -73,20 +75,20 @@ if number > tonumber(known[2]) then
           skipped = skipped + 1
         elseif prefill > 0 then
           count(class, -prefill, 0, p, d)
-          call('HSET', KEYS[3], ARGV[8 + i], pack_charge(class, 0, decode, p, d))
+          call('HSET', KEYS[3], ARGV[FIRST + i - 1], pack_charge(class, 0, decode, p, d))
         end
       end
     end
   end
   if released > 0 then
-    local first = 9 + prefilled
+    local first = FIRST + prefilled
     local held = call('HMGET', KEYS[3], unpack(ARGV, first, first + released - 1))
     for i = 1, released do
       if held[i] then drop(KEYS[3], ARGV[first + i - 1], held[i]) end
     end
   end
 end
-call('ZADD', KEYS[2], now + tonumber(ARGV[2]), router .. ':' .. run)
+call('ZADD', KEYS[2], now + lease_ms, router .. ':' .. run)
 
 -- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
 call('HSET', KEYS[1], '', string.rep('0', 65))

@@ -60,6 +60,8 @@ class PlacementRequest:
     priority_class: PriorityClass = "normal"
     target_seconds: float = 0.0  # the first token is wanted within this; 0 = no limit
     deadline_seconds: float = 0.0  # the request is refused if its first token would come later
+    tenant: str = ""
+    weight: float = 1.0  # of the tenant
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,19 @@
 --       owner, again (1: another router may have charged it), tokens its client holds, ms the record is kept
 -- -> {0, 0, taken over}, or {1 = requests | 2 = tokens, milliseconds until there is room, 0}; then nothing was charged
 -- A bucket holds what has been used and leaks a minute's worth a minute: an empty Redis forgives, and a limit that
--- changes counts at once.
+-- changes counts at once. A request under a key without one of the limits leaves that bucket as it is.
 local MOST_ROUTERS = 16  -- that one charge may be taken over by: a client goes through each router twice at most
 local limits = {tonumber(ARGV[1]), tonumber(ARGV[2])}
-local expected = tonumber(ARGV[3])
-
-local held = tonumber(ARGV[6])
+local expected, owner, again = tonumber(ARGV[3]), ARGV[4], ARGV[5] == '1'
+local held, kept_ms = tonumber(ARGV[6]), tonumber(ARGV[7])
+if limits[2] == 0 then expected = 0 end  -- what the bucket is charged
 
 local record = call('HMGET', KEYS[2], 'owner', 'charged', 'times', 'prompt')
 local before, charged, times = record[1], tonumber(record[2]) or 0, tonumber(record[3]) or 0
-if was_applied('settle:' .. ARGV[4]) or was_applied('charge:' .. ARGV[4]) then
-  return {0, 0, (before == ARGV[4] and times > 0) and 1 or 0}
+if was_applied('settle:' .. owner) or was_applied('charge:' .. owner) then
+  return {0, 0, (before == owner and times > 0) and 1 or 0}
 end
-local taken = ARGV[5] == '1' and before and before ~= 'done' and times < MOST_ROUTERS
+local taken = again and before and before ~= 'done' and times < MOST_ROUTERS
 local costs = {1, expected}
 if taken then
   costs[1] = times > 0 and 1 or 0  -- free once: a router died; a ticket that is replayed pays each time
@@ -29,18 +29,16 @@ if taken then
   costs[2] = math.max(0, expected - charged)
 end
 
-local kept = call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
-local passed = math.max(0, now - (tonumber(kept[3]) or now))
-local used = {tonumber(kept[1]) or 0, tonumber(kept[2]) or 0}
+local buckets = read_buckets()
+local used = {0, 0}
 for i = 1, 2 do
   if limits[i] > 0 then
-    used[i] = math.max(0, used[i] - passed * limits[i] / 60000)
+    local passed = math.max(0, now - (buckets[i].at or now))
+    used[i] = math.max(0, buckets[i].used - passed * limits[i] / 60000)
     -- What is larger than a whole bucket is let in when the bucket is empty, and paid for afterwards.
     local over = used[i] + math.min(costs[i], limits[i]) - limits[i]
     -- Half an answer is never refused: it was let in. Neither is what costs nothing, also where more than all is used.
     if costs[i] > 0 and over > 0.001 and not taken then return {i, math.ceil(over * 60000 / limits[i]), 0} end
-  else
-    used[i] = 0
   end
 end
 local expire = 1000
@@ -48,20 +46,20 @@ for i = 1, 2 do
   if limits[i] > 0 then
     used[i] = used[i] + costs[i]
     expire = math.max(expire, math.ceil(used[i] * 60000 / limits[i]) + 1000)
+    write_bucket(i, used[i], now)
   end
 end
-applied('charge:' .. ARGV[4])
-call('HSET', KEYS[1], 'requests', tostring(used[1]), 'tokens', tostring(used[2]), 'at', now)
-keep(KEYS[1], expire)
+applied('charge:' .. owner)
+keep_buckets(expire, limits)
 
 if taken then
   -- -1: taken without a token, and its request is charged already
   local with = held == 0 and costs[1] == 1 and -1 or held
   if before ~= '' then call('HSET', KEYS[2], 'taken:' .. before, with) end
-  call('HSET', KEYS[2], 'owner', ARGV[4], 'charged', charged + costs[2], 'times', times + 1)
+  call('HSET', KEYS[2], 'owner', owner, 'charged', charged + costs[2], 'times', times + 1)
 else
   -- A request of the same name and prompt that is charged already is another one: it settles by what it remembers.
-  call('HSET', KEYS[2], 'owner', ARGV[4], 'charged', expected, 'times', 0)
+  call('HSET', KEYS[2], 'owner', owner, 'charged', expected, 'times', 0)
 end
-keep(KEYS[2], tonumber(ARGV[7]))
+keep(KEYS[2], kept_ms)
 return {0, 0, taken and 1 or 0}

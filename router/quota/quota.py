@@ -167,6 +167,7 @@ class Quota:
             int(use is None or use.finished),
             charge.limits.tokens_per_minute or 0,
             int(charge.certain),
+            charge.limits.requests_per_minute or 0,
         )
         settlement = _Settlement(charge, arguments)
         sent = False

@@ -10,6 +10,26 @@ local now = t[1] * 1000 + math.floor(t[2] / 1000)
 
 local function keep(key, ms) call('ZADD', KEYS[3], now + ms, key) end
 
+-- Of requests and of tokens, each with the time at which it was `used`: keys of one tenant may have one limit, the other, or
+-- both. `at` is nil where nothing was charged.
+local FIELDS = {{'requests', 'requests_at'}, {'tokens', 'tokens_at'}}
+
+local function read_buckets()
+  local kept = call('HMGET', KEYS[1], FIELDS[1][1], FIELDS[1][2], FIELDS[2][1], FIELDS[2][2])
+  return {
+    {used = tonumber(kept[1]) or 0, at = tonumber(kept[2])},
+    {used = tonumber(kept[3]) or 0, at = tonumber(kept[4])},
+  }
+end
+
+local function write_bucket(i, used, at) call('HSET', KEYS[1], FIELDS[i][1], tostring(used), FIELDS[i][2], at) end
+
+local function keep_buckets(ms, limits)
+  -- How long a bucket without a limit here is needed is not known here.
+  local ends = (limits[1] == 0 or limits[2] == 0) and tonumber(call('ZSCORE', KEYS[3], KEYS[1]) or 0) or 0
+  keep(KEYS[1], math.max(ms, ends - now))
+end
+
 local function forget(key)
   call('DEL', key)
   call('ZREM', KEYS[3], key)

@@ -1,11 +1,13 @@
 -- Corrects a charge by what the request has really used.
 -- KEYS: as in records.lua
 -- ARGV: owner, tokens charged (where the record is gone), prompt tokens, output tokens used by all routers so far,
---       served (1), finished (1: nobody will go on with it), tokens a minute, certain (0: the charge may not have been applied)
--- A bucket that has run empty meanwhile takes only what was used beyond the estimate.
+--       served (1), finished (1: nobody will go on with it), tokens a minute, certain (0: the charge may not have been applied),
+--       requests a minute
+-- A bucket that has run empty meanwhile takes only what was used beyond the estimate. A bucket without a limit is left as it is.
 local LET_GO_MS = 60000  -- how long a client may take to go on elsewhere
-local owner, prompt, output = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
-local served, finished = ARGV[5] == '1', ARGV[6] == '1'
+local owner, charged, prompt, output = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local served, finished, certain = ARGV[5] == '1', ARGV[6] == '1', ARGV[8] == '1'
+local limits = {tonumber(ARGV[9]), tonumber(ARGV[7])}
 
 if was_applied('settle:' .. owner) then return {} end
 applied('settle:' .. owner)  -- also if nothing was charged: a charge that arrives after this is void
@@ -21,11 +23,11 @@ if record[4] then
   call('HDEL', KEYS[2], 'taken:' .. owner)
 else
   local ours = record[1] == owner
-  if not ours and ARGV[8] == '0' and not was_applied('charge:' .. owner) then return {} end
+  if not ours and not certain and not was_applied('charge:' .. owner) then return {} end
   requests = served and 0 or -1
-  more = prompt + output - (ours and tonumber(record[2]) or tonumber(ARGV[2]))
+  more = prompt + output - (ours and tonumber(record[2]) or charged)
   if ours and not finished then
-    call('HSET', KEYS[2], 'owner', '', 'charged', prompt + output, 'prompt', prompt)
+    call('HSET', KEYS[2], 'owner', '', 'charged', limits[2] > 0 and prompt + output or 0, 'prompt', prompt)
     keep(KEYS[2], LET_GO_MS)
   elseif ours and tonumber(record[3]) > 0 then
     call('HSET', KEYS[2], 'owner', 'done')  -- those it was taken from may not have settled yet
@@ -35,13 +37,14 @@ else
   end
 end
 
-local kept = call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
-if not kept[3] then
-  if more <= 0 and requests <= 0 then return {} end
-  kept = {'0', '0', now}
+local buckets, changes, expire = read_buckets(), {requests, more}, nil
+for i = 1, 2 do
+  local bucket = buckets[i]
+  if limits[i] > 0 and (bucket.at or changes[i] > 0) then
+    local used = math.max(0, bucket.used + changes[i])
+    write_bucket(i, used, bucket.at or now)
+    expire = math.max(expire or 60000, math.ceil(used * 60000 / limits[i]))
+  end
 end
-local used = math.max(0, tonumber(kept[2]) + more)
-call('HSET', KEYS[1], 'requests', tostring(math.max(0, tonumber(kept[1]) + requests)),
-  'tokens', tostring(used), 'at', kept[3])
-keep(KEYS[1], math.max(60000, math.ceil(used * 60000 / math.max(1, tonumber(ARGV[7])))) + 1000)
+if expire then keep_buckets(expire + 1000, limits) end
 return {}

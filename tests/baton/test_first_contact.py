@@ -25,7 +25,7 @@ from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import limits
 from cluster.redis.connect import why_silent
-from router.rights import rights
+from router.rights import redis_rights
 
 UNREACHABLE = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
 
@@ -107,7 +107,7 @@ def test_an_invalid_redis_url_is_refused_when_settings_are_read(url, checkpoint)
 
 def test_an_unreachable_redis_is_reported_once_and_waited_for(checkpoint, capsys):
     config = RouterConfig(model=checkpoint("llama"), redis_url=UNREACHABLE, secret="s")
-    serve.check_start(config, None, rights(config.namespace))
+    serve.check_start(config, None, redis_rights(config))
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("no Redis answers at redis://***@127.0.0.1:1 (")
     assert "starting anyway" in said

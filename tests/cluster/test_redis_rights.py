@@ -15,7 +15,7 @@ from baton.autoscaler import leader
 from baton.autoscaler.rights import rights as of_autoscaler
 from baton.cli.serve import report_redis
 from baton.doctor.redis_check import RIGHTS, check_redis, check_rights, check_server
-from cluster.index.scripts import report
+from cluster.index.scripts import claim, report
 from cluster.membership import scripts
 from cluster.membership.reader import look_at_workers, read_workers
 from cluster.redis.connect import connect
@@ -23,10 +23,13 @@ from cluster.redis.embedded import EmbeddedRedis
 from cluster.redis.rights import Rights, RightsWatch, lacking, too_few_rights
 from deploy import redis_users
 from router.placement.place_script import script_source as place_source
+from router.placement.prefix_index import match_source, record_source
 from router.placement.settlement import settle_source
 from router.quota.scripts import script_source
+from router.rights import index_rights as of_routers_index
 from router.rights import rights as of_router
 from tests.baton.autoscaler.registered import RegisteredWorker
+from worker.rights import index_rights as of_workers_index
 from worker.rights import rights as of_worker
 
 REGISTRY = (scripts.REGISTER, scripts.RENEW, scripts.LEAVE, scripts.DRAIN, scripts.READ)
@@ -39,11 +42,15 @@ USED = [
         (scripts.READ, scripts.LOOK, scripts.DRAIN, place_source(), settle_source(), EXCHANGE, *QUOTAS),
     ),
     (of_autoscaler, (leader._HOLD, leader._GIVE_UP)),
+    (of_workers_index, (report(), claim())),
+    (of_routers_index, (match_source(), record_source())),
 ]
 PASSWORD = f"pass-{secrets.token_hex(8)}"
 
 
-@pytest.mark.parametrize(("rights", "sources"), USED, ids=["worker", "router", "autoscaler"])
+@pytest.mark.parametrize(
+    ("rights", "sources"), USED, ids=["worker", "router", "autoscaler", "worker-index", "router-index"]
+)
 def test_a_component_declares_every_command_of_its_scripts(rights, sources):
     called = {name.lower() for one in sources for name in re.findall(r"\bcall\(\s*'(\w+)'", one)}
     assert len(called) >= 4
@@ -52,6 +59,7 @@ def test_a_component_declares_every_command_of_its_scripts(rights, sources):
 
 def test_the_charts_users_are_those_that_components_declare():
     assert redis_users.TARGET.read_text() == redis_users.document(), "make chart writes it"
+    assert redis_users.INDEX_TARGET.read_text() == redis_users.index_document(), "and this one"
 
 
 def test_calls_cover_all_rules():

@@ -68,9 +68,11 @@ def test_secrets_are_read_from_files(
         monkeypatch,
         BATON_REDIS_URL=url,
         BATON_REDIS_PASSWORD_FILE=str(password),
+        BATON_INDEX_URL=url,
+        BATON_INDEX_PASSWORD_FILE=str(password),
         BATON_SECRET_FILE=str(secret),
     )
-    assert (config.redis_url, config.secret) == (expected, "deployment")
+    assert (config.redis_url, config.index_url, config.secret) == (expected, expected, "deployment")
     assert "p/w@d" not in repr(config) and "p%2Fw" not in repr(config)
     # What is shipped to replicas is complete, and resolving it again changes nothing.
     assert sources.load(WorkerConfig, {}, values=config.model_dump(mode="json")) == config
@@ -82,13 +84,16 @@ def test_secrets_are_read_from_files(
         ({"BATON_SECRET_FILE": "/nowhere"}, "secret_file"),
         ({"BATON_REDIS_URL": "redis://:one@r", "BATON_REDIS_PASSWORD": "two"}, "redis_password"),
         ({"BATON_REDIS_PASSWORD": "two"}, "redis_url"),
+        ({"BATON_INDEX_URL": "redis://:one@r", "BATON_INDEX_PASSWORD": "two"}, "index_password"),
+        ({"BATON_INDEX_PASSWORD": "two"}, "index_url"),
+        ({"BATON_INDEX_URL": "http://r"}, "index_url"),
         ({"BATON_TRANSFER__PORT_RANGE": "many"}, "transfer.port_range"),
     ],
 )
 def test_a_mistake_is_named(environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         load(monkeypatch, **environment)
-    assert caught.value.field == field
+    assert caught.value.field == field and ("redis_" not in caught.value.message or "index" not in field)
 
 
 NO_SETTINGS: dict[str, bytes] = {

@@ -65,6 +65,14 @@ def test_kernels_equal_torch(dtype, threads, activation):
     assert outputs[0][-1].count_nonzero() > 0 and outputs[0][-1][:, 0].count_nonzero() == 0
 
 
+def test_a_process_has_kernels_of_both_dtypes():
+    """The two kinds, 0 and 0.0, are equal in Python."""
+    for dtype in CLOSE:
+        gate = random(2, 2 * WIDTH, dtype=dtype)
+        ops, plain = (make(kind, dtype, 1)[0] for kind in ("cpu", "torch"))
+        torch.testing.assert_close(ops.gate(gate), plain.gate(gate), atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
 def test_layers_rotate_by_their_own_table():
     ops, _ = make("cpu", torch.float32, 1)
     qkv = random(TOKENS, (HEADS + 2 * KV) * DIM, dtype=torch.float32)

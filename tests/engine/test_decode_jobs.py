@@ -23,12 +23,13 @@ from engine.plan import ExportSink, PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from tests.engine.ranks import engine_of, run
-from tests.harness.checkpoints import FIRST, prompt_ids, variants
+from tests.harness.checkpoints import EXPERTS, FIRST, prompt_ids, variants
 
 PAGE, BLOCKS = 16, 96
 ADDS_BIASES = "llama-rope-scaled-biases"  # after the sum over ranks: not a kernel
-# A rank adds biases apart, and norms whole rows: not as jobs.
-NO_LIST = (ADDS_BIASES, "olmo2", "olmo2-biases-mqa", "granite-plain-biases", "gemma2-uncapped-biases")
+# A rank adds biases apart, norms whole rows and chooses experts: not as jobs.
+BY_ROWS = ("olmo2", "olmo2-biases-mqa")
+NO_LIST = (ADDS_BIASES, *BY_ROWS, "granite-plain-biases", "gemma2-uncapped-biases", *EXPERTS)
 needs_kernels = pytest.mark.skipif(
     not cpu_products.supported(), reason="the list is for CPUs with our own products"
 )
@@ -214,6 +215,8 @@ def test_the_jobs_before_a_product_prefetch_its_weights():
     )
     ahead = listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist()
     assert ahead == [first, first + part, second, second + part, second + 2 * part, 0, 0]
+    reads_first = listed[:, cpu_jobs.READS - cpu_jobs.KERNEL].tolist()
+    assert reads_first == [0, 0, 1, 0, 0, 1, 0]
 
 
 @needs_kernels

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.harness import exactness
-from tests.harness.checkpoints import prompt_ids, reference_greedy, reference_logits
+from tests.harness.checkpoints import gate_gaps, prompt_ids, reference_greedy, reference_logits
 from tests.harness.exactness import assert_greedy, judge
+from tests.harness.model_text import VOCAB
 
 NEW = 24
 
@@ -53,3 +59,19 @@ def test_a_wrong_token_with_no_near_tie_is_found(checkpoint):
     tokens[3] = (tokens[3] + 1) % 512
     with pytest.raises(AssertionError, match=r"wrong at \[3"):
         assert_greedy("a way", model, prompt, tokens)
+
+
+def test_answers_after_an_undecided_router_are_counted_apart(checkpoint, tmp_path, monkeypatch):
+    """All experts of a layer have the same gate: the reference's choice is one of many."""
+    model, prompt = Path(shutil.copytree(checkpoint("qwen2-moe"), tmp_path / "model")), prompt_ids(20)
+    assert math.isinf(min(gate_gaps(checkpoint("llama"), prompt)))
+    assert all(0 < gap < 1 for gap in gate_gaps(checkpoint("qwen2-moe"), prompt))
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            tensor[:] = tensor[:1].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    expected = reference_greedy(model, prompt, 4)
+    monkeypatch.setattr(exactness, "COMPARED", {})
+    assert_greedy("undecided", model, prompt, [*expected[:3], (expected[3] + 1) % VOCAB])
+    assert {"undecided": exactness.Compared(answers=1, gate_ties=1)} == exactness.COMPARED

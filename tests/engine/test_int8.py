@@ -19,9 +19,10 @@ from cluster.errors import ConfigError, ModelError
 from engine import build
 from engine.build import load_model
 from engine.layers.linear import Int8Weight, JobLinear
+from engine.layers.moe import Mlp
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
-from engine.ops import cpu_int8, cpu_jobs
+from engine.ops import cpu_int8, cpu_jobs, cpu_tiles
 from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import NullGroup
 from engine.plan import PlanItem, StepPlan
@@ -94,7 +95,7 @@ def test_rows_are_rounded_to_the_nearest_even_integers(dtype, given) -> None:
 
     def quantize() -> None:
         where = (x.data_ptr(), INPUTS, codes.data_ptr(), 128, scales.data_ptr())
-        team.run(cpu_jobs.QUANTIZE, 40, (*where, 0 if largest is None else largest.data_ptr()))
+        team.run(cpu_jobs.QUANTIZE, 40, (*where, 0 if largest is None else largest.data_ptr(), 0))
 
     quantize()
     expected, of_rows = fake_quant.quantize(x, largest)
@@ -113,8 +114,8 @@ def layer(form: str, dtype: torch.dtype, bias: Tensor | None, threads: int = 1) 
         return TorchInt8(weight, bias, None)
     made = PanelInt8(weight, bias, None, KernelTeam(threads, dtype, 16), Scratch())
     if form == "vectors":
-        made._more = (dtype.itemsize, 0)
-    elif not cpu_int8.tiles_supported():
+        made._amx = 0
+    elif not cpu_tiles.supported(cpu_tiles.INT8):
         pytest.skip("this CPU has no AMX")
     return made
 
@@ -158,11 +159,35 @@ def test_all_forms_give_the_same_numbers(dtype) -> None:
     x[1::2] = -1.0
     team, expected = KernelTeam(1, dtype, 16), fake_quant.product(x, weight.codes, weight.scales, None)
     assert expected.abs().min() == 4096 * 127
-    for amx in {0, int(cpu_int8.tiles_supported())}:
+    for amx in {0, int(cpu_tiles.supported(cpu_tiles.INT8))}:
         made = PanelInt8(weight, None, None, team, Scratch())
-        made._more = (dtype.itemsize, amx)
+        made._amx = amx
         assert torch.equal(made(x), expected.to(dtype))
     assert torch.equal(TorchInt8(weight, None, None)(x), expected.to(dtype))
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["vectors", "tiles"])
+def test_blocks_of_rows_and_slices_of_inputs_give_the_same_numbers(form, monkeypatch) -> None:
+    dtype, inputs = torch.float32, 2200  # three slices
+    weight, x = weight_of(dtype, OUTPUTS, inputs), random(150, inputs, dtype=dtype)
+    plain = PanelInt8(weight, None, None, KernelTeam(1, dtype, 16), Scratch())
+    plain._amx = 0
+    expected = plain(x)
+    torch.testing.assert_close(
+        expected, fake_quant.product(x, weight.codes, weight.scales, None), atol=2e-5, rtol=1e-6
+    )
+    monkeypatch.setattr(cpu_int8, "_ROWS_BYTES", 0)
+    monkeypatch.setattr(cpu_int8, "_TILED_ROWS_BYTES", 0)
+    amx = int(form == "tiles")
+    if amx and not cpu_tiles.supported(cpu_tiles.INT8):
+        pytest.skip("this CPU has no AMX")
+    assert cpu_int8.blocks(150, cpu_int8.padded(inputs), amx) == (5 if amx else 13)
+    for threads in (1, 2):
+        made = PanelInt8(weight, None, None, KernelTeam(threads, dtype, 16), Scratch())
+        made._amx = amx
+        for rows in (13, 32, 40, 150):
+            assert torch.equal(made(x[:rows]), expected[:rows])
 
 
 # --- whole models ------------------------------------------------------------------------------------
@@ -262,8 +287,8 @@ def test_a_decode_step_is_one_list_of_jobs(variant, threads, checkpoint) -> None
 
 @needs_kernels
 def test_the_job_before_an_int8_product_prefetches_its_weights() -> None:
-    quantize = (cpu_jobs.QUANTIZE, 1, (1, 64, 2, 64, 3, 0))
-    product = (cpu_jobs.MULTIPLY_INT8, 2, (2, 1, 64, 1 << 20, 9, 3, 9, 64, 2, 0))
+    quantize = (cpu_jobs.QUANTIZE, 1, (1, 64, 2, 64, 3, 0, 0))
+    product = (cpu_jobs.MULTIPLY_INT8, 2, (2, 1, 64, 1 << 20, 9, 3, 9, 64, 2, 0, 1))
     listed = KernelTeam(1, torch.bfloat16, 8).compile([quantize, product, quantize])
     assert listed[:, cpu_jobs.AHEAD - cpu_jobs.KERNEL].tolist() == [1 << 20, 0, 0]
 
@@ -275,10 +300,10 @@ def test_the_kernels_are_used(checkpoint) -> None:
             model=checkpoint("llama"), dtype="float32", quantization="int8", kv_memory_bytes=KV_BYTES
         )
     )
-    linears = [
-        loaded.decoder.head,
-        *(one for x in loaded.decoder.layers for one in (x.qkv, x.output, x.gate_up, x.down)),
-    ]
+    linears = [loaded.decoder.head]
+    for layer in loaded.decoder.layers:
+        assert isinstance(layer.mlp, Mlp)
+        linears += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
     assert all(isinstance(one, PanelInt8) and isinstance(one, JobLinear) for one in linears)
 
 

@@ -17,7 +17,7 @@ from engine.runner import ModelRunner
 from kv_transfer.layout.geometry import gather, plan_flows, scatter
 from kv_transfer.layout.rows import Place
 from tests.engine.ranks import engine_of, run, runners
-from tests.harness.checkpoints import prompt_ids, variants
+from tests.harness.checkpoints import EXPERTS, VARIANTS, prompt_ids, variants
 from tests.harness.exactness import assert_greedy
 
 NEW = 32
@@ -36,6 +36,25 @@ def test_two_ranks_give_the_output_of_one(variant, checkpoint):
         outputs = run(engine, *(EngineRequest(name, prompt, GREEDY) for name, prompt in prompts.items()))
     for name, prompt in prompts.items():
         assert_greedy("tensor-parallel", model, prompt, outputs.tokens[name, 0])
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize(
+    "variant", variants(short=(), without=[one for one in VARIANTS if one not in EXPERTS])
+)
+def test_ranks_of_whole_experts_give_the_output_of_one(variant, tensor_parallel, checkpoint):
+    """KV does not depend on how experts are shared, so any pair of workers may differ in it."""
+    model, prompt = checkpoint(variant), prompt_ids(70)
+    with runners(model, 1) as sources, runners(model, tensor_parallel, expert_parallel=True) as targets:
+        prefill, decode = engine_of(sources[0]), engine_of(targets[0])
+        first = compute_prompt(prefill, prompt)
+        reservation = decode.reserve(EngineRequest("r", prompt, GREEDY), [], growth_tokens=NEW)
+        move(sources, prefill.block_ids("r"), targets, reservation.block_ids, len(prompt))
+        decode.commit("r", first)
+        outputs = run(decode, EngineRequest("own", prompt_ids(50, seed=3), GREEDY))
+        prefill.abort("r")
+    assert_greedy("handed over, whole experts", model, prompt, [first[0].token_id, *outputs.tokens["r", 0]])
+    assert_greedy("whole experts", model, prompt_ids(50, seed=3), outputs.tokens["own", 0])
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), DEGREES)

@@ -37,6 +37,18 @@ LLAMA3 = {
 }
 
 SLIDING = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL_BYTES = 93_405_585_408  # of the published checkpoint, from its index
+GLM_MOE = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8}
 
 
 @pytest.fixture
@@ -116,6 +128,15 @@ def test_a_valid_config_passes(describe, changes):
             "layer_types",
             "alike",
         ),
+        ({"architectures": ["GptOssForCausalLM"]}, "architectures", "attention sinks"),
+        ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts", "from 1 on"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok", "has 8 experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers", "list"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step", "from"),
+        ({**GLM_MOE, "n_group": 3}, "n_group", "3 groups"),
+        ({**GLM_MOE, "n_group": 4, "topk_group": 2}, "topk_group", "fewer than 8"),
+        ({**GLM_MOE, "routed_scaling_factor": -1}, "routed_scaling_factor", "positive"),
+        ({**GLM_MOE, "n_shared_experts": 0}, "n_shared_experts", "from 1 on"),
         *(
             ({key: {"type": kind, "factor": 4.0}}, "rope_parameters.rope_type", "original length")
             for key in ("rope_scaling", "rope_parameters")
@@ -191,6 +212,41 @@ def test_ranks_that_cannot_share_the_model_are_refused(describe, size, changes, 
     with pytest.raises(ConfigError, match=says) as caught:
         build.check(settings(describe(**changes), tensor_parallel=size))
     assert caught.value.field == "tensor_parallel"
+
+
+def test_ranks_share_experts_by_rows_or_whole(describe):
+    uneven = describe(**{**MIXTRAL, "intermediate_size": 14_337})
+    with pytest.raises(ConfigError, match=r"14337.*with expert_parallel this one too"):
+        build.check(settings(uneven, tensor_parallel=2))
+    whole = settings(uneven, tensor_parallel=2, expert_parallel=True)
+    build.check(whole.model_copy(update={"kv_memory_bytes": 1 << 40}))
+
+
+def test_whole_experts_are_refused_where_there_are_none_or_too_few(describe):
+    with pytest.raises(ConfigError, match="Llama has no experts") as caught:
+        build.check(settings(describe(), expert_parallel=True))
+    assert caught.value.field == "expert_parallel"
+    few = settings(describe(**MIXTRAL, num_local_experts=2), tensor_parallel=4, expert_parallel=True)
+    with pytest.raises(ConfigError, match="number of experts = 2"):
+        build.check(few)
+
+
+def test_experts_are_not_quantised(describe):
+    with pytest.raises(ConfigError, match="experts are not supported in int8") as caught:
+        build.check(settings(describe(**MIXTRAL), quantization="int8"))
+    assert caught.value.field == "quantization"
+    stored = json.loads((Path(__file__).parent / "golden/int8/config.json").read_text())
+    with pytest.raises(ModelError, match="quantised experts") as refused:
+        build.check(settings(describe(**MIXTRAL, quantization_config=stored["quantization_config"])))
+    assert refused.value.field == "quantization_config"
+
+
+@pytest.mark.parametrize(("ranks", "whole"), [(1, False), (2, False), (2, True), (8, True)])
+def test_a_rank_has_its_share_of_the_experts_bytes(describe, ranks, whole):
+    large = settings(describe(**MIXTRAL), tensor_parallel=ranks, expert_parallel=whole)
+    model, resolved = build.check(large.model_copy(update={"kv_memory_bytes": 1 << 40}))
+    expected = pytest.approx(MIXTRAL_BYTES / ranks, rel=1e-3)  # norms and routers are whole on every rank
+    assert build.weight_bytes(model, resolved) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 12])

@@ -29,6 +29,10 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 
 
@@ -67,15 +71,23 @@ class _Wanted(Checkpoint):
     def has(self, name: str) -> bool:
         return True
 
-    def get(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return self.matrix(name, *shape, rows=rows, columns=columns)
+    def get(
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        self.tensors[name] = shape
+        whole = torch.zeros(shape) if item is None else torch.zeros(shape)[item]
+        return whole[:, columns] if columns is not None else whole[rows or slice(None)]
 
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
-        self.tensors[name] = shape
-        whole = torch.zeros(shape)
-        return whole[:, columns] if columns is not None else whole[rows or slice(None)]
+        return self.get(name, *shape, rows=rows, columns=columns)
 
 
 def _unused(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:

@@ -66,6 +66,11 @@ def _longrope(original: int) -> dict[str, Any]:
     }
 
 
+# Head widths are those of other variants: kernels are compiled for each.
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+_QWEN2_MOE = {**_MOE, "num_experts": 8, "shared_expert_intermediate_size": 48}
+_GLM_MOE = {**_MOE, "n_routed_experts": 8}
+
 # name → (model type, overrides)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -123,11 +128,53 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3-multimodal": ("gemma3", {**_GEMMA, "head_dim": 32}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral-window-fused": (
+        "mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": WINDOW, "head_dim": 32},
+    ),
+    "qwen2-moe": ("qwen2_moe", _QWEN2_MOE),
+    "qwen2-moe-normed-steps-window": (
+        "qwen2_moe",
+        {
+            **_QWEN2_MOE,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-moe": ("qwen3_moe", {**_MOE, "num_experts": 8, "norm_topk_prob": True, "head_dim": 32}),
+    "qwen3-moe-fused-biases": (
+        "qwen3_moe",
+        {**_MOE, "num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": [1], "attention_bias": True},
+    ),
+    "glm4-moe": ("glm4_moe", {**_GLM_MOE, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    "glm4-moe-plain-biases": (
+        "glm4_moe",
+        {
+            **_GLM_MOE,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
 }
+FUSED = ("mixtral-window-fused", "qwen3-moe-fused-biases")  # all experts of a layer in one tensor
+EXPERTS = tuple(name for name, (kind, _) in VARIANTS.items() if "moe" in kind or kind == "mixtral")
 # The families of the first engine, which `make test` takes through every path; of the others, those that have most flags,
 # through one path (CHECKED). The rest is long.
 FIRST = tuple(VARIANTS)[: tuple(VARIANTS).index("llama-yarn")]
-CHECKED = (*FIRST, "phi3-long-factors", "olmo2", "granite", "glm4", "gemma2", "gemma3")
+CHECKED = (
+    *FIRST,
+    *("phi3-long-factors", "olmo2", "granite", "glm4", "gemma2", "gemma3"),
+    *("qwen2-moe", "glm4-moe"),
+)
 
 
 def variants(short: Sequence[str] = FIRST, without: Sequence[str] = ()) -> list[Any]:
@@ -155,7 +202,7 @@ def make_checkpoint(path: Path, variant: str = "llama") -> Path:
             break
     else:
         raise AssertionError(f"no seed gives {variant} a reference worth comparing with")
-    model.save_pretrained(path)
+    model.save_pretrained(path, save_original_format=variant not in FUSED)
     write_tokenizer(path)
     return path
 
@@ -168,8 +215,11 @@ def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
     if kind == "gemma3":
         settings = {"text_config": settings, "vision_config": _NO_PICTURES}
     config = AutoConfig.for_model(kind, **settings)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = AutoModelForCausalLM.from_config(config, **_experts(kind)).float().eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
         for name, parameter in model.named_parameters():
             if "norm" in name:  # Gemma's multiply by 1 + w
                 least = -0.4 if kind.startswith("gemma") else 0.6
@@ -180,6 +230,11 @@ def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
             else:
                 parameter.normal_(0.0, 0.2)
     return model
+
+
+def _experts(kind: str) -> dict[str, str]:
+    """The library's plain loop over experts: the only form of theirs that computes in float64."""
+    return {"experts_implementation": "eager"} if "moe" in kind or kind == "mixtral" else {}
 
 
 @torch.inference_mode()
@@ -198,9 +253,10 @@ def _greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 @functools.cache
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    kind = AutoConfig.from_pretrained(path).model_type
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **_experts(kind)).eval()
 
 
 def reference_greedy(path: Path, prompt: list[int], count: int) -> list[int]:
@@ -218,6 +274,38 @@ def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab] teacher-forced."""
     logits: torch.Tensor = reference_model(path)(torch.tensor([tokens])).logits[0]
     return logits
+
+
+@torch.inference_mode()
+def gate_gaps(path: Path, tokens: list[int]) -> list[float]:
+    """Of each token, the smallest distance in any layer between the gate of the last expert that it takes and that of the
+    best one that it does not; infinite in a model without experts."""
+    gaps = torch.full((len(tokens),), torch.inf)
+
+    def gap(values: torch.Tensor, count: int) -> None:
+        if count < values.shape[-1]:
+            best = values.topk(count + 1).values
+            torch.minimum(gaps, best[:, -2] - best[:, -1], out=gaps)
+
+    def look(router: Any, _: Any, output: Any) -> None:
+        logits = output[0].float().view(len(tokens), -1)
+        bias = getattr(router, "e_score_correction_bias", None)
+        gates = logits.softmax(-1) if bias is None else logits.sigmoid() + bias
+        if (groups := getattr(router, "num_group", 1)) > 1:
+            of_groups = gates.view(len(tokens), groups, -1)
+            judged = of_groups.topk(2).values.sum(-1)
+            gap(judged, router.topk_group)
+            last = judged.topk(router.topk_group).values[:, -1:]
+            gates = of_groups.masked_fill((judged < last)[..., None], -torch.inf).flatten(1)
+        gap(gates, router.top_k)
+
+    model = reference_model(path)
+    routers = [one for one in model.modules() if type(one).__name__.lower().endswith("topkrouter")]
+    hooks = [one.register_forward_hook(look) for one in routers]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return [float(gap) for gap in gaps]
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ class Compared:
     answers: int = 0
     tokens: int = 0
     near_ties: int = 0
+    gate_ties: int = 0  # answers that went on differently after one of a router
 
 
 # By way, of this test session: pytest has no other place that every test reaches without being handed it.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import PeerLostError, TransportError
+from cluster.security.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.layout.compatibility import MAX_RANKS
 from kv_transfer.prefill_side import link, rank_connections, sender
@@ -201,3 +202,22 @@ async def test_a_link_that_is_lost_just_behind_a_yes_ends_the_hand_off(monkeypat
             await prefill.open(decode.ref, TOKENS)
         await first.abort("enough")
         await until(lambda: prefill.sender.live == 0, "nothing is left of either")
+
+
+async def test_certificates_that_change_open_another_link_between_two_hand_offs(monkeypatch):
+    """A pair that is never idle for long would keep the connection that the old ones opened."""
+    monkeypatch.setattr(link, "BEAT_SECONDS", 0.02)
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        version = 1
+        monkeypatch.setattr(Peers, "version", property(lambda peers: version))
+        handoff = await prefill.open(decode.ref, TOKENS)
+        one = only_link(prefill)
+        version = 2
+        await asyncio.sleep(0.1)
+        assert not one.lost, "a hand-off lives"
+        await handoff.abort("enough")
+        await until(lambda: one.lost, "it is closed")
+        await prefill.sender.open(decode.ref)
+        two = only_link(prefill)
+        monkeypatch.setattr(link, "MAX_AGE_SECONDS", 0.1)
+        await until(lambda: two.lost, "it was old")

@@ -8,6 +8,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from cluster.config.router import RouterConfig
+from router.admission.start_queue import StartQueue
 from router.gateway import RequestGateway
 from router.request.validator import Validator
 
@@ -49,4 +50,5 @@ class Text:
 def counting_gateway() -> Any:
     text: Any = Text()
     config = RouterConfig(model=Path("/models/m"))
-    return Gateway(text=text, config=config, validator=Validator(config, text))
+    admission = SimpleNamespace(starts=StartQueue())
+    return Gateway(text=text, config=config, validator=Validator(config, text), admission=admission)

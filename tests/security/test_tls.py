@@ -7,7 +7,9 @@ import secrets
 import shutil
 import socket
 import ssl
+import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -76,6 +78,24 @@ async def test_a_worker_refuses_any_other_certificate(certs):
     # A server that is not a worker is not spoken to, even with a certificate of the right authority.
     async with Worker(Peers(identity(ours, "router"))) as impostor:
         assert await calls(Peers(identity(ours, "router")).channel(impostor.address)) == shut
+
+
+async def test_a_stream_ends_with_the_certificate_of_its_caller(certs, monkeypatch):
+    """A hand-off stream lasts as long as its pair has hand-offs: without end."""
+    ours, now = certs / "ours", time.time
+    peers = Peers(identity(ours, "worker"))
+    async with Worker(peers) as worker, peers.channel(worker.address) as channel:
+        method: Any = channel.stream_stream("/t.T/Handoff", None, None)
+        call = method(timeout=60)
+        for _ in range(2):
+            await call.write(b"")
+            assert await call.read() == b"welcome"
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: now() + 31 * 86_400)
+            await call.write(b"")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_whole_new_authority_is_taken_up_while_serving(certs, tmp_path):

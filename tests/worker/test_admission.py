@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
+from cluster import fair_queue
 from cluster.errors import DeadlineError
 from engine.scheduler.aging import AGING_SECONDS
 from tests.harness.virtual_time import VirtualLoop
-from worker import fair_queue
 from worker.admission import AGED_TOGETHER, Admission
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineError
+from cluster.fair_queue import REMEMBERED_TENANTS, FairQueue, Waiting
 from worker.admission import Admission
-from worker.fair_queue import REMEMBERED_TENANTS, FairQueue, Waiting
 
 
 class Clock:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineError
+from cluster.fair_queue import FairQueue, Waiting
 from tests.harness.virtual_time import VirtualLoop
 from worker.admission import Admission
-from worker.fair_queue import FairQueue, Waiting
 
 SEEDS = st.integers(0, 2**32)
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.errors import ModelError
+from engine.model import keys
 from worker.model_id import WHOLE_BYTES, make_model_id, samples
 
 
@@ -140,6 +141,11 @@ def test_defaults_of_generation_and_notes_do_not_part_them(model: Path) -> None:
         rope_scaling=None,
     )
     assert make_model_id(model) == before
+
+
+def test_notes_in_a_text_part_do_not_count() -> None:
+    part = {"hidden_size": 64, "use_cache": False, "dtype": "bfloat16", "rope_scaling": None}
+    assert keys.hashed({"text_config": part}) == {"text_config": {"hidden_size": 64}}
 
 
 def test_the_same_tensors_in_other_files_are_the_same_model(model: Path) -> None:

@@ -283,6 +283,7 @@ def test_no_secret_travels_with_a_rank() -> None:
             "secret": "the deployment's own",
             "redis_url": "redis://user:the-password@redis:6379/0",
             "redis_password": "the-password",
+            "index_url": "redis://user:the-password@index:6379/0",
         }
     )
     described = without_secrets(config)

@@ -72,7 +72,7 @@ class Registered:
 
 
 class Reporter:
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, index_url: str) -> None:
         pass
 
     def start(self) -> None:

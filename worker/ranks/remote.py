@@ -30,7 +30,10 @@ from worker.ranks.rank_main import rank_main
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
-SECRETS = {"secret", "secret_file", "redis_url", "redis_password", "redis_password_file"}
+SECRETS = {
+    *("secret", "secret_file", "redis_url", "redis_password", "redis_password_file"),
+    *("index_url", "index_password", "index_password_file"),
+}
 LOOK_SECONDS = 0.5
 HANDSHAKE_SECONDS = 10.0
 MAX_HANDSHAKES = 64  # at the same time; one more ends the oldest

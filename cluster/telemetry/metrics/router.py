@@ -132,12 +132,24 @@ REDIS_ERRORS = counter(
 REDIS_CALLS = histogram(
     "baton_redis_call_seconds", "seconds", "Calls that a request waits for", CALL_SECONDS, "call"
 )
+INDEX_UP = gauge(
+    "baton_router_index_up",
+    "0 or 1",
+    "1 while placements are matched with the prefix index; it may have a Redis of its own",
+    together="min",
+)
 REDIS_MEMORY_USED = gauge(
     "baton_redis_memory_used_bytes",
     "bytes",
     "Redis' used_memory; above 0.7 of its maxmemory placements are not predicted",
 )
 REDIS_MEMORY_MAX = gauge("baton_redis_memory_max_bytes", "bytes", "Redis' maxmemory; 0 = not set")
+INDEX_MEMORY_USED = gauge(
+    "baton_index_memory_used_bytes",
+    "bytes",
+    "used_memory of the Redis with the prefix index, the same or its own",
+)
+INDEX_MEMORY_MAX = gauge("baton_index_memory_max_bytes", "bytes", "Its maxmemory; 0 = not set")
 REDIS_EVICTS_INDEX_ONLY = gauge(
     "baton_redis_evicts_index_only",
     "0 or 1",

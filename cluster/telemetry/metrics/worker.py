@@ -21,6 +21,7 @@ FENCED = counter(
 )
 REDIS_UP = gauge("baton_worker_redis_up", "0 or 1", "1 while this worker reaches Redis")
 REDIS_ERRORS = counter("baton_worker_redis_errors_total", "calls", "Calls that Redis did not answer in time")
+INDEX_UP = gauge("baton_worker_index_up", "0 or 1", "1 while this worker's reports reach the prefix index")
 INDEX_REPORTS_WAITING = gauge("baton_index_reports_waiting", "chains", "Prefix chains not yet reported")
 
 # Requests and attempts

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.security.keys import Caller
+from router.admission.admission import HeldBytes
 from router.dispatch.turn import Turn
 from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
@@ -40,10 +42,11 @@ class InferenceService:
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
-        with self._gateway.admission.admit(caller, context.peer()) as held:
+        async with self._admitted(caller, context) as held:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
+            await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
             request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
             completion = await self._completion(request, context, caller)
             del request
@@ -52,6 +55,17 @@ class InferenceService:
             with self._gateway.request(completion, caller, arrival=arrival) as dispatcher:
                 stream = GenerateStream(dispatcher, completion, caller)
                 await stream.pass_to(context, self._gateway.config, self._turn)
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, caller: Caller, context: Context) -> AsyncGenerator[HeldBytes, None]:
+        """Admission.admit. What is refused takes a step of low priority: its client may ask again at once."""
+        with contextlib.ExitStack() as place:
+            try:
+                held = place.enter_context(self._gateway.admission.admit(caller, context.peer()))
+            except OverloadedError:
+                await self._gateway.low_priority.refuse(caller.tenant)
+                raise
+            yield held
 
     async def _answer(self, response: bytes, context: Context) -> None:
         # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
@@ -77,9 +91,10 @@ class InferenceService:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
         and counts as a request."""
         caller = caller_of(self._gateway, context)
-        with self._gateway.admission.admit(caller, context.peer()) as held:
+        async with self._admitted(caller, context) as held:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
+            await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
             async with self._gateway.counted(caller):
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
@@ -96,9 +111,10 @@ class InferenceService:
         return pb.TokenizeResponse(token_ids=ids).SerializeToString()
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        limits = self._gateway.validator.limits
-        with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as held:
+        limits, caller = self._gateway.validator.limits, caller_of(self._gateway, context)
+        async with self._admitted(caller, context) as held:
             await read_message(context, self._gateway.config, held)
+            await self._gateway.low_priority.step(caller.tenant)
             model = pb.Model(
                 id=limits.served_model,
                 max_model_len=limits.max_model_len,

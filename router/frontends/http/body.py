@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -17,11 +18,19 @@ from router.frontends.http.json_scan import MAX_COST_PER_BYTE, JsonScan
 SCAN_BYTES = 1 << 16
 
 
+async def _at_once() -> None:
+    """No turn to wait for."""
+
+
 async def read_json(
-    request: Request, limits: RequestLimits, held: HeldBytes, low_priority: LowPriority
+    request: Request,
+    limits: RequestLimits,
+    held: HeldBytes,
+    low_priority: LowPriority,
+    turn: Callable[[], Awaitable[None]] = _at_once,
 ) -> dict[str, Any]:
     """Return the body as an object. It is scanned while it arrives, and parsed only if it is within its limits: the parser
-    holds the interpreter lock, on any thread, while it makes objects.
+    holds the interpreter lock, on any thread, while it makes objects. `turn` is awaited before, once the body is there.
 
     Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError if the
     client disconnects.
@@ -42,6 +51,7 @@ async def read_json(
                 _scan(scan, raw, limits)
     except ClientDisconnect:
         raise CancelledError("the client disconnected") from None
+    await turn()
     if scan.seen or _may_exceed(raw, limits):
         _scan(scan, raw, limits)
     try:

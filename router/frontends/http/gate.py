@@ -13,6 +13,7 @@ from cluster.errors import BatonError, UnauthenticatedError
 from cluster.security.keys import ANYONE, Caller
 from router.frontends.http.errors import error_response
 from router.frontends.http.ui.pages import PATHS
+from router.frontends.http.web_pages import WebPages
 from router.gateway import RequestGateway
 
 # Probes send no keys, nor does a browser that loads the page; the page's own requests for data send one. Every other
@@ -31,6 +32,7 @@ class Gate:
         self._app = app
         self._gateway = gateway
         self._open = OPEN | PATHS if gateway.config.ui else OPEN
+        self._web_pages = WebPages(gateway.config.host, gateway.config.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = await self.refusal(scope) if scope["type"] == "http" else None
@@ -52,8 +54,11 @@ class Gate:
         return None
 
     def _caller(self, scope: Scope) -> Caller:
-        """Raises UnauthenticatedError."""
-        if self._gateway.keys.on and scope["path"] not in self._open:
+        """Raises UnauthenticatedError, or ForbiddenError for a page of another origin."""
+        if not self._gateway.keys.on:
+            if scope["path"] not in OPEN:
+                self._web_pages.check(scope["method"], scope["headers"])
+        elif scope["path"] not in self._open:
             return self._check(scope)
         return ANYONE
 

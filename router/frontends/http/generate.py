@@ -14,7 +14,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import BatonError, DrainingError, InvalidRequestError
+from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
 from cluster.security.keys import Caller
 from router.admission.admission import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
@@ -65,7 +65,8 @@ class ParsedRequest:
 
 
 Admit = Callable[[int], None]  # takes places for a number of further prompts; raises OverloadedError
-Reader = Callable[[Request, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
+NextTurn = Callable[[], Awaitable[None]]
+Reader = Callable[[Exchange, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
 
 
 class Generate:
@@ -93,6 +94,9 @@ class Generate:
             except DrainingError:
                 await discard_body(request, self._gateway.low_priority, caller.tenant)
                 raise
+            except OverloadedError:
+                await self._gateway.low_priority.refuse(caller.tenant)
+                raise
             parsed = await self._read(request, read, body_bytes, admit)
             body_bytes.release()
             dispatchers = [
@@ -101,15 +105,29 @@ class Generate:
             ]
             shape = self._shape(kind, parsed, caller)
             answer = _stream if parsed.stream else _whole
-            return await answer(request, parsed, shape, dispatchers, self._turn)
+            return await answer(
+                request, parsed, shape, dispatchers, self._turn, lambda: self._start_turn(request)
+            )
 
-    async def _read(self, request: Request, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
+    async def _read(self, request: Exchange, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
-        body = await read_json(request, self._gateway.config, held, self._gateway.low_priority)
-        return await read(request, body, Arrival(request.headers.getlist), admit)
+        gateway, arrival = self._gateway, Arrival(request.headers.getlist)
+
+        async def turn() -> None:
+            nonlocal arrival
+            arrival = Arrival(request.headers.getlist)  # its body is there
+            await self._start_turn(request)
+
+        body = await read_json(request, gateway.config, held, gateway.low_priority, turn)
+        return await read(request, body, arrival, admit)
+
+    async def _start_turn(self, request: Exchange) -> None:
+        """Wait for the tenant's turn to start a request, or one more prompt of this one."""
+        caller = caller_of(request)
+        await self._gateway.admission.starts.turn(caller.tenant, caller.weight, request)
 
     async def _read_chat(
-        self, request: Request, body: Mapping[str, Any], arrival: Arrival, admit: Admit
+        self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
         limits, caller = self._gateway.validator.limits, caller_of(request)
         options = read_request(ChatCompletionRequest, body, limits)
@@ -132,7 +150,7 @@ class Generate:
             return self._parsed(caller, options, [prompt], envelope, arrival)
 
     async def _read_completion(
-        self, request: Request, body: Mapping[str, Any], arrival: Arrival, admit: Admit
+        self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
         options = read_request(CompletionRequest, body, self._gateway.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
@@ -145,7 +163,11 @@ class Generate:
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
             )
-            prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
+            prompts: list[list[int]] = []
+            for one in options.prompt:
+                if prompts:
+                    await self._start_turn(request)
+                prompts.append(await encode(one) if isinstance(one, str) else one)
             return self._parsed(caller, options, prompts, envelope, arrival)
 
     def _parsed(
@@ -180,6 +202,7 @@ async def _whole(
     shape: Shape,
     dispatchers: Sequence[RequestDispatcher],
     turn: Turn,
+    next_turn: NextTurn,
 ) -> Response:
     answers = [Answer(shape, index) for index in range(sum(one.choices for one in dispatchers))]
 
@@ -187,7 +210,7 @@ async def _whole(
         for delta in deltas:
             answers[delta.choice].add(delta)
 
-    await AnswerQueue(request, add, len(dispatchers), turn, streamed=False).pass_all(dispatchers)
+    await AnswerQueue(request, add, len(dispatchers), turn, streamed=False).pass_all(dispatchers, next_turn)
     outcomes = [dispatcher.outcome for dispatcher in dispatchers]
     choices = [shape.choice(answer) for answer in answers]
     shown = {"x-request-id": _shown_id(request, parsed), **_timing_headers(outcomes[-1], admin=shape.admin)}
@@ -202,6 +225,7 @@ async def _stream(
     shape: Shape,
     dispatchers: Sequence[RequestDispatcher],
     turn: Turn,
+    next_turn: NextTurn,
 ) -> None:
     """Until the first delta, a failure is an HTTP error; after it, an event of the stream."""
     prompt_tokens = sum(len(one.prompt_tokens) for one in parsed.completions)
@@ -215,7 +239,9 @@ async def _stream(
             request.write(frames)
 
     try:
-        await AnswerQueue(request, write, len(dispatchers), turn, streamed=True).pass_all(dispatchers)
+        await AnswerQueue(request, write, len(dispatchers), turn, streamed=True).pass_all(
+            dispatchers, next_turn
+        )
     except BatonError as error:
         if not request.begun:
             raise

@@ -33,6 +33,8 @@ ACCEPTS_PER_TURN = (
 )
 # If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
 OPENED_PER_TURN = 32
+# With TLS: most of a handshake's work is done in the turn in which it is opened.
+HANDSHAKES_PER_TURN = 4
 _POST = b"POST"
 
 
@@ -146,11 +148,15 @@ class HttpServer(uvicorn.Server):
 
     def _open_ready(self) -> None:
         loop = asyncio.get_running_loop()
+        most = HANDSHAKES_PER_TURN if self.config.ssl else OPENED_PER_TURN
         for _ in range(min(OPENED_PER_TURN, len(self._ready))):
+            if not most:
+                break
             connection = self._ready.popleft()
             if _has_left(connection, tls=bool(self.config.ssl)):
                 connection.close()
                 continue
+            most -= 1
             task = loop.create_task(self._open(connection))
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))

@@ -49,6 +49,9 @@ MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
 MAX_PIPELINED_BYTES = 1 << 16  # of these: no budget of bodies counts them
 HEADER_BYTES = 128  # what a short header line takes in memory
+Trust = Callable[
+    [asyncio.BaseTransport], Callable[[], bool]
+]  # whether a connection may have a further request
 KEEPS = "baton.keeps_connection"  # in a request's scope: a context for the time in which it holds a place
 
 
@@ -58,6 +61,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: ConnectionLimits
     direct: Mapping[tuple[str, str], Endpoint]  # by method and path
     leaving: Callable[[], bool]  # answers then close their connections, and balancers choose another router
+    trust: Trust
     # Connections whose request holds no place; their last request began or ended in this order
     waiting: dict[LimitedProtocol, None]
 
@@ -85,6 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self._trusted = self.trust(transport)
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
         limit = self._connection_limit()
@@ -153,6 +158,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         self._end_watch.stop()
         self._disconnect()
+        if self.cycle is not None:
+            self.cycle.body = (
+                bytearray()
+            )  # connection and request refer to each other until a garbage collection
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -254,7 +263,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._running = cycle
         self._make_room()
         cycle.scope[KEEPS] = self._keep  # type: ignore[literal-required]
-        if self.leaving():
+        if self.leaving() or not self._trusted():
             cycle.keep_alive = False
         endpoint = self.direct.get((cycle.scope["method"], cycle.scope["path"]))
         if endpoint is not None:
@@ -383,9 +392,16 @@ def limited(
     limits: ConnectionLimits,
     direct: Mapping[tuple[str, str], Endpoint] = MappingProxyType({}),
     leaving: Callable[[], bool] = lambda: False,
+    trust: Trust = lambda transport: lambda: True,
 ) -> type[LimitedProtocol]:
     """A protocol class with these limits."""
-    shared = {"limits": limits, "waiting": {}, "direct": direct, "leaving": staticmethod(leaving)}
+    shared = {
+        "limits": limits,
+        "waiting": {},
+        "direct": direct,
+        "leaving": staticmethod(leaving),
+        "trust": staticmethod(trust),
+    }
     return type("Limited", (LimitedProtocol,), shared)
 
 

@@ -26,7 +26,8 @@ URLS = [
 
 def config(url: str) -> WorkerConfig:
     engine = EngineConfig(model=Path("/model"))
-    return WorkerConfig(role="decode", redis_url=url, namespace="n", secret=SECRET, engine=engine)
+    more = {"redis_url": url, "index_url": url, "namespace": "n", "secret": SECRET, "engine": engine}
+    return WorkerConfig.model_validate({"role": "decode", **more})
 
 
 @pytest.mark.parametrize("url", [*URLS, "unix:///tmp/redis.sock", "redis://127.0.0.1:6379"])

@@ -85,8 +85,8 @@ def ranges(weight: Tensor, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return low[None], high[None]
     if args["strategy"] == "channel":
         return tuple(weight.aminmax(dim=1, keepdim=True))  # type: ignore[return-value]
-    high, wide = args.get("block_structure") or (1, args["group_size"])
-    blocks = weight.view(len(weight) // high, high, -1, wide)
+    tall, wide = args.get("block_structure") or (1, args["group_size"])
+    blocks = weight.view(len(weight) // tall, tall, -1, wide)
     return blocks.amin((1, 3)), blocks.amax((1, 3))
 
 
@@ -160,9 +160,10 @@ def fine_grained_fp8(scale_fmt: str = "float") -> tuple[dict[str, Any], Write]:
         weight_block_size=(GROUP, GROUP), modules_to_not_convert=["lm_head"], scale_fmt=scale_fmt
     )
     quantizer = types.SimpleNamespace(quantization_config=config)
+    writer: Any = Fp8Quantize(quantizer)  # its annotations are wrong
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
-        stored = Fp8Quantize(quantizer).convert({"weight": weight})
+        stored = writer.convert({"weight": weight})
         return stored, Fp8Dequantize(quantizer)._dequantize_one(
             stored["weight"], stored["weight_scale_inv"], torch.float32
         )

@@ -242,6 +242,7 @@ async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
         return {"type": "http.request", "body": raw, "more_body": False}
 
     request: Any = Request({"type": "http", "headers": []}, receive)
+    request.watch = request.unwatch = lambda *_: None  # as an Exchange
     with pytest.raises(DispatchedError) as caught:
         await Generate(dispatching).completion(request)
     assert caught.value.args == (0, prompts)

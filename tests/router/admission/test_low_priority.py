@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from cluster.config.router import RequestLimits
 from cluster.errors import UnauthenticatedError
 from cluster.security.keys import Caller
 from router.admission.admission import ByteBudget
-from router.admission.low_priority import LowPriority
+from router.admission.low_priority import SECONDS_PER_STEP, LowPriority
 from router.frontends.http.body import SCAN_BYTES, read_json
 from router.frontends.http.gate import Gate
 from tests.harness.waiting import turns
@@ -98,6 +99,49 @@ async def test_long_turns_have_more_steps(turn: float, most: int):
         task.cancel()
 
 
+async def test_refusals_wait_for_a_step_up_to_a_bound(monkeypatch: pytest.MonkeyPatch):
+    """Refused at once, hundreds of calls of one key came again in each turn of the loop."""
+    monkeypatch.setattr("router.admission.low_priority.MAX_REFUSALS", 5)
+    order, sent = LowPriority(lambda: 0.0), []
+
+    async def refuse() -> None:
+        await order.refuse("a")
+        sent.append(1)
+
+    tasks = [asyncio.create_task(refuse()) for _ in range(8)]
+    await asyncio.sleep(0)
+    assert len(sent) == 3, "those beyond the bound"
+    tasks[1].cancel()
+    gained = []
+    for _ in range(8):
+        before = len(sent)
+        await asyncio.sleep(0)
+        gained.append(len(sent) - before)
+    assert max(gained) == 1 and len(sent) == 7
+    assert order._refusals == 0
+
+
+def lose_the_processor(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def test_turns_that_are_long_because_others_have_the_processor_have_no_more_steps():
+    order, done = LowPriority(), []
+
+    async def one() -> None:
+        await order.step()
+        done.append(1)
+
+    tasks = [asyncio.create_task(one()) for _ in range(20)]
+    await turns(2)
+    for _ in range(4):
+        before = len(done)
+        lose_the_processor(5 * SECONDS_PER_STEP)
+        await asyncio.sleep(0)
+        assert len(done) - before <= 1
+    await asyncio.gather(*tasks)
+
+
 async def test_steps_go_on_after_a_pause():
     order = LowPriority()
     for _ in range(3):
@@ -167,7 +211,7 @@ async def test_generations_with_a_key_go_before_all_others(path: str, key: str, 
         pass
 
     gateway: Any = SimpleNamespace(
-        config=SimpleNamespace(ui=False),
+        config=SimpleNamespace(ui=False, host="127.0.0.1", cors_origins=()),
         leaving=False,
         keys=SimpleNamespace(on=True, check=check),
         low_priority=order,

@@ -63,11 +63,11 @@ async def test_the_router_beats(pair, monkeypatch):
 
 
 async def test_a_silent_router_is_detached_and_its_attempts_end(pair, monkeypatch):
-    monkeypatch.setattr(worker_connection, "LOST_SECONDS", 0.6)
     one = pair.read()
     await pair.up()
     pair.links._timer.cancel()  # as a router that hangs
     pair.link._connection.connection_lost = lambda error: None
+    monkeypatch.setattr(worker_connection, "LOST_SECONDS", 0.6)
     began = asyncio.get_running_loop().time()
     await until(lambda: pair.worker.routers.detached() == 1, "its handles are detached")
     assert asyncio.get_running_loop().time() - began >= 0.5

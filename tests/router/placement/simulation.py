@@ -1,16 +1,17 @@
-"""Many routers over one Redis in simulated time: the real scripts, made-up workers with queues and caches."""
+"""Many routers over one Redis, or two, in simulated time: the real scripts, made-up workers with queues and caches."""
 
 from __future__ import annotations
 
 import heapq
 import random
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config.worker import Role
-from cluster.index import scripts
+from cluster.index import scripts, slot_keys
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
@@ -18,6 +19,7 @@ from router.placement.candidates import Candidates
 from router.placement.charges import Charges
 from router.placement.keys import PlacementKeys
 from router.placement.place_script import Decision, script_source
+from router.placement.prefix_index import match_source, record_source
 from router.placement.settlement import SETTLE_SECONDS, Calls, settle_source
 from router.placement.types import PlacementRequest
 from tests.harness.place_call import PlaceCall, decision
@@ -73,16 +75,31 @@ class Router:
 
 
 class Simulation:
-    def __init__(self, url: str, namespace: str, routers: int, pairs: int, rate: float, seed: int = 0):
-        """`rate`: prefill tokens a second of a worker."""
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        routers: int,
+        pairs: int,
+        rate: float,
+        seed: int = 0,
+        index_url: str = "",
+    ):
+        """`rate`: prefill tokens a second of a worker. `index_url`: of a Redis of the prefix index's own."""
         self._rate = rate
         self._rng = random.Random(seed)
         self._redis = connect(url)
         self._namespace = namespace
         self._routers = [Router(f"r{n}", SETTLE_SECONDS * (n + 1) / routers) for n in range(routers)]
-        self._place = self._redis.register_script(script_source())
+        self._index, self._apart = connect(index_url or url), bool(index_url)
+        self._place = self._redis.register_script(script_source(apart=self._apart))
+        self._match = self._index.register_script(match_source())
+        self._record = self._index.register_script(record_source())
         self._settle = self._redis.register_script(settle_source())
-        self._report = self._redis.register_script(scripts.report())
+        self._report = self._index.register_script(scripts.report())
+        self._owners, self._sequences = keys.slot_owners(namespace), keys.sequences(namespace)
+        if self._apart:
+            self._owners, self._sequences = slot_keys.owners(namespace), slot_keys.sequences(namespace)
         for router in self._routers:
             told: list[str | int] = [router.name, HOUR_MS, 0, 0, 0, "", 0, 0]
             router.calls.restart(int(self._settle(keys=router.keys(namespace).settle(0), args=told)))
@@ -93,6 +110,7 @@ class Simulation:
         ]
         for worker in workers:
             self._redis.hset(keys.slot_owners(namespace), str(worker.slot), worker.name)
+            self._index.hset(self._owners, str(worker.slot), worker.name)
         self._candidates = Candidates(workers[:pairs], workers[pairs:])
         self._by_name = {worker.name: worker for worker in workers}
         self._free_at = dict.fromkeys((worker.name for worker in workers), 0.0)
@@ -104,6 +122,7 @@ class Simulation:
 
     def close(self) -> None:
         self._redis.close()
+        self._index.close()
 
     def run(self, requests: Sequence[Request]) -> Seen:
         seen = Seen()
@@ -129,6 +148,8 @@ class Simulation:
         placed = decision(answer)
         assert isinstance(placed, Decision)
         p, d = self._by_name[placed.prefill], self._by_name[placed.decode]
+        if self._apart:
+            self._expect(request, p, d)
         uncached = placed.uncached_tokens
         seen.cached.append(placed.cached_prefill_tokens)
         begun = max(request.at, self._free_at[p.name])
@@ -175,7 +196,21 @@ class Simulation:
             lease_ms=HOUR_MS,
             transfer_id=router.next_id,
         )
+        if self._apart:
+            call.chain = self._matched(call)
         return call.arguments(router.calls.run, number, self._candidates)
+
+    def _matched(self, call: PlaceCall) -> bytes:
+        numbers = struct.pack(">dd", call.random, HOUR_MS)
+        args: list[str | bytes] = [scripts.prefix(self._namespace, "m"), call.chain, call.feeds]
+        args += [numbers, self._candidates.slots]
+        return bytes(self._match(keys=[self._owners], args=args))
+
+    def _expect(self, request: Request, p: WorkerInfo, d: WorkerInfo) -> None:
+        numbers = struct.pack(">dd", HOUR_MS, HOUR_MS)
+        args: list[str | bytes] = [scripts.prefix(self._namespace, "m"), request.chain, numbers, "1"]
+        args += [str(d.slot), str(p.slot)]
+        self._record(keys=[self._owners], args=args)
 
     def _changed(self, router: Router) -> None:
         if not router.beats:
@@ -194,7 +229,7 @@ class Simulation:
     def _say(self, worker: WorkerInfo, chain: bytes) -> None:
         self._sequence[worker.slot] += 1
         self._report(
-            keys=[keys.slot_owners(self._namespace), keys.sequences(self._namespace)],
+            keys=[self._owners, self._sequences],
             args=[
                 *(scripts.prefix(self._namespace, "m"), worker.slot, worker.name),
                 *(self._sequence[worker.slot], HOUR_MS, len(chain) // KEY_BYTES, chain),

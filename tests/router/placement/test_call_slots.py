@@ -113,3 +113,22 @@ async def test_waits_that_have_ended_are_not_kept_behind_a_higher_class(
     held.leave.set()
     assert await asyncio.gather(holder, *late) == [True] + [False] * len(late)
     await all_free(slots, 1)
+
+
+async def test_a_tenants_placements_delay_anothers_by_one_each() -> None:
+    """They went by arrival: behind one key's hundreds another tenant's waited until Redis had placed them all."""
+    slots = CallSlots(1)
+    order: list[str] = []
+
+    async def place(tenant: str, priority_class: PriorityClass = "normal", weight: float = 1.0) -> None:
+        async with slots.slot(priority_class, tenant, weight) as taken:
+            assert taken
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    many = [place("greedy") for _ in range(50)]
+    await asyncio.gather(
+        *many, place("other"), place("other"), place("urgent", "high"), place("heavy", "normal", 2.0)
+    )
+    assert order[:8] == ["greedy", "urgent", "heavy", "greedy", "other", "greedy", "other", "greedy"]
+    await all_free(slots, 1)

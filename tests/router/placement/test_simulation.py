@@ -32,8 +32,10 @@ def conversations(count: int, per_second: float) -> list[Request]:
 def simulate(redis_url, namespace):
     made: list[Simulation] = []
 
-    def start(routers: int, rate: float = RATE) -> Simulation:
-        simulation = Simulation(redis_url, f"{namespace}-{len(made)}", routers, PAIRS, rate)
+    def start(routers: int, rate: float = RATE, index_url: str = "") -> Simulation:
+        simulation = Simulation(
+            redis_url, f"{namespace}-{len(made)}", routers, PAIRS, rate, index_url=index_url
+        )
         made.append(simulation)
         return simulation
 
@@ -51,7 +53,8 @@ def test_many_routers_place_as_one(simulate):
         assert means[routers] == pytest.approx(means[1], rel=0.03), means
 
 
-def test_siblings_of_a_burst_find_the_prefix_that_the_first_one_brought(simulate):
+@pytest.mark.parametrize("apart", [False, True], ids=["one Redis", "index apart"])
+def test_siblings_of_a_burst_find_the_prefix_that_the_first_one_brought(simulate, index_server, apart):
     """5 ms apart: no worker has reported anything yet."""
     rng = random.Random(3)
     system = rng.randbytes(50 * KEY_BYTES)
@@ -61,6 +64,6 @@ def test_siblings_of_a_burst_find_the_prefix_that_the_first_one_brought(simulate
         for sibling in range(8):
             chain = shared + rng.randbytes(KEY_BYTES)
             requests.append(Request(100.0 * (burst + 1) + 0.005 * sibling, chain, 251 * PAGE, 16))
-    seen = simulate(4, rate=20_000.0).run(requests)
+    seen = simulate(4, rate=20_000.0, index_url=index_server.url if apart else "").run(requests)
     cached = sum(seen.cached[-40:])
     assert cached / sum(request.tokens for request in requests[-40:]) >= 0.88

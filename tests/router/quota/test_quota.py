@@ -88,6 +88,46 @@ async def test_a_charge_without_tokens_neither_clears_the_used_ones_nor_is_refus
     assert 45 < caught.value.retry_after_seconds <= 61
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "tokens"),
+    [
+        (RateLimits(tokens_per_minute=1000), RateLimits(requests_per_minute=50), 900),
+        (RateLimits(requests_per_minute=1), RateLimits(tokens_per_minute=1_000_000), 900),
+    ],
+    ids=["tokens", "requests"],
+)
+async def test_a_key_without_a_limit_leaves_what_other_keys_of_its_tenant_have_used(
+    routers, own, other, tokens
+):
+    """It cleared them: every request under it gave the tenant's other keys a whole minute's worth."""
+    (charge,) = await admitted(routers, own, 1, tokens)
+    for _ in range(3):
+        for served in (Use(500, 5000), None):
+            (beside,) = await admitted(routers, other, 1, 900)
+            await routers[1].settle(beside, served)
+        assert not await admitted(routers, own, 1, tokens)
+    await routers[0].settle(charge, None)
+    assert await admitted(routers, own, 1, tokens), "nor is what they have used made more"
+
+
+async def test_each_limit_of_a_tenant_leaks_since_its_own_last_request(routers, redis_url, namespace):
+    """They had one time: a request that counted in one bucket took the time away that the other had to leak."""
+    import redis
+
+    both = RateLimits(requests_per_minute=60_000, tokens_per_minute=60_000)
+    await admitted(routers, both, 1, 60_000)
+    began = time.monotonic()
+    while not await admitted(routers, RateLimits(tokens_per_minute=60_000), 1, 200):
+        await admitted(routers, RateLimits(requests_per_minute=60_000), 1, 1)
+        assert time.monotonic() - began < 10
+        await asyncio.sleep(0.02)
+    with redis.Redis.from_url(redis_url) as client:
+        ends = client.zscore(f"{{{namespace}}}:quota-expiry", f"{{{namespace}}}:quota:t")
+        assert ends is not None and ends / 1000 - client.time()[0] > 55, (
+            "kept for the bucket that needs longest"
+        )
+
+
 async def test_a_request_that_was_not_served_is_not_charged(routers):
     limits = RateLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):

@@ -1,7 +1,8 @@
 """Charges that change owners, in any order: routers that die, release, settle late or twice, clients that request
 again with more tokens, with none, or after the end, and others with the same name. Calls to Redis are repeated, lose
-their answers, and arrive late and reordered. In every case a bucket holds what has been used and what is still
-charged, and nothing else. The scripts are the real ones, with a virtual clock."""
+their answers, and arrive late and reordered. Keys of the tenant have both limits, or one of them. In every case a bucket
+holds what has been used and what is still charged under keys with its limit, and nothing else. The scripts are the real
+ones, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -29,8 +30,16 @@ NAMES = st.sampled_from(["a", "b", "c"])
 WAYS = st.sampled_from(["well", "well", "well", "repeated", "answer lost", "late"])
 PROMPT = 10
 LIMITS = RateLimits(requests_per_minute=60, tokens_per_minute=6000)  # one a second, a hundred a second
-TOKENS_A_SECOND, MOST_ROUTERS = 100.0, 16
+REQUESTS_ONLY, TOKENS_ONLY = RateLimits(requests_per_minute=60), RateLimits(tokens_per_minute=6000)
+KINDS = st.sampled_from([LIMITS, LIMITS, LIMITS, REQUESTS_ONLY, TOKENS_ONLY])
+A_SECOND, MOST_ROUTERS = (1.0, 100.0), 16
 REMEMBERED_SECONDS = 120  # how long Redis recognises a repeated call
+
+
+def limited(limits: RateLimits) -> list[int]:
+    """Which buckets it has a limit of."""
+    both = limits.requests_per_minute, limits.tokens_per_minute
+    return [i for i in (0, 1) if both[i]]
 
 
 def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
@@ -42,7 +51,8 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.bucket_key = f"{{{self.namespace}}}:quota:t"
             self.now, self.way = 1000, "well"
             self.used = [0.0, 0.0]  # requests, tokens
-            self.at = self.until = 0
+            self.at: list[int | None] = [None, None]
+            self.until = 0
             self.exists = False
             self.held: list[Held] = []
             self.records: dict[str, Record] = {}
@@ -72,7 +82,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def forget(self) -> None:
             """What is over by now."""
             if self.exists and self.until <= self.now * 1000:
-                self.exists, self.used = False, [0.0, 0.0]
+                self.exists, self.used, self.at = False, [0.0, 0.0], [None, None]
             for name in [name for name, one in self.records.items() if one.until <= self.now * 1000]:
                 self.drop(name)
 
@@ -83,20 +93,28 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     other.lost = True
 
         def leaked(self) -> list[float]:
-            passed = max(0, self.now - self.at) if self.exists else 0
-            return [max(0.0, self.used[0] - passed), max(0.0, self.used[1] - passed * TOKENS_A_SECOND)]
+            return [
+                max(0.0, self.used[i] - (0 if (at := self.at[i]) is None else self.now - at) * A_SECOND[i])
+                for i in (0, 1)
+            ]
 
-        def would(self, name: str, again: bool, expected: int) -> tuple[bool, bool]:
+        def kept(self, until: int, limits: RateLimits) -> None:
+            """Until when the buckets are kept; never for less time than one that has no limit here may need."""
+            self.until = max(until, self.until if self.exists and len(limited(limits)) == 1 else 0)
+            self.exists = True
+
+        def would(self, name: str, again: bool, expected: int, limits: RateLimits) -> tuple[bool, bool]:
             """Is a charge refused; is it taken over."""
             record = self.records.get(name)
             taken = again and record is not None and not record.done and record.times < MOST_ROUTERS
-            leaked = self.leaked()
-            full = leaked[0] + 1 - 60 > 0.001 or leaked[1] + min(expected, 6000) - 6000 > 0.001
+            leaked, costs, most = self.leaked(), (1, min(expected, 6000)), (60, 6000)
+            full = any(leaked[i] + costs[i] - most[i] > 0.001 for i in limited(limits))
             return full and not taken, taken
 
         def charge_arrives(self, held: Held) -> None:
-            name, expected = held.charge.request.name, held.charge.tokens
-            refused, taken = self.would(name, held.again, expected)
+            name, limits = held.charge.request.name, held.charge.limits
+            expected = held.charge.tokens if limits.tokens_per_minute else 0
+            refused, taken = self.would(name, held.again, expected, limits)
             if refused:
                 return
             record = self.records.get(name)
@@ -109,10 +127,10 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     REACHED["let go" if held.shown else "run again"] += 1
                 cost[1] = max(0, expected - record.charged)
             leaked = self.leaked()
-            self.used = [leaked[0] + cost[0], leaked[1] + cost[1]]
-            self.at, self.exists = self.now, True
-            room = [math.ceil(self.used[0] * 1000), math.ceil(self.used[1] * 10)]
-            self.until = self.now * 1000 + max(room) + 1000
+            for i in limited(limits):
+                self.used[i], self.at[i] = leaked[i] + cost[i], self.now
+            room = max(math.ceil(self.used[i] * 1000 / A_SECOND[i]) for i in limited(limits))
+            self.kept(self.now * 1000 + room + 1000, limits)
             held.applied_at = self.now
             until = self.now * 1000 + int(held.charge.request.seconds * 1000)
             if taken and record is not None:
@@ -143,8 +161,9 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     prompt + output - (record.charged if ours and record is not None else held.charge.tokens)
                 )
                 if ours and record is not None:
-                    self.ended(held.charge.request.name, record, use, prompt + output)
-            self.change(requests, more)
+                    spent = prompt + output if held.charge.limits.tokens_per_minute else 0
+                    self.ended(held.charge.request.name, record, use, spent)
+            self.change(held.charge.limits, requests, more)
 
         def ended(self, name: str, record: Record, use: Use | None, spent: int) -> None:
             record.until = self.now * 1000 + 60_000
@@ -155,13 +174,14 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             else:
                 self.drop(name)
 
-        def change(self, requests: int, more: int) -> None:
-            if not self.exists and more <= 0 and requests <= 0:
-                return
-            if not self.exists:
-                self.at, self.exists = self.now, True
-            self.used = [max(0.0, self.used[0] + requests), max(0.0, self.used[1] + more)]
-            self.until = self.now * 1000 + max(60_000, math.ceil(self.used[1] * 10)) + 1000
+        def change(self, limits: RateLimits, requests: int, more: int) -> None:
+            changed = [i for i in limited(limits) if self.at[i] is not None or (requests, more)[i] > 0]
+            for i in changed:
+                self.used[i] = max(0.0, self.used[i] + (requests, more)[i])
+                self.at[i] = self.now if self.at[i] is None else self.at[i]
+            if changed:
+                room = max(math.ceil(self.used[i] * 1000 / A_SECOND[i]) for i in changed)
+                self.kept(self.now * 1000 + max(60_000, room) + 1000, limits)
 
         # --- what happens ----------------------------------------------------------------------------------
 
@@ -171,21 +191,24 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             more=st.integers(0, 40),
             expected=st.sampled_from([20, 100, 900]),
             way=WAYS,
+            limits=KINDS,
         )
-        def charges(self, name: str, again: bool, more: int, expected: int, way: str) -> None:
+        def charges(
+            self, name: str, again: bool, more: int, expected: int, way: str, limits: RateLimits
+        ) -> None:
             """A new request; or one that says it goes on, with some more tokens than its last router had from it."""
             self.forget()
             record = self.records.get(name)
             begun = record.owner.shown if record is not None and record.owner is not None else 0
             shown = begun + more if again else 0
             request, quota, self.way = ChargedRequest(name, again, shown), self.quotas[more % 2], way
-            refused, taken = self.would(name, again, expected)
+            refused, taken = self.would(name, again, expected, limits)
             before = quota.taken_over._value.get()
             if refused and way in ("well", "repeated"):
                 with pytest.raises(OverloadedError):
-                    self.loop.run_until_complete(quota.charge("t", LIMITS, expected, request))
+                    self.loop.run_until_complete(quota.charge("t", limits, expected, request))
                 return
-            charge = self.loop.run_until_complete(quota.charge("t", LIMITS, expected, request))
+            charge = self.loop.run_until_complete(quota.charge("t", limits, expected, request))
             assert charge is not None and charge.certain == (way in ("well", "repeated"))
             if charge.certain:
                 assert quota.taken_over._value.get() - before == taken, "taken over, or not, wrongly"
@@ -223,13 +246,15 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             if again:
                 self.unsettled_are_said_again(pick % 2)
 
-        @rule(name=NAMES, held=st.sampled_from([0, 5, 60]))
-        def an_answer_is_left_and_resumed(self, name: str, held: int) -> None:
+        @rule(name=NAMES, held=st.sampled_from([0, 5, 60]), limits=KINDS, then=KINDS)
+        def an_answer_is_left_and_resumed(
+            self, name: str, held: int, limits: RateLimits, then: RateLimits
+        ) -> None:
             """The usual order: its router has settled what it made when the client comes to another one."""
-            self.charges(name, False, 0, 100, "well")
+            self.charges(name, False, 0, 100, "well", limits)
             if self.held and self.held[-1].charge.request.name == name:
                 self.settles(len(self.held) - 1, 60, "left", "well", False)
-                self.charges(name, True, held, 100, "well")
+                self.charges(name, True, held, 100, "well", then)
 
         @rule(which=st.integers(0, 1))
         def unsettled_are_said_again(self, which: int) -> None:

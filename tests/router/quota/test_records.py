@@ -38,7 +38,7 @@ class Scripts:
     def settle(
         self, owner: str, name: str = "r", *, output: int = 0, served: bool = True, certain: bool = True
     ) -> Any:
-        arguments = owner, 1000, 0, output, int(served), 1, 60_000_000, int(certain)
+        arguments = owner, 1000, 0, output, int(served), 1, 60_000_000, int(certain), 1000
         return self._call("settle.lua", name, *arguments)
 
     @property

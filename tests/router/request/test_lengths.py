@@ -140,7 +140,9 @@ async def test_a_truncation_is_checked_before_its_text_is_tokenised(gateway, kin
 
 async def completions(gateway: Any, body: dict[str, Any]) -> list[Completion]:
     """Those that a request for completions becomes."""
-    request: Any = SimpleNamespace(scope={}, headers=Headers())
+    request: Any = SimpleNamespace(
+        scope={}, headers=Headers(), watch=lambda watcher: None, unwatch=lambda: None
+    )
     read = generate.Generate(gateway)._read_completion
     return (await read(request, {"max_tokens": 1, **body}, ARRIVAL, lambda prompts: None)).completions
 

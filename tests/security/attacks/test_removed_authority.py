@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import shutil
 import socket
 import ssl
@@ -60,6 +61,20 @@ def open_one(
     return found
 
 
+def keep_open(router: Any, certs: Path) -> http.client.HTTPSConnection:
+    context = client_tls(certs).context()
+    context.check_hostname = False
+    host, port = router.address
+    return http.client.HTTPSConnection(host, port, timeout=20, context=context)
+
+
+def ask(connection: http.client.HTTPSConnection) -> http.client.HTTPResponse:
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.read()
+    return answer
+
+
 @pytest.mark.parametrize(
     "version", [pytest.param(ssl.TLSVersion.TLSv1_2, marks=pytest.mark.long), ssl.TLSVersion.TLSv1_3]
 )
@@ -81,6 +96,8 @@ def test_a_session_of_a_removed_authority_opens_nothing(
             "1.2 could resume sessions at the HTTP port"
         )
         return
+    kept = keep_open(router, live)
+    assert not ask(kept).will_close
     shutil.copy(certs / "theirs" / "client-ca.pem", live / "client-ca.pem")
 
     def enters() -> bool:
@@ -94,3 +111,6 @@ def test_a_session_of_a_removed_authority_opens_nothing(
     for session in sessions:
         with pytest.raises(OSError):
             open_one(router, port, ours, session)
+    assert ask(kept).will_close, "a connection of before has one more answer"
+    with pytest.raises(OSError):
+        ask(kept)

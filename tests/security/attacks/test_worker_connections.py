@@ -14,11 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.process.descriptors import free_for_connections
 from cluster.security.tls import Peers, make_identity
-from tests.security.attacks.test_grpc_connections import ALONE
+from tests.security.attacks.test_grpc_connections import ALONE, GREETING
 from worker import server
 from worker.server import WorkerServer
 
 LIMIT = 8
+GOAWAY = 7  # a type of HTTP/2 frames
 
 
 def peers(certs: Path, name: str) -> Peers:
@@ -76,3 +77,20 @@ async def test_compressed_messages_are_refused(certs: Path) -> None:
 
 def test_a_low_limit_of_files_leaves_some_for_redis_and_peers() -> None:
     assert [free_for_connections(files) for files in (256, 1024, 20_000)] == [128, 512, 19_488]
+
+
+async def test_a_connection_has_an_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then its certificate may have expired, or its authority been removed."""
+    monkeypatch.setattr(server, "MAX_CONNECTION_SECONDS", 0.2)
+    worker = WorkerServer("127.0.0.1", 0, Peers(), "127.0.0.1")
+    worker.bind()
+    await worker.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(worker.address.rpartition(":")[2]))
+        writer.write(GREETING)
+        async with asyncio.timeout(10):
+            while (head := await reader.readexactly(9))[3] != GOAWAY:
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+        writer.close()
+    finally:
+        await worker.stop(0)

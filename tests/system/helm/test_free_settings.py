@@ -103,6 +103,18 @@ def test_decode_is_held_to_the_same(renderer: Renderer) -> None:
     assert "use decode.tensorParallel" in rendered.error
 
 
+def test_whole_experts_are_a_pools_own_value(renderer: Renderer) -> None:
+    rendered = renderer.render(ValueSet(values={"decode": {"expertParallel": True}}))
+    texts = [one["data"]["worker.yaml"] for one in rendered.of("ConfigMap") if "worker.yaml" in one["data"]]
+    workers = [yaml.safe_load(text) for text in texts]
+    assert {one["role"]: one["engine"].get("expert_parallel") for one in workers} == {
+        "prefill": None,
+        "decode": True,
+    }
+    again = renderer.render(ValueSet(values={"decode": {"config": {"engine": {"expert_parallel": True}}}}))
+    assert "use decode.expertParallel" in again.error
+
+
 def test_addresses_of_foreign_nodes_are_not_the_charts(renderer: Renderer) -> None:
     values = {
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},

@@ -63,6 +63,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "externalRedis": {"url": "rediss://x", "tlsSecret": "tls"},
         "ray": {"gcsFaultTolerance": {"enabled": False}},
     },
+    "externalIndex": {"externalIndex": {"urlSecret": {"name": "x"}}},
     "apiKeys.key": {"apiKeys": {"existingSecret": "keys"}, "tests": {"enabled": False}},
     "tls": {"tls": {"enabled": True}},
     "tls.certManager.issuer.kind": {"tls": {"enabled": True, "certManager": {"issuer": {"name": "x"}}}},

@@ -214,6 +214,34 @@ def test_redis_and_its_sentinels_are_within_reach(renderer: Renderer) -> None:
     assert "s1.example:26379,s2.example:26379/master" in url
 
 
+def test_a_redis_of_the_prefix_index_is_within_reach_of_those_who_use_it(renderer: Renderer) -> None:
+    peers = [{"ipBlock": {"cidr": "192.0.2.0/24"}}]
+    secret = {"name": "index", "workerKey": "worker-url"}
+    values = {
+        "urlSecret": secret,
+        "tlsSecret": "index-tls",
+        "peers": peers,
+        "port": 6390,
+        "otherPorts": [26379],
+    }
+    rendered = renderer.render(ValueSet(values={"externalIndex": values, "autoscaling": {"enabled": True}}))
+    seen = set()
+    for pod in pods_of(rendered):
+        found: dict[str, Any] = {}
+        for container in pod.spec["containers"]:
+            own = [one for one in container.get("env", []) if one["name"] == "BATON_INDEX_URL"]
+            found |= {one["valueFrom"]["secretKeyRef"]["key"]: one for one in own}
+        mounted = any(one["name"] == "index-tls" for one in pod.spec.get("volumes", []))
+        rules = [rule for rule in _egress(rendered, pod) if rule.get("to") == peers]
+        if pod.component not in ("router", "prefill", "decode"):
+            assert not found and not mounted and not rules, pod.component
+            continue
+        seen.add(pod.component)
+        assert set(found) == {"url" if pod.component == "router" else "worker-url"} and mounted
+        assert [{ports.first for ports in _ports(rule)} for rule in rules] == [{6390, 26379}]
+    assert seen == {"router", "prefill", "decode"}
+
+
 def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -> None:
     collector = [{"ipBlock": {"cidr": "192.0.2.9/32"}}]
     values: dict[str, Any] = {

@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
         "baton_redis_memory_used_bytes": _gauge(100, 800),
         "baton_redis_memory_max_bytes": _gauge(1000, 1000),
     },
+    "BatonIndexDown": {"baton_worker_index_up": _gauge(1, 0)},
     "BatonRedisEviction": {
         "baton_redis_evicts_index_only": _gauge(1, 0),
         "baton_router_redis_up": _gauge(1, 1),

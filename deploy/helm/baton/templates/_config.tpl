@@ -57,6 +57,7 @@ tls_ca: /etc/baton/tls/ca.crt
     "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)
     "threads" (int $pool.threads) -}}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
+{{- if $pool.expertParallel }}{{- $_ := set $engine "expert_parallel" true }}{{- end }}
 {{- if eq .role "decode" }}{{- $_ := set $engine "recompute_limit_tokens" (int (include "baton.recomputeLimit" $root)) }}{{- end }}
 {{- $config := dict
     "role" .role "port" (int $pool.port) "link_port" (int $pool.linkPort) "metrics_port" (int $pool.metricsPort)
@@ -95,6 +96,16 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- end }}
 {{- end -}}
 
+{{- /* A Redis of the prefix index's own. Takes root, redisUser. */ -}}
+{{- define "baton.indexEnv" -}}
+{{- $secret := .root.Values.externalIndex.urlSecret -}}
+{{- if and $secret.name (ne .redisUser "autoscaler") }}
+- name: BATON_INDEX_URL
+  valueFrom:
+    secretKeyRef: {name: {{ $secret.name }}, key: {{ index $secret (printf "%sKey" .redisUser) }}}
+{{- end }}
+{{- end -}}
+
 {{- define "baton.podEnv" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -108,6 +119,9 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- define "baton.commonEnv" -}}
 {{ include "baton.podEnv" .root }}
 {{ include "baton.redisEnv" . | trim }}
+{{- with include "baton.indexEnv" . | trim }}
+{{ . }}
+{{- end }}
 - name: BATON_SECRET
   valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" .root.Values.deploymentSecret) | nindent 4 }}
 {{- with .root.Values.observability.otlpEndpoint }}

@@ -23,6 +23,7 @@
     "engine.kv_memory_bytes" (printf "%s.kvMemoryBytes" $role) "engine.memory_utilization" (printf "%s.memoryUtilization" $role)
     "engine.max_batch_tokens" (printf "%s.maxBatchTokens" $role)
     "engine.max_batch_requests" (printf "%s.maxBatchRequests" $role) "engine.tensor_parallel" (printf "%s.tensorParallel" $role)
+    "engine.expert_parallel" (printf "%s.expertParallel" $role)
     "engine.threads" (printf "%s.threads" $role) "engine.nodes" (printf "%s.nodes" $role)
     "transfer.transport" "transfer.transport" "transfer.require_transport" "transfer.requireTransport"
     "transfer.ring_bytes" "transfer.ringBytes" "transfer.ring_max_bytes" "transfer.ringMaxBytes"
@@ -47,7 +48,7 @@
 
 {{- /* Takes where (what the map belongs to), config, taken: setting → what to use in its place. */ -}}
 {{- define "baton.checkConfig" -}}
-{{- range $field, $use := dict "secret" "deploymentSecret" "redis_url" "externalRedis.urlSecret" "redis_password" "externalRedis.urlSecret" }}
+{{- range $field, $use := dict "secret" "deploymentSecret" "redis_url" "externalRedis.urlSecret" "redis_password" "externalRedis.urlSecret" "index_url" "externalIndex.urlSecret" "index_password" "externalIndex.urlSecret" }}
 {{- if hasKey $.config $field }}
 {{- fail (printf "%s.config.%s would be readable in a ConfigMap: use %s" $.where $field $use) }}
 {{- end }}

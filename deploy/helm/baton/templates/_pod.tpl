@@ -130,6 +130,9 @@ runtimeClassName: {{ . }}
 {{- if and (not $values.redis.enabled) $values.externalRedis.tlsSecret }}
 - {name: redis-tls, mountPath: /etc/baton/redis-tls, readOnly: true}
 {{- end }}
+{{- if and $values.externalIndex.tlsSecret (ne (.component | default "") "autoscaler") }}
+- {name: index-tls, mountPath: /etc/baton/index-tls, readOnly: true}
+{{- end }}
 {{- if eq .role "router" }}
 {{- if include "baton.apiKeysOn" .root }}
 - {name: keys, mountPath: /etc/baton/keys, readOnly: true}
@@ -150,6 +153,9 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- if and (not $values.redis.enabled) $values.externalRedis.tlsSecret }}
 - {name: redis-tls, secret: {secretName: {{ $values.externalRedis.tlsSecret }}, defaultMode: 0440}}
+{{- end }}
+{{- if and $values.externalIndex.tlsSecret (ne (.component | default "") "autoscaler") }}
+- {name: index-tls, secret: {secretName: {{ $values.externalIndex.tlsSecret }}, defaultMode: 0440}}
 {{- end }}
 {{- if eq .role "router" }}
 {{- if include "baton.apiKeysOn" .root }}

@@ -18,7 +18,8 @@ VERSION = "1"
 _REFUSALS = {
     400: "The request is wrong, or is no HTTP; `param` names the field.",
     401: "No API key, or not a valid one.",
-    403: "The key does not allow it: an administrator's is needed, or one with a higher max_priority.",
+    403: "The key does not allow it: an administrator's is needed, or one with a higher max_priority. Without keys: a web "
+    "page of another origin asks.",
     404: "There is no such model.",
     405: "This path has another method.",
     408: "The head or the body of the request did not arrive in time.",
@@ -150,7 +151,7 @@ def _generate(name: str, schema: str, keys: bool) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": ref(f"{schema}Request")}},
         },
-        "responses": {"200": whole, **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else ()))},
+        "responses": {"200": whole, **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else (403,)))},
     }
 
 
@@ -165,7 +166,7 @@ def _event(schema: str) -> Schema:
 
 
 def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dict[str, Any]:
-    needs = (401,) if keys else ()
+    needs = (401,) if keys else (403,)
     return {
         "operationId": name,
         "summary": summary,
@@ -175,7 +176,9 @@ def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dic
 
 def _open(name: str, summary: str, schema: Schema) -> dict[str, Any]:
     """An endpoint for probes, which send no keys."""
-    return {**_get(name, summary, schema, keys=False), "security": []}
+    made = {**_get(name, summary, schema, keys=False), "security": []}
+    del made["responses"]["403"]  # open to any page
+    return made
 
 
 def _metrics(keys: bool) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def service(most: int) -> InferenceService:
         return list(range(TOKENS))
 
     gateway.encode = encode
+    gateway.admission.starts.turn = AsyncMock()
     gateway.counted.return_value.__aexit__.return_value = False
     gateway.admission.admit.return_value.__exit__.return_value = False
     return InferenceService(gateway)

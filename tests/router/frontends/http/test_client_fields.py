@@ -235,6 +235,30 @@ def test_a_page_of_an_allowed_origin_may_ask(router, guarded):
     assert plain.status_code == 405 and "access-control-allow-origin" not in plain.headers
 
 
+def test_without_keys_a_page_of_another_origin_can_start_nothing(router, tolerant):
+    """A form or a script of any site may post to loopback, as text/plain without a preflight."""
+    body = json.dumps({"prompt": "abc", "max_tokens": 1})
+    url, plain = "/v1/completions", {"content-type": "text/plain"}
+    own = router.http.partition("://")[2]
+    for origin, status in (("https://elsewhere.example", 403), ("null", 403), (f"http://{own}", 200)):
+        answer = httpx.post(router.http + url, content=body, headers={**plain, "origin": origin})
+        assert answer.status_code == status, origin
+    assert httpx.post(tolerant.http + url, content=body, headers={**plain, "origin": PAGE}).status_code == 200
+    refused = httpx.post(router.http + url, content=body, headers={**plain, "origin": PAGE})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "origin")
+
+
+def test_without_keys_a_name_that_was_bound_to_loopback_reads_nothing(router, guarded):
+    """DNS rebinding: the page's own name resolves to 127.0.0.1, so that the browser lets it read the answers."""
+    running, _, admin = guarded
+    for path in ("/v1/models", "/v1/cluster", "/metrics", "/ui", "/openapi.json", "/no/such"):
+        refused = httpx.get(router.http + path, headers={"host": "rebound.example:8000"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "host"), path
+    assert httpx.get(f"{router.http}/ready", headers={"host": "rebound.example"}).status_code == 200
+    known = {"host": "rebound.example", "authorization": f"Bearer {admin}"}
+    assert httpx.get(f"{running.http}/v1/cluster", headers=known).status_code == 200, "no page has a key"
+
+
 def test_an_unknown_model_is_not_found(router, client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="another", messages=MESSAGES)

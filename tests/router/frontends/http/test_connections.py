@@ -186,6 +186,17 @@ async def test_an_http_1_1_stream_is_chunked(server: Server) -> None:
     assert came == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" and b"transfer-encoding: chunked" in head
 
 
+async def test_a_connection_that_has_ended_holds_no_body(server: Server) -> None:
+    """Each refused one held 250 KiB until a garbage collection."""
+    connection = await server.connect()
+    assert await connection.ask() == 200
+    (protocol,) = server.protocols
+    protocol.cycle.body += bytes(1 << 18)  # type: ignore[attr-defined]
+    connection.close()
+    await until(lambda: not server.connections, "it has ended", 5)
+    assert not protocol.cycle.body  # type: ignore[attr-defined]
+
+
 async def busy(server: Server) -> list[Connection]:
     """As many as the limit, each with a request that runs."""
     connections = [await server.connect() for _ in range(LIMIT)]

@@ -17,8 +17,8 @@ from starlette.responses import PlainTextResponse
 
 from baton.local.certs import make_certs
 from cluster.security.tls import ClientTls
-from router.frontends.http.listener import ACCEPTS_PER_TURN, MAX_HANDSHAKES, HttpServer
-from tests.harness.waiting import until
+from router.frontends.http.listener import ACCEPTS_PER_TURN, HANDSHAKES_PER_TURN, MAX_HANDSHAKES, HttpServer
+from tests.harness.waiting import turns, until
 
 SILENT = 4 * MAX_HANDSHAKES
 GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -92,16 +92,16 @@ async def most_accepted_in_a_turn(max_silent: int) -> int:
 
     def next_turn() -> None:
         accepted.append(0)
-        turns.append(loop.call_soon(next_turn))
+        handles.append(loop.call_soon(next_turn))
 
     server._make_room = make_room  # type: ignore[method-assign]
-    turns: list[asyncio.Handle] = []
+    handles: list[asyncio.Handle] = []
     next_turn()
     with socket.create_server(("127.0.0.1", 0), backlog=SILENT) as listener:
         with connected(listener, 100):
             async with running(server, listener):
                 await until(lambda: sum(accepted) == 100, "all are accepted")
-        turns[-1].cancel()
+        handles[-1].cancel()
     return max(accepted)
 
 
@@ -149,6 +149,30 @@ async def test_a_connection_whose_bytes_wait_to_be_read_makes_no_room() -> None:
             assert await answer(oldest) == b"HTTP/1.1 200"
             assert await answer(silent) == b"", "it made room instead"
             assert await answer(ended) == b""
+
+
+async def test_few_handshakes_begin_in_one_turn() -> None:
+    """Most of a handshake's work is done in the turn in which it is opened, and a request needs about ten turns."""
+    server = server_of(SILENT)
+    opened: list[socket.socket] = []
+
+    async def note(connection: socket.socket) -> None:
+        opened.append(connection)
+
+    server._open = note  # type: ignore[method-assign]
+    server.config.ssl = True  # type: ignore[assignment]
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * HANDSHAKES_PER_TURN):
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            theirs.send(b"hello")
+            server._ready.append(ours)
+        gained = []
+        asyncio.get_running_loop().call_soon(server._open_ready)
+        for _ in range(6):
+            before = len(opened)
+            await turns(1)
+            gained.append(len(opened) - before)
+    assert max(gained) == HANDSHAKES_PER_TURN and len(opened) == 3 * HANDSHAKES_PER_TURN
 
 
 async def test_more_handshakes_than_may_run_at_a_time_all_end(tmp_path: Path) -> None:

@@ -70,6 +70,15 @@
 {{- end }}
 {{- end -}}
 
+{{- /* To the prefix index's own Redis, where it has one. */ -}}
+{{- define "baton.indexEgress" -}}
+{{- $index := .Values.externalIndex -}}
+{{- if $index.urlSecret.name }}
+- ports: {{- include "baton.ports" (prepend $index.otherPorts $index.port) | trim | nindent 4 }}
+  {{- include "baton.anyPeer" (dict "direction" "to" "peers" $index.peers) | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{- /* From Ray's head to where its cluster's state is: the chart's Redis, or one of its own. */ -}}
 {{- define "baton.rayRedisEgress" -}}
 {{- $fault := .Values.ray.gcsFaultTolerance -}}

@@ -1,0 +1,123 @@
+"""A mixture of experts: a router chooses a few experts for each token; rows are sorted by expert and multiplied by group.
+
+    y ─► router ─► choose ─► sort pairs ─► gate_up by group ─► gate ─► down by group ─► in order of tokens ─► weighted sum
+     └─► shared experts, times their own gate ─────────────────────────────────────────────────────────────►  +
+
+A rank has a share of every expert, or whole experts; in both cases the results of all ranks are added by the sum that
+closes every layer. All ranks choose for themselves, from the same input by the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.layers.linear import Linear
+from engine.ops.moe import Routing, Sorted, sigmoid, weighted_sum
+
+Activation = Callable[[Tensor], Tensor]  # [rows, 2 · inner] → [rows, inner]
+
+# Pairs of a token and an expert that are computed together: they bound what a long prompt takes beside its activations.
+MOST_PAIRS = 16_384
+
+
+class Mlp:
+    """One gated MLP for every token."""
+
+    def __init__(self, gate_up: Linear, down: Linear):
+        self.gate_up, self.down = gate_up, down
+
+    def __call__(self, y: Tensor, gate: Activation) -> Tensor:
+        return self.down(gate(self.gate_up(y)))
+
+
+class LinearOfEach:
+    """A product for each expert that has rows: in decode only their weights are read."""
+
+    on_host = True
+
+    def __init__(self, linears: Sequence[Linear], outputs: int):
+        self._linears, self._outputs = linears, outputs
+
+    def __call__(self, x: Tensor, order: Sorted) -> Tensor:
+        """x [rows, in], sorted by expert → [rows, out], each row by its expert's matrix."""
+        out = x.new_empty(len(x), self._outputs)
+        for expert, begin, end in order.groups:
+            out[begin:end] = self._linears[expert](x[begin:end])
+        return out
+
+
+class GroupedMm:
+    """The same by one operation of torch, which takes the groups' sizes from the device. Rows of experts that are not held
+    come last, and are not written."""
+
+    on_host = False
+
+    def __init__(self, weight: Tensor):
+        """[experts, out, in]."""
+        self._weight = weight.transpose(1, 2)
+
+    def __call__(self, x: Tensor, order: Sorted) -> Tensor:
+        ends = order.counts.cumsum(0, dtype=torch.int32)
+        out: Tensor = torch._grouped_mm(x, self._weight, offs=ends)
+        return out
+
+
+class Experts:
+    """The routed experts that a rank holds."""
+
+    def __init__(
+        self, gate_up: LinearOfEach | GroupedMm, down: LinearOfEach | GroupedMm, held: range, count: int
+    ):
+        self._gate_up, self._down = gate_up, down
+        self._held, self._all = held, len(held) == count
+        self._on_host = gate_up.on_host
+
+    def __call__(self, y: Tensor, weights: Tensor, chosen: Tensor, gate: Activation) -> Tensor:
+        """y [tokens, hidden]; weights and chosen [tokens, per_token]."""
+        order = Sorted.of(chosen, self._held)
+        pairs = order.own_pairs() if self._on_host else order.pairs
+        shape = (chosen.numel(), y.shape[1])
+        rows = y.new_empty(shape) if self._all else y.new_zeros(shape)
+        if len(pairs):
+            x = y[pairs // chosen.shape[1]]
+            out = self._down(gate(self._gate_up(x, order)), order)
+            if not self._on_host and not self._all:
+                out = torch.where(order.is_own()[:, None], out, 0)
+            rows[pairs] = out
+        return weighted_sum(rows, weights)
+
+
+class Moe:
+    def __init__(
+        self,
+        router: Linear,
+        routing: Routing,
+        experts: Experts,
+        shared: Mlp | None,
+        shared_gate: Linear | None,
+    ):
+        self._router, self._routing, self._experts = router, routing, experts
+        self._shared, self._shared_gate = shared, shared_gate
+
+    def __call__(self, y: Tensor, gate: Activation) -> Tensor:
+        """[tokens, hidden] → what the rank's experts add to the stream."""
+        together = max(1, MOST_PAIRS // self._routing.per_token)
+        if len(y) <= together:
+            return self._some(y, gate)
+        out = torch.empty_like(y)
+        for first in range(0, len(y), together):
+            out[first : first + together] = self._some(y[first : first + together], gate)
+        return out
+
+    def _some(self, y: Tensor, gate: Activation) -> Tensor:
+        weights, chosen = self._routing.choose(self._router(y))
+        out = self._experts(y, weights, chosen, gate)
+        if self._shared is None:
+            return out
+        shared = self._shared(y, gate)
+        if self._shared_gate is not None:
+            shared = sigmoid(self._shared_gate(y)) * shared
+        return out.add_(shared)

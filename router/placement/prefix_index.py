@@ -1,0 +1,122 @@
+"""The prefix index in a Redis of its own (`index_url`): matched before a placement is charged, and told of it afterwards.
+
+While it does not answer, placements go on by load alone: it is tried by one of them per pause, for MATCH_SECONDS at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import struct
+import time
+from collections import Counter
+
+import redis
+
+from cluster.config.router import RouterConfig
+from cluster.index import scripts, slot_keys
+from cluster.redis.connect import connect_async
+from cluster.telemetry.metrics import router as metrics
+from router.placement.candidates import Candidates, Heads
+from router.placement.memory_watch import MemoryWatch
+from router.placement.place_script import PREDICT_SECONDS, RETRY_SECONDS, feeds, parts, ttl_ms
+from router.placement.redis_poll import RedisPoll
+from router.placement.script_call import Argument, RedisBackoff, ScriptCall, ScriptLine
+from router.placement.types import Placed, PlacementRequest
+
+log = logging.getLogger(__name__)
+MATCH_SECONDS = 0.1
+TENDED = 1 / 8  # of the placements refresh the time to live of their nodes (walked.lua)
+_PAIR = struct.Struct(">dd")
+
+
+def match_source() -> str:
+    return scripts.walk() + parts("match.lua", "walked.lua", "held.lua")
+
+
+def record_source() -> str:
+    return scripts.tree() + parts("record.lua")
+
+
+class PrefixIndex:
+    def __init__(self, config: RouterConfig, rng: random.Random):
+        self._config = config
+        self._rng = rng
+        self._keys = [slot_keys.owners(config.namespace)]
+        self._line = ScriptLine(config.index_url)
+        self._match, self._record = (
+            ScriptCall(self._line, text) for text in (match_source(), record_source())
+        )
+        self._backoff = RedisBackoff(RETRY_SECONDS, rng)
+        self._client = connect_async(config.index_url, MATCH_SECONDS)
+        self.watch = MemoryWatch(slot_keys.owners(config.namespace))
+        self._poll = RedisPoll(self._client, (self.watch,))
+        self.errors = Counter({"match": 0, "record": 0})  # calls that were not answered in time
+        self.seconds = metrics.REDIS_CALLS.create()  # of matches, as a request waits for them
+
+    def start(self) -> None:
+        self._poll.start()
+
+    async def close(self) -> None:
+        await self._poll.close()
+        await self._line.close()
+        await self._client.aclose()
+
+    @property
+    def up(self) -> bool:
+        """Whether the last match was answered."""
+        return not self._backoff.is_failing
+
+    async def match(self, request: PlacementRequest, candidates: Candidates | Heads, chance: float) -> bytes:
+        """Who holds how much of the prompt, for matched.lua; nothing while the index does not answer. `chance`: the random
+        number of the placement."""
+        if not request.chain or not self._backoff.may_ask():
+            return b""
+        memory = self.watch.memory
+        arguments: list[Argument] = [
+            scripts.prefix(self._config.namespace, candidates.model_id),
+            request.chain,
+            feeds(self._config, memory),
+            _PAIR.pack(chance, ttl_ms(memory)),
+            candidates.slots,
+        ]
+        began = time.monotonic()
+        try:
+            answer = await self._match(self._keys, arguments, MATCH_SECONDS)
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            self._failed(error)
+            return b""
+        self.seconds.observe(time.monotonic() - began)
+        if not self.up:
+            log.warning("router %s places with the prefix index again", self._config.router_id)
+        self._backoff.answered()
+        return bytes(answer)
+
+    def record(self, request: PlacementRequest, placed: Placed) -> None:
+        """Expect the prompt's blocks at the workers of the placement. Not awaited; what is lost costs cached tokens."""
+        memory = self.watch.memory
+        if not request.chain or not self.up or feeds(self._config, memory) == "reported":
+            return
+        workers = [one for one in (placed.decode, placed.prefill) if one is not None]
+        arguments: list[Argument] = [
+            scripts.prefix(self._config.namespace, placed.decode.model_id),
+            request.chain,
+            _PAIR.pack(int(PREDICT_SECONDS * 1000), ttl_ms(memory)),
+            b"0" if self._rng.random() < TENDED else b"1",
+            *(str(one.slot) for one in workers),
+        ]
+        if not self._record.send(self._keys, arguments, MATCH_SECONDS, self._unrecorded):
+            self.errors["record"] += 1
+
+    def _unrecorded(self, error: BaseException) -> None:
+        self.errors["record"] += 1
+        log.debug("a placement is not in the prefix index: %s", error)
+
+    def _failed(self, error: Exception) -> None:
+        self.errors["match"] += 1
+        if self.up:
+            reason = str(error) or type(error).__name__
+            log.warning(
+                "router %s places by load alone, without the prefix index: %s", self._config.router_id, reason
+            )
+        self._backoff.failed()

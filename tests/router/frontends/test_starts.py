@@ -1,0 +1,166 @@
+"""Requests wait for their tenant's turn before anything of them is parsed, over HTTP and gRPC alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from cluster.errors import InvalidRequestError, OverloadedError
+from cluster.security.keys import Caller
+from router.admission.start_queue import Client
+from router.frontends.grpc.service import InferenceService
+from router.text.tokenizer import ModelText
+from tests.harness.waiting import until
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+
+PLACES = 4  # of one tenant
+CALLER = Caller(tenant="acme", weight=2.0)
+
+
+@pytest.fixture(scope="module")
+def text() -> Iterator[ModelText]:
+    made = ModelText(DEMO)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gateway(text: ModelText) -> StubGateway:
+    made = StubGateway(text, {"max_concurrent_requests": 2 * PLACES})
+    made.keys = SimpleNamespace(on=True, check=lambda given: CALLER)  # type: ignore[assignment]
+    made.services = SimpleNamespace(quota=SimpleNamespace(check=lambda *_: None))  # type: ignore[assignment]
+    made.metrics = MagicMock()
+    return made
+
+
+def held(gateway: StubGateway) -> Any:
+    """Its requests wait until `let_go`."""
+    starts = gateway.admission.starts
+    starts._counting = True
+    return starts
+
+
+def let_go(starts: Any) -> None:
+    starts._next_turn()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("completions", {"prompt": "a"}, 1),
+        ("completions", {"prompt": ["a", "b", "c"]}, 5),
+        ("completions", {"prompt": [[5], [6]], "stream": True}, 3),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 4}, 1),
+        ("completions", {"prompt": "a", "no_such_field": 1}, 1),
+    ],
+)
+async def test_each_prompt_takes_a_turn_when_it_is_read_and_when_it_is_dispatched(
+    path: str, body: dict[str, Any], expected: int, gateway: StubGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 prompts of one request would make as long a turn of the loop as 64 requests."""
+    asked = []
+
+    async def turn(tenant: str, weight: float, client: Client | None = None) -> None:
+        asked.append((tenant, weight))
+
+    monkeypatch.setattr(gateway.admission.starts, "turn", turn)
+    async with served(gateway) as url, httpx.AsyncClient() as client:
+        answer = await client.post(f"{url}/v1/{path}", json=body)
+    assert answer.status_code == (400 if "no_such_field" in body else 200)
+    assert asked == [("acme", 2.0)] * expected
+
+
+async def test_a_request_that_waits_is_not_read_and_starts_in_its_turn(gateway: StubGateway) -> None:
+    starts = held(gateway)
+    async with served(gateway) as url, httpx.AsyncClient() as client:
+        asking = asyncio.create_task(client.post(f"{url}/v1/completions", content=b"no JSON"))
+        await until(lambda: len(starts) == 1, "it waits")
+        assert not asking.done() and gateway.admission.in_flight == 1
+        let_go(starts)
+        assert (await asking).status_code == 400
+    assert len(starts) == gateway.admission.in_flight == 0
+    starts.check_integrity()
+
+
+async def test_a_client_that_leaves_takes_its_request_away(gateway: StubGateway) -> None:
+    starts = held(gateway)
+    async with served(gateway) as url:
+        parts, body = urlsplit(url), json.dumps({"prompt": "a"}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(head + body)
+        await until(lambda: len(starts) == 1, "it waits")
+        writer.transport.abort()
+        await until(lambda: len(starts) == 0, "it is gone", 5)
+        await until(lambda: gateway.admission.in_flight == 0, "so is its place", 5)
+    assert not gateway.accepted
+    starts.check_integrity()
+
+
+async def test_what_is_refused_for_its_number_takes_a_step_of_low_priority(
+    gateway: StubGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client may ask again at once: such requests of one key kept the loop busy for all."""
+    steps, starts = AsyncMock(), held(gateway)
+    monkeypatch.setattr(gateway.low_priority, "refuse", steps)
+    async with served(gateway) as url, httpx.AsyncClient() as client:
+        asking = [
+            asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": "a"}))
+            for _ in range(PLACES + 1)
+        ]
+        await until(lambda: len(starts) == PLACES, "the tenant's places are taken")
+        refused = next(iter((await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED))[0]))
+        assert refused.result().status_code == 429
+        steps.assert_awaited_once_with("acme")
+        while not all(one.done() for one in asking):
+            let_go(starts)
+            await asyncio.sleep(0.01)
+
+
+def call(message: bytes) -> Any:
+    context = MagicMock()
+    context.read = AsyncMock(return_value=message)
+    context.send_initial_metadata = context.write = AsyncMock()
+    return context
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_a_grpc_call_waits_before_its_message_is_parsed(method: str, gateway: StubGateway) -> None:
+    starts = held(gateway)
+    serve = getattr(InferenceService(gateway), method)
+    asking = asyncio.create_task(serve(MagicMock(), call(b"\xff no message")))
+    await until(lambda: len(starts) == 1, "it waits")
+    cancelled = asyncio.create_task(serve(MagicMock(), call(b"\xff")))
+    await until(lambda: len(starts) == 2, "they wait")
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert len(starts) == gateway.admission.in_flight == 1
+    let_go(starts)
+    with pytest.raises(InvalidRequestError):
+        await asking
+    assert len(starts) == gateway.admission.in_flight == 0
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "ListModels"])
+async def test_a_grpc_call_that_is_refused_takes_a_step_of_low_priority(
+    method: str, gateway: StubGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = AsyncMock()
+    monkeypatch.setattr(gateway.low_priority, "refuse", steps)
+    with contextlib.ExitStack() as places:
+        for _ in range(PLACES):
+            places.enter_context(gateway.admission.admit(CALLER))
+        with pytest.raises(OverloadedError):
+            await getattr(InferenceService(gateway), method)(MagicMock(), call(b""))
+    steps.assert_awaited_once_with("acme")
+    assert gateway.admission.in_flight == 0

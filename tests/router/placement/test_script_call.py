@@ -1,0 +1,78 @@
+"""Calls that are sent without waiting: in order, also the first on a connection, and reported where they fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import redis
+
+from router.placement.script_call import ScriptCall, ScriptLine
+
+APPEND = "return redis.call('RPUSH', KEYS[2], ARGV[1])"
+READ = "return redis.call('LRANGE', KEYS[2], 0, -1)"
+SECONDS = 5.0
+
+
+class Calls:
+    def __init__(self, url: str, namespace: str):
+        self.line = ScriptLine(url)
+        # A text that no server has: the first call is refused with NOSCRIPT, or sent whole.
+        self._append = ScriptCall(self.line, f"{APPEND} -- {namespace}")
+        self._read = ScriptCall(self.line, f"{READ} -- {namespace}")
+        self._keys = [f"{{{namespace}}}:hash", f"{{{namespace}}}:list"]
+        self.failed: list[BaseException] = []
+
+    def append(self, what: str) -> bool:
+        return self._append.send(self._keys, [what], SECONDS, self.failed.append)
+
+    async def read(self) -> list[bytes]:
+        return list(await self._read(self._keys, [], SECONDS))
+
+
+@pytest.fixture
+async def make(redis_url: str, namespace: str) -> AsyncIterator[Callable[[], Calls]]:
+    made: list[Calls] = []
+
+    def one() -> Calls:
+        made.append(Calls(redis_url, namespace))
+        return made[-1]
+
+    yield one
+    for calls in made:
+        await calls.line.close()
+
+
+async def test_what_is_sent_is_done_before_the_next_call(make):
+    calls = make()
+    assert not calls.append("lost"), "there is no connection yet"
+    assert await calls.read() == []
+    for number in range(5):
+        assert calls.append(str(number))
+        assert len(await calls.read()) == number + 1
+    assert not calls.failed
+
+
+async def test_scripts_that_the_server_has_forgotten_are_sent_again(make, redis_url):
+    calls = make()
+    await calls.read()
+    calls.append("a")
+    await calls.read()
+    line = await calls.line.open()
+    with redis.Redis.from_url(redis_url) as admin:
+        admin.script_flush()
+    calls.append("b")
+    while len(await calls.read()) < 2:
+        await asyncio.sleep(0)
+    assert await calls.line.open() is line and not calls.failed
+
+
+async def test_a_call_whose_connection_is_lost_is_reported(make):
+    calls = make()
+    await calls.read()
+    calls.append("a")
+    (await calls.line.open()).close()
+    while not calls.failed:
+        await asyncio.sleep(0)
+    assert await calls.read() in ([], [b"a"]), "the next call connects again"
