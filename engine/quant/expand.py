@@ -2,16 +2,24 @@
 
 All functions are pure. A share of a matrix is expanded as the whole would be: `row_of` and `column_of` say which scale
 each of its outputs and inputs has, wherever a rank's share begins.
+
+Codes are unpacked a few outputs at a time: beside its result and its stored codes, of a byte a number at most, a matrix
+takes no memory that grows with its outputs. Packing a matrix for the kernels, or joining it with others, takes as much
+as its result again, whether it was quantised or not; so the rule for memory (engine/kv_cache.py) has no term for this.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from engine.quant.formats import MX_GROUP
 
-_ROWS = 128  # expanded at a time, in float32: the memory beside the result
+Codes = Callable[[slice], Tensor]  # outputs → their codes [outputs, inputs]
+
+_ROWS = 128  # outputs that are expanded at a time, in float32
 # AutoAWQ packs eight outputs a word; output 0 in the first four bits, output 2 in the next, …: where each of the eight is.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 # FP4 (E2M1), doubled so that all are integers (Open Compute Project, Microscaling Formats 1.0, 5.3.3).
@@ -21,7 +29,8 @@ _E8M0_HALVED = torch.tensor([*(2.0 ** (e - 128) for e in range(255)), float("nan
 
 
 def expand(
-    codes: Tensor,
+    codes: Codes,
+    shape: tuple[int, int],
     scales: Tensor,
     dtype: torch.dtype,
     row_of: Tensor | None = None,
@@ -30,15 +39,15 @@ def expand(
 ) -> Tensor:
     """(codes − zeros) · scales, in float32 and rounded once.
 
-    codes [outputs, inputs]; scales and zeros [rows, columns], of which output o and input i have
+    shape: [outputs, inputs]; scales and zeros [rows, columns], of which output o and input i have
     [row_of[o], column_of[i]]. None: output o has row o; the only column.
     """
-    out = torch.empty(codes.shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype)
     scales = scales.float()
-    for at in range(0, len(codes), _ROWS):
-        part = slice(at, at + _ROWS)
+    for at in range(0, len(out), _ROWS):
+        part = slice(at, min(at + _ROWS, len(out)))
         rows = part if row_of is None else row_of[part]
-        numbers = codes[part].float()
+        numbers = codes(part).float()
         if zeros is not None:
             numbers -= _columns(zeros[rows].float(), column_of)
         out[part] = numbers.mul_(_columns(scales[rows], column_of))
@@ -72,17 +81,21 @@ def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
     return unpack(words, bits)
 
 
-def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype, column_of: Tensor | None = None) -> Tensor:
-    """blocks uint8 [outputs, inputs / 2], the even input in the low four bits; scales uint8 [outputs, groups of 32]."""
-    codes = _FP4_DOUBLED[unpack(blocks, 4).int()]
-    if column_of is None:
-        column_of = torch.arange(codes.shape[1]) // MX_GROUP
-    return expand(codes, _E8M0_HALVED[scales.int()], dtype, column_of=column_of)
+def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype, inside: slice, column_of: Tensor) -> Tensor:
+    """The inputs `inside` of blocks uint8 [outputs, inputs / 2], the even input in the low four bits; scales uint8
+    [outputs, groups of 32]."""
+
+    def codes(part: slice) -> Tensor:
+        return _FP4_DOUBLED[unpack(blocks[part], 4).int()][:, inside]
+
+    shape = (len(blocks), len(column_of))
+    return expand(codes, shape, _E8M0_HALVED[scales.int()], dtype, column_of=column_of)
 
 
 def mxfp4_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """gpt-oss's layout: blocks uint8 [experts, outputs, groups, 16] and scales uint8 [experts, outputs, groups] →
     [experts, outputs, inputs]."""
     experts, outputs, groups, _ = blocks.shape
-    flat = mxfp4(blocks.reshape(experts * outputs, -1), scales.reshape(-1, groups), dtype)
-    return flat.view(experts, outputs, -1)
+    column_of = torch.arange(groups * MX_GROUP) // MX_GROUP
+    flat = blocks.reshape(experts * outputs, -1), scales.reshape(-1, groups)
+    return mxfp4(*flat, dtype, slice(None), column_of).view(experts, outputs, -1)

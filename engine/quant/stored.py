@@ -41,8 +41,13 @@ class Matrix:
     columns: slice
 
     @property
-    def shape(self) -> str:
+    def whole(self) -> str:
         return f"a matrix of {self.outputs} × {self.inputs}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the share."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
 
 def is_stored(stored: StoredFormat, source: Source, name: str) -> bool:
@@ -71,22 +76,24 @@ def _fp8(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) ->
     else:
         shape = (_count(m.outputs, high), _count(m.inputs, wide))
         what = f"in blocks of {high or m.outputs} × {wide or m.inputs}"
-        scales = source.part(scale, shape, rows, columns, why=f"{m.shape} {what}")
+        scales = source.part(scale, shape, rows, columns, why=f"{m.whole} {what}")
     if not scales.is_floating_point():
         raise ModelError(f"tensor {scale} is stored as {scales.dtype}, expected floating point", field=scale)
-    return expand.expand(codes, scales, dtype, row_of, column_of)
+    return expand.expand(codes.__getitem__, m.shape, scales, dtype, row_of, column_of)
 
 
 def _packed(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
     bits, group = stored.bits, stored.block[1]
-    what = f"{m.shape} in {bits} bits, groups of {group or m.inputs}"
+    what = f"{m.whole} in {bits} bits, groups of {group or m.inputs}"
     groups = _count(m.inputs, group)
     per_word = 32 // bits
     if source.has(f"{m.name}.weight_shape"):
-        shape = source.part(f"{m.name}.weight_shape", (2,)).tolist()
-        if shape != [m.outputs, m.inputs]:
+        packed_from = source.part(f"{m.name}.weight_shape", (2,)).tolist()
+        if packed_from != [m.outputs, m.inputs]:
             name = f"{m.name}.weight_packed"
-            raise ModelError(f"tensor {name} stands for a matrix of {shape}, expected {m.shape}", field=name)
+            raise ModelError(
+                f"tensor {name} stands for a matrix of {packed_from}, expected {m.whole}", field=name
+            )
     words, inside = _words(m.columns, per_word)
     packed = _int32(
         source,
@@ -96,7 +103,6 @@ def _packed(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype)
         words,
         why=what,
     )
-    codes = expand.unpack(packed, bits)[:, inside]
     columns, column_of = _groups(source, f"{m.name}.weight_g_idx", m, group)
     scales = source.part(f"{m.name}.weight_scale", (m.outputs, groups), m.rows, columns, why=what)
     zeros = torch.full_like(scales, 1 << (bits - 1))
@@ -106,25 +112,36 @@ def _packed(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype)
         shape = (_count(m.outputs, per_word), groups)
         found = _int32(source, name, shape, high, columns, why=what)
         zeros = expand.unpack(found.t(), bits).t()[within]
-    return expand.expand(codes, scales, dtype, None, column_of, zeros)
+
+    def codes(part: slice) -> Tensor:
+        return expand.unpack(packed[part], bits)[:, inside]
+
+    return expand.expand(codes, m.shape, scales, dtype, None, column_of, zeros)
 
 
 def _awq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
     group = stored.block[1]
-    what = f"{m.shape} in groups of {group or m.inputs}"
+    what = f"{m.whole} in groups of {group or m.inputs}"
     groups, width = _count(m.inputs, group), _count(m.outputs, 8)
     words, inside = _words(m.rows, 8)
     columns, column_of = _blocks(m.columns, group)
     packed = _int32(source, f"{m.name}.qweight", (m.inputs, width), m.columns, words, why=what)
     zeros = _int32(source, f"{m.name}.qzeros", (groups, width), columns, words, why=what)
     scales = source.part(f"{m.name}.scales", (groups, m.outputs), columns, m.rows, why=what)
-    codes = expand.unpack_awq(packed)[:, inside].t()
-    return expand.expand(codes, scales.t(), dtype, None, column_of, expand.unpack_awq(zeros)[:, inside].t())
+    zeros = expand.unpack_awq(zeros)[:, inside].t()
+
+    def codes(part: slice) -> Tensor:
+        some, within = _words(slice(inside.start + part.start, inside.start + part.stop), 8)
+        return (
+            expand.unpack_awq(packed[:, some])[:, within].t().contiguous()
+        )  # else all that follows is strided
+
+    return expand.expand(codes, m.shape, scales.t(), dtype, None, column_of, zeros)
 
 
 def _gptq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
     bits, group = stored.bits, stored.block[1]
-    what = f"{m.shape} in {bits} bits, groups of {group or m.inputs}"
+    what = f"{m.whole} in {bits} bits, groups of {group or m.inputs}"
     groups, per_word = _count(m.inputs, group), 32 // bits
     words, inside = _words(m.columns, per_word)
     shape = (_count(m.inputs, per_word), m.outputs)
@@ -135,20 +152,23 @@ def _gptq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -
     shape = (groups, _count(m.outputs, per_word))
     zeros = _int32(source, f"{m.name}.qzeros", shape, columns, width, why=what)
     zeros = expand.gptq_zeros(zeros, bits, stored.zero_offset)[:, within].t()
-    codes = expand.unpack(packed.t(), bits)[:, inside]
-    return expand.expand(codes, scales.t(), dtype, None, column_of, zeros)
+
+    def codes(part: slice) -> Tensor:
+        return expand.unpack(packed[:, part].t(), bits)[:, inside]
+
+    return expand.expand(codes, m.shape, scales.t(), dtype, None, column_of, zeros)
 
 
 def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
-    what = f"{m.shape} in groups of {MX_GROUP}"
+    what = f"{m.whole} in groups of {MX_GROUP}"
     pairs, inside = _words(m.columns, 2)
-    columns, column_of = _blocks(slice(pairs.start * 2, pairs.stop * 2), MX_GROUP)
+    columns, column_of = _blocks(m.columns, MX_GROUP)
     name, scale = f"{m.name}.weight_packed", f"{m.name}.weight_scale"
     blocks = source.part(name, (m.outputs, _count(m.inputs, 2)), m.rows, pairs, why=what)
     scales = source.part(scale, (m.outputs, _count(m.inputs, MX_GROUP)), m.rows, columns, why=what)
     _expect(name, blocks, torch.uint8)
     _expect(scale, scales, torch.uint8)
-    return expand.mxfp4(blocks, scales, dtype, column_of)[:, inside]
+    return expand.mxfp4(blocks, scales, dtype, inside, column_of)
 
 
 def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
@@ -208,7 +228,7 @@ def _groups(source: Source, name: str, m: Matrix, group: int) -> tuple[slice, Te
     low, high = (int(found.min()), int(found.max())) if len(found) else (0, 0)
     if low < 0 or high >= groups:
         raise ModelError(
-            f"tensor {name} names groups {low} to {high}, expected 0 to {groups - 1} for {m.shape}",
+            f"tensor {name} names groups {low} to {high}, expected 0 to {groups - 1} for {m.whole}",
             field=name,
         )
     return slice(0, groups), found

@@ -354,6 +354,8 @@ def test_weights_are_read_as_their_writer_reads_them() -> None:
     for name, expected in read_back.items():
         found = checkpoint.matrix(name, *expected.shape)
         assert isinstance(found, Int8Weight)
+        for one in (found.codes, found.scales):
+            assert one.untyped_storage().nbytes() == one.numel() * one.itemsize, "it keeps the mapping"
         assert torch.equal((found.codes * found.scales[:, None]).to(expected.dtype), expected)
         half = slice(expected.shape[1] // 2, None)
         columns = checkpoint.matrix(name, *expected.shape, columns=half)

@@ -235,10 +235,11 @@ def test_experts_are_not_quantised(describe):
     with pytest.raises(ConfigError, match="experts are not supported in int8") as caught:
         build.check(settings(describe(**MIXTRAL), quantization="int8"))
     assert caught.value.field == "quantization"
-    stored = json.loads((Path(__file__).parent / "golden/int8/config.json").read_text())
-    with pytest.raises(ModelError, match="quantised experts") as refused:
-        build.check(settings(describe(**MIXTRAL, quantization_config=stored["quantization_config"])))
-    assert refused.value.field == "quantization_config"
+    for form, title in (("int8", "compressed-tensors: int8 weights"), ("formats/awq", "AWQ, 4 bits")):
+        stored = json.loads((Path(__file__).parent / "golden" / form / "config.json").read_text())
+        with pytest.raises(ModelError, match=rf"quantised experts \({title}") as refused:
+            build.check(settings(describe(**MIXTRAL, quantization_config=stored["quantization_config"])))
+        assert refused.value.field == "quantization_config"
 
 
 @pytest.mark.parametrize(("ranks", "whole"), [(1, False), (2, False), (2, True), (8, True)])
