@@ -108,6 +108,18 @@ def test_hooks_run_what_make_check_runs() -> None:
         assert wanted in entries, check
 
 
+def test_no_file_has_marks_of_an_unfinished_merge() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-nE", "^(<{7}|>{7}) "],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 1, found.stdout + found.stderr  # 1: nothing found
+
+
 @pytest.mark.parametrize(("length", "refused"), [(72, False), (73, True)])
 def test_subjects_have_72_characters_at_most(tmp_path: Path, length: int, refused: bool) -> None:
     """By the hook's pattern, over a message with a long body, and by the Makefile's target, over a history."""

@@ -286,6 +286,11 @@ def test_a_decode_step_is_one_list_of_jobs(variant, threads, checkpoint) -> None
 
 
 @needs_kernels
+def test_a_model_without_norms_before_its_parts_has_no_list(checkpoint) -> None:
+    assert runner_of(checkpoint("olmo2"), 1)._decode_jobs is None
+
+
+@needs_kernels
 def test_the_job_before_an_int8_product_prefetches_its_weights() -> None:
     quantize = (cpu_jobs.QUANTIZE, 1, (1, 64, 2, 64, 3, 0, 0))
     product = (cpu_jobs.MULTIPLY_INT8, 2, (2, 1, 64, 1 << 20, 9, 3, 9, 64, 2, 0, 1))

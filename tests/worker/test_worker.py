@@ -18,6 +18,7 @@ from decode_worker.worker import make_role
 from tests.conftest import Checkpoint
 from tests.worker.fake_rank import FakeRank
 from worker import identity, membership
+from worker import worker as worker_module
 from worker.worker import Worker
 
 LONG = 60.0
@@ -43,6 +44,21 @@ async def worker(config: WorkerConfig) -> AsyncIterator[tuple[Worker, FakeRank]]
     remote.clear()
     async with asyncio.timeout(LONG):
         await worker.stop()
+
+
+async def test_the_model_id_is_that_of_the_context_that_is_served(config, monkeypatch):
+    """The factors of a longrope model follow from it."""
+    seen = {}
+
+    def make_model_id(*_: object, **options: object) -> str:
+        seen.update(options)
+        raise InternalError("no model is loaded here")
+
+    monkeypatch.setattr(worker_module, "make_model_id", make_model_id)
+    engine = config.engine.model_copy(update={"max_model_len": 64})
+    with pytest.raises(InternalError):
+        Worker(config.model_copy(update={"engine": engine}), make_role)
+    assert seen["max_model_len"] == 64
 
 
 async def test_beats_stop_while_a_rank_is_silent_or_the_engine_hangs(worker, monkeypatch):

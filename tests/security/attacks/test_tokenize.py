@@ -129,6 +129,7 @@ def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Ro
         wait_for(lambda: not refused(), 10, "the place is free")
 
 
+@pytest.mark.long  # gRPC may need 20 s to see each of three clients leave
 def test_a_client_that_leaves_its_answers_unread_writes_no_exception(router: Router, keys: KeyFile) -> None:
     """Writing the answer failed with its connection, and the log got 2 KiB for each. The fixture looks there."""
     key = known(router, keys.add("leaving", max_concurrent_requests=1))
