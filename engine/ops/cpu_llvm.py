@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -13,6 +14,8 @@ F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
+# With Python's error model a division is a branch, and a loop with a branch is not vectorised.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -25,22 +28,20 @@ def compiled_exactly(function: Callable[..., Any]) -> Any:
     return _compile(function, set())
 
 
-def _compile(function: Callable[..., Any], fastmath: set[str]) -> Any:
-    # With Python's error model a division is a branch, and a loop with a branch is not vectorised.
-    options: dict[str, Any] = {"fastmath": fastmath, "nogil": True, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no directory for a cache: a read-only file system
-        return njit(**options)(function)
-
-
 def compiled_function(function: Callable[..., Any], signature: Any) -> Any:
     """As `compiled`, for callers that have its address only: numba's CFunc."""
-    options: dict[str, Any] = {"fastmath": _FAST, "error_model": "numpy"}
+    return _cached(partial(cfunc, signature, fastmath=_FAST, **_OPTIONS), function)
+
+
+def _compile(function: Callable[..., Any], fastmath: set[str]) -> Any:
+    return _cached(partial(njit, fastmath=fastmath, nogil=True, **_OPTIONS), function)
+
+
+def _cached(decorator: Callable[..., Any], function: Callable[..., Any]) -> Any:
     try:
-        return cfunc(signature, cache=True, **options)(function)
-    except RuntimeError:
-        return cfunc(signature, **options)(function)
+        return decorator(cache=True)(function)
+    except RuntimeError:  # no directory for a cache: a read-only file system
+        return decorator()(function)
 
 
 @intrinsic

@@ -83,7 +83,7 @@ async def test_a_part_again_reaches_nothing(decode: Decode) -> None:
     for number, peer in enumerate((owner, thief), 3):
         peer.say(part=part)
         await until(lambda number=number: counts["stale_parts"] == number, "it is dropped", 10.0)
-    part.header.generation = grant.generation  # as one who has guessed it
+    part.header.generation = grant.generation  # a peer may guess it
     owner.say(part=part)
     await until(lambda: counts["stale_parts"] == 5, "it is dropped", 10.0)
     assert torch.equal(decode.caches[0], before) and decode.count(SlotState.GRANTED) == 1
