@@ -11,7 +11,7 @@ from redis.connection import parse_url
 
 from cluster.errors import ConfigError
 from cluster.redis.finder import Finder
-from cluster.redis.urls import seeds_of, without_password
+from cluster.redis.urls import Address, seeds_of, without_password
 
 CONNECT_SECONDS = 1.0
 COMMAND_SECONDS = 1.0
@@ -20,13 +20,15 @@ QUIET: Mapping[str, Any] = {"driver_info": None}
 
 
 class _Found(redis.Connection):
-    """A connection to the server that `finder` names when it connects."""
+    """A connection to the server that `finder` names when it connects. Its pool calls `connect` before each use."""
 
     def __init__(self, *, finder: Finder, **options: Any):
         self._finder = finder
         super().__init__(**options)  # type: ignore[no-untyped-call]
 
     def connect(self) -> None:
+        if self.is_connected and self._finder.replaced(Address(self.host, self.port)):
+            self.disconnect()  # type: ignore[no-untyped-call]
         if not self.is_connected:
             self.host, self.port = self._finder.find()
         super().connect()  # type: ignore[no-untyped-call]
@@ -41,7 +43,14 @@ class _FoundAsync(redis.asyncio.Connection):
         self._finder = finder
         super().__init__(**options)
 
+    @property
+    def replaced(self) -> bool:
+        """Whether another server has its server's keys now."""
+        return self._finder.replaced(Address(self.host, self.port))
+
     async def connect(self) -> None:
+        if self.is_connected and self.replaced:
+            await self.disconnect(nowait=True)
         if not self.is_connected:
             self.host, self.port = await self._finder.find_async()
         await super().connect()  # type: ignore[no-untyped-call]

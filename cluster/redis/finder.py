@@ -1,7 +1,7 @@
 """Finds the server that has a deployment's keys: the master that Sentinels name, or the cluster's node of their slot.
 
 redis-py asks and judges the answers. Every connection asks anew, so that one that was closed after a failover leads to the
-new server.
+new server, and it is closed before its next call once the Sentinels name another.
 """
 
 from __future__ import annotations
@@ -11,24 +11,18 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import redis
-from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, NodesManager
 from redis.crc import key_slot
 from redis.exceptions import RedisClusterException
-from redis.retry import Retry
-from redis.sentinel import MasterNotFoundError, Sentinel
 
 from cluster.errors import ConfigError
+from cluster.redis.sentinels import NotFoundError, sentinels_of
 from cluster.redis.urls import Address, Seeds
 
 FIND_SECONDS = 2.0  # with a connection and a call it stays below a worker's lease
 ASK_SECONDS = 1.5  # for an answer of one seed
 HEAD_START_SECONDS = 0.3  # of each seed before the next one is asked as well
 FRESH_SECONDS = 2.0  # a server found for a caller that had given up
-
-
-class NotFoundError(redis.ConnectionError):
-    """No seed says which server has the keys."""
 
 
 class Finder:
@@ -41,13 +35,14 @@ class Finder:
             )
         self._seeds = seeds
         self._first = 0  # the seed to ask first
-        self._ask = self._ask_sentinel if seeds.kind == "sentinel" else self._ask_node
         self._options = {
             **seeds.ask_options,
             "socket_timeout": ASK_SECONDS,
             "socket_connect_timeout": ASK_SECONDS,
             "driver_info": None,
         }
+        self._sentinels = sentinels_of(seeds, self._options) if seeds.kind == "sentinel" else None
+        self._ask = self._ask_node if self._sentinels is None else self._sentinels.ask
         self._finding: asyncio.Future[tuple[Address, float]] | None = None
 
     def find(self) -> Address:
@@ -55,6 +50,8 @@ class Finder:
 
         The seeds take turns to be asked first: one whose view is old does not answer every time.
         """
+        if self._sentinels is not None:
+            self._sentinels.follow()
         addresses = self._seeds.addresses
         order = [*addresses[self._first :], *addresses[: self._first]]
         self._first = (self._first + 1) % len(addresses)
@@ -76,6 +73,10 @@ class Finder:
         reasons += [f"{seed} does not answer" for seed in asked.values()]
         what = "the master" if self._seeds.kind == "sentinel" else "the slot's node"
         raise NotFoundError(f"{what} of {self._seeds.name!r} is unknown: {'; '.join(reasons)}")
+
+    def replaced(self, address: Address) -> bool:
+        """Whether Sentinels have named another master since; a cluster's node says so itself."""
+        return self._sentinels is not None and self._sentinels.replaced(address)
 
     async def find_async(self) -> Address:
         """`find`, off the event loop. Concurrent callers share a search; it goes on if all of them give up, and serves the
@@ -107,19 +108,6 @@ class Finder:
         if search.cancelled() or search.exception() is not None:
             return False
         return time.monotonic() - search.result()[1] < FRESH_SECONDS
-
-    def _ask_sentinel(self, seed: Address) -> Address:
-        options = {**self._options, "retry": Retry(NoBackoff(), 0)}
-        asked = Sentinel([seed], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
-        try:
-            return Address(*asked.discover_master(self._seeds.name))  # type: ignore[no-untyped-call]
-        except MasterNotFoundError as error:
-            # The call's error stands behind the client's representation.
-            _, failed, reason = str(error).rpartition(" - ")
-            raise NotFoundError(reason if failed else "no live master of this name") from error
-        finally:
-            for client in asked.sentinels:
-                client.close()
 
     def _ask_node(self, seed: Address) -> Address:
         try:

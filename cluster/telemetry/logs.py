@@ -58,6 +58,12 @@ class RateBound(logging.Filter):
         return self._counts[place] <= MAX_SAME_PER_SECOND
 
 
+def is_no_gone_peer(record: logging.LogRecord) -> bool:
+    """False of grpcio's error and traceback for a call whose peer left while its answer was sent: no fault of ours, and
+    counted as a cancelled request."""
+    return not str(record.msg).startswith("ExecuteBatchError raised in core")
+
+
 class LineHandler(logging.StreamHandler[TextIO]):
     """Begins a new line after a write that failed: a full disk may have taken a part of it."""
 
@@ -80,5 +86,6 @@ def configure(process: str, level: int = logging.INFO) -> None:
     """Configure logging; called once by the process's main."""
     handler = LineHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process))
+    handler.addFilter(is_no_gone_peer)
     handler.addFilter(RateBound())
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -24,6 +24,7 @@ from cluster.redis.failover import FailoverError, says_failover
 from cluster.redis.memory import always_writes
 
 Argument = bytes | str | int | float
+CLOSE_SECONDS = 1.0  # of a connection's end: TLS waits for the server's part in it
 _MORE = object()
 
 
@@ -41,18 +42,22 @@ class ScriptLine:
 
     @property
     def now(self) -> _Line | None:
-        """The connection, if it is open."""
-        return self._line if self._line is not None and self._line.open else None
+        """The connection, if it is open and leads to the server that has the keys."""
+        line = self._line
+        if line is not None and line.open and line.replaced():
+            line.retire()
+        return line if line is not None and line.open else None
 
     async def open(self) -> _Line:
         async with self._opening:
-            if self._line is None or not self._line.open:
-                self._line = await _Line.to_redis(self._pool, self._on_unanswered)
-            return self._line
+            line = self.now
+            if line is None:
+                self._line = line = await _Line.to_redis(self._pool, self._on_unanswered)
+            return line
 
     async def close(self) -> None:
         if self._line is not None:
-            self._line.close()
+            await self._line.closed(CLOSE_SECONDS)
         await self._pool.aclose()
 
 
@@ -126,13 +131,21 @@ class ScriptCall:
 class _Line(asyncio.Protocol):
     """A connection to Redis. After a late answer it gets no further calls: it may hang for ever."""
 
-    def __init__(self, writer: asyncio.StreamWriter, on_unanswered: Callable[[], None]):
+    def __init__(
+        self,
+        writer: asyncio.StreamWriter,
+        on_unanswered: Callable[[], None],
+        replaced: Callable[[], bool],
+    ):
+        """`replaced`: whether another server has the keys now."""
+        self.replaced = replaced
         self._writer = writer  # referenced, because it closes its connection when it is collected
         self._transport = writer.transport
         self._on_unanswered = on_unanswered
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(replyError=_error, notEnoughData=_MORE)
         self._asked: deque[asyncio.Future[Any]] = deque()
+        self._lost = asyncio.Event()
         self.open = True
 
     @classmethod
@@ -145,7 +158,8 @@ class _Line(asyncio.Protocol):
             await connection.disconnect(nowait=True)
             raise
         writer, connection._writer = connection._writer, None
-        line = cls(writer, on_unanswered)
+        # Only a connection by Sentinels is told; a single server or a cluster's node says so itself.
+        line = cls(writer, on_unanswered, lambda: getattr(connection, "replaced", False))
         writer.transport.set_protocol(line)
         return line
 
@@ -200,11 +214,16 @@ class _Line(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(redis.ConnectionError(f"the connection was lost: {error or 'closed'}"))
         self._asked.clear()
+        self._lost.set()
 
     def _late(self, answer: asyncio.Future[Any]) -> None:
         if answer.done():
             return
         answer.set_exception(TimeoutError("Redis did not answer in time"))
+        self.retire()
+
+    def retire(self) -> None:
+        """It gets no further calls, and is closed when those that wait have ended."""
         self.open = False
         self._close_if_idle()
 
@@ -216,6 +235,16 @@ class _Line(asyncio.Protocol):
     def close(self) -> None:
         self.open = False
         self._transport.close()
+
+    async def closed(self, seconds: float) -> None:
+        """`close`, and wait until nothing of the connection is left."""
+        self.close()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._lost.wait()
+        except TimeoutError:
+            self._transport.abort()
+            await self._lost.wait()  # of the loop's next turn
 
 
 def _error(text: str) -> redis.RedisError:

@@ -26,6 +26,7 @@ from tests.harness.redis_servers import (
 from tests.harness.waiting import wait_for
 
 DOWN_SECONDS = 4.0  # a slow master is no dead one
+ANSWERS_SECONDS = 0.1  # between two waits of a slow one
 PROMOTED_SECONDS = 60.0
 TOO_LITTLE = 1 << 20  # bytes: less than an empty server uses
 Servers = SentinelGroup | RedisCluster
@@ -103,12 +104,17 @@ class RedisFaults:
             server.flushall()
 
     def _slow(self, fault: Fault) -> None:
-        """Whatever arrives waits for 1 to 3 s."""
+        """Whatever arrives waits for 1 to 3 s.
+
+        Between two waits it answers: a ping whose answer had to wait for the second one as well would be a dead master's
+        to its Sentinels.
+        """
         end = time.monotonic() + fault.hold_seconds
         with client(self._port()) as server:
             while time.monotonic() < end:
                 with contextlib.suppress(RedisError):
                     server.execute_command("DEBUG", "SLEEP", fault.rng.uniform(1.0, 3.0))
+                time.sleep(ANSWERS_SECONDS)
 
     def _freeze(self, fault: Fault) -> None:
         server = self._servers.servers[self._port()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,15 @@ import redis
 
 from cluster.errors import ConfigError
 from cluster.redis import finder as module
+from cluster.redis import sentinels
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.failover import FailoverError
-from cluster.redis.finder import Finder, NotFoundError
+from cluster.redis.finder import Finder
+from cluster.redis.sentinels import NotFoundError
 from cluster.redis.urls import Address, seeds_of
 from router.placement.script_call import ScriptCall
 from tests.harness.fake_redis import Answer, FakeRedis, names_master, names_owner
+from tests.harness.waiting import wait_for
 
 OK = b"+OK\r\n"
 READONLY = b"-READONLY You can't write against a read only replica.\r\n"
@@ -125,9 +129,77 @@ def test_silent_seeds_are_given_up(fake) -> None:
     assert all(seed.address in str(caught.value) for seed in seeds)
 
 
-def test_a_seed_with_an_old_view_does_not_answer_every_time(fake) -> None:
-    finder = finder_of(fake(says(names_master(1))), fake(says(names_master(2))))
+def test_a_node_with_an_old_view_does_not_answer_every_time(fake) -> None:
+    finder = finder_of(fake(says(names_owner(1))), fake(says(names_owner(2))), kind="cluster")
     assert {finder.find().port for _ in range(2)} == {1, 2}
+
+
+def test_a_sentinel_with_an_old_view_is_not_believed(fake) -> None:
+    old, new = fake(says(names_master(1, epoch=4))), fake(says(names_master(2, epoch=5)))
+    finder = finder_of(old, new)
+    assert [finder.find().port for _ in range(4)] == [1, 2, 2, 2]
+
+
+def test_sentinels_that_were_set_up_anew_are_believed_after_a_while(fake, monkeypatch) -> None:
+    sentinel = fake(says(names_master(1, epoch=4)))
+    finder = finder_of(sentinel)
+    assert finder.find().port == 1
+    sentinel.answer = says(names_master(2))
+    assert finder.find().port == 1
+    monkeypatch.setattr(sentinels, "CONFIRM_SECONDS", 0.0)
+    assert finder.find().port == 2 and finder.replaced(Address("127.0.0.1", 1))
+
+
+def test_the_thread_that_asks_sentinels_ends_with_its_last_connection(fake, monkeypatch) -> None:
+    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.02)
+    before = {one for one in threading.enumerate() if one.name == "redis-master"}  # of earlier tests
+    server = fake(lambda command: b"+PONG\r\n")
+    sentinel = fake(says(names_master(server.port)))
+    url = f"redis+sentinel://{sentinel.address}/m?protocol=2"
+    clients = [connect(url), connect(url)]
+    for client in clients:
+        assert client.ping()
+    watching = [one for one in threading.enumerate() if one.name == "redis-master" and one not in before]
+    assert len(watching) == 1, "one for all connections of a process"
+    while clients:
+        assert watching[0].is_alive()
+        clients.pop().close()
+    del client
+    gc.collect()
+    watching[0].join(10.0)
+    assert not watching[0].is_alive()
+
+
+def test_a_blocking_client_leaves_a_replaced_master_that_still_answers(fake, monkeypatch) -> None:
+    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.02)
+    old, new = fake(lambda command: b"+PONG\r\n"), fake(lambda command: b"+PONG\r\n")
+    sentinel = fake(says(names_master(old.port)))
+    with connect(f"redis+sentinel://{sentinel.address}/m?protocol=2") as client:
+        assert client.ping()
+        sentinel.answer = says(names_master(new.port, epoch=1))
+        wait_for(lambda: client.ping() and new.connections == 1, 10, "it is at the new master")
+
+
+async def test_clients_of_the_loop_leave_a_replaced_master_that_still_answers(fake, monkeypatch) -> None:
+    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.02)
+    old, new = fake(answering(b":1\r\n")), fake(answering(b":2\r\n"))
+    sentinel = fake(says(names_master(old.port)))
+    url = f"redis+sentinel://{sentinel.address}/m?protocol=2"
+    script, client = ScriptCall(url, "return 1"), connect_async(url)
+    try:
+        assert await script([], [], 5.0) == 1
+        await client.get("x")
+        sentinel.answer = says(names_master(new.port, epoch=1))
+        deadline = time.monotonic() + 10
+        while new.connections < 2:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+            await script([], [], 5.0)
+            await client.get("x")
+        assert await script([], [], 5.0) == 2
+    finally:
+        await script.close()
+        await client.aclose()
 
 
 def test_seeds_at_ipv6_addresses(fake) -> None:
@@ -241,7 +313,7 @@ async def test_the_pipelined_connection_asks_where_to_whenever_it_connects(fake)
     try:
         with pytest.raises(FailoverError):
             await script([], [], 5.0)
-        sentinel.answer = says(names_master(new.port))
+        sentinel.answer = says(names_master(new.port, epoch=1))
         assert [await script([], [], 5.0) for _ in range(3)] == [2, 2, 2]
         assert new.connections == 1 and len(sentinel.named("SENTINEL")) == 2
     finally:
@@ -283,15 +355,14 @@ async def test_a_slow_sentinel_delays_calls_and_fails_none_that_waits(fake) -> N
 
 @pytest.mark.parametrize("tag", ["cluster", "sentinel"])
 def test_a_blocking_client_asks_again_after_a_failover(fake, tag: str) -> None:
-    names = names_owner if tag == "cluster" else names_master
     old, new = fake(lambda command: READONLY), fake(lambda command: b"+PONG\r\n")
-    seed = fake(says(names(old.port)))
+    seed = fake(says(names_owner(old.port) if tag == "cluster" else names_master(old.port)))
     end = "?hash_tag=ns&" if tag == "cluster" else "/m?"
     with connect(f"redis+{tag}://{seed.address}{end}protocol=2") as client:
         with pytest.raises(redis.ReadOnlyError):
             client.ping()
         client.connection_pool.disconnect()
-        seed.answer = says(names(new.port))
+        seed.answer = says(names_owner(new.port) if tag == "cluster" else names_master(new.port, epoch=1))
         assert client.ping()
         assert client.ping() and new.connections == 1, "a connection that is open is used"
 
@@ -304,7 +375,7 @@ async def test_a_client_of_the_loop_asks_again_too(fake) -> None:
         with pytest.raises(redis.ReadOnlyError):
             await client.ping()
         await client.connection_pool.disconnect()
-        seed.answer = says(names_master(new.port))
+        seed.answer = says(names_master(new.port, epoch=1))
         assert await client.ping() and await client.ping() and new.connections == 1
     finally:
         await client.aclose()

@@ -65,8 +65,8 @@ def bulk(*words: str | int) -> bytes:
     return b"".join(b"$%d\r\n%s\r\n" % (len(str(word).encode()), str(word).encode()) for word in words)
 
 
-def names_master(port: int, name: str = "m", flags: str = "master") -> bytes:
-    """A Sentinel's answer to SENTINEL MASTERS."""
+def names_master(port: int, name: str = "m", flags: str = "master", epoch: int = 0) -> bytes:
+    """A Sentinel's answer to SENTINEL MASTERS. `epoch` grows with each failover."""
     facts: list[str | int] = [
         "name",
         name,
@@ -78,6 +78,8 @@ def names_master(port: int, name: str = "m", flags: str = "master") -> bytes:
         flags,
         "num-other-sentinels",
         2,
+        "config-epoch",
+        epoch,
     ]
     return b"*1\r\n*%d\r\n" % len(facts) + bulk(*facts)
 

@@ -32,7 +32,23 @@ from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.system
 BACK_SECONDS = 30.0
+LEFT_SECONDS = 7.0
 TOKENS = 4
+
+
+def test_a_slow_master_that_was_replaced_is_left_while_it_still_answers(tmp_path) -> None:
+    """Sentinels demote it ten seconds after it answers again; until then it takes writes that nobody else sees."""
+    with run_sentinels(tmp_path) as group:
+        old = group.master()
+        with connect(group.url) as idle, client(old) as slow:
+            assert idle.info("server")["tcp_port"] == old
+            slow.execute_command("DEBUG", "SLEEP", 2.5)
+            wait_for(lambda: group.master() != old, BACK_SECONDS, "another master")
+            began = time.monotonic()
+            assert slow.info("replication")["role"] == "master"
+            wait_for(lambda: idle.info("server")["tcp_port"] != old, LEFT_SECONDS, "it is left")
+            assert slow.info("replication")["role"] == "master", "demoted already: this shows nothing"
+    print(f"a slow master: left {time.monotonic() - began:.2f} s after it was replaced")
 
 
 @dataclass

@@ -34,3 +34,15 @@ def test_after_a_full_disk_lines_are_whole_again(tmp_path: Path) -> None:
         "second after",
     ]
     assert torn and all(line.startswith('{"time"') for line in torn)
+
+
+def test_a_client_that_left_while_it_was_answered_is_no_error() -> None:
+    script = (
+        "import logging\nfrom cluster.telemetry import logs\nlogs.configure('router')\n"
+        "log = logging.getLogger('grpc._cython.cygrpc')\n"
+        "log.error('ExecuteBatchError raised in core by servicer method [%s]', '/baton.v1.Inference/Generate')\n"
+        "log.error('Unexpected [%s] raised by servicer method [%s]', 'KeyError', '/baton.v1.Inference/Generate')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60)
+    (line,) = ran.stderr.decode().splitlines()
+    assert json.loads(line)["message"].startswith("Unexpected [KeyError]")

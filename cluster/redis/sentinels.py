@@ -1,0 +1,137 @@
+"""The master that Sentinels name, asked again every second.
+
+A failover does not end the connections to a master that was only slow: until a Sentinel demotes it, ten seconds later, it
+answers as a master, and its clients would be apart from all that have connected since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from cluster.redis.urls import Address, Seeds
+
+log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0  # between two questions; the Sentinels take turns
+# A master that no Sentinel has named for so long may be replaced by one of a lower epoch: Sentinels that were set up anew
+# count from the start.
+CONFIRM_SECONDS = 5.0
+
+
+class NotFoundError(redis.ConnectionError):
+    """No seed says which server has the keys."""
+
+
+class Master(NamedTuple):
+    address: Address
+    epoch: int  # grows with each failover
+
+
+class Sentinels:
+    """One for all connections of a process by the same URL: see `sentinels_of`."""
+
+    def __init__(self, seeds: Seeds, options: Mapping[str, Any]):
+        self._seeds = seeds
+        self._options = {**options, "retry": Retry(NoBackoff(), 0)}
+        self._lock = threading.Lock()
+        self._master: Master | None = None
+        self._confirmed = 0.0  # when a Sentinel last named it
+        self._thread: threading.Thread | None = None
+
+    def ask(self, seed: Address) -> Address:
+        """The newest master known, this Sentinel's answer included. Raises NotFoundError or redis.RedisError."""
+        with contextlib.closing(_Asked(seed, self._options)) as asked:
+            return self.newest(asked.master(self._seeds.name))
+
+    def replaced(self, address: Address) -> bool:
+        """Whether another server is the master now."""
+        master = self._master
+        return master is not None and master.address != address
+
+    def follow(self) -> None:
+        """Ask every second from now on, on a thread that ends with this object. After a fork it is started again."""
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                arguments = weakref.ref(self), self._seeds, self._options
+                self._thread = threading.Thread(
+                    target=_follow, args=arguments, name="redis-master", daemon=True
+                )
+                self._thread.start()
+
+    def newest(self, answer: Master) -> Address:
+        """The master's address, after this answer of a Sentinel: an older one than is known changes nothing."""
+        with self._lock:
+            known, now = self._master, time.monotonic()
+            if known is None or answer.epoch > known.epoch or now - self._confirmed > CONFIRM_SECONDS:
+                if known is not None and known.address != answer.address:
+                    log.info("the Sentinels name another Redis master: %s", answer.address)
+                self._master = known = answer
+            if answer == known:
+                self._confirmed = now
+            return known.address
+
+
+_shared: weakref.WeakValueDictionary[Any, Sentinels] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+
+
+def sentinels_of(seeds: Seeds, options: Mapping[str, Any]) -> Sentinels:
+    """`options` of a connection to a Sentinel. The object is shared, and lives as long as one of its users."""
+    key = seeds.addresses, seeds.name, repr(sorted(options.items()))
+    with _making:
+        found = _shared.get(key)
+        if found is None:
+            found = _shared[key] = Sentinels(seeds, options)
+        return found
+
+
+class _Asked:
+    """A connection to one Sentinel."""
+
+    def __init__(self, seed: Address, options: Mapping[str, Any]):
+        self._sentinel = Sentinel([seed], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+
+    def master(self, name: str) -> Master:
+        state: Any = self._sentinel.sentinels[0].sentinel_masters()
+        state = state.get(name)
+        if not state or not self._sentinel.check_master_state(state, name):  # type: ignore[no-untyped-call]
+            raise NotFoundError("no live master of this name")
+        return Master(Address(state["ip"], state["port"]), int(state.get("config-epoch", 0)))
+
+    def close(self) -> None:
+        for client in self._sentinel.sentinels:
+            client.close()
+
+
+def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]) -> None:
+    """Holds the object only while it hands it an answer: it ends when no connection needs it."""
+    turns = [_Asked(seed, options) for seed in seeds.addresses]
+    try:
+        while True:
+            time.sleep(LOOK_SECONDS * random.uniform(0.75, 1.25))
+            if of() is None:
+                return
+            turns.append(turns.pop(0))
+            try:
+                answer = turns[-1].master(seeds.name)
+            except (redis.RedisError, OSError) as error:
+                log.debug("a Sentinel did not name the master: %s", error)
+                continue
+            if (sentinels := of()) is None:
+                return
+            sentinels.newest(answer)
+            del sentinels
+    finally:
+        for asked in turns:
+            asked.close()
