@@ -15,7 +15,7 @@ from engine.model import experts, keys, rope
 from engine.model.experts import ExpertConfig
 from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED, SILU, WRAPPER_KEYS, Family
 from engine.model.rope import Rope
-from engine.quant.formats import stored_format
+from engine.quant.formats import StoredFormat, stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -49,7 +49,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     qk_norm: str = ""  # as in Family
     experts: ExpertConfig | None = None
-    quantization: str = ""  # of stored matrices (engine/quant/formats.py)
+    quantization: StoredFormat | None = None  # of stored matrices
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
@@ -138,7 +138,8 @@ class ModelConfig:
         quantization = quantization or stored_format(text)
         if quantization and family.experts:
             raise ModelError(
-                f"quantised experts ({quantization}) are not supported: use the unquantised checkpoint of {family.title}",
+                f"quantised experts ({quantization.title}) are not supported: use the unquantised checkpoint of "
+                f"{family.title}",
                 field="quantization_config",
             )
         prefix = "text_config." if name in model_limits.WRAPPERS else ""
@@ -179,7 +180,7 @@ class _Reader:
             raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
         return float(value)
 
-    def config(self, quantization: str) -> ModelConfig:
+    def config(self, quantization: StoredFormat | None) -> ModelConfig:
         family, need = self._family, self.need
         if (vocab := model_limits.vocab_size(self._raw)) is None:
             raise ModelError("config.json has no vocab_size", field="vocab_size")

@@ -40,7 +40,7 @@ def rewrite(model: Path, change) -> None:
     ("changes", "field"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
     ],
