@@ -56,12 +56,14 @@ class ModelConfig:
         """Raises ModelError naming the key."""
         try:
             raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # brackets without end
             raise ModelError(f"{directory}/config.json: {error}", field="config.json") from error
         try:
             found = cls._parse(directory, raw)
             found._check()
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+        except (
+            *(TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError),
+        ) as error:
             raise ModelError(f"{directory}/config.json: {error!r}", field="config.json") from error
         return found
 
@@ -322,7 +324,10 @@ def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: int)
     eos = raw.get("eos_token_id", text.get("eos_token_id"))
     generation = directory / "generation_config.json"
     if generation.exists():
-        eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+        try:
+            eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{generation}: {error!r}", field=generation.name) from error
     if eos is None:
         return ()
     # An id outside the vocabulary is never drawn; as the index of a forbidden token it would be wrong or out of bounds.

@@ -84,24 +84,25 @@ class Checkpoint:
         return name in self._files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def part(self, name: str, shape: tuple[int, ...], *parts: slice | int, why: str = "") -> torch.Tensor:
         """The tensor as it is stored, or `parts` of it by dimension; it may be in the file's mapping. `why`: what its
         shape follows from.
 
-        Raises ModelError naming the tensor if it is missing or has another shape.
+        Raises ModelError naming the tensor if it is missing, has another shape or cannot be read.
         """
-        handle = self._handle(name)
-        part = handle.get_slice(name)
+        part = self._slice(name)
         found = tuple(part.get_shape())
         if found != shape:
             because = f" for {why}" if why else ""
             raise ModelError(f"tensor {name} has shape {found}, expected {shape}{because}", field=name)
-        if not shape:
-            whole: torch.Tensor = handle.get_tensor(name)
-            return whole
-        tensor: torch.Tensor = part[parts[: len(shape)] or (slice(None),)]
+        try:
+            tensor: torch.Tensor = (
+                part[parts[: len(shape)] or (slice(None),)] if shape else self._handle(name).get_tensor(name)
+            )
+        except Exception as error:  # types of fewer bits than a byte, of which torch has no such tensors
+            raise ModelError(f"tensor {name}: {error}", field=name) from error
         return tensor
 
     def _own(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -119,6 +120,13 @@ class Checkpoint:
             self._opened[file] = _open(file)
         return self._opened[file]
 
+    def _slice(self, name: str) -> Any:
+        handle = self._handle(name)
+        try:
+            return handle.get_slice(name)
+        except Exception as error:  # as below; the index may name a tensor that its file does not have
+            raise ModelError(f"tensor {name}: {error}", field=name) from error
+
 
 def tensor_files(directory: Path) -> dict[str, Path]:
     """Map each tensor name of a checkpoint to its file. Raises ModelError naming the file."""
@@ -127,7 +135,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         try:
             names = json.loads(index.read_text())["weight_map"]
             return {name: _inside(directory, file) for name, file in names.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index}: {error!r}", field=index.name) from error
     single = directory / "model.safetensors"
     if not single.exists():

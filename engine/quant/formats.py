@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ AWQ, GPTQ, MXFP4, MXFP4_EXPERTS = "awq", "gptq", "mxfp4", "mxfp4-experts"
 PLAIN = ""  # not quantised
 MX_GROUP = 32  # inputs that share a scale in the MX formats
 _FIELD = "quantization_config"
+_SIZES = range(1, 1 << 31)  # of groups and blocks
+_SHORT = reprlib.Repr()  # the file is not ours: a value in an error is cut, however long or deep it is
+_SHORT.maxstring = _SHORT.maxother = 60
 
 
 @dataclass(frozen=True)
@@ -133,13 +137,13 @@ def stored_format(raw: Mapping[str, Any]) -> StoredFormat | None:
     if not config:
         return None
     if not isinstance(config, Mapping):
-        raise ModelError(f"{_FIELD} is {config!r}, not a mapping", field=_FIELD)
+        raise ModelError(f"{_FIELD} is {_shown(config)}, not a mapping", field=_FIELD)
     method = str(config.get("quant_method", "compressed-tensors" if "config_groups" in config else "unknown"))
     if (reader := _READERS.get(method)) is not None:
         return reader(config)
-    name = _METHODS.get(method, f"quant_method {method!r}")
+    name = _METHODS.get(method, f"quant_method {_shown(method)}")
     kind = config.get("quant_algo")  # ModelOpt's
-    raise _refused(f"{name} {kind}" if kind else name)
+    raise _refused(f"{name} {_name(kind)}" if kind else name)
 
 
 def computed(stored: StoredFormat | None, quantization: str, device: str) -> Computed | str:
@@ -156,20 +160,23 @@ def is_int8(stored: StoredFormat | None, quantization: str) -> bool:
 def _compressed_tensors(config: Mapping[str, Any]) -> StoredFormat:
     layout = str(config.get("format"))
     if layout not in _GROUPS:
-        raise _refused(f"{_LAYOUTS.get(layout, '')}compressed-tensors' format {layout!r}")
-    for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
-        if config.get(key):
-            raise _refused(f"compressed-tensors' {key}")
+        raise _refused(f"{_LAYOUTS.get(layout, '')}compressed-tensors' format {_shown(layout)}")
+    sparsity = config.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
+        raise _refused("compressed-tensors' sparsity_config")
+    _refuse("compressed-tensors", config, "transform_config", "kv_cache_scheme")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("compressed-tensors without config_groups")
     found = []
-    for name, group in groups.items():
+    for key, group in groups.items():
+        name = _name(key)
         if not isinstance(group, Mapping):
-            raise _refused(f"config_groups.{name} = {group!r}")
-        if group.get("output_activations"):
-            raise _refused(f"{name}.output_activations")
-        found.append(_GROUPS[layout](str(name), _part(group, "weights"), _part(group, "input_activations")))
+            raise _refused(f"config_groups.{name} = {_shown(group)}")
+        _refuse(name, group, "output_activations")
+        if group.get("format") not in (None, layout):
+            raise _refused(f"{name}.format = {_shown(group['format'])} in format {layout!r}")
+        found.append(_GROUPS[layout](name, _part(group, "weights"), _part(group, "input_activations")))
     if len(set(found)) > 1:
         raise _refused("config_groups whose weights differ")
     return found[0]
@@ -201,7 +208,7 @@ def _float_group(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any])
     if strategy == "block":
         return StoredFormat(FP8, _block(f"{name}.weights.block_structure", weights.get("block_structure")))
     if strategy not in ("tensor", "channel"):
-        raise _refused(f"{name}.weights.strategy = {strategy!r}")
+        raise _refused(f"{name}.weights.strategy = {_shown(strategy)}")
     return StoredFormat(FP8, (0, 0) if strategy == "tensor" else (1, 0))
 
 
@@ -213,9 +220,12 @@ def _packed_group(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]
     if weights.get("strategy") == "group":
         group = _group_size(f"{name}.weights.group_size", weights.get("group_size"))
     elif weights.get("strategy") != "channel":
-        raise _refused(f"{name}.weights.strategy = {weights.get('strategy')!r}")
+        raise _refused(f"{name}.weights.strategy = {_shown(weights.get('strategy'))}")
     bits = _bits(f"{name}.weights.num_bits", weights.get("num_bits"), (4, 8))
-    return StoredFormat(PACKED, (1, group), bits, bool(weights.get("symmetric", True)))
+    symmetric = weights.get("symmetric", True)
+    if not isinstance(symmetric, bool):
+        raise _refused(f"{name}.weights.symmetric = {_shown(symmetric)}")
+    return StoredFormat(PACKED, (1, group), bits, symmetric)
 
 
 def _mxfp4_group(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> StoredFormat:
@@ -236,9 +246,11 @@ _GROUPS = {
 
 
 def _fp8(config: Mapping[str, Any]) -> StoredFormat:
-    _check("fp8", {"fmt": "e4m3", "expert_dtype": "fp8", **config}, {"fmt": "e4m3", "expert_dtype": "fp8"})
-    if config.get("modules_to_convert"):
-        raise _refused("fp8.modules_to_convert")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _refused(f"fp8.fmt = {_shown(config['fmt'])}")
+    _check("fp8", {"expert_dtype": "fp8", **config}, {"expert_dtype": "fp8"})
+    # GPTQModel's FP8: weights are to be divided by what it names weight_scale_inv; everybody else's are multiplied
+    _refuse("fp8", config, "weight_scale_semantics", "modules_to_convert", "kv_cache_scheme")
     size = config.get("weight_block_size")
     if size is None:
         return StoredFormat(FP8_BLOCKS, (0, 0))
@@ -251,7 +263,8 @@ def _fp8(config: Mapping[str, Any]) -> StoredFormat:
 def _awq(config: Mapping[str, Any]) -> StoredFormat:
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm" or config.get("backend") == "llm-awq":
-        raise _refused(f"AWQ's packing {version!r}")
+        raise _refused(f"AWQ's packing {_shown(version)}")
+    _refuse("awq", config, *_BESIDE_WEIGHTS)
     bits = _bits("awq.bits", config.get("bits", config.get("w_bit", 4)), (4,))
     if not config.get("zero_point", True):
         raise _refused("AWQ without zero points")
@@ -260,11 +273,16 @@ def _awq(config: Mapping[str, Any]) -> StoredFormat:
 
 
 def _gptq(config: Mapping[str, Any]) -> StoredFormat:
-    layout = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    # Two names of one setting; loaders differ in which they prefer
+    named = [config[key] for key in ("checkpoint_format", "format") if config.get(key)]
+    layout = str(named[0]).lower() if named else "gptq"
     if layout not in ("gptq", "gptq_v2"):
-        raise _refused(f"GPTQ's format {layout!r}")
+        raise _refused(f"GPTQ's format {_shown(layout)}")
+    if len(named) == 2 and str(named[1]).lower() != layout:
+        raise _refused(f"GPTQ's format {_shown(named[1])} with checkpoint_format {layout!r}")
     if config.get("dynamic"):
         raise _refused("GPTQ with settings of its own for some modules ('dynamic')")
+    _refuse("gptq", config, "is_marlin_format", *_BESIDE_WEIGHTS)
     bits = _bits("gptq.bits", config.get("bits"), (4, 8))
     group = _group_size("gptq.group_size", config.get("group_size", 128))
     return StoredFormat(GPTQ, (1, group), bits, symmetric=False, zero_offset=int(layout == "gptq"))
@@ -274,6 +292,8 @@ def _mxfp4(config: Mapping[str, Any]) -> StoredFormat:
     raise _refused(f"MXFP4 with quant_method mxfp4 ({_EXPERTS})")
 
 
+# GPTQModel's: inputs are to be rotated, or a low-rank product added, when the model runs
+_BESIDE_WEIGHTS = ("rotation", "adapter")
 _READERS = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
@@ -285,14 +305,14 @@ _READERS = {
 
 def _bits(where: str, found: Any, known: Sequence[int]) -> int:
     if found not in known or isinstance(found, bool):
-        raise _refused(f"{where} = {found!r}")
+        raise _refused(f"{where} = {_shown(found)}")
     return int(found)
 
 
 def _group_size(where: str, found: Any) -> int:
     """0 for all inputs, which is written as −1."""
-    if type(found) is not int or (found < 1 and found != -1):
-        raise _refused(f"{where} = {found!r}")
+    if type(found) is not int or (found not in _SIZES and found != -1):
+        raise _refused(f"{where} = {_shown(found)}")
     return max(found, 0)
 
 
@@ -300,15 +320,32 @@ def _block(where: str, found: Any) -> tuple[int, int]:
     sizes = found.split("x") if isinstance(found, str) else found
     if isinstance(sizes, Sequence) and len(sizes) == 2 and all(str(one).isdecimal() for one in sizes):
         outputs, inputs = map(int, sizes)
-        if outputs > 0 and inputs > 0:
+        if outputs in _SIZES and inputs in _SIZES:
             return outputs, inputs
-    raise _refused(f"{where} = {found!r}")
+    raise _refused(f"{where} = {_shown(found)}")
 
 
 def _check(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
         if found.get(key) != value:
-            raise _refused(f"{where}.{key} = {found.get(key)!r}")
+            raise _refused(f"{where}.{key} = {_shown(found.get(key))}")
+
+
+def _refuse(where: str, found: Mapping[str, Any], *keys: str) -> None:
+    """Keys that change what the weights mean, or what is computed with them."""
+    for key in keys:
+        if found.get(key):
+            raise _refused(f"{where}.{key} = {_shown(found[key])}")
+
+
+def _shown(value: Any) -> str:
+    return _SHORT.repr(value)
+
+
+def _name(key: Any) -> str:
+    """A name from the file, as it is if it is one."""
+    text = str(key)
+    return text if len(text) <= _SHORT.maxstring and text.isprintable() else _shown(text)
 
 
 def _refused(what: str) -> ModelError:

@@ -65,20 +65,20 @@ def _fp8(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) ->
     name = f"{m.name}.weight"
     codes = source.part(name, (m.outputs, m.inputs), m.rows, m.columns)
     _expect(name, codes, torch.float8_e4m3fn)
-    scale = next(one for one in _MARKS[FP8] if source.has(f"{m.name}.{one}"))
-    scale = f"{m.name}.{scale}"
+    both = [f"{m.name}.{one}" for one in _MARKS[FP8] if source.has(f"{m.name}.{one}")]
+    scale = both[0]
+    if len(both) > 1:
+        raise ModelError(f"tensors {' and '.join(both)}: a matrix has one of them", field=scale)
     high, wide = stored.block
     rows, row_of = _blocks(m.rows, high)
     columns, column_of = _blocks(m.columns, wide)
     found = source.shape(scale)
     if not high and len(found) < 2:
-        scales = source.part(scale, found if found in ((), (1,)) else (1,)).view(1, 1)
+        scales = _scales(source, scale, found if found in ((), (1,)) else (1,)).view(1, 1)
     else:
         shape = (_count(m.outputs, high), _count(m.inputs, wide))
         what = f"in blocks of {high or m.outputs} × {wide or m.inputs}"
-        scales = source.part(scale, shape, rows, columns, why=f"{m.whole} {what}")
-    if not scales.is_floating_point():
-        raise ModelError(f"tensor {scale} is stored as {scales.dtype}, expected floating point", field=scale)
+        scales = _scales(source, scale, shape, rows, columns, why=f"{m.whole} {what}")
     return expand.expand(codes.__getitem__, m.shape, scales, dtype, row_of, column_of)
 
 
@@ -103,8 +103,8 @@ def _packed(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype)
         words,
         why=what,
     )
-    columns, column_of = _groups(source, f"{m.name}.weight_g_idx", m, group)
-    scales = source.part(f"{m.name}.weight_scale", (m.outputs, groups), m.rows, columns, why=what)
+    columns, column_of = _groups(source, f"{m.name}.weight_g_idx", m, group, unset=-1)
+    scales = _scales(source, f"{m.name}.weight_scale", (m.outputs, groups), m.rows, columns, why=what)
     zeros = torch.full_like(scales, 1 << (bits - 1))
     if not stored.symmetric:
         high, within = _words(m.rows, per_word)
@@ -124,10 +124,10 @@ def _awq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) ->
     what = f"{m.whole} in groups of {group or m.inputs}"
     groups, width = _count(m.inputs, group), _count(m.outputs, 8)
     words, inside = _words(m.rows, 8)
-    columns, column_of = _blocks(m.columns, group)
     packed = _int32(source, f"{m.name}.qweight", (m.inputs, width), m.columns, words, why=what)
+    columns, column_of = _blocks(m.columns, group)
     zeros = _int32(source, f"{m.name}.qzeros", (groups, width), columns, words, why=what)
-    scales = source.part(f"{m.name}.scales", (groups, m.outputs), columns, m.rows, why=what)
+    scales = _scales(source, f"{m.name}.scales", (groups, m.outputs), columns, m.rows, why=what)
     zeros = expand.unpack_awq(zeros)[:, inside].t()
 
     def codes(part: slice) -> Tensor:
@@ -147,7 +147,7 @@ def _gptq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -
     shape = (_count(m.inputs, per_word), m.outputs)
     packed = _int32(source, f"{m.name}.qweight", shape, words, m.rows, why=what)
     columns, column_of = _groups(source, f"{m.name}.g_idx", m, group)
-    scales = source.part(f"{m.name}.scales", (groups, m.outputs), columns, m.rows, why=what)
+    scales = _scales(source, f"{m.name}.scales", (groups, m.outputs), columns, m.rows, why=what)
     width, within = _words(m.rows, per_word)
     shape = (groups, _count(m.outputs, per_word))
     zeros = _int32(source, f"{m.name}.qzeros", shape, columns, width, why=what)
@@ -162,9 +162,9 @@ def _gptq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -
 def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
     what = f"{m.whole} in groups of {MX_GROUP}"
     pairs, inside = _words(m.columns, 2)
-    columns, column_of = _blocks(m.columns, MX_GROUP)
     name, scale = f"{m.name}.weight_packed", f"{m.name}.weight_scale"
     blocks = source.part(name, (m.outputs, _count(m.inputs, 2)), m.rows, pairs, why=what)
+    columns, column_of = _blocks(m.columns, MX_GROUP)
     scales = source.part(scale, (m.outputs, _count(m.inputs, MX_GROUP)), m.rows, columns, why=what)
     _expect(name, blocks, torch.uint8)
     _expect(scale, scales, torch.uint8)
@@ -176,7 +176,7 @@ def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
     name = f"{m.name}.weight"
     codes = source.part(name, (m.outputs, m.inputs), m.rows, m.columns)
     _expect(name, codes, torch.int8)
-    return codes, source.part(f"{name}_scale", (m.outputs, 1), m.rows)[:, 0]
+    return codes, _scales(source, f"{name}_scale", (m.outputs, 1), m.rows)[:, 0]
 
 
 # Tensors of which one says that the product is stored in the form.
@@ -219,19 +219,33 @@ def _words(part: slice, each: int) -> tuple[slice, slice]:
     return slice(first, _count(part.stop, each)), slice(begin, begin + part.stop - part.start)
 
 
-def _groups(source: Source, name: str, m: Matrix, group: int) -> tuple[slice, Tensor]:
-    """As `_blocks` of the inputs; by the tensor `name` (act-order: any input may be in any group) where there is one."""
+def _groups(
+    source: Source, name: str, m: Matrix, group: int, unset: int | None = None
+) -> tuple[slice, Tensor]:
+    """As `_blocks` of the inputs; by the tensor `name` (act-order: any input may be in any group) where there is one.
+    `unset`: what all of it is where its writer has not filled it."""
     if not source.has(name):
         return _blocks(m.columns, group)
     groups = _count(m.inputs, group)
-    found = source.part(name, (m.inputs,), m.columns).long()
-    low, high = (int(found.min()), int(found.max())) if len(found) else (0, 0)
+    found = source.part(name, (m.inputs,))
+    if found.dtype not in (torch.int32, torch.int64):
+        raise ModelError(f"tensor {name} is stored as {found.dtype}, expected int32", field=name)
+    low, high = map(int, found.aminmax())
+    if low == high == unset:
+        return _blocks(m.columns, group)
     if low < 0 or high >= groups:
         raise ModelError(
             f"tensor {name} names groups {low} to {high}, expected 0 to {groups - 1} for {m.whole}",
             field=name,
         )
-    return slice(0, groups), found
+    return slice(0, groups), found[m.columns].long()
+
+
+def _scales(source: Source, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
+    found = source.part(name, shape, *parts, why=why)
+    if not found.is_floating_point():
+        raise ModelError(f"tensor {name} is stored as {found.dtype}, expected floating point", field=name)
+    return found
 
 
 def _int32(source: Source, name: str, shape: tuple[int, ...], *parts: slice, why: str) -> Tensor:

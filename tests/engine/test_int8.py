@@ -434,7 +434,7 @@ def group(part: str, **changes: object) -> dict[str, object]:
         ({"format": "nvfp4-pack-quantized"}, "NVFP4, compressed-tensors' format 'nvfp4-pack-quantized'"),
         ({"format": "mixed-precision"}, "format 'mixed-precision'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ({"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"config_groups": {}}, "without config_groups"),
         ({"config_groups": {"group_0": 3}}, "config_groups"),
         (group("weights", strategy="group"), r"group_0.weights.strategy = 'group'"),
@@ -472,6 +472,7 @@ def rewritten(path: Path, name: str, tensor: Tensor | None) -> Path:
         ("q_proj.weight_scale", None, "stored as torch.int8, expected floating point"),
         ("q_proj.weight", torch.zeros(32, 32), "stored as torch.float32, expected int8"),
         ("q_proj.weight_scale", torch.zeros(32), r"shape \(32,\), expected \(32, 1\)"),
+        ("q_proj.weight_scale", torch.ones(32, 1).int(), "stored as torch.int32, expected floating point"),
         ("q_proj.weight", torch.zeros(32, 8, dtype=torch.int8), r"shape \(32, 8\)"),
     ],
 )
