@@ -15,8 +15,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.quant.formats import MX_GROUP
-
 Codes = Callable[[slice], Tensor]  # outputs → their codes [outputs, inputs]
 
 _ROWS = 128  # outputs that are expanded at a time, in float32
@@ -90,12 +88,3 @@ def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype, inside: slice, col
 
     shape = (len(blocks), len(column_of))
     return expand(codes, shape, _E8M0_HALVED[scales.int()], dtype, column_of=column_of)
-
-
-def mxfp4_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """gpt-oss's layout: blocks uint8 [experts, outputs, groups, 16] and scales uint8 [experts, outputs, groups] →
-    [experts, outputs, inputs]."""
-    experts, outputs, groups, _ = blocks.shape
-    column_of = torch.arange(groups * MX_GROUP) // MX_GROUP
-    flat = blocks.reshape(experts * outputs, -1), scales.reshape(-1, groups)
-    return mxfp4(*flat, dtype, slice(None), column_of).view(experts, outputs, -1)

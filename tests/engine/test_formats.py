@@ -169,16 +169,6 @@ def test_fp8_blocks_are_read_as_transformers_writes_them(scale_fmt, block) -> No
     assert torch.equal(stored.read(how, Tensors(found), whole(256, 384), torch.float32), expected)
 
 
-def test_mxfp4_experts_are_read_as_transformers_reads_them() -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch.Generator().manual_seed(2)
-    blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(1, 255, (3, 10, 4), dtype=torch.uint8, generator=generator).clamp(7, 250)
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    assert torch.equal(expand.mxfp4_experts(blocks, scales, torch.float32), expected)
-
-
 @pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
 def test_zero_points_of_gptqs_two_formats(bits, ones) -> None:
     """GPTQModel writes the first by subtracting ones from the words of the second, borrowing where a zero point is 0."""
