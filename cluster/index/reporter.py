@@ -68,8 +68,9 @@ class ChainReporter:
         self._wake = threading.Condition()
         self._stopping = False
         self._standing = (0, 0)  # Registration.standing when the last full report began
+        self._claimed = (0, 0)  # the one whose slot was claimed in the index
         self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
-        self._dropped = False  # the queue overflowed: only a resync makes the index correct again
+        self._stale = False  # reports or the copy of the slot were lost: only a resync mends the index
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +86,7 @@ class ChainReporter:
             self._waiting[hashes[-1]] = (hashes, held)
             if len(self._waiting) > MAX_WAITING_CHAINS:
                 self._waiting.clear()
-                self._dropped = True
+                self._stale = True
             self._wake.notify()
 
     @property
@@ -142,7 +143,7 @@ class ChainReporter:
             return self._registration.slot != 0 and (
                 bool(self._waiting or self._unsaid)
                 or self._standing != self._registration.standing
-                or self._dropped
+                or self._stale
                 or (self._claim is not None and self._claim.due)
             )
 
@@ -154,18 +155,21 @@ class ChainReporter:
     def _resync_if_new_slot(self) -> bool:
         """Publish everything under a new slot, if there is one. Returns False while a new slot is needed and missing."""
         if self._standing == self._registration.standing:
-            if not self._dropped and (self._claim is None or self._claim.keep()):
+            if self._claim is not None and not self._claim.keep():
+                self._stale = True
+            if not self._stale:
                 return True
             self._registration.register_again()
             if self._standing == self._registration.standing:
                 return False
         standing = self._registration.standing
-        if self._claim is not None:
+        if self._claim is not None and self._claimed != standing:
             last = self._claim.claim(standing[0], self._registration.name)
             if last is not None:
                 self._registration.register_again(above=last)
                 return False
-        self._dropped = False
+            self._claimed = standing
+        self._stale = False
         chains = list(self._all_chains())
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
         self._standing, self._sequence = standing, 1
@@ -215,5 +219,5 @@ class ChainReporter:
             return len(chains)
         if isinstance(answer, list):
             return int(answer[0])
-        self._registration.register_again()  # the slot is not registered, or batches were lost
+        self._stale = True  # the slot is not registered, or batches were lost
         return 0

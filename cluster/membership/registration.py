@@ -57,6 +57,7 @@ class Registration:
         self._on_drain = on_drain
         self._rejoin = rejoin
         self._clock = clock
+        self._renewed: float | None = None  # when it was last able to renew, whether or not Redis answered
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
@@ -93,9 +94,18 @@ class Registration:
         self._drain = then
         self._calls.attempt(self._do_drain)
 
-    def register_again(self, above: int = 0) -> None:
-        """Take a new slot, above this one: the index entries under the old one are stale from now on."""
+    def register_again(self, above: int = 0) -> bool:
+        """Take a new slot, above this one: the index entries under the old one are stale from now on.
+
+        Returns False, and calls nothing, while the lease is not renewed: a registration would revive it.
+        """
+        if not self._healthy() or self._is_fenced():
+            return False
         self._calls.attempt(lambda: self._do_register(above))
+        return True
+
+    def _is_fenced(self) -> bool:
+        return self._renewed is not None and self._clock() - self._renewed > LEASE_DEAD_SECONDS
 
     def stop(self) -> None:
         self._stop.set()
@@ -105,14 +115,14 @@ class Registration:
         self._registry.close()
 
     def _run(self) -> None:
-        renewed = self._clock()  # when this worker was last able to renew, whether or not Redis answered
+        self._renewed = self._clock()
         while not self._stop.wait(0 if self.slot == 0 and not self.unreachable else RENEW_SECONDS):
             if not self._healthy():
                 continue
-            if self._clock() - renewed > LEASE_DEAD_SECONDS and not self._new_epoch():
+            if self._is_fenced() and not self._new_epoch():
                 continue
             if self._calls.attempt(self._do_renew if self.slot else self._do_register):
-                renewed = self._clock()
+                self._renewed = self._clock()
 
     def _new_epoch(self) -> bool:
         """Rejoin under a new epoch. Returns False if that has to be tried again."""
