@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import redis
 
 from cluster.index import scripts, slot_keys
+from cluster.index.backoff import SlotBackoff
 from cluster.index.slot_claim import SlotClaim
 from cluster.membership import keys
 from cluster.membership.registration import Registration
@@ -61,6 +62,7 @@ class ChainReporter:
         self.index_up = True  # the last call was answered
         self._prefix = scripts.prefix(namespace, model_id)
         self._registration = registration
+        self._backoff = SlotBackoff()
         self._all_chains = all_chains
         self._waiting: OrderedDict[bytes, Chain] = OrderedDict()
         self._unsaid: deque[list[Chain]] = deque()  # batches not acknowledged; number of the first:
@@ -159,14 +161,14 @@ class ChainReporter:
                 self._stale = True
             if not self._stale:
                 return True
-            self._registration.register_again()
+            self._ask_slot()
             if self._standing == self._registration.standing:
                 return False
         standing = self._registration.standing
         if self._claim is not None and self._claimed != standing:
             last = self._claim.claim(standing[0], self._registration.name)
             if last is not None:
-                self._registration.register_again(above=last)
+                self._ask_slot(above=last)
                 return False
             self._claimed = standing
         self._stale = False
@@ -174,6 +176,10 @@ class ChainReporter:
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
         self._standing, self._sequence = standing, 1
         return True
+
+    def _ask_slot(self, above: int = 0) -> None:
+        if self._backoff.may_ask() and self._registration.register_again(above):
+            self._backoff.asked()
 
     def _send_batch(self) -> None:
         """Send the oldest batch that Redis has not acknowledged.

@@ -99,7 +99,8 @@ def test_a_whole_cache_is_reported_though_redis_fails_in_the_middle(make: Any, f
     worker.failures = [None, failure, failure]
     worker.start()
     wait_for(lambda: worker.in_index(range(12)), SECONDS, "all of it is in the index")
-    assert not worker.failures and worker.reporter.waiting == 0
+    wait_for(lambda: worker.reporter.waiting == 0, SECONDS, "the last answer arrived too")
+    assert not worker.failures
 
 
 def test_a_lost_answer_does_not_take_later_reports_along(make: Any) -> None:
@@ -190,3 +191,13 @@ def test_reports_of_an_unknown_slot_wait_while_no_other_is_to_be_had(
         assert len(sent) <= 1
     wait_for(lambda: worker.registration.standing[1] == 2, SECONDS, "it has another slot")
     wait_for(lambda: worker.in_index(range(1)), SECONDS, "the whole cache is reported under it")
+
+
+def test_an_index_that_keeps_losing_the_slot_is_not_given_one_each_time(make: Any) -> None:
+    worker = make(apart=True)
+    worker.registration.register_again()
+    for _ in range(20):
+        worker.reporter._resync_if_new_slot()
+        worker._client.delete(*slot_keys.all_keys(worker.namespace))
+        worker.reporter._claim._kept -= 10  # a renewal is due
+    assert worker.registration.standing[1] == 2, "the first loss is made good at once"
