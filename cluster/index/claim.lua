@@ -1,11 +1,12 @@
 -- A worker's slot in a prefix index that has a Redis of its own.
--- KEYS: owners, sequences, seen, past, last   ARGV: slot, name (worker@epoch), "claim" | "keep" | "leave"; forget_ms, kept_ms; with "claim"
--- the slot and the name that this worker claimed before, if any
+-- KEYS: owners, sequences, seen, past, last   ARGV: slot, owner (worker@epoch:nonce; the nonce differs with each process and registration),
+-- "claim" | "keep" | "leave"; forget_ms, kept_ms; with "claim" the slot and the owner that this worker claimed before, if any
 -- -> "ok"; "lost": to keep or leave it, the copy is not here; or, to claim it, the highest slot that was ever claimed: nodes may name this
 -- one from before, because the registry was emptied or rolled back since. The worker then registers above it.
+-- A claim is repeated where its answer was lost.
 local SWEPT = 16
 local call = redis.call
-local slot, name, what = ARGV[1], ARGV[2], ARGV[3]
+local slot, owner, what = ARGV[1], ARGV[2], ARGV[3]
 local t = call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local function drop(one)
@@ -14,14 +15,13 @@ local function drop(one)
   call('ZREM', KEYS[3], one)
   call('ZADD', KEYS[4], now, one)
 end
-if what == 'claim' then
+if call('HGET', KEYS[1], slot) ~= owner then
+  if what ~= 'claim' then return 'lost' end
   local last = tonumber(call('GET', KEYS[5]) or 0)
   if call('ZSCORE', KEYS[3], slot) or call('ZSCORE', KEYS[4], slot) then return last end
-  call('HSET', KEYS[1], slot, name)
+  call('HSET', KEYS[1], slot, owner)
   if tonumber(slot) > last then call('SET', KEYS[5], slot) end
   if ARGV[6] and call('HGET', KEYS[1], ARGV[6]) == ARGV[7] then drop(ARGV[6]) end
-elseif call('HGET', KEYS[1], slot) ~= name then
-  return 'lost'
 elseif what == 'leave' then
   drop(slot)
   return 'ok'

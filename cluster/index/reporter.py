@@ -166,7 +166,7 @@ class ChainReporter:
                 return False
         standing = self._registration.standing
         if self._claim is not None and self._claimed != standing:
-            last = self._claim.claim(standing[0], self._registration.name)
+            last = self._claim.claim(standing[0], self._registration.name, standing[1])
             if last is not None:
                 self._ask_slot(above=last)
                 return False
@@ -213,7 +213,7 @@ class ChainReporter:
         arguments: list[bytes | str | int] = [
             self._prefix,
             self._slot,
-            self._registration.name,
+            self._claim.owner if self._claim is not None else self._registration.name,
             self._sequence,
             int(self._look_at_memory().shortened(scripts.NODE_TTL_SECONDS) * 1000),
         ]

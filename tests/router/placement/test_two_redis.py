@@ -125,7 +125,8 @@ class Cluster:
 
     def copies(self) -> dict[bytes, bytes]:
         with self.servers.client("index") as client:
-            return dict(client.hgetall(slot_keys.owners(self.namespace)))
+            kept: Any = client.hgetall(slot_keys.owners(self.namespace))
+        return {slot: owner.rpartition(b":")[0] for slot, owner in kept.items()}
 
     async def place(self, tokens: list[int] = PROMPT) -> Placed:
         one = request(tokens)
