@@ -229,6 +229,24 @@ async def test_an_index_that_hangs_delays_one_placement_and_no_more(cluster, mon
         cluster.servers.signal("index", signal.SIGCONT)
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["another", "none yet"])
+async def test_a_run_that_is_lost_while_the_index_is_matched_is_not_used(cluster, monkeypatch, again):
+    placement = cluster.placement
+    match, run = placement.index.match, placement.settlement.run
+
+    async def slow(*arguments: Any) -> bytes:
+        held = await match(*arguments)
+        placement.settlement._calls.restart(0)
+        if again:
+            await placement.settlement.settle()
+        return bytes(held)
+
+    monkeypatch.setattr(placement.script, "_match", slow)
+    assert (await cluster.place()).from_redis == again
+    assert placement.script.errors == 0 and placement.script.redis_up
+    assert placement.settlement.run > run or not again
+
+
 @pytest.mark.long
 async def test_control_that_is_emptied_gives_out_no_slot_that_the_index_still_names(cluster):
     cluster.workers[0].holds(PROMPT)
