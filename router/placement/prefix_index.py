@@ -59,7 +59,7 @@ class PrefixIndex:
         )
         self._backoff = RedisBackoff(RETRY_SECONDS, rng, clock)
         self._client = connect_async(config.index_url, MATCH_SECONDS)
-        self.watch = MemoryWatch(slot_keys.owners(config.namespace))
+        self.watch = MemoryWatch(slot_keys.owners(config.namespace), index=True)
         self._poll = RedisPoll(self._client, (self.watch,))
         self.errors = Counter({"match": 0, "record": 0})  # calls that were not answered in time
         self.seconds = metrics.REDIS_CALLS.create()  # of matches, as a request waits for them

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import redis
@@ -27,6 +28,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.embedded import EmbeddedRedis
+from router.observe.cluster import _read_at_a_scrape
 from router.placement import prefix_index
 from router.placement.placement import Placement
 from router.placement.prefix_index import MATCH_SECONDS
@@ -227,6 +229,24 @@ async def test_an_index_that_hangs_delays_one_placement_and_no_more(cluster, mon
         assert cluster.placement.index.errors["match"] == asked == 1, "the others did not ask"
     finally:
         cluster.servers.signal("index", signal.SIGCONT)
+
+
+async def test_the_policy_of_the_index_is_shown_and_warned_of(cluster, caplog):
+    """An eviction of every key takes the slots of workers too."""
+    placement = cluster.placement
+    await placement.poll.read()
+    shown = {one.family().name: one for one in _read_at_a_scrape(MagicMock(placement=placement))}
+    with cluster.servers.client("index") as client:
+        try:
+            for policy, value in (("volatile-lru", 1.0), ("allkeys-lru", 0.0)):
+                client.config_set("maxmemory-policy", policy)
+                await placement.index._poll.read()
+                assert list(shown["baton_index_evicts_index_only"].samples()) == [((), value)]
+                assert list(shown["baton_redis_evicts_index_only"].samples()) == [((), 1.0)]
+        finally:
+            client.config_set("maxmemory-policy", "volatile-lru")
+    (said,) = [one.message for one in caplog.records if "maxmemory-policy" in one.message]
+    assert "policy of the prefix index's Redis is allkeys-lru" in said and "slots of workers" in said
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["another", "none yet"])
