@@ -159,6 +159,7 @@ class ChainReporter:
         if self._standing == self._registration.standing:
             if self._claim is not None and not self._claim.keep():
                 self._stale = True
+            self._stay_above()
             if not self._stale:
                 return True
             self._ask_slot()
@@ -166,9 +167,8 @@ class ChainReporter:
                 return False
         standing = self._registration.standing
         if self._claim is not None and self._claimed != standing:
-            last = self._claim.claim(standing[0], self._registration.name, standing[1])
-            if last is not None:
-                self._ask_slot(above=last)
+            if not self._claim.claim(standing[0], self._registration.name, standing[1]):
+                self._ask_slot()
                 return False
             self._claimed = standing
         self._stale = False
@@ -177,9 +177,14 @@ class ChainReporter:
         self._standing, self._sequence = standing, 1
         return True
 
-    def _ask_slot(self, above: int = 0) -> None:
-        if self._backoff.may_ask() and self._registration.register_again(above):
+    def _ask_slot(self) -> None:
+        self._stay_above()
+        if self._backoff.may_ask() and self._registration.register_again():
             self._backoff.asked()
+
+    def _stay_above(self) -> None:
+        if self._claim is not None:
+            self._registration.stay_above(self._claim.highest)
 
     def _send_batch(self) -> None:
         """Send the oldest batch that Redis has not acknowledged.

@@ -49,6 +49,7 @@ class Registration:
         self._calls = _Calls(info.worker_id, self._registry)
         self._info = replace(info, process=secrets.token_hex(8))
         self._standing = (0, 0)
+        self._above = 0
         self._registered: WorkerInfo | None = None  # as Redis has it: not yet under a new epoch, perhaps
         self._drain: Then | None = None
         self._healthy = healthy
@@ -94,14 +95,19 @@ class Registration:
         self._drain = then
         self._calls.attempt(self._do_drain)
 
-    def register_again(self, above: int = 0) -> bool:
-        """Take a new slot, above this one: the index entries under the old one are stale from now on.
+    def stay_above(self, slot: int) -> None:
+        """Take no slot up to this one from now on: a registry that was emptied may give it, and a prefix index apart may
+        name it as another worker's."""
+        self._above = max(self._above, slot)
+
+    def register_again(self) -> bool:
+        """Take a new slot: the index entries under the old one are stale from now on.
 
         Returns False, and calls nothing, while the lease is not renewed: a registration would revive it.
         """
         if not self._healthy() or self._is_fenced():
             return False
-        self._calls.attempt(lambda: self._do_register(above))
+        self._calls.attempt(self._do_register)
         return True
 
     def _is_fenced(self) -> bool:
@@ -141,12 +147,14 @@ class Registration:
             self._info = replace(self._info, epoch=epoch, slot=0)
         return True
 
-    def _do_register(self, above: int = 0) -> None:
+    def _do_register(self) -> None:
         with self._lock:
             if self._stop.is_set():  # a late report asks for a new slot, which would never be given up
                 return
             info = replace(self._info, slot=0)
-            self._info = replace(info, slot=self._registry.register(info, self._status(), self._drain, above))
+            self._info = replace(
+                info, slot=self._registry.register(info, self._status(), self._drain, self._above)
+            )
             self._registered = self._info
             self._standing = self._info.slot, self._standing[1] + 1
         self._on_registered(self._info.slot)

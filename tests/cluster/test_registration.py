@@ -189,3 +189,20 @@ def test_a_lease_that_is_not_renewed_is_not_revived_by_a_new_slot(why, redis_url
     finally:
         rejoin.set()
         registration.stop()
+
+
+def test_an_emptied_registry_gives_no_slot_that_was_given_before(redis_url, namespace, monkeypatch):
+    """A prefix index apart may name it as another worker's."""
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(redis_url, namespace, info)
+    registration.start()
+    try:
+        wait_for(lambda: registration.slot == 1, 60.0, "registered")
+        registration.stay_above(17)
+        registration.stay_above(5)
+        with connect(redis_url) as client:
+            client.delete(*client.scan_iter(f"{{{namespace}}}:*"))
+        wait_for(lambda: registration.slot == 18, 60.0, "it is there again")
+    finally:
+        registration.stop()

@@ -31,40 +31,41 @@ def owners(client: redis.Redis, namespace: str) -> dict[bytes, bytes]:
 
 def test_a_slot_is_claimed_once(make, client, namespace):
     one, two = make(), make()
-    assert one.claim(5, "a@1", 1) is None and owners(client, namespace) == {b"5": b"a@1"}
-    assert two.claim(5, "b@1", 1) == 5
-    assert two.claim(3, "b@1", 1) is None, "a lower one that the index has not had"
+    assert one.claim(5, "a@1", 1) and owners(client, namespace) == {b"5": b"a@1"}
+    assert not two.claim(5, "b@1", 1) and two.highest == 5
+    assert two.claim(3, "b@1", 1), "a lower one that the index has not had"
     assert owners(client, namespace) == {b"5": b"a@1", b"3": b"b@1"}
-    assert one.keep() and two.keep()
+    two.highest = 0
+    assert one.keep() and two.keep() and one.highest == two.highest == 5
 
 
 def test_the_former_slot_is_given_up_and_not_claimed_again(make, client, namespace):
     """Nodes may name it: as a slot of its former owner, which may not hold those blocks any more."""
     one = make()
-    assert one.claim(1, "a@1", 1) is None and one.claim(2, "a@1", 1) is None
+    assert one.claim(1, "a@1", 1) and one.claim(2, "a@1", 1)
     assert owners(client, namespace) == {b"2": b"a@1"}
     one.release()
     assert owners(client, namespace) == {}
-    assert make().claim(1, "a@1", 1) == 2 and make().claim(2, "b@1", 1) == 2
+    assert not make().claim(1, "a@1", 1) and not make().claim(2, "b@1", 1)
 
 
 def test_a_claim_whose_answer_was_lost_is_repeated(make, client, namespace, monkeypatch):
     one = make()
-    assert one.claim(1, "a@1", 1) is None
+    assert one.claim(1, "a@1", 1)
     call = one._script
     with monkeypatch.context() as patched:
         patched.setattr(one, "_script", lambda **arguments: call(**arguments) and b"7")
-        assert one.claim(2, "a@1", 2) == 7, "the index has it, and the worker has not heard so"
-    assert one.claim(2, "a@1", 2) is None and one.claim(2, "a@1", 2) is None
+        assert not one.claim(2, "a@1", 2), "the index has it, and the worker has not heard so"
+    assert one.claim(2, "a@1", 2) and one.claim(2, "a@1", 2)
     assert owners(client, namespace) == {b"2": b"a@1"} and one.keep()
 
 
 def test_the_same_claim_of_another_process_or_registration_is_none(make):
     """The slot's nodes and its reports' numbers are those of the former one."""
     one = make()
-    assert one.claim(1, "a@1", 1) is None
-    assert make().claim(1, "a@1", 1) == 1
-    assert one.claim(1, "a@1", 2) == 1
+    assert one.claim(1, "a@1", 1)
+    assert not make().claim(1, "a@1", 1)
+    assert not one.claim(1, "a@1", 2)
     assert one.keep()
 
 
@@ -83,7 +84,7 @@ def test_a_copy_that_the_index_has_lost_is_not_kept(make, client, namespace, wha
 
 def test_a_worker_that_was_killed_is_forgotten_and_its_slot_later_still(make, client, namespace, monkeypatch):
     for slot in range(1, 41):
-        assert make().claim(slot, f"w{slot}@1", 1) is None
+        assert make().claim(slot, f"w{slot}@1", 1)
     client.hset(slot_keys.sequences(namespace), mapping={str(slot): 7 for slot in range(1, 41)})
     live = make()
     live.claim(41, "live@1", 1)
@@ -93,12 +94,12 @@ def test_a_worker_that_was_killed_is_forgotten_and_its_slot_later_still(make, cl
         assert live.keep()
         assert len(owners(client, namespace)) == left + 1, "some with each call"
     assert client.hlen(slot_keys.sequences(namespace)) == 0
-    assert make().claim(7, "other@1", 1) == 41
+    assert not make().claim(7, "other@1", 1)
     monkeypatch.setattr(slot_claim, "_TIMES", (300_000, 0))
     for _ in range(3):
         assert live.keep()
     assert client.zcard(slot_keys.past(namespace)) == 0
-    assert make().claim(7, "other@1", 1) is None, "no node names it any more"
+    assert make().claim(7, "other@1", 1), "no node names it any more"
 
 
 def test_a_sign_of_life_is_shown_once_a_second(client, namespace):

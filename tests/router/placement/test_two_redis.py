@@ -272,6 +272,10 @@ async def test_control_that_is_emptied_gives_out_no_slot_that_the_index_still_na
     cluster.workers[0].holds(PROMPT)
     await cluster.finds()
     before = {int(slot) for slot in cluster.copies()}
+    known = [one.registration for one in cluster.workers]
+    await until(
+        lambda: min(one._above for one in known) >= max(before), "the index told the highest", SECONDS
+    )
     cluster.servers.kill("control")
     assert not (await cluster.place()).from_redis
     cluster.servers.start("control")  # empty: it would count from 1
@@ -281,6 +285,7 @@ async def test_control_that_is_emptied_gives_out_no_slot_that_the_index_still_na
     await cluster.ready()
     placed = await cluster.finds()
     assert placed.from_redis and placed.prefill.worker_id == "prefill-0"
+    assert {one.standing[1] for one in known} == {2}, "at once, and not after a claim that was refused"
 
 
 @pytest.mark.long
