@@ -70,7 +70,6 @@ class ChainReporter:
         self._wake = threading.Condition()
         self._stopping = False
         self._standing = (0, 0)  # Registration.standing when the last full report began
-        self._claimed = (0, 0)  # the one whose slot was claimed in the index
         self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
         self._stale = False  # reports or the copy of the slot were lost: only a resync mends the index
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
@@ -166,11 +165,12 @@ class ChainReporter:
             if self._standing == self._registration.standing:
                 return False
         standing = self._registration.standing
-        if self._claim is not None and self._claimed != standing:
-            if not self._claim.claim(standing[0], self._registration.name, standing[1]):
-                self._ask_slot()
-                return False
-            self._claimed = standing
+        # A full report that fails is begun again, and the claim repeated.
+        if self._claim is not None and not self._claim.claim(
+            standing[0], self._registration.name, standing[1]
+        ):
+            self._ask_slot()
+            return False
         self._stale = False
         chains = list(self._all_chains())
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))

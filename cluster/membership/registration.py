@@ -152,9 +152,8 @@ class Registration:
             if self._stop.is_set():  # a late report asks for a new slot, which would never be given up
                 return
             info = replace(self._info, slot=0)
-            self._info = replace(
-                info, slot=self._registry.register(info, self._status(), self._drain, self._above)
-            )
+            slot = self._registry.register(info, self._status(), self._drain, self._above)
+            self._info = replace(info, slot=slot)
             self._registered = self._info
             self._standing = self._info.slot, self._standing[1] + 1
         self._on_registered(self._info.slot)
