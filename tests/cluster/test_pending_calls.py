@@ -34,7 +34,7 @@ class Echo(grpc.GenericRpcHandler):
 def burst(address: str, calls: int) -> Counter[str]:
     """How calls that are sent at once end."""
     with grpc.insecure_channel(address) as channel:
-        call = channel.unary_unary("/x/y")
+        call: Any = channel.unary_unary("/x/y", None, None)
         pending = [call.future(b"", timeout=SECONDS) for _ in range(calls)]
         return Counter(one.code().name for one in pending)
 

@@ -48,7 +48,7 @@ def test_routers_and_workers_accept_theirs(name: str, renderer: Renderer) -> Non
 
 
 # Settings that containers of an earlier image refuse, with the defaults that every image has.
-NEWER = {
+NEWER: dict[str, dict[str, Any]] = {
     "router.yaml": {"processes": 1},
     "worker.yaml": {
         "peer_exits": "none",

@@ -77,7 +77,8 @@ async def test_the_connections_address_counts_not_the_one_listened_on(listening:
     gateway: Any = SimpleNamespace(
         config=config, keys=SimpleNamespace(on=False), low_priority=Unordered(), metrics=refusals
     )
-    gate = Gate(Any, gateway)
+    app: Any = None
+    gate = Gate(app, gateway)
     scope: Any = {"method": "GET", "path": "/v1/models", "headers": [(b"host", b"evil.example")]}
     for server, status in ((("127.0.0.1", 1), 403), (("::ffff:127.0.0.1", 1), 403), (("10.0.0.1", 1), None)):
         answer = await gate.refusal({**scope, "server": server})
