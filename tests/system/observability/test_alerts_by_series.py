@@ -69,6 +69,9 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
         "baton_event_loop_lag_seconds_sum": _counter(0.1, 12),
         "baton_event_loop_lag_seconds_count": _counter(60, 60),
     },
+    "BatonCertificateExpires": {
+        'baton_certificate_expires_seconds{certificate="tls_cert"}': _gauge(90 * 86400, 13 * 86400)
+    },
     "BatonRouterProcessesRestart": {"baton_process_restarts_total": _counter(0, 1)},
     "BatonTenantThrottled": {
         'baton_tenant_requests_total{result="ok"}': _counter(10, 10),
