@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from engine.ops.cpu_llvm import as_f32, as_u32, compiled, indices, integers, prefetch_line
+from engine.ops.cpu_llvm import as_f32, as_u32, cached, compiled, indices, integers, prefetch_line
 
 F = np.float32
 _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
@@ -362,7 +362,7 @@ def _softmax(weights, heads, begin, end):
 # --- attention over prompts -----------------------------------------------------------------------------------
 
 
-@compiled
+@cached
 def softmax_rows(kind, scores, count, keys, rows, offset, window):
     """Softmax in place over the visible ones of `keys` scores, in each of `count` rows. The rows of the heads of a group
     follow each other, `rows` a head; the key of row i itself is number offset + i % rows."""
