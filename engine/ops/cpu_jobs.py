@@ -269,4 +269,4 @@ def kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> int:
 @functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
 def _kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> Any:
     makers = _of_heads(kind, dim8) if code in OF_HEADS else _of_rows(kind)
-    return cached_function(makers[code], types.void(types.int64, types.int64, types.int64))
+    return cached_function(makers[code], types.void(types.int64, types.int64, types.int64), (kind, dim8))

@@ -9,6 +9,9 @@ tensors that they pass.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 from llvmlite import ir
@@ -362,8 +365,8 @@ def _softmax(weights, heads, begin, end):
 # --- attention over prompts -----------------------------------------------------------------------------------
 
 
-@cached
-def softmax_rows(kind, scores, count, keys, rows, offset, window):
+@compiled
+def _softmax_rows(kind, scores, count, keys, rows, offset, window):
     """Softmax in place over the visible ones of `keys` scores, in each of `count` rows. The rows of the heads of a group
     follow each other, `rows` a head; the key of row i itself is number offset + i % rows."""
     values = _at(scores, kind)
@@ -389,3 +392,13 @@ def softmax_rows(kind, scores, count, keys, rows, offset, window):
             _store(values, i, F(0.0))
         for i in range(at + line.shape[0], (row + 1) * keys):
             _store(values, i, F(0.0))
+
+
+@functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
+def softmax_rows(kind: int | float) -> Any:
+    """`_softmax_rows` of this kind, for callers in Python."""
+
+    def softmax(scores, count, keys, rows, offset, window):
+        _softmax_rows(kind, scores, count, keys, rows, offset, window)
+
+    return cached(softmax, kind)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
@@ -32,19 +33,22 @@ def compiled_exactly(function: Callable[..., Any]) -> Any:
     return njit(**_JIT, fastmath=set())(function)
 
 
-def cached(function: Callable[..., Any]) -> Any:
+def cached(function: Callable[..., Any], variant: object = None) -> Any:
     """As `compiled`, for callers in Python: cached on disk where a directory is writable, so that the first start takes
-    seconds and later ones load."""
-    return _cached(partial(njit, **_JIT, fastmath=_FAST), function)
+    seconds and later ones load. `variant`: what the function takes from around it. It may be called with one signature
+    only, see `_cached`."""
+    return _cached(partial(njit, **_JIT, fastmath=_FAST), function, variant)
 
 
-def cached_function(function: Callable[..., Any], signature: Any) -> Any:
+def cached_function(function: Callable[..., Any], signature: Any, variant: object) -> Any:
     """As `cached`, for callers that have its address only: numba's CFunc."""
-    return _cached(partial(cfunc, signature, fastmath=_FAST, **_OPTIONS), function)
+    return _cached(partial(cfunc, signature, fastmath=_FAST, **_OPTIONS), function, variant)
 
 
-def _cached(decorator: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    function.__qualname__ += f"-{_SOURCES}"  # its files in the cache are named after it
+def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant: object) -> Any:
+    """numba names the files of its cache after the function. Several codes behind one name share an index file, and two
+    processes that write it at once may file one's code under the other's key; so each code has a name of its own."""
+    function.__qualname__ += "-" + _digest(repr((_SOURCES, _processor(), variant)).encode())
     try:
         return decorator(cache=True)(function)
     except RuntimeError:  # no directory for a cache: a read-only file system
@@ -53,8 +57,15 @@ def _cached(decorator: Callable[..., Any], function: Callable[..., Any]) -> Any:
 
 def digest_of_sources(engine: Path) -> str:
     """Of all files from which kernels are compiled."""
-    files = sorted(engine.glob("*/cpu_*.py"))
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+    return _digest(b"".join(file.read_bytes() for file in sorted(engine.glob("*/cpu_*.py"))))
+
+
+def _processor() -> tuple[str, str]:
+    return get_host_cpu_name(), get_host_cpu_features().flatten()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 # Read at once: a later installation may replace the files of a running process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -9,8 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from numba.core import config
+from numba.core.caching import IndexDataCacheFile
 
-from engine.ops import cpu_llvm
+from engine.ops import cpu_jobs, cpu_kernels, cpu_llvm
+from engine.sampling import cpu_cuts, cpu_draw
 from tests.engine.compiled_by_requests import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +41,8 @@ def copied(to: Path) -> Path:
 
 def test_functions_that_others_contain_have_no_cache():
     """numba would look for changes in the file of each only."""
-    from engine.ops import cpu_jobs, cpu_kernels
-    from engine.sampling import cpu_cuts, cpu_draw
-
-    entries = {cpu_jobs.work, cpu_kernels.softmax_rows, cpu_cuts.cut_row, cpu_draw.draw_rows}
+    entries = {cpu_jobs.work, cpu_cuts.cut_row, cpu_draw.draw_rows}
+    entries |= {cpu_kernels.softmax_rows(kind) for kind in (0, 0.0)}
     for one in kernels():
         assert (one.stats.cache_path is not None) == (one in entries), one.py_func.__qualname__
 
@@ -55,6 +58,31 @@ def test_a_change_of_any_source_changes_the_names_of_all_cached_code(tmp_path):
         file.write_text(file.read_text() + "\n")
         seen.add(cpu_llvm.digest_of_sources(tmp_path / "engine"))
     assert len(seen) == len(files) + 1
+
+
+@pytest.mark.long
+def test_processes_that_compile_at_once_do_not_mix_up_their_code(tmp_path, monkeypatch):
+    """Both find no index, write one each, and then their code, the first one last."""
+    made, held = cpu_jobs._kernel.__wrapped__, []
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    with monkeypatch.context() as at_once:
+        at_once.setattr(IndexDataCacheFile, "_load_index", lambda file: {})
+        at_once.setattr(IndexDataCacheFile, "_save_data", lambda *call: held.append(call))
+        for kind in (0, 0.0):
+            made(cpu_jobs.GATE, kind, ())
+    assert len(held) == 2
+    for call in reversed(held):
+        IndexDataCacheFile._save_data(*call)
+    for kind, dtype in ((0, torch.bfloat16), (0.0, torch.float32)):
+        found = made(cpu_jobs.GATE, kind, ())
+        assert found.cache_hits == 1
+        both, out = torch.tensor([[0.0, 2.0]], dtype=dtype), torch.full((1, 1), 9.0, dtype=dtype)
+        job = (ctypes.c_int64 * 3)(both.data_ptr(), out.data_ptr(), 1)
+        found.ctypes(ctypes.addressof(job), 0, 1)
+        assert out.item() == 0.0
+        both[0, 0] = 30.0  # silu(30) is 30
+        found.ctypes(ctypes.addressof(job), 0, 1)
+        assert out.item() == 60.0
 
 
 @pytest.mark.long
