@@ -42,8 +42,8 @@ class LayerWeights:
         return self.get("embed_tokens.weight", c.vocab_size, c.hidden_size, rows=rows)
 
     def head(self, rows: slice, embedding: Tensor) -> Weight:
-        """`embedding`, the same rows, where the configuration ties them; but not if the checkpoint has a head that differs:
-        Hugging Face warns then, and takes it."""
+        """`embedding`, the same rows, where the configuration ties them; unless the checkpoint has a head that differs.
+        Hugging Face warns, and takes that one."""
         c, has = self._config, self._checkpoint.has
         name = next((one for one in _HEADS if has(one)), None)
         if c.tie_embeddings and (name is None or self._is_head(name, rows, embedding)):
@@ -158,10 +158,8 @@ class LayerWeights:
         return heads[:, self._order].reshape(rows.shape)
 
     def _offset(self, weight: Tensor) -> Tensor:
-        """1 + w where the family has it so; rounded once, to the dtype of the weights."""
-        if not self._config.family.norm_offset:
-            return weight
-        return (weight.float() + 1.0).to(weight.dtype)
+        """1 + w where the family has it so, in float32: in bf16 it would be rounded to a multiple of 2⁻⁷."""
+        return weight.float() + 1.0 if self._config.family.norm_offset else weight
 
 
 @dataclass(frozen=True)

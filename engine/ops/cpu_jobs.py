@@ -198,7 +198,7 @@ def work(team, polls, jobs, count):
 def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
     def add_norm(job, first, last):
         a = integers(job)
-        kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
+        kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]), a[6])
 
     def gate(job, first, last):
         a = integers(job)
@@ -237,7 +237,7 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
         a = integers(job)
         kernels.rotate_and_store(
             kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
-            a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]),
+            a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]), a[14],
         )  # fmt: skip
 
     def attend(job, first, last):

@@ -139,6 +139,21 @@ def test_gemmas_embeddings_are_scaled_in_the_dtype_of_the_weights(hidden, tmp_pa
         assert embedding_scale(config, dtype) == float(torch.tensor(hidden**0.5).to(dtype))
 
 
+@pytest.mark.parametrize(("variant", "dtype"), [("gemma3", torch.float32), ("llama", torch.bfloat16)])
+def test_gemmas_norms_are_not_rounded_to_bf16(variant, dtype, checkpoint):
+    """1 + w in fp32, as in Hugging Face's code; others' weights stay as they are stored."""
+    config = ModelConfig.read(checkpoint(variant))
+    with Checkpoint(checkpoint(variant), torch.bfloat16, torch.device("cpu")) as weights:
+        decoder = Decoder(
+            config, weights, NullGroup(), lambda weight, bias, *, split_inputs=False: TorchLinear(weight)
+        )
+        stored = weights.get("model.norm.weight", config.hidden_size)
+    assert torch.equal(decoder.final_norm, stored if variant == "llama" else 1.0 + stored.float())
+    layer = decoder.layers[0]
+    norms = (decoder.final_norm, layer.attention_in, layer.mlp_in, layer.q_norm, layer.k_norm)
+    assert {one.dtype for one in norms if one is not None} == {dtype}
+
+
 def _half(x: Tensor) -> Tensor:
     return x.chunk(2, -1)[0]
 
