@@ -23,7 +23,7 @@ class PagedCpuBackend(SdpaBackend):
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
         self._kernels = team
-        self._kind = kernels.kind_of(kv_cache.dtype)
+        self._softmax = kernels.softmax_rows(kernels.kind_of(kv_cache.dtype))
         self._step: StepBuffers | None = None
         fits = kv_cache.dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0 and not shape.cap
         self._by_kernel = fits and products.has_instruction()
@@ -75,5 +75,5 @@ class PagedCpuBackend(SdpaBackend):
     def _weights(self, scores: Tensor, piece: Piece) -> Tensor:
         """In place, without computing hidden keys (torch's softmax and mask take twice the time)."""
         rows = piece.rows.stop - piece.rows.start
-        kernels.softmax_rows(self._kind, scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
+        self._softmax(scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
         return scores

@@ -18,6 +18,7 @@ from engine.model.rope import Rope
 from engine.quant.formats import StoredFormat, stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_MOST_LAYERS = 65_536
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,11 @@ class _Reader:
         if (vocab := model_limits.vocab_size(self._raw)) is None:
             raise ModelError("config.json has no vocab_size", field="vocab_size")
         heads, layers = need("num_attention_heads"), need("num_hidden_layers")
+        if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:  # a number for each is listed below
+            raise ModelError(
+                f"config.json: num_hidden_layers is {layers!r}, not a number from 1 to {_MOST_LAYERS}",
+                field="num_hidden_layers",
+            )
         bias = {"never": False, "always": True}.get(family.attention_bias, bool(self.get(family.bias_key)))
         normed = not family.qk_norm_key or bool(self.get(family.qk_norm_key))
         windows = self._windows(layers)
@@ -210,7 +216,7 @@ class _Reader:
             output_bias=bias and family.output_bias,
             mlp_bias=family.mlp_bias and bool(self.get("mlp_bias")),
             windows=windows,
-            eos_token_ids=_eos(self._directory, self._raw, self._text, vocab),
+            eos_token_ids=_eos(self._directory, self._raw, self.get("eos_token_id"), vocab),
             dtype=str(stored).replace("torch.", ""),
             local_rope=local,
             activation=self._activation(),
@@ -267,7 +273,7 @@ class _Reader:
             }
         if not family.local_rope:
             found = rope.read(text, theta, partial, longest)
-            if family is FAMILIES["Phi3ForCausalLM"] and found["rope_type"] in ("su", "yarn"):
+            if family.older_longrope and found["rope_type"] in ("su", "yarn"):
                 found = rope.read(
                     {**text, "rope_scaling": {**found, "rope_type": "longrope"}}, theta, partial, longest
                 )
@@ -320,8 +326,9 @@ class _Reader:
         return (window,) * layers
 
 
-def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: int) -> tuple[int, ...]:
-    eos = raw.get("eos_token_id", text.get("eos_token_id"))
+def _eos(directory: Path, raw: dict[str, Any], of_text: Any, vocab: int) -> tuple[int, ...]:
+    """`of_text`: the text part's, or the family's default."""
+    eos = raw.get("eos_token_id", of_text)
     generation = directory / "generation_config.json"
     if generation.exists():
         try:

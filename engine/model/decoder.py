@@ -70,8 +70,7 @@ class Decoder:
         final_norm = weights.norm("norm")
         assert final_norm is not None, "it has a name"
         self.final_norm = final_norm
-        head = self.embedding if c.tie_embeddings else weights.head(self._vocab)
-        self.head = linear(head, None)
+        self.head = linear(weights.head(self._vocab, self.embedding), None)
         self.layers = [self._layer(weights, index, linear) for index in range(c.num_layers)]
         # Of each layer, the norm after it
         self.following = [layer.attention_in for layer in self.layers[1:]] + [self.final_norm]

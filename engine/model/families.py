@@ -73,6 +73,7 @@ class Family:
     norm_offset: bool = False  # norms multiply by 1 + w
     interleaved_rope: bool = False  # neighbours are rotated against each other, not halves
     partial_rotary: bool = False  # by a key, a part of each head
+    older_longrope: bool = False  # "su" and "yarn" are early names of longrope
     local_rope: bool = False  # window layers rotate by a setting of their own
     scaled_embedding: bool = False  # by the root of the hidden size, in the dtype of the weights
     multipliers: bool = False  # Granite's four
@@ -141,6 +142,7 @@ _GEMMA = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "eos_token_id": 1,
 }
 _GEMMA2 = Family(
     "Gemma 2",
@@ -191,11 +193,13 @@ def _gemma3(title: str) -> Family:
 
 # By the architecture that config.json names.
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("Llama", attention_bias="by key", output_bias=True, mlp_bias=True),
+    "LlamaForCausalLM": Family(
+        "Llama", attention_bias="by key", output_bias=True, mlp_bias=True, defaults={"eos_token_id": 2}
+    ),
     "MistralForCausalLM": Family(
         "Mistral",
         windows="all layers",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
     ),
     "Qwen2ForCausalLM": Family(
         "Qwen2", attention_bias="always", windows="last layers", defaults=_QWEN, fixed={"use_mrope": False}
@@ -216,7 +220,9 @@ FAMILIES: Mapping[str, Family] = {
         ),
         windows="all layers",
         partial_rotary=True,
+        older_longrope=True,
         defaults={
+            "eos_token_id": 32000,
             "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096,
             "sliding_window": None,
@@ -235,7 +241,7 @@ FAMILIES: Mapping[str, Family] = {
         attention_bias="by key",
         output_bias=True,
         qk_norm="row",
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"eos_token_id": 50279, "rms_norm_eps": 1e-5},
     ),
     "GraniteForCausalLM": Family(
         "Granite 3",
@@ -244,6 +250,7 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias=True,
         multipliers=True,
         defaults={
+            "eos_token_id": 2,
             "embedding_multiplier": 1.0,
             "logits_scaling": 1.0,
             "residual_multiplier": 1.0,
@@ -262,6 +269,7 @@ FAMILIES: Mapping[str, Family] = {
         interleaved_rope=True,
         partial_rotary=True,
         defaults={
+            "eos_token_id": [151329, 151336, 151338],
             "num_key_value_heads": 2,
             "head_dim": 128,
             "rms_norm_eps": 1.5625e-07,
@@ -279,6 +287,7 @@ FAMILIES: Mapping[str, Family] = {
             width_key="intermediate_size",
         ),
         defaults={
+            "eos_token_id": 2,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1_000_000.0,

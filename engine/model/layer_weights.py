@@ -18,6 +18,7 @@ from engine.model.weights import Checkpoint
 # it now and wrote it before.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_COMPARED_ROWS = 4096
 
 
 class LayerWeights:
@@ -40,10 +41,27 @@ class LayerWeights:
         c = self._config
         return self.get("embed_tokens.weight", c.vocab_size, c.hidden_size, rows=rows)
 
-    def head(self, rows: slice) -> Weight:
+    def head(self, rows: slice, embedding: Tensor) -> Weight:
+        """`embedding`, the same rows, where the configuration ties them; unless the checkpoint has a head that differs.
+        Hugging Face warns, and takes that one."""
         c, has = self._config, self._checkpoint.has
-        name = next((one for one in _HEADS if has(one)), _HEADS[0])
-        return self._checkpoint.matrix(name, c.vocab_size, c.hidden_size, rows=rows)
+        name = next((one for one in _HEADS if has(one)), None)
+        if c.tie_embeddings and (name is None or self._is_head(name, rows, embedding)):
+            return embedding
+        return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
+
+    def _is_head(self, name: str, rows: slice, embedding: Tensor) -> bool:
+        """In parts, so that a model that fits without a head of its own needs no room for one."""
+        c = self._config
+        for first in range(0, len(embedding), _COMPARED_ROWS):
+            own = embedding[first : first + _COMPARED_ROWS]
+            begin = rows.start + first
+            stored = self._checkpoint.matrix(
+                name, c.vocab_size, c.hidden_size, rows=slice(begin, begin + len(own))
+            )
+            if not isinstance(stored, Tensor) or not torch.equal(stored, own):
+                return False
+        return True
 
     def norm(self, name: str | None, at: str = "") -> Tensor | None:
         if name is None:
@@ -140,10 +158,8 @@ class LayerWeights:
         return heads[:, self._order].reshape(rows.shape)
 
     def _offset(self, weight: Tensor) -> Tensor:
-        """1 + w where the family has it so; rounded once, to the dtype of the weights."""
-        if not self._config.family.norm_offset:
-            return weight
-        return (weight.float() + 1.0).to(weight.dtype)
+        """1 + w where the family has it so, in float32: in bf16 it would be rounded to a multiple of 2⁻⁷."""
+        return weight.float() + 1.0 if self._config.family.norm_offset else weight
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def _in_fp32(weight: Tensor) -> Linear:
 def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -> Experts:
     def products(get: Callable[[int], Tensor]) -> LinearOfEach | GroupedMm:
         first = get(held.start)
-        if not grouped_works(first.device, first.dtype):
+        if not grouped_works(first.device, first.dtype, *first.shape):
             others = (linear(get(one), None) for one in held[1:])
             return LinearOfEach([linear(first, None), *others], len(first))
         stacked = first.new_empty(len(held), *first.shape)
@@ -59,15 +59,16 @@ def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -
 
 
 @cache
-def grouped_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether experts are multiplied by torch's grouped product. On CPUs their own products are faster in decode: their
-    weights are packed."""
+def grouped_works(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+    """Whether experts of this size are multiplied by torch's grouped product, which takes strides of whole 16 bytes only.
+    On CPUs their own products are faster in decode: their weights are packed."""
     if device.type != "cuda":
         return False
     try:
-        x = torch.zeros(16, 32, device=device, dtype=dtype)
+        x = torch.zeros(16, inputs, device=device, dtype=dtype)
         ends = torch.tensor([8, 16], dtype=torch.int32, device=device)
-        torch._grouped_mm(x, torch.zeros(2, 16, 32, device=device, dtype=dtype).transpose(1, 2), offs=ends)
+        weights = torch.zeros(2, outputs, inputs, device=device, dtype=dtype)
+        torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
     except (RuntimeError, AttributeError) as error:
         log.warning("experts are multiplied one by one: torch has no grouped product here (%s)", error)
         return False

@@ -40,7 +40,8 @@ class OpsShape:
 
 
 class LayerOps(Protocol):
-    """One per rank. `begin` once a step, then the others once a layer. Tokens are rows."""
+    """One per rank. `begin` once a step, then the others once a layer. Tokens are rows. Weights of norms may be float32
+    beside rows of another dtype."""
 
     def begin(self, positions: Tensor, slots: Tensor) -> None:
         """int64 [tokens] each: a token's position in its sequence, and block · page_size + offset of its KV."""

@@ -10,10 +10,8 @@ jobs is led by one call: a decode step has about 145.
 from __future__ import annotations
 
 import functools
-import hashlib
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from engine.ops import cpu_int8 as int8
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
-from engine.ops.cpu_llvm import as_f32, compiled, compiled_function, integers, prefetch_line
+from engine.ops.cpu_llvm import as_f32, cached, cached_function, integers, prefetch_line
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
 NEXT, FINISHED, STOP, LISTED, LEFT, KERNEL = 0, 8, 16, 17, 18, 24  # NEXT: shares · 2³² + next share
@@ -168,7 +166,7 @@ def _help(team, polls):
         _pause()
 
 
-@compiled
+@cached
 def work(team, polls, jobs, count):
     """With `polls`, help. Otherwise lead: the team's job, or `count` ≥ 1 jobs at address `jobs`, each after the one
     before it is done."""
@@ -197,47 +195,33 @@ def work(team, polls, jobs, count):
 # a process compiles what it uses, and what does not depend on the width once for all widths.
 
 
-@njit(inline="always")
-def _arguments(address, sources):
-    """`sources` is only there to become part of the key of numba's cache, as are all values that a function takes from
-    around it: by itself numba detects changes of this file, not of files whose kernels are compiled into a function."""
-    return integers(address)
-
-
-def _sources() -> str:
-    here = Path(__file__)
-    names = ("int8", "kernels", "llvm", "products", "prompts", "softmax", "tiles")
-    files = [here, *(here.with_name(f"cpu_{name}.py") for name in names)]
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
-
-
-def _of_rows(kind: int | float, sources: str) -> dict[int, Callable[..., None]]:
+def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
     def add_norm(job, first, last):
-        a = _arguments(job, sources)
-        kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]))
+        a = integers(job)
+        kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]), a[6])
 
     def gate(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         kernels.silu_mul(kind, a[0], a[1], first, last, a[2])
 
     def gate_gelu(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         kernels.gelu_mul(kind, a[0], a[1], first, last, a[2])
 
     def embed(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
 
     def multiply(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
 
     def quantize(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
 
     def multiply_int8(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         int8.multiply(
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], first, last
         )  # fmt: skip
@@ -248,27 +232,27 @@ def _of_rows(kind: int | float, sources: str) -> dict[int, Callable[..., None]]:
     }  # fmt: skip
 
 
-def _of_heads(kind: int | float, dim8: tuple[int, ...], sources: str) -> dict[int, Callable[..., None]]:
+def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..., None]]:
     def heads(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         kernels.rotate_and_store(
             kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
-            a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]),
+            a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]), a[14],
         )  # fmt: skip
 
     def attend(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         kernels.attend_tokens(
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
             a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]),
         )  # fmt: skip
 
     def pack_heads(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         prompts.pack_head(a[0], a[1], a[2], a[3], a[4], dim8, a[5], first, last)
 
     def attend_prompt(job, first, last):
-        a = _arguments(job, sources)
+        a = integers(job)
         prompts.attend_prompt(
             a[0], a[1], a[2], a[3], a[4], a[5], a[6], dim8, a[7], a[8], _number(a[9]), a[10], a[11], first, last
         )  # fmt: skip
@@ -284,8 +268,5 @@ def kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> int:
 
 @functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
 def _kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> Any:
-    makers = _of_heads(kind, dim8, _SOURCES) if code in OF_HEADS else _of_rows(kind, _SOURCES)
-    return compiled_function(makers[code], types.void(types.int64, types.int64, types.int64))
-
-
-_SOURCES = _sources()
+    makers = _of_heads(kind, dim8) if code in OF_HEADS else _of_rows(kind)
+    return cached_function(makers[code], types.void(types.int64, types.int64, types.int64), (kind, dim8))

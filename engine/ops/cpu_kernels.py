@@ -9,13 +9,25 @@ tensors that they pass.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from engine.ops.cpu_llvm import as_f32, as_u32, compiled, indices, integers, prefetch_line
+from engine.ops.cpu_llvm import (
+    as_f32,
+    as_u32,
+    cached,
+    compiled,
+    compiled_exactly,
+    indices,
+    integers,
+    prefetch_line,
+)
 
 F = np.float32
 _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
@@ -120,9 +132,10 @@ def embed_rows(kind, table, rows, out, width, first, last, scale):
 
 
 @compiled
-def add_norm(kind, x, delta, weight, out, first, last, width, eps):
-    """x += delta (unless its address is 0), out = RMS norm of x. Rows [first, last) of `width`."""
-    xs, ds, ws, ys = _at(x, kind), _at(delta, kind), _at(weight, kind), _at(out, kind)
+def add_norm(kind, x, delta, weight, out, first, last, width, eps, wide):
+    """x += delta (unless its address is 0), out = RMS norm of x. Rows [first, last) of `width`. `wide`: the weight is
+    float32, whatever the rows are."""
+    xs, ds, ys = _at(x, kind), _at(delta, kind), _at(out, kind)
     for row in range(first, last):
         base = row * width
         if delta:
@@ -133,8 +146,18 @@ def add_norm(kind, x, delta, weight, out, first, last, width, eps):
             value = _load(xs, base + i)
             total += value * value
         scale = F(1.0) / np.sqrt(total / F(width) + F(eps))
-        for i in range(width):
-            _store(ys, base + i, _load(xs, base + i) * scale * _load(ws, i))
+        if wide:
+            _scale_row(xs, _at(weight, 0.0), ys, base, width, scale)
+        else:
+            _scale_row(xs, _at(weight, kind), ys, base, width, scale)
+
+
+@compiled_exactly
+def _scale_row(xs, weights, ys, base, width, scale):
+    """In the order of the products that is written. Where `ys` are `xs`, as in lists of jobs, another form of the loop is
+    run, which may not round differently."""
+    for i in range(width):
+        _store(ys, base + i, _load(xs, base + i) * scale * _load(weights, i))
 
 
 @compiled
@@ -174,9 +197,10 @@ def gelu_mul(kind, gate_up, out, first, last, width):
 def rotate_and_store(
     kind, qkv, first, last, heads, kv, dim8,
     cosine, sine, positions, slots, cache, layer, block_stride, page,
-    q_norm, k_norm, eps,
+    q_norm, k_norm, eps, wide,
 ):  # fmt: skip
-    """Norm (if the model has norms) and rotate queries and keys in place; write keys and values to the cache.
+    """Norm (if the model has norms; `wide` as in add_norm) and rotate queries and keys in place; write keys and values to
+    the cache.
 
     qkv rows are [q heads | k heads | v heads]; cosine and sine are float32 [positions, head_dim / 2];
     slots[row] = block · page + offset; `layer` is the element offset of the layer in a block.
@@ -194,13 +218,17 @@ def rotate_and_store(
             at = base + head * dim
             weight = q_norm if head < heads else k_norm
             if weight:
-                ws = _at(weight, kind)
+                ws, wide_ws = _at(weight, kind), _at(weight, 0.0)
                 total = F(0.0)
                 for i in range(dim):
                     total += _load(rows, at + i) * _load(rows, at + i)
                 scale = F(1.0) / np.sqrt(total / F(dim) + F(eps))
-                for i in range(dim):
-                    _store(rows, at + i, _load(rows, at + i) * scale * _load(ws, i))
+                if wide:
+                    for i in range(dim):
+                        _store(rows, at + i, _load(rows, at + i) * scale * wide_ws[i])
+                else:
+                    for i in range(dim):
+                        _store(rows, at + i, _load(rows, at + i) * scale * _load(ws, i))
             for i in range(half):
                 low, high = _load(rows, at + i), _load(rows, at + half + i)
                 c, s = cos[angle + i], sin[angle + i]
@@ -363,7 +391,7 @@ def _softmax(weights, heads, begin, end):
 
 
 @compiled
-def softmax_rows(kind, scores, count, keys, rows, offset, window):
+def _softmax_rows(kind, scores, count, keys, rows, offset, window):
     """Softmax in place over the visible ones of `keys` scores, in each of `count` rows. The rows of the heads of a group
     follow each other, `rows` a head; the key of row i itself is number offset + i % rows."""
     values = _at(scores, kind)
@@ -389,3 +417,13 @@ def softmax_rows(kind, scores, count, keys, rows, offset, window):
             _store(values, i, F(0.0))
         for i in range(at + line.shape[0], (row + 1) * keys):
             _store(values, i, F(0.0))
+
+
+@functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
+def softmax_rows(kind: int | float) -> Any:
+    """`_softmax_rows` of this kind, for callers in Python."""
+
+    def softmax(scores, count, keys, rows, offset, window):
+        _softmax_rows(kind, scores, count, keys, rows, offset, window)
+
+    return cached(softmax, kind)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
@@ -16,32 +19,57 @@ F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 # With Python's error model a division is a branch, and a loop with a branch is not vectorised.
 _OPTIONS: dict[str, Any] = {"error_model": "numpy"}
+_JIT = {**_OPTIONS, "nogil": True}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile, and cache on disk where a directory is writable: the first start takes seconds, later ones load."""
-    return _compile(function, _FAST)
+    """Compile into the functions that call it, whose machine code is cached. A cache of its own would serve old code:
+    numba looks for changes in a function's own file, not in those whose functions are compiled into it."""
+    return njit(**_JIT, fastmath=_FAST)(function)
 
 
 def compiled_exactly(function: Callable[..., Any]) -> Any:
     """As `compiled`, with each operation rounded as it is written."""
-    return _compile(function, set())
+    return njit(**_JIT, fastmath=set())(function)
 
 
-def compiled_function(function: Callable[..., Any], signature: Any) -> Any:
-    """As `compiled`, for callers that have its address only: numba's CFunc."""
-    return _cached(partial(cfunc, signature, fastmath=_FAST, **_OPTIONS), function)
+def cached(function: Callable[..., Any], variant: object = None) -> Any:
+    """As `compiled`, for callers in Python: cached on disk where a directory is writable, so that the first start takes
+    seconds and later ones load. `variant`: what the function takes from around it. It may be called with one signature
+    only, see `_cached`."""
+    return _cached(partial(njit, **_JIT, fastmath=_FAST), function, variant)
 
 
-def _compile(function: Callable[..., Any], fastmath: set[str]) -> Any:
-    return _cached(partial(njit, fastmath=fastmath, nogil=True, **_OPTIONS), function)
+def cached_function(function: Callable[..., Any], signature: Any, variant: object) -> Any:
+    """As `cached`, for callers that have its address only: numba's CFunc."""
+    return _cached(partial(cfunc, signature, fastmath=_FAST, **_OPTIONS), function, variant)
 
 
-def _cached(decorator: Callable[..., Any], function: Callable[..., Any]) -> Any:
+def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant: object) -> Any:
+    """numba names the files of its cache after the function. Several codes behind one name share an index file, and two
+    processes that write it at once may file one's code under the other's key; so each code has a name of its own."""
+    function.__qualname__ += "-" + _digest(repr((_SOURCES, _processor(), variant)).encode())
     try:
         return decorator(cache=True)(function)
     except RuntimeError:  # no directory for a cache: a read-only file system
         return decorator()(function)
+
+
+def digest_of_sources(engine: Path) -> str:
+    """Of all files from which kernels are compiled."""
+    return _digest(b"".join(file.read_bytes() for file in sorted(engine.glob("*/cpu_*.py"))))
+
+
+def _processor() -> tuple[str, str]:
+    return get_host_cpu_name(), get_host_cpu_features().flatten()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+# Read at once: a later installation may replace the files of a running process.
+_SOURCES = digest_of_sources(Path(__file__).parents[1])
 
 
 @intrinsic

@@ -56,7 +56,8 @@ class CpuOps:
 
     def norm_job(self, rows: int, x: int, delta: int, weight: Tensor, out: int) -> Job:
         """`delta` 0: nothing is added."""
-        return jobs.ADD_NORM, rows, (x, delta, weight.data_ptr(), out, weight.shape[0], self._eps)
+        at = (x, delta, weight.data_ptr(), out, weight.shape[0], self._eps, _is_wide(weight))
+        return jobs.ADD_NORM, rows, at
 
     def gate_job(self, rows: int, width: int, gate_up: int, out: int) -> Job:
         return self._gate, rows, (gate_up, out, width)
@@ -77,5 +78,10 @@ class CpuOps:
             self._cos[table].data_ptr(), self._sin[table].data_ptr(), positions, slots,
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), cache.shape[4],
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), self._eps,
+            int(q_norm is not None and _is_wide(q_norm)),
         )  # fmt: skip
         return jobs.HEADS, rows, at
+
+
+def _is_wide(weight: Tensor) -> int:
+    return int(weight.dtype is torch.float32)

@@ -40,7 +40,9 @@ class TorchOps:
         self._blocks, self._offsets = slots // self._page, slots % self._page
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._shape.norm_eps)
+        # torch's norm takes one dtype, and rounds once
+        normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self._shape.norm_eps)
+        return normed.to(x.dtype)
 
     def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
         return self.norm(x.add_(delta), weight)

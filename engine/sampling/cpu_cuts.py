@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from engine.ops.cpu_llvm import as_u32, compiled
+from engine.ops.cpu_llvm import as_u32, cached
 
 U32, U64 = np.uint32, np.uint64
 _BUCKETS = 2048
@@ -88,4 +88,4 @@ def _cut_row(values, masses, total, top_k, top_p, min_p, kept):
         _keep_first(keys, masses, top_p * (rest if total < 0.0 else total), kept)
 
 
-cut_row = compiled(_cut_row)
+cut_row = cached(_cut_row)

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from numba import njit
 
-from engine.ops.cpu_llvm import as_u32, compiled
+from engine.ops.cpu_llvm import as_u32, cached
 
 F, U32, U64 = np.float32, np.uint32, np.uint64
 _M0, _M1 = U64(0xD2511F53), U64(0xCD9E8D57)
@@ -135,4 +135,4 @@ def _draw_rows(values, ids, temperatures, keys, chosen):
         chosen[row] = token_of_best
 
 
-draw_rows = compiled(_draw_rows)
+draw_rows = cached(_draw_rows)

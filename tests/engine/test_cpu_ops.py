@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +65,47 @@ def test_kernels_equal_torch(dtype, threads, activation):
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other, atol=atol, rtol=CLOSE[dtype])
     assert outputs[0][-1].count_nonzero() > 0 and outputs[0][-1][:, 0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", ["torch", "cpu"])
+def test_norms_by_fp32_weights_round_once(kind):
+    """Gemma's 1 + w; a weight in bf16 would be off by 2⁻⁸ more."""
+    ops, _ = make(kind, torch.bfloat16, 1)
+    x, weight = (
+        random(TOKENS, WIDTH, dtype=torch.bfloat16),
+        1.0 + random(WIDTH, dtype=torch.float32).abs() / 4,
+    )
+    head = weight[:DIM].contiguous()
+    close = partial(torch.testing.assert_close, atol=1e-6, rtol=2.05 * 2**-9)
+
+    def normed(rows: Tensor, by: Tensor) -> Tensor:
+        rows = rows.double()
+        return rows * (rows.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * by
+
+    delta = random(TOKENS, WIDTH, dtype=torch.bfloat16) / 3
+    close(ops.norm(x, weight).double(), normed(x, weight))
+    added = ops.add_norm(x, delta, weight)
+    close(added.double(), normed(x, weight))
+    qkv = random(TOKENS, (HEADS + 2 * KV) * DIM, dtype=torch.bfloat16)
+    heads = qkv.view(TOKENS, -1, DIM)[:, : HEADS + KV].clone()
+    ops.begin(torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS))  # position 0: nothing is rotated
+    q, k, _ = ops.heads(1, qkv, head, head)
+    close(torch.cat((q, k), 1).double(), normed(heads, head))
+
+
+@pytest.mark.parametrize("of_weight", list(CLOSE))
+def test_a_norm_in_place_gives_the_same_bits(of_weight):
+    """As in lists of jobs; it runs another form of the loop."""
+    rows, team = 20_000, KernelTeam(1, torch.bfloat16, DIM)  # one number in 200,000 may lie between two
+    x, weight = (
+        random(rows, WIDTH, dtype=torch.bfloat16),
+        (1.0 + random(WIDTH, dtype=torch.float32) / 4).to(of_weight),
+    )
+    out, in_place, wide = torch.empty_like(x), x.clone(), int(of_weight is torch.float32)
+    for source, target in ((x, out), (in_place, in_place)):
+        at = (source.data_ptr(), 0, weight.data_ptr(), target.data_ptr(), WIDTH, bits_of(1e-5), wide)
+        team.run(cpu_jobs.ADD_NORM, rows, at)
+    assert torch.equal(out, in_place)
 
 
 def test_a_process_has_kernels_of_both_dtypes():

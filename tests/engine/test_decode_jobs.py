@@ -182,7 +182,7 @@ def test_a_list_runs_its_jobs_in_order(threads, rows):
     jobs = []
     for number in range(200):
         first, second = x[number % 2], x[1 - number % 2]
-        where = (second.data_ptr(), first.data_ptr(), weight.data_ptr(), first.data_ptr(), 24, 0)
+        where = (second.data_ptr(), first.data_ptr(), weight.data_ptr(), first.data_ptr(), 24, 0, 1)
         jobs.append((cpu_jobs.ADD_NORM, rows, where))
     results = {}
     for name, team in (
@@ -208,7 +208,7 @@ def test_a_list_runs_its_jobs_in_order(threads, rows):
 def test_the_jobs_before_a_product_prefetch_its_weights():
     """Each another part of them; after the last product nothing is prefetched."""
     first, second, part = 1 << 20, 2 << 20, cpu_jobs.AHEAD_BYTES
-    norm, gate = (cpu_jobs.ADD_NORM, 1, (1, 2, 3, 4, 8, 0)), (cpu_jobs.GATE, 1, (1, 2, 8))
+    norm, gate = (cpu_jobs.ADD_NORM, 1, (1, 2, 3, 4, 8, 0, 0)), (cpu_jobs.GATE, 1, (1, 2, 8))
     products = [(cpu_jobs.MULTIPLY, 2, (9, 1, 64, at, 9, 9, 64)) for at in (first, second)]
     listed = KernelTeam(1, torch.bfloat16, 8).compile(
         [norm, gate, products[0], norm, gate, products[1], norm]

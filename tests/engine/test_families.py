@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cluster.errors import ModelError
 from cluster.protocol import model_limits
 from engine.layers.linear import TorchLinear
 from engine.model import keys, support
@@ -43,7 +44,13 @@ KINDS = {
     "Gemma3ForConditionalGeneration": "gemma3",
 }
 # Read from other places in Hugging Face's classes than a field's default.
-ELSEWHERE = {"rope_local_base_freq", "rope_theta", "sliding_window_pattern", "partial_rotary_factor"}
+ELSEWHERE = {
+    "rope_local_base_freq",
+    "rope_theta",
+    "sliding_window_pattern",
+    "partial_rotary_factor",
+    "eos_token_id",
+}
 
 
 def defaults_of(kind: str) -> dict[str, Any]:
@@ -70,6 +77,39 @@ def test_keys_and_defaults_are_those_of_the_library(name):
     empty = {"architectures": [name], "text_config": {}}
     assert model_limits.context_tokens(empty) == theirs["max_position_embeddings"]
     assert model_limits.vocab_size(empty) in (None, theirs["vocab_size"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_end_tokens_are_the_librarys_where_no_file_names_them(name, tmp_path):
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(
+        "gemma3_text" if name in model_limits.WRAPPERS else KINDS[name]
+    ).eos_token_id
+    text = {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "hidden_size": 64,
+        "intermediate_size": 64, "vocab_size": 200_000,
+    }  # fmt: skip
+    for given, expected in (({}, theirs), ({"eos_token_id": None}, None), ({"eos_token_id": 7}, 7)):
+        own = {**text, **given}
+        whole = {"text_config": own} if name in model_limits.WRAPPERS else own
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **whole}))
+        found = ModelConfig.read(tmp_path).eos_token_ids
+        assert found == (
+            () if expected is None else (expected,) if isinstance(expected, int) else tuple(expected)
+        )
+
+
+def test_layers_are_counted_before_anything_is_listed_for_each(tmp_path):
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 300,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 1 << 60}))
+    with pytest.raises(ModelError, match="num_hidden_layers is 1152921504606846976, not a number from 1 to"):
+        ModelConfig.read(tmp_path)
 
 
 def test_every_family_has_a_variant_that_is_compared():
@@ -137,6 +177,21 @@ def test_gemmas_embeddings_are_scaled_in_the_dtype_of_the_weights(hidden, tmp_pa
     config = ModelConfig.read(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         assert embedding_scale(config, dtype) == float(torch.tensor(hidden**0.5).to(dtype))
+
+
+@pytest.mark.parametrize(("variant", "dtype"), [("gemma3", torch.float32), ("llama", torch.bfloat16)])
+def test_gemmas_norms_are_not_rounded_to_bf16(variant, dtype, checkpoint):
+    """1 + w in fp32, as in Hugging Face's code; others' weights stay as they are stored."""
+    config = ModelConfig.read(checkpoint(variant))
+    with Checkpoint(checkpoint(variant), torch.bfloat16, torch.device("cpu")) as weights:
+        decoder = Decoder(
+            config, weights, NullGroup(), lambda weight, bias, *, split_inputs=False: TorchLinear(weight)
+        )
+        stored = weights.get("model.norm.weight", config.hidden_size)
+    assert torch.equal(decoder.final_norm, stored if variant == "llama" else 1.0 + stored.float())
+    layer = decoder.layers[0]
+    norms = (decoder.final_norm, layer.attention_in, layer.mlp_in, layer.q_norm, layer.k_norm)
+    assert {one.dtype for one in norms if one is not None} == {dtype}
 
 
 def _half(x: Tensor) -> Tensor:

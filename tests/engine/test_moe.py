@@ -3,6 +3,8 @@ both forms of the grouped product agree. Equality with Hugging Face is in test_p
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from engine.layers import moe
 from engine.layers.linear import Linear, PanelLinear
 from engine.layers.moe import Experts, GroupedMm, LinearOfEach, Mlp, Moe
-from engine.model import weights
+from engine.model import make_moe, weights
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
@@ -109,6 +111,20 @@ def test_torchs_grouped_product_gives_what_one_for_each_expert_gives(held, dtype
     torch.testing.assert_close(one, other, atol=close, rtol=close)
     missing = ~((chosen >= held.start) & (chosen < held.stop)).any(-1)
     assert bool(missing.any()) == (len(held) < COUNT) and not other[missing].any()
+
+
+def test_the_grouped_product_is_tried_with_the_size_of_the_experts(monkeypatch):
+    """It refuses rows that are no multiple of 16 bytes, also on this device, which stands for a card here."""
+    card = SimpleNamespace(type="cuda")
+    here = SimpleNamespace(
+        zeros=lambda *size, device, dtype: torch.zeros(*size, dtype=dtype),
+        tensor=lambda values, device, dtype: torch.tensor(values, dtype=dtype),
+        int32=torch.int32,
+        _grouped_mm=torch._grouped_mm,
+    )
+    monkeypatch.setattr(make_moe, "torch", here)
+    assert make_moe.grouped_works.__wrapped__(card, torch.bfloat16, 64, 32)
+    assert not make_moe.grouped_works.__wrapped__(card, torch.bfloat16, 64, 33)
 
 
 def test_single_tokens_read_the_weights_of_their_experts_only():

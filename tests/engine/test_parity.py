@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from engine.build import load_model
+from engine.layers.linear import TorchLinear
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
@@ -63,6 +66,25 @@ def test_logits_are_the_references_at_every_position(variant, checkpoint):
 
 def assert_close(got: Tensor, expected: Tensor, within: float) -> None:
     torch.testing.assert_close(got.double(), expected, atol=within, rtol=0)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_stored_head_counts_though_the_configuration_ties(equal, checkpoint, tmp_path):
+    """As in Hugging Face, which ties only what is equal."""
+    source = checkpoint("llama-mqa-tied")
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if equal else embedding.flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = prompt_ids(20)
+    expected = reference_logits(tmp_path, tokens)
+    assert torch.equal(expected, reference_logits(source, tokens)) is equal
+    runner = ModelRunner(load_model(EngineConfig(model=tmp_path, dtype="float32", kv_memory_bytes=KV_BYTES)))
+    got = logits_of(runner, [PlanItem("r", tokens, 0, [0, 1], 0, 1)])
+    torch.testing.assert_close(got, expected[-1:], atol=1e-3, rtol=0)
+    head = runner._decoder.head
+    assert isinstance(head, TorchLinear) and (head._weight is runner._decoder.embedding) is equal
 
 
 @pytest.mark.parametrize("variant", variants())

@@ -37,12 +37,15 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=error, rtol=error, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32)], ids=str
+)
 @pytest.mark.parametrize("width", [64, 100])
-def test_norms_and_the_sum(width, dtype):
+def test_norms_and_the_sum(width, dtype, of_weight):
     torch.manual_seed(0)
     (plain, own), _ = both(2, 1, 16, 16, dtype)
-    x, delta, weight = (torch.randn(*size).to(dtype) for size in ((3, width), (3, width), (width,)))
+    x, delta = (torch.randn(3, width).to(dtype) for _ in range(2))
+    weight = torch.randn(width).to(of_weight)
     before = x.clone()
     close(own.norm(x, weight), plain.norm(x, weight))
     assert torch.equal(x, before)
@@ -60,7 +63,7 @@ def test_the_gate(dtype, activation):
     close(own.gate(gate_up), plain.gate(gate_up))
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", ["", "as the rows", "fp32"])
 @pytest.mark.parametrize(
     ("heads", "kv", "dim", "page", "dtype"),
     [(4, 2, 64, 16, torch.float32), (3, 1, 40, 4, torch.float32), (2, 2, 128, 16, torch.bfloat16)],
@@ -71,7 +74,8 @@ def test_heads_are_normed_rotated_and_written(heads, kv, dim, page, dtype, norms
     parts, caches = both(heads, kv, dim, page, dtype)
     slots = torch.tensor([8 * page + page - 1, 0, 3 * page + 1])
     qkv = torch.randn(3, (heads + 2 * kv) * dim).to(dtype)
-    weights = [torch.rand(dim).to(dtype) + 0.5 for _ in range(2)] if norms else [None, None]
+    of_weights = torch.float32 if norms == "fp32" else dtype
+    weights = [torch.rand(dim).to(of_weights) + 0.5 for _ in range(2)] if norms else [None, None]
     found = []
     for ops in parts:
         ops.begin(torch.tensor([0, 99, 7]), slots)
