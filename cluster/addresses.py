@@ -80,10 +80,12 @@ def source_address(peer: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address of the loopback range, or `localhost`."""
+    """Whether a host is an address of the loopback range, also as IPv6 writes one of IPv4, or `localhost`."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return host == "localhost"
+        address = ipaddress.ip_address(host.strip("[]"))
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
+    return host in ("localhost", "localhost.")
 
 
 def interface_of(host: str) -> str:

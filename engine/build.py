@@ -25,7 +25,7 @@ from engine.ops.base import LayerOps, OpsShape
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
-from engine.quant import int8
+from engine.quant import formats, int8
 from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
@@ -78,18 +78,30 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of one rank's share of the weights; biases are left out."""
+    """Bytes of one rank's share of the weights as they are computed with; biases are left out."""
     sizes = shares.most_weights(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
     width, hidden = _DTYPES[config.dtype].itemsize, model.hidden_size
     kept = (sizes.kept + sizes.vocabulary * hidden) * width
     head = 0 if model.tie_embeddings else sizes.vocabulary * hidden * width
-    if config.quantization != "int8" and not model.quantization:
+    if not formats.is_int8(model.quantization, config.quantization):
         return kept + sizes.matrices * width + head
     # The embedding, the norms and the routers stay as they are, so does the output head of most stored checkpoints; in
     # int8 it is a matrix of its own, tied or not.
     if config.quantization == "int8":
         head = sizes.vocabulary * (hidden + int8.OUTPUT_BYTES)
     return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
+
+
+def _weights_line(model: ModelConfig, config: EngineConfig) -> str:
+    """What the weights take on this rank, before they are loaded."""
+    line = f"weights take {weight_bytes(model, config)} bytes on each rank"
+    if model.quantization is None:
+        return line
+    line += f", stored as {model.quantization.title}"
+    if formats.is_int8(model.quantization, config.quantization):
+        return line
+    less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
+    return f"{line}, expanded to {config.dtype} while loading ({less} with quantization int8)"
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -99,9 +111,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
-    if device.type != "cpu" and (config.quantization == "int8" or model.quantization):
+    kind = formats.CPU if device.type == "cpu" else formats.CUDA
+    how = formats.computed(model.quantization, config.quantization, kind)
+    if isinstance(how, str):
         field = "quantization" if config.quantization == "int8" else "model"
-        raise ConfigError(f"{field}: int8 weights run on CPUs only, not on {device}", field=field)
+        raise ConfigError(f"{field}: {how}, not on {device}", field=field)
     if config.quantization == "int8" and model.experts is not None:
         raise ConfigError(
             f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
@@ -179,6 +193,7 @@ def load_model(
     if device.type == "cpu":
         torch.set_num_threads(resolved.threads)
     memory, size = memory or memory_of(device), block_bytes(model, resolved)
+    tell(_weights_line(model, resolved))
     kv_cache.check_before_load(
         resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes, size)
     )
@@ -186,7 +201,7 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    with Checkpoint(config.model, dtype, device, int8=bool(model.quantization)) as checkpoint:
+    with Checkpoint(config.model, dtype, device, quantization=model.quantization) as checkpoint:
         decoder = Decoder(
             model,
             checkpoint,
@@ -287,7 +302,7 @@ def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGr
             torch.set_num_threads(1)  # torch's operations need no second thread
         return int8.maker(team, group)
     plain = _plain_linear(_DTYPES[config.dtype], team)
-    return int8.maker(team, group, plain) if model.quantization else plain
+    return int8.maker(team, group, plain) if formats.is_int8(model.quantization, "") else plain
 
 
 def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:

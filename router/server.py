@@ -8,6 +8,7 @@ import ctypes
 import gc
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from cluster import addresses
@@ -17,11 +18,14 @@ from cluster.membership.reader import Members
 from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS
 from cluster.redis.rights import RightsWatch
+from cluster.security.expiry import seconds_left
 from cluster.security.key_file import ApiKeys
-from cluster.security.tls import Peers, make_identity
+from cluster.security.tls import Identity, Peers, make_identity
 from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
+from cluster.telemetry.metrics import process
 from cluster.telemetry.registry import Registry
+from cluster.telemetry.scrape import ScrapeCollector
 from cluster.telemetry.tracing.setup import open_tracing
 from router.admission.descriptors import within_descriptors
 from router.dispatch.channels import Channels
@@ -58,7 +62,8 @@ class Router:
         self._registry = registry = Registry(
             aliases=config.metrics_aliases, model=config.served_model_name or config.model.name
         )
-        self._services = _services(config, registry)
+        inside = make_identity(config.tls_cert, config.tls_key, config.tls_ca)
+        self._services = _services(config, registry, inside)
         self._loop_lag = LoopLag()
         registry.add(cluster.collectors(self._services, self._loop_lag.seconds))
         self._keys = ApiKeys(config.api_keys_file)
@@ -70,6 +75,9 @@ class Router:
             config.tls_client_ca,
         )
         ask_clients = config.tls_client_ca is not None
+        names = "public_tls_cert" if config.public_tls_cert else "tls_cert", "tls_client_ca"
+        expires = partial(seconds_left, (inside, "tls_cert", "tls_ca"), (identity, *names))
+        registry.add([ScrapeCollector([process.CERTIFICATE_EXPIRES.read(expires)])])
         self._http = HttpEndpoint(config, self.gateway, identity, ask_clients=ask_clients, member=member)
         self._grpc = GrpcEndpoint(config, self.gateway, identity, ask_clients=ask_clients)
         self._refreshing = Periodic(
@@ -209,9 +217,8 @@ class Router:
                 await member.parent.stop_wanted.wait()
 
 
-def _services(config: RouterConfig, registry: Registry) -> Services:
+def _services(config: RouterConfig, registry: Registry, inside: Identity | None) -> Services:
     members = Members(config.redis_url, config.namespace)
-    inside = make_identity(config.tls_cert, config.tls_key, config.tls_ca)
     peers = Peers(inside if config.tls_ca else None)
     faults = open_faults(config.fault_orders, config.router_id)
     return Services(

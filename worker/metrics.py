@@ -10,6 +10,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.membership.status import WorkerStatus
+from cluster.security.expiry import seconds_left
+from cluster.security.tls import Identity as TlsIdentity
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.metrics import process
 from cluster.telemetry.metrics import worker as declared
@@ -30,6 +32,7 @@ def of_worker(
     membership: Membership,
     loop_lag: LoopLag,
     status: Callable[[], WorkerStatus],
+    tls: TlsIdentity | None,
 ) -> list[Collector]:
     times = engine.engine.step_times
     steps = declared.ENGINE_STEP_SECONDS.create_family()
@@ -43,6 +46,7 @@ def of_worker(
         process.EVENT_LOOP_LAG.show(loop_lag.seconds),
         ScrapeCollector(
             [
+                process.CERTIFICATE_EXPIRES.read(lambda: seconds_left((tls, "tls_cert", "tls_ca"))),
                 declared.READY.read(lambda: not health.why_not_ready()),
                 declared.DRAINING.read(lambda: health.draining),
                 declared.ENGINE_HEALTHY.read(engine.host.healthy),

@@ -15,6 +15,7 @@ from cluster.protocol.link import MAX_AGE_SECONDS
 from cluster.rpc import errors
 from cluster.rpc.compression import UNCOMPRESSED
 from cluster.rpc.health import Health
+from cluster.rpc.pending_calls import pending_calls
 from cluster.security.tls import Peers
 
 # On the gRPC transport a part is one message; a prompt has 4 bytes per token.
@@ -23,6 +24,8 @@ MAX_HEALTH_WATCHERS = 256
 # Routers and prefill workers keep one each. With TLS, the handshake ends others.
 MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 10
+# When a worker is lost, every router may send all its requests to the next one at once.
+PENDING_CALLS = 4096
 # Then calls under way go on and new ones need another connection, for which certificates are checked again.
 MAX_CONNECTION_SECONDS = MAX_AGE_SECONDS
 
@@ -97,6 +100,7 @@ class WorkerServer:
         self._server = grpc.aio.server(
             options=[
                 *OPTIONS,
+                *pending_calls(PENDING_CALLS),
                 ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
                 ("grpc.max_connection_age_ms", int(MAX_CONNECTION_SECONDS * 1000)),

@@ -59,6 +59,7 @@ class Worker:
                 on_chain=self._chain_changed,
             )
             peers = worker_peers(config)
+            self._tls = peers.identity
             self._server = WorkerServer(config.host, config.port, peers, host)
             self._server.bind()
             faults = open_faults(config.fault_orders, config.worker_id)
@@ -168,7 +169,9 @@ class Worker:
         await self._server.start()
         self._links.start(self._role.routers, self._identity, self._engine.beat_step)
         lag, status = self._telemetry.loop_lag, self.status
-        collectors = of_worker(self._engine, self._health, self._identity, self._membership, lag, status)
+        collectors = of_worker(
+            self._engine, self._health, self._identity, self._membership, lag, status, self._tls
+        )
         self._telemetry.start([*collectors, *self._role.collectors()])
         if self._config.fault_orders is not None:
             self._self_check.start()

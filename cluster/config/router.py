@@ -131,7 +131,7 @@ class ApiFields(Frozen):
     cors_origins: tuple[str, ...] = Field(
         (),
         description="origins whose pages may call this router from a browser (CORS); * = all; empty = none. Without API "
-        "keys requests that name another origin are refused, and on loopback those to a host of the public DNS",
+        "keys requests that name another origin are refused, and over loopback those to a host of the public DNS",
     )
     ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
     share_prefixes_across_tenants: bool = Field(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import redis
 
 from cluster.index import scripts, slot_keys
+from cluster.index.backoff import SlotBackoff
 from cluster.index.slot_claim import SlotClaim
 from cluster.membership import keys
 from cluster.membership.registration import Registration
@@ -61,6 +62,7 @@ class ChainReporter:
         self.index_up = True  # the last call was answered
         self._prefix = scripts.prefix(namespace, model_id)
         self._registration = registration
+        self._backoff = SlotBackoff()
         self._all_chains = all_chains
         self._waiting: OrderedDict[bytes, Chain] = OrderedDict()
         self._unsaid: deque[list[Chain]] = deque()  # batches not acknowledged; number of the first:
@@ -69,7 +71,7 @@ class ChainReporter:
         self._stopping = False
         self._standing = (0, 0)  # Registration.standing when the last full report began
         self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
-        self._dropped = False  # the queue overflowed: only a resync makes the index correct again
+        self._stale = False  # reports or the copy of the slot were lost: only a resync mends the index
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +87,7 @@ class ChainReporter:
             self._waiting[hashes[-1]] = (hashes, held)
             if len(self._waiting) > MAX_WAITING_CHAINS:
                 self._waiting.clear()
-                self._dropped = True
+                self._stale = True
             self._wake.notify()
 
     @property
@@ -142,7 +144,7 @@ class ChainReporter:
             return self._registration.slot != 0 and (
                 bool(self._waiting or self._unsaid)
                 or self._standing != self._registration.standing
-                or self._dropped
+                or self._stale
                 or (self._claim is not None and self._claim.due)
             )
 
@@ -154,22 +156,35 @@ class ChainReporter:
     def _resync_if_new_slot(self) -> bool:
         """Publish everything under a new slot, if there is one. Returns False while a new slot is needed and missing."""
         if self._standing == self._registration.standing:
-            if not self._dropped and (self._claim is None or self._claim.keep()):
+            if self._claim is not None and not self._claim.keep():
+                self._stale = True
+            self._stay_above()
+            if not self._stale:
                 return True
-            self._registration.register_again()
+            self._ask_slot()
             if self._standing == self._registration.standing:
                 return False
         standing = self._registration.standing
-        if self._claim is not None:
-            last = self._claim.claim(standing[0], self._registration.name)
-            if last is not None:
-                self._registration.register_again(above=last)
-                return False
-        self._dropped = False
+        # A full report that fails is begun again, and the claim repeated.
+        if self._claim is not None and not self._claim.claim(
+            standing[0], self._registration.name, standing[1]
+        ):
+            self._ask_slot()
+            return False
+        self._stale = False
         chains = list(self._all_chains())
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
         self._standing, self._sequence = standing, 1
         return True
+
+    def _ask_slot(self) -> None:
+        self._stay_above()
+        if self._backoff.may_ask() and self._registration.register_again():
+            self._backoff.asked()
+
+    def _stay_above(self) -> None:
+        if self._claim is not None:
+            self._registration.stay_above(self._claim.highest)
 
     def _send_batch(self) -> None:
         """Send the oldest batch that Redis has not acknowledged.
@@ -203,7 +218,7 @@ class ChainReporter:
         arguments: list[bytes | str | int] = [
             self._prefix,
             self._slot,
-            self._registration.name,
+            self._claim.owner if self._claim is not None else self._registration.name,
             self._sequence,
             int(self._look_at_memory().shortened(scripts.NODE_TTL_SECONDS) * 1000),
         ]
@@ -215,5 +230,5 @@ class ChainReporter:
             return len(chains)
         if isinstance(answer, list):
             return int(answer[0])
-        self._registration.register_again()  # the slot is not registered, or batches were lost
+        self._stale = True  # the slot is not registered, or batches were lost
         return 0

@@ -7,6 +7,7 @@ not taken again while nodes may name it.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,9 @@ class SlotClaim:
     def __init__(self, client: redis.Redis, namespace: str, clock: Callable[[], float] = time.monotonic):
         self._script = client.register_script(always_writes(scripts.claim()))
         self._keys = slot_keys.all_keys(namespace)
-        self._mine: tuple[int, str] | None = None  # slot, name
+        self._mine: tuple[int, str] | None = None  # slot, owner
+        self.highest = 0  # slot that was ever claimed, as far as this worker was told
+        self._process = secrets.token_hex(4)  # another process may have the same name and epoch
         self._clock = clock
         self._kept = -KEEP_SECONDS
 
@@ -35,27 +38,41 @@ class SlotClaim:
         """Whether the claim is to be renewed."""
         return self._mine is not None and self._clock() - self._kept >= KEEP_SECONDS
 
-    def claim(self, slot: int, name: str) -> int | None:
-        """Take the slot, in place of the former one. Returns the highest slot that the index knows if it has had this one
-        before; None: it is this worker's now."""
-        answer = self._call(slot, name, "claim", *(self._mine or ()))
+    @property
+    def owner(self) -> str:
+        """In whose name the slot is claimed, as reports must say it; "" before the first claim."""
+        return self._mine[1] if self._mine is not None else ""
+
+    def claim(self, slot: int, name: str, registration: int) -> bool:
+        """Take the slot, in place of the former one. Returns False if the index has had it before. A claim whose answer
+        was lost may be repeated.
+
+        `registration`: the number of the one that gave the slot; a registry that was emptied may give it again, and then
+        the reports' sequence numbers begin anew."""
+        owner = f"{name}:{self._process}.{registration}"
+        answer = self._call(slot, owner, "claim", *(self._mine or ()))
         if answer != b"ok":
-            return int(answer)
-        self._mine, self._kept = (slot, name), self._clock()
-        return None
+            self.highest = int(answer)
+            return False
+        self._mine, self._kept = (slot, owner), self._clock()
+        return True
 
     def keep(self) -> bool:
         """Renew the claim, if that is due. Returns False if the index has lost the slot."""
         if self._mine is None or not self.due:
             return True
         self._kept = self._clock()
-        return self._call(*self._mine, "keep") == b"ok"
+        answer = self._call(*self._mine, "keep")
+        if answer == b"lost":
+            return False
+        self.highest = int(answer)
+        return True
 
     def release(self) -> None:
         if self._mine is not None:
             with contextlib.suppress(redis.RedisError):
                 self._call(*self._mine, "leave")
 
-    def _call(self, slot: int, name: str, what: str, *former: str | int) -> bytes:
-        answer = self._script(keys=self._keys, args=[slot, name, what, *_TIMES, *former])
+    def _call(self, slot: int, owner: str, what: str, *former: str | int) -> bytes:
+        answer = self._script(keys=self._keys, args=[slot, owner, what, *_TIMES, *former])
         return answer if isinstance(answer, bytes) else b"%d" % answer

@@ -11,7 +11,7 @@ def _key(namespace: str, name: str) -> str:
 
 
 def owners(namespace: str) -> str:
-    """Hash: slot → worker_id@epoch."""
+    """Hash: slot → worker_id@epoch:nonce."""
     return _key(namespace, "owners")
 
 

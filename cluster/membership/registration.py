@@ -49,6 +49,7 @@ class Registration:
         self._calls = _Calls(info.worker_id, self._registry)
         self._info = replace(info, process=secrets.token_hex(8))
         self._standing = (0, 0)
+        self._above = 0
         self._registered: WorkerInfo | None = None  # as Redis has it: not yet under a new epoch, perhaps
         self._drain: Then | None = None
         self._healthy = healthy
@@ -57,6 +58,7 @@ class Registration:
         self._on_drain = on_drain
         self._rejoin = rejoin
         self._clock = clock
+        self._renewed: float | None = None  # when it was last able to renew, whether or not Redis answered
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
@@ -93,9 +95,23 @@ class Registration:
         self._drain = then
         self._calls.attempt(self._do_drain)
 
-    def register_again(self, above: int = 0) -> None:
-        """Take a new slot, above this one: the index entries under the old one are stale from now on."""
-        self._calls.attempt(lambda: self._do_register(above))
+    def stay_above(self, slot: int) -> None:
+        """Take no slot up to this one from now on: a registry that was emptied may give it, and a prefix index apart may
+        name it as another worker's."""
+        self._above = max(self._above, slot)
+
+    def register_again(self) -> bool:
+        """Take a new slot: the index entries under the old one are stale from now on.
+
+        Returns False, and calls nothing, while the lease is not renewed: a registration would revive it.
+        """
+        if not self._healthy() or self._is_fenced():
+            return False
+        self._calls.attempt(self._do_register)
+        return True
+
+    def _is_fenced(self) -> bool:
+        return self._renewed is not None and self._clock() - self._renewed > LEASE_DEAD_SECONDS
 
     def stop(self) -> None:
         self._stop.set()
@@ -105,14 +121,14 @@ class Registration:
         self._registry.close()
 
     def _run(self) -> None:
-        renewed = self._clock()  # when this worker was last able to renew, whether or not Redis answered
+        self._renewed = self._clock()
         while not self._stop.wait(0 if self.slot == 0 and not self.unreachable else RENEW_SECONDS):
             if not self._healthy():
                 continue
-            if self._clock() - renewed > LEASE_DEAD_SECONDS and not self._new_epoch():
+            if self._is_fenced() and not self._new_epoch():
                 continue
             if self._calls.attempt(self._do_renew if self.slot else self._do_register):
-                renewed = self._clock()
+                self._renewed = self._clock()
 
     def _new_epoch(self) -> bool:
         """Rejoin under a new epoch. Returns False if that has to be tried again."""
@@ -131,12 +147,13 @@ class Registration:
             self._info = replace(self._info, epoch=epoch, slot=0)
         return True
 
-    def _do_register(self, above: int = 0) -> None:
+    def _do_register(self) -> None:
         with self._lock:
             if self._stop.is_set():  # a late report asks for a new slot, which would never be given up
                 return
             info = replace(self._info, slot=0)
-            self._info = replace(info, slot=self._registry.register(info, self._status(), self._drain, above))
+            slot = self._registry.register(info, self._status(), self._drain, self._above)
+            self._info = replace(info, slot=slot)
             self._registered = self._info
             self._standing = self._info.slot, self._standing[1] + 1
         self._on_registered(self._info.slot)

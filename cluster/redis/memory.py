@@ -66,6 +66,13 @@ class RedisMemory:
         return "takes no new entries of the prefix index"
 
     @property
+    def when_index_full(self) -> str:
+        """The same of a Redis with the prefix index alone."""
+        if self.policy.startswith("allkeys-"):
+            return "evicts the slots of workers too, which then report their whole caches again"
+        return self.when_full
+
+    @property
     def evicts_index_only(self) -> bool:
         """False also if the policy is unknown."""
         return self.policy.startswith("volatile-")
@@ -77,9 +84,12 @@ class RedisMemory:
         return ttl_seconds * max(LEAST_SHARE, (1.0 - self.share) / (1.0 - PRESSED))
 
 
-def warn_of_policy(before: RedisMemory, now: RedisMemory) -> None:
-    """Log a policy that does not protect control data, once for each change."""
+def warn_of_policy(before: RedisMemory, now: RedisMemory, *, index: bool = False) -> None:
+    """Log a policy that does not protect control data, once for each change. `index`: of the prefix index's own Redis."""
     if now.policy != before.policy and not now.evicts_index_only:
         log.warning(
-            "Redis' maxmemory-policy is %s: %s, otherwise a full Redis %s", now.policy, ADVICE, now.when_full
+            "%s is %s: %s, otherwise a full Redis %s",
+            "The maxmemory-policy of the prefix index's Redis" if index else "Redis' maxmemory-policy",
+            *(now.policy, ADVICE),
+            now.when_index_full if index else now.when_full,
         )

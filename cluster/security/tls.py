@@ -162,15 +162,15 @@ class Peers:
     """Channels and listeners between Baton's processes: mutual TLS, or plain text without an identity."""
 
     def __init__(self, identity: Identity | None = None):
-        self._identity = identity
+        self.identity = identity
 
     @property
     def version(self) -> int:
         """A number that grows when the files change; channels should then be replaced."""
-        if self._identity is None:
+        if self.identity is None:
             return 0
-        self._identity.current()
-        return self._identity.version
+        self.identity.current()
+        return self.identity.version
 
     def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
         """Open a channel to a worker."""
@@ -183,33 +183,33 @@ class Peers:
         return opened
 
     def _to_worker(self, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
-        if self._identity is None:
+        if self.identity is None:
             return None, options
-        pem = self._identity.current()
+        pem = self.identity.current()
         credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
         return credentials, (*options, ("grpc.ssl_target_name_override", WORKER_NAME))
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         """Bind the server to a port and return it. Raises RuntimeError if it is taken."""
-        return listen(server, address, self._identity, ask_clients=True)
+        return listen(server, address, self.identity, ask_clients=True)
 
     def link_listener(self) -> ListenerContext | None:
         """The context of a worker's link port, for the connections of routers; None: plain text."""
-        return ListenerContext(self._identity, ask_clients=True) if self._identity is not None else None
+        return ListenerContext(self.identity, ask_clients=True) if self.identity is not None else None
 
     def link_context(self) -> ssl.SSLContext | None:
         """A context with the newest files to open one link to a worker, with server_hostname=WORKER_NAME."""
-        if self._identity is None:
+        if self.identity is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._identity.current()
-        self._identity.load_into(context)
+        self.identity.current()
+        self.identity.load_into(context)
         return context
 
     @property
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:  # type: ignore[type-arg]
-        return [PeerNames()] if self._identity is not None else []
+        return [PeerNames()] if self.identity is not None else []
 
 
 def worker_peers(config: WorkerConfig) -> Peers:

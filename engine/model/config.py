@@ -15,7 +15,7 @@ from engine.model import experts, keys, rope
 from engine.model.experts import ExpertConfig
 from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED, SILU, WRAPPER_KEYS, Family
 from engine.model.rope import Rope
-from engine.quant.formats import stored_format
+from engine.quant.formats import StoredFormat, stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -49,19 +49,21 @@ class ModelConfig:
     logits_divisor: float = 1.0
     qk_norm: str = ""  # as in Family
     experts: ExpertConfig | None = None
-    quantization: str = ""  # of stored matrices (engine/quant/formats.py)
+    quantization: StoredFormat | None = None  # of stored matrices
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
         """Raises ModelError naming the key."""
         try:
             raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # brackets without end
             raise ModelError(f"{directory}/config.json: {error}", field="config.json") from error
         try:
             found = cls._parse(directory, raw)
             found._check()
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+        except (
+            *(TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError),
+        ) as error:
             raise ModelError(f"{directory}/config.json: {error!r}", field="config.json") from error
         return found
 
@@ -138,7 +140,8 @@ class ModelConfig:
         quantization = quantization or stored_format(text)
         if quantization and family.experts:
             raise ModelError(
-                f"quantised experts ({quantization}) are not supported: use the unquantised checkpoint of {family.title}",
+                f"quantised experts ({quantization.title}) are not supported: use the unquantised checkpoint of "
+                f"{family.title}",
                 field="quantization_config",
             )
         prefix = "text_config." if name in model_limits.WRAPPERS else ""
@@ -179,7 +182,7 @@ class _Reader:
             raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
         return float(value)
 
-    def config(self, quantization: str) -> ModelConfig:
+    def config(self, quantization: StoredFormat | None) -> ModelConfig:
         family, need = self._family, self.need
         if (vocab := model_limits.vocab_size(self._raw)) is None:
             raise ModelError("config.json has no vocab_size", field="vocab_size")
@@ -321,7 +324,10 @@ def _eos(directory: Path, raw: dict[str, Any], text: dict[str, Any], vocab: int)
     eos = raw.get("eos_token_id", text.get("eos_token_id"))
     generation = directory / "generation_config.json"
     if generation.exists():
-        eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+        try:
+            eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{generation}: {error!r}", field=generation.name) from error
     if eos is None:
         return ()
     # An id outside the vocabulary is never drawn; as the index of a forbidden token it would be wrong or out of bounds.

@@ -131,8 +131,8 @@ class LayerWeights:
     def _ordered(self, rows: Tensor) -> Tensor:
         """Rows of heads, with the dimensions of each in the order in which the kernels rotate them.
 
-        A scale per row moves with its row. Scales of blocks of several rows (FP8 in blocks of 128) would not: a format
-        that has them must be expanded before this, or rotated in the stored order; engine/quant/formats.py refuses it.
+        A scale per row moves with its row. Scales of blocks of several rows (FP8 in blocks of 128) would not: forms that
+        have them are expanded when they are read (engine/quant/stored.py), before this.
         """
         if self._order is None:
             return rows

@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.protocol.model_limits import WRAPPERS
 from engine.attention.registry import CAPPED
 from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED
+from engine.quant import formats
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by python -m engine.model.support -->", "<!-- end -->"
@@ -65,12 +66,36 @@ def table() -> str:
         "|---|---|",
         *(f"| {name} | `{one.test}` |" for name, one in COLUMNS.items()),
     ]
+    lines += ["", *formats_table()]
     lines += [
         "",
         f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}. Scores are capped (Gemma 2) by the "
         f"attention backends {', '.join(f'`{name}`' for name in CAPPED)}; others are refused for such a model.",
     ]
     return "\n".join(lines)
+
+
+def formats_table() -> list[str]:
+    """Stored form × device: what is computed, with the bytes of a weight, or the refusal."""
+    marks = "| stored as | " + " | ".join(formats.DEVICES) + " | read as its writer reads it |"
+    lines = [marks, "|---|" + "---|" * (len(formats.DEVICES) + 1)]
+    for form in formats.FORMS.values():
+        cells = [_cell(form.cells[device]) for device in formats.DEVICES]
+        computed = not isinstance(form.cells[formats.CPU], str)
+        mark = f"✓ {form.writer}" if form.writer else "~" if computed and form is not _PLAIN else ""
+        lines.append(f"| {form.title} | {' | '.join(cells)} | {mark} |")
+    cells = [_cell(formats.computed(None, formats.INT8, device)) for device in formats.DEVICES]
+    lines.append(f"| any that is computed, with `--quantization int8` | {' | '.join(cells)} | |")
+    return lines
+
+
+_PLAIN = formats.FORMS[formats.PLAIN]
+
+
+def _cell(found: formats.Computed | str) -> str:
+    if isinstance(found, str):
+        return f"✗ {found}"
+    return f"{found.name}: {found.bytes or '2 or 4'} byte{'s' if found.bytes != 1 else ''}"
 
 
 def page(text: str) -> str:

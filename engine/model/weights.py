@@ -11,18 +11,27 @@ from safetensors import safe_open
 
 from cluster.errors import ModelError
 from engine.layers.linear import Int8Weight, Weight
+from engine.quant import stored
+from engine.quant.formats import INT8, StoredFormat
 
 
 class Checkpoint:
     """Reads one tensor at a time, so that a model is never in memory twice. Each file is opened once: the header of one
     with thousands of experts takes longer to read than a tensor. Use as a context: files are mapped until its end."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, int8: bool = False):
-        """`int8`: matrices may be stored so, beside their scales."""
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        quantization: StoredFormat | None = None,
+    ):
+        """`quantization`: how matrices may be stored."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
-        self._int8 = int8
+        self._quantization = quantization
         self._files = tensor_files(directory)
         self._opened: dict[Path, Any] = {}  # by safetensors, which has no types
 
@@ -31,9 +40,6 @@ class Checkpoint:
 
     def __exit__(self, *error: object) -> None:
         self._opened.clear()
-
-    def has(self, name: str) -> bool:
-        return name in self._files
 
     def get(
         self,
@@ -49,49 +55,77 @@ class Checkpoint:
 
         Raises ModelError naming the tensor if it is missing or has another shape.
         """
-        tensor = self._read(name, shape, rows, columns, item)
-        if not tensor.is_floating_point():
+        matrix = (rows or slice(None), columns or slice(None))
+        tensor = self.part(name, shape, *(matrix if item is None else (item, *matrix)))
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelError(
-                f"tensor {name} is stored as {tensor.dtype}, expected floating point", field=name
+                f"tensor {name} is stored as {tensor.dtype}, expected floating point of 16 or 32 bits",
+                field=name,
             )
-        found = tensor.to(self._device, dtype or self._dtype).contiguous()
-        # One tensor that stays in the file's mapping would keep all of it, and what was read there, in this process
-        mapped = found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        return found.clone() if mapped else found
+        return self._own(tensor, dtype or self._dtype)
 
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
-        """The weights of a product, as `get`; in the form in which they are stored."""
-        scale = f"{name}_scale"
-        if not self._int8 or scale not in self._files:
+        """The weights of a product, as `get`: int8 where they are stored so, else in the dtype of the engine."""
+        outputs, inputs = shape
+        product, how = name.removesuffix(".weight"), self._quantization
+        if how is None or not stored.is_stored(how, self, product):
             return self.get(name, *shape, rows=rows, columns=columns)
-        codes = self._read(name, shape, rows, columns)
-        if codes.dtype is not torch.int8:
-            raise ModelError(f"tensor {name} is stored as {codes.dtype}, expected int8", field=name)
-        scales = self._read(scale, (shape[0], 1), rows, None)[:, 0]
-        return Int8Weight(codes.to(self._device).contiguous(), scales.to(self._device, torch.float32))
+        share = stored.Matrix(
+            product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)
+        )
+        if how.form != INT8:
+            return stored.read(how, self, share, self._dtype).to(self._device)
+        codes, scales = stored.read_int8(self, share)
+        return Int8Weight(self._own(codes, torch.int8), self._own(scales, torch.float32))
 
-    def _read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rows: slice | None,
-        columns: slice | None,
-        item: int | None = None,
-    ) -> torch.Tensor:
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def part(self, name: str, shape: tuple[int, ...], *parts: slice | int, why: str = "") -> torch.Tensor:
+        """The tensor as it is stored, or `parts` of it by dimension; it may be in the file's mapping. `why`: what its
+        shape follows from.
+
+        Raises ModelError naming the tensor if it is missing, has another shape or cannot be read.
+        """
+        part = self._slice(name)
+        found = tuple(part.get_shape())
+        if found != shape:
+            because = f" for {why}" if why else ""
+            raise ModelError(f"tensor {name} has shape {found}, expected {shape}{because}", field=name)
+        try:
+            tensor: torch.Tensor = (
+                part[parts[: len(shape)] or (slice(None),)] if shape else self._handle(name).get_tensor(name)
+            )
+        except Exception as error:  # types of fewer bits than a byte, of which torch has no such tensors
+            raise ModelError(f"tensor {name}: {error}", field=name) from error
+        return tensor
+
+    def _own(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """On the device, out of the file's mapping."""
+        found = tensor.to(self._device, dtype).contiguous()
+        # One tensor that stays in the file's mapping would keep all of it, and what was read there, in this process
+        mapped = found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        return found.clone() if mapped else found
+
+    def _handle(self, name: str) -> Any:
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"tensor {name} is missing from {self._directory}", field=name)
         if file not in self._opened:
             self._opened[file] = _open(file)
-        part = self._opened[file].get_slice(name)
-        found = tuple(part.get_shape())
-        if found != shape:
-            raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
-        matrix = (rows or slice(None),) if columns is None else (slice(None), columns)
-        tensor: torch.Tensor = part[matrix if item is None else (item, *matrix)]
-        return tensor
+        return self._opened[file]
+
+    def _slice(self, name: str) -> Any:
+        handle = self._handle(name)
+        try:
+            return handle.get_slice(name)
+        except Exception as error:  # as below; the index may name a tensor that its file does not have
+            raise ModelError(f"tensor {name}: {error}", field=name) from error
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
@@ -101,7 +135,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         try:
             names = json.loads(index.read_text())["weight_map"]
             return {name: _inside(directory, file) for name, file in names.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index}: {error!r}", field=index.name) from error
     single = directory / "model.safetensors"
     if not single.exists():

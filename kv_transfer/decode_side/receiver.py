@@ -96,7 +96,7 @@ class HandoffReceiver:
                 self._background_tasks.spawn(self._abort(transfer_id, error))
 
     def _grown(self) -> None:
-        for link in self._peers.values():
+        for link in self.links:  # of a peer that is replacing its link, both
             link.announce_memory()
 
     def _exhausted(self, reason: str) -> None:
@@ -360,7 +360,7 @@ class HandoffReceiver:
     async def rejoin(self, worker: common_pb2.WorkerRef) -> None:
         """Take a new epoch after a fence. Live hand-offs end; every slot that is not free is in doubt."""
         self._handshake.rejoin(worker)
-        for link in list(self._peers.values()):
+        for link in self.links:
             link.end()
         for transfer_id in list(self._live):
             await self._abort(transfer_id, errors.StaleEpochError("this worker was fenced"))
@@ -395,7 +395,7 @@ class HandoffReceiver:
     async def close(self) -> None:
         for transfer_id in list(self._live):
             await self._abort(transfer_id, errors.UnavailableError("the decode worker stops"))
-        for link in list(self._peers.values()):
+        for link in self.links:
             link.end()
         self._landing.close()
         for rank in self._ranks:

@@ -1,8 +1,9 @@
 """The link from a prefill worker to one decode worker: Hello, beats, and the messages of all hand-offs between them.
 
-It is opened for the first hand-off of the pair, and closed when none has lived for a while, or while there is none once
-certificates have changed or an hour has passed. It is lost when its stream
-breaks, or when nothing was received for 5 s. A lost link ends its hand-offs; it proves nothing about pending writes.
+It is opened for the first hand-off of the pair, and closed when none has lived for a while. Once certificates have changed
+or an hour has passed, the next hand-off opens another one, and this one closes when its own hand-offs have ended, after a
+minute at the latest. It is lost when its stream breaks, or when nothing was received for 5 s. A lost link ends its
+hand-offs; it proves nothing about pending writes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import grpc
 
 from cluster import errors
 from cluster.faults.points import MessagePoint
-from cluster.protocol.link import MAX_AGE_SECONDS
+from cluster.protocol.link import MAX_AGE_SECONDS, MOVE_SECONDS
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side.check_replies import check_welcome
@@ -93,6 +94,9 @@ class LinkOwner(Protocol):
 
     def closed(self, link: LinkToDecode) -> None: ...
 
+    def has_another(self, link: LinkToDecode) -> bool:
+        """Whether another link to the same worker is open: then the ranks stay connected."""
+
     def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
         """No write of the transfer is pending: the decode worker must get Drained, on this link or a later one."""
 
@@ -121,6 +125,7 @@ class LinkToDecode:
         self._known = known
         self._certificates = certificates
         self._opened_with, self._opened_at = certificates(), time.monotonic()
+        self._replaced_at: float | None = None
         loop = asyncio.get_running_loop()
         self._agreed: asyncio.Future[handoff_pb2.Welcome] = loop.create_future()
         self._agreed.add_done_callback(lambda f: f.cancelled() or f.exception())
@@ -260,16 +265,23 @@ class LinkToDecode:
             if self._stream.silent_seconds > limit:
                 self._lose(errors.PeerLostError(f"nothing received from {self.name} for {limit:.0f} s"))
             idle = not self._handoffs and not self._reservations
-            lingers = time.monotonic() - self._idle_since <= LINGER_SECONDS and not self._is_outdated()
+            now = time.monotonic()
+            lingers = now - self._idle_since <= LINGER_SECONDS and not self.is_outdated()
             if idle and self._agreed.done() and not lingers:
                 self._lose(errors.PeerLostError("idle"))
+            if self._replaced_at is not None and now - self._replaced_at > MOVE_SECONDS:
+                self._lose(errors.PeerLostError(f"{self.name} has had another link for {MOVE_SECONDS:.0f} s"))
             self.send(handoff_pb2.PrefillToDecode(beat=common_pb2.Beat()))
         await self._stream.ended(LAST_SECONDS)
 
-    def _is_outdated(self) -> bool:
+    def is_outdated(self) -> bool:
         """Whether the next hand-off should open another link, so that both sides check certificates again."""
         aged = time.monotonic() - self._opened_at > MAX_AGE_SECONDS
         return aged or self._certificates() != self._opened_with
+
+    def replaced(self) -> None:
+        """Close when the own hand-offs have ended, in MOVE_SECONDS at the latest: another link takes the next ones."""
+        self._replaced_at = time.monotonic()
 
     def _lose(self, error: errors.BatonError) -> None:
         if self.lost:
@@ -280,6 +292,6 @@ class LinkToDecode:
         self._reservations.fail(error)
         for handoff in list(self._handoffs.values()):
             handoff.fail(error)
-        self._connections.close()
+        self._connections.close(stay_connected=self._owner.has_another(self))
         self._owner.closed(self)
         self._stream.end()

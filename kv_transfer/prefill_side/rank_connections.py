@@ -112,8 +112,9 @@ class RankConnections:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(arrived)
 
-    def close(self) -> None:
+    def close(self, *, stay_connected: bool) -> None:
         self._closed = True
         self.probed(False)
-        for rank in self.ranks:
-            rank.handle(m.Disconnect(self.name))
+        if not stay_connected:
+            for rank in self.ranks:
+                rank.handle(m.Disconnect(self.name))

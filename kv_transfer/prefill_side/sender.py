@@ -27,6 +27,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A link that replaces another needs a connection of its own: certificates are checked when one is opened.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 ABORT_SECONDS = 2.0  # how long a closing sender waits for pending writes
 LAST_NOTICES_SECONDS = 1.0  # how long it then waits for acknowledgements of Drained
@@ -48,7 +50,8 @@ class HandoffSender:
         self.known = KnownWorkers()
         self.notices = PendingDrainNotices(self.open, lambda decode: self.known.epoch(decode.worker_id))
         self.stats = SenderStats()
-        self._links: dict[str, LinkToDecode] = {}
+        self._links: dict[str, LinkToDecode] = {}  # for the next hand-offs
+        self._replaced: set[LinkToDecode] = set()  # until their own hand-offs have ended
         self._live: dict[bytes, OutgoingHandoff] = {}
         from_rank = on_event_loop(self._dispatch)
         for rank in self.ranks:
@@ -70,12 +73,16 @@ class HandoffSender:
     def links_by_transport(self) -> Counter[str]:
         """Number of open links. Any thread."""
         links = by_transport()
-        links.update(link.agreement.transport for link in list(self._links.values()) if link.is_ready)
+        links.update(link.agreement.transport for link in self._open_links() if link.is_ready)
         return links
 
     async def open(self, decode: common_pb2.WorkerRef) -> LinkToDecode:
-        """The link to a decode worker, opened if there is none. Raises BatonError."""
+        """The link to a decode worker, opened if there is none, or an outdated one. Raises BatonError."""
         link = self._links.get(f"{decode.worker_id}@{decode.epoch:x}")
+        if link is not None and not link.lost and link.is_outdated():
+            link.replaced()
+            self._replaced.add(link)
+            link = None
         if link is None or link.lost:
             link = LinkToDecode(
                 decode,
@@ -90,6 +97,9 @@ class HandoffSender:
             self._links[link.name] = link
         await link.ready()
         return link
+
+    def _open_links(self) -> list[LinkToDecode]:
+        return [*list(self._links.values()), *list(self._replaced)]
 
     def _hello(self, decode: common_pb2.WorkerRef) -> handoff_pb2.Hello:
         ranks = [rank.hello for rank in self.ranks]
@@ -151,12 +161,18 @@ class HandoffSender:
         self.notices.hand_over(link.decode, link)
 
     def closed(self, link: LinkToDecode) -> None:
+        self._replaced.discard(link)
         if self._links.get(link.name) is link:
             del self._links[link.name]
 
+    def has_another(self, link: LinkToDecode) -> bool:
+        others = (one for one in self._open_links() if one is not link and not one.lost)
+        return any(one.name == link.name for one in others)
+
     def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
-        """Send Drained on the open link, or on the worker's next one, until it is acknowledged."""
-        current = self._links.get(link.name, link)
+        """Send Drained on the hand-off's link, or on the worker's next one, until it is acknowledged. On another link it
+        could overtake the hand-off's abort, which may say that nothing of it is to be kept."""
+        current = self._links.get(link.name, link) if link.lost else link
         is_open = not current.lost and current.is_ready
         self.notices.keep(link.decode, transfer_id, current if is_open else None)
 
@@ -204,7 +220,7 @@ class HandoffSender:
             await handoff.abort(reason)
 
     async def _close_links(self) -> None:
-        for link in list(self._links.values()):
+        for link in self._open_links():
             await link.close()
 
     def _waits_for_acknowledgements(self) -> bool:

@@ -74,6 +74,7 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
         declared.INDEX_UP.read(lambda: placement.script.redis_up if index is None else index.up),
         declared.INDEX_MEMORY_USED.read(lambda: placement.index_watch.memory.used_bytes),
         declared.INDEX_MEMORY_MAX.read(lambda: placement.index_watch.memory.max_bytes),
+        declared.INDEX_EVICTS_INDEX_ONLY.read(lambda: placement.index_watch.memory.evicts_index_only),
         declared.REDIS_MEMORY_USED.read(lambda: placement.watch.memory.used_bytes),
         declared.REDIS_MEMORY_MAX.read(lambda: placement.watch.memory.max_bytes),
         declared.REDIS_EVICTS_INDEX_ONLY.read(lambda: placement.watch.memory.evicts_index_only),

@@ -15,9 +15,11 @@ log = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    def __init__(self, any_hash: str):
-        """`any_hash`: a hash key of the namespace for a write without effect, which a replica refuses."""
+    def __init__(self, any_hash: str, *, index: bool = False):
+        """`any_hash`: a hash key of the namespace for a write without effect, which a replica refuses. `index`: of the
+        prefix index's own Redis."""
         self._any_hash = any_hash
+        self._index = index
         self._refused = False
         self.memory = RedisMemory()
 
@@ -35,7 +37,7 @@ class MemoryWatch:
         self._refused = False
         now = RedisMemory.of(answers[1])
         before, self.memory = self.memory, now
-        warn_of_policy(before, now)
+        warn_of_policy(before, now, index=self._index)
         if now.pressed != before.pressed:
             log.warning(
                 "Redis's memory is %.0f %% used; above %.0f %% placements are not predicted and index entries live "

@@ -68,6 +68,13 @@ class Decision:
         return cls(prefill, decode, cached, cached_decode, uncached, dict(zip(_TERMS, seconds, strict=True)))
 
 
+class Matched(NamedTuple):
+    """What the prefix index has for a call."""
+
+    chance: float  # the random number of the call
+    held: bytes  # the prompt's chain; where the index has a Redis of its own, what that has answered for it
+
+
 def script_source(*, apart: bool = False) -> str:
     """The placement script, whole; `apart`: without the walk, for a prefix index in a Redis of its own."""
     index, match = (scripts.tree(), "matched.lua") if apart else (scripts.walk(), "walked.lua")
@@ -157,10 +164,19 @@ class PlaceScript:
         """Whether the last call was answered."""
         return not self._backoff.is_failing
 
+    async def match(self, request: PlacementRequest, candidates: Candidates | Heads) -> Matched:
+        """What the next call needs of the prefix index. It may take as long as that one, and the router's run may end
+        meanwhile."""
+        chance, held = self._rng.random(), request.chain
+        if self._match is not None:
+            held = await self._match(request, candidates, chance)
+        return Matched(chance, held)
+
     async def __call__(
         self,
         request: PlacementRequest,
         candidates: Candidates | Heads,
+        matched: Matched,
         run: int,
         number: int,
         replaces: bytes,
@@ -170,10 +186,7 @@ class PlaceScript:
 
         Raises OverloadedError where the first token would come too late, and TimeoutError, redis.RedisError or OSError.
         """
-        chance, held = self._rng.random(), request.chain
-        if self._match is not None:
-            held = await self._match(request, candidates, chance)
-        arguments = self._arguments(request, candidates, run, number, replaces, chance, held)
+        arguments = self._arguments(request, candidates, matched, run, number, replaces)
         began = time.monotonic()
         try:
             answer = await self._script(self._keys.place(run), arguments, 2 * SCRIPT_SECONDS)
@@ -215,20 +228,18 @@ class PlaceScript:
         self,
         request: PlacementRequest,
         candidates: Candidates | Heads,
+        matched: Matched,
         run: int,
         number: int,
         replaces: bytes,
-        chance: float,
-        held: bytes,
     ) -> list[Argument]:
-        """`held`: the prompt's chain, or what the prefix index has answered for it."""
         c, config, memory = self._calibration, self._config, self._memory.memory
         target, deadline = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
         numbers = Numbers(
             tokens=request.token_count,
             page_size=request.kv_group.page_size if request.kv_group is not None else config.page_size,
             output_tokens=request.output_tokens,
-            random=chance,
+            random=matched.chance,
             a=c.a,
             b=c.b,
             token_bytes=c.token_bytes,
@@ -243,7 +254,7 @@ class PlaceScript:
         return [
             scripts.prefix(config.namespace, candidates.model_id),
             config.router_id,
-            held,
+            matched.held,
             numbers.packed(c.rates()),
             config.local_prefill,
             feeds(config, memory),

@@ -21,7 +21,7 @@ from router.placement.eligibility import Eligibility
 from router.placement.keys import PlacementKeys
 from router.placement.last_loads import LastLoads
 from router.placement.memory_watch import MemoryWatch
-from router.placement.place_script import Decision, PlaceScript, Unplaced
+from router.placement.place_script import Decision, Matched, PlaceScript, Unplaced
 from router.placement.prefix_index import PrefixIndex
 from router.placement.redis_poll import RedisPoll
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
@@ -117,8 +117,11 @@ class Placement:
                 if not ask or not self.settlement.run or not self.script.may_ask():
                     break
                 candidates = self.eligibility.for_script(request, listed=listed)
+                matched = await self.script.match(request, candidates)
+                if not self.settlement.run:  # Redis lost it meanwhile
+                    break
                 try:
-                    placed = await self._ask(request, candidates, replaces, unheld)
+                    placed = await self._ask(request, candidates, matched, replaces, unheld)
                 except (redis.RedisError, TimeoutError, OSError):
                     break
                 if isinstance(placed, Placed):
@@ -151,14 +154,19 @@ class Placement:
             raise UnavailableError(f"no {missing} worker is available", retry_after_seconds=1.0)
 
     async def _ask(
-        self, request: PlacementRequest, candidates: Candidates | Heads, replaces: bytes, unheld: list[int]
+        self,
+        request: PlacementRequest,
+        candidates: Candidates | Heads,
+        matched: Matched,
+        replaces: bytes,
+        unheld: list[int],
     ) -> Placed | Unplaced | Decision:
         """A Decision: it is charged at a worker that this router cannot read. Then the call's number is added to
         `unheld`: until it ends, the settlement leaves the charge to the next call for this placement."""
         number, heard = self.settlement.begin_placement(request.transfer_id), False
         run, ended = self.settlement.run, True
         try:
-            decision = await self.script(request, candidates, run, number, replaces)
+            decision = await self.script(request, candidates, matched, run, number, replaces)
             placed = decision if isinstance(decision, Unplaced) else await self._placed(decision)
             heard, ended = True, not isinstance(placed, Decision)
             if isinstance(placed, Placed):

@@ -1,6 +1,7 @@
 """The prefix index in a Redis of its own (`index_url`): it is matched before a placement, and records it.
 
-While it does not answer, placements go on by load alone: it is tried by one of them per pause, for MATCH_SECONDS at most.
+While it does not answer, or only late, placements go on by load alone: it is tried by one of them per pause, for
+MATCH_SECONDS at most.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import redis
 
@@ -25,7 +27,11 @@ from router.placement.script_call import Argument, RedisBackoff, ScriptCall, Scr
 from router.placement.types import Placed, PlacementRequest
 
 log = logging.getLogger(__name__)
-MATCH_SECONDS = 0.1
+MATCH_SECONDS = 0.1  # a match that takes longer is given up
+# An index none of whose answers has come sooner for LATE_FOR_SECONDS counts as down, because every placement waits for it.
+# A shorter time would count a pause of this router's own event loop.
+LATE_SECONDS = 0.05
+LATE_FOR_SECONDS = 1.0
 TENDED = 1 / 8  # of the placements refresh the time to live of their nodes (walked.lua)
 _PAIR = struct.Struct(">dd")
 
@@ -41,17 +47,19 @@ def record_source() -> str:
 class PrefixIndex:
     """Calls of the index's Redis; while it does not answer, neither `match` nor `record` raises."""
 
-    def __init__(self, config: RouterConfig, rng: random.Random):
+    def __init__(self, config: RouterConfig, rng: random.Random, clock: Callable[[], float] = time.monotonic):
         self._config = config
+        self._clock = clock
+        self._late_since: float | None = None  # None: the last match was answered in time
         self._rng = rng
         self._keys = [slot_keys.owners(config.namespace)]
         self._line = ScriptLine(config.index_url)
         self._match, self._record = (
             ScriptCall(self._line, text) for text in (match_source(), record_source())
         )
-        self._backoff = RedisBackoff(RETRY_SECONDS, rng)
+        self._backoff = RedisBackoff(RETRY_SECONDS, rng, clock)
         self._client = connect_async(config.index_url, MATCH_SECONDS)
-        self.watch = MemoryWatch(slot_keys.owners(config.namespace))
+        self.watch = MemoryWatch(slot_keys.owners(config.namespace), index=True)
         self._poll = RedisPoll(self._client, (self.watch,))
         self.errors = Counter({"match": 0, "record": 0})  # calls that were not answered in time
         self.seconds = metrics.REDIS_CALLS.create()  # of matches, as a request waits for them
@@ -66,7 +74,7 @@ class PrefixIndex:
 
     @property
     def up(self) -> bool:
-        """Whether the last match was answered."""
+        """Whether matches are answered in time."""
         return not self._backoff.is_failing
 
     async def match(self, request: PlacementRequest, candidates: Candidates | Heads, chance: float) -> bytes:
@@ -82,17 +90,32 @@ class PrefixIndex:
             _PAIR.pack(chance, ttl_ms(memory)),
             candidates.slots,
         ]
-        began = time.monotonic()
+        began = self._clock()
         try:
             answer = await self._match(self._keys, arguments, MATCH_SECONDS)
         except (redis.RedisError, TimeoutError, OSError) as error:
+            self._late(began)
             self._failed(error)
             return b""
-        self.seconds.observe(time.monotonic() - began)
+        self._answered(began, self._clock())
+        return bytes(answer)
+
+    def _answered(self, began: float, ended: float) -> None:
+        self.seconds.observe(ended - began)
+        if ended - began <= LATE_SECONDS:
+            self._late_since = None
+        elif ended - self._late(began) >= LATE_FOR_SECONDS:
+            self._failed(TimeoutError(f"it answers later than {LATE_SECONDS} s"))
+            return
         if not self.up:
             log.warning("router %s places with the prefix index again", self._config.router_id)
         self._backoff.answered()
-        return bytes(answer)
+
+    def _late(self, began: float) -> float:
+        """Note a late answer, or none. Returns since when there were no others."""
+        if self._late_since is None:
+            self._late_since = began
+        return self._late_since
 
     def record(self, request: PlacementRequest, placed: Placed) -> None:
         """Expect the prompt's blocks at the workers of the placement. Not awaited; what is lost costs cached tokens."""

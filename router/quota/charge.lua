@@ -33,12 +33,22 @@ local buckets = read_buckets()
 local used = {0, 0}
 for i = 1, 2 do
   if limits[i] > 0 then
-    local passed = math.max(0, now - (buckets[i].at or now))
-    used[i] = math.max(0, buckets[i].used - passed * limits[i] / 60000)
+    local at = buckets[i].at or now
+    if at > now then  -- a Redis took over whose clock is behind: without this nothing would leak until it catches up
+      at = now
+      write_bucket(i, buckets[i].used, now)
+    end
+    used[i] = math.max(0, buckets[i].used - (now - at) * limits[i] / 60000)
     -- What is larger than a whole bucket is let in when the bucket is empty, and paid for afterwards.
     local over = used[i] + math.min(costs[i], limits[i]) - limits[i]
     -- Half an answer is never refused: it was let in. Neither is what costs nothing, also where more than all is used.
-    if costs[i] > 0 and over > 0.001 and not taken then return {i, math.ceil(over * 60000 / limits[i]), 0} end
+    if costs[i] > 0 and over > 0.001 and not taken then
+      -- Under a key with a higher limit the tenant may have used many times this one; then the bucket is deleted before that
+      -- much would have leaked here.
+      local ends = tonumber(call('ZSCORE', KEYS[3], KEYS[1]) or 0)
+      local wait = math.ceil(over * 60000 / limits[i])
+      return {i, ends > now and math.min(wait, ends - now) or wait, 0}
+    end
   end
 end
 local expire = 1000

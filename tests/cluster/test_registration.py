@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -143,5 +144,65 @@ def test_the_first_connection_to_redis_is_not_logged_as_a_return(redis_url, name
             away[0] = False
             wait_for(lambda: not registration.unreachable, 60.0, "it answers")
             assert caplog.messages[-1] == said
+    finally:
+        registration.stop()
+
+
+@pytest.mark.parametrize("why", ["its engine hangs", "it is fenced"])
+def test_a_lease_that_is_not_renewed_is_not_revived_by_a_new_slot(why, redis_url, namespace, monkeypatch):
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
+    now, healthy, broken, rejoin = [1000.0], [True], [False], threading.Event()
+
+    def status() -> WorkerStatus:
+        if broken[0]:
+            raise RuntimeError("its own doing")
+        return WorkerStatus()
+
+    def rejoins() -> int:
+        rejoin.wait(60.0)
+        return 8
+
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(
+        *(redis_url, namespace, info),
+        healthy=lambda: healthy[0],
+        status=status,
+        rejoin=rejoins,
+        clock=lambda: now[0],
+    )
+    registration.start()
+    try:
+        wait_for(lambda: registration.slot, 60.0, "registered")
+        before = registration.standing
+        if why == "it is fenced":
+            broken[0] = True
+            wait_for(lambda: registration._calls._failing, 60.0, "it does not renew")
+            now[0] += LEASE_DEAD_SECONDS + 1
+            broken[0] = False
+        else:
+            healthy[0] = False
+        assert not registration.register_again() and registration.standing == before
+        healthy[0] = True
+        rejoin.set()
+        wait_for(registration.register_again, 60.0, "it may again")
+        assert registration.standing[1] > before[1]
+    finally:
+        rejoin.set()
+        registration.stop()
+
+
+def test_an_emptied_registry_gives_no_slot_that_was_given_before(redis_url, namespace, monkeypatch):
+    """A prefix index apart may name it as another worker's."""
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(redis_url, namespace, info)
+    registration.start()
+    try:
+        wait_for(lambda: registration.slot == 1, 60.0, "registered")
+        registration.stay_above(17)
+        registration.stay_above(5)
+        with connect(redis_url) as client:
+            client.delete(*client.scan_iter(f"{{{namespace}}}:*"))
+        wait_for(lambda: registration.slot == 18, 60.0, "it is there again")
     finally:
         registration.stop()

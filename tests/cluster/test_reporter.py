@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from cluster.index import reporter as module
-from cluster.index import scripts
+from cluster.index import scripts, slot_keys
 from cluster.index.reporter import Chain, ChainReporter
 from cluster.membership import keys
 from cluster.membership.registration import Registration
@@ -33,10 +33,12 @@ def chain(number: int) -> Chain:
 class Worker:
     """Registered, with a reporter whose calls fail as listed: an entry per call, None = it works."""
 
-    def __init__(self, url: str, namespace: str, held: Callable[[], list[Chain]]):
+    def __init__(self, url: str, namespace: str, held: Callable[[], list[Chain]], *, apart: bool = False):
         info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
         self.registration = Registration(url, namespace, info)
-        self.reporter = ChainReporter(url, namespace, "m", self.registration, held)
+        index_url = url if apart else ""
+        self.reporter = ChainReporter(url, namespace, "m", self.registration, held, index_url=index_url)
+        self.namespace = namespace
         self.failures: list[str | None] = []
         self._client = connect(url)
         self._probe = self._client.register_script(scripts.walk() + _PROBE)
@@ -82,8 +84,8 @@ def make(redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(module, "BATCH_CHAINS", 4)
     made: list[Worker] = []
 
-    def one(held: Callable[[], list[Chain]] = list) -> Worker:
-        made.append(Worker(redis_url, namespace, held))
+    def one(held: Callable[[], list[Chain]] = list, **options: bool) -> Worker:
+        made.append(Worker(redis_url, namespace, held, **options))
         return made[-1]
 
     yield one
@@ -97,7 +99,8 @@ def test_a_whole_cache_is_reported_though_redis_fails_in_the_middle(make: Any, f
     worker.failures = [None, failure, failure]
     worker.start()
     wait_for(lambda: worker.in_index(range(12)), SECONDS, "all of it is in the index")
-    assert not worker.failures and worker.reporter.waiting == 0
+    wait_for(lambda: worker.reporter.waiting == 0, SECONDS, "the last answer arrived too")
+    assert not worker.failures
 
 
 def test_a_lost_answer_does_not_take_later_reports_along(make: Any) -> None:
@@ -142,3 +145,59 @@ def test_an_engine_that_does_not_answer_is_asked_again(make: Any) -> None:
     wait_for(lambda: worker.in_index(range(1)), SECONDS, "it is in the index")
     worker.reporter.report(*chain(1))
     wait_for(lambda: worker.in_index(range(2)), SECONDS, "and so is what came later")
+
+
+def test_an_engine_that_hangs_costs_no_slot_of_an_index_apart(make: Any) -> None:
+    """Its slot is claimed once: another claim would be refused, and registering above it would revive the lease."""
+    asked: list[None] = []
+
+    def held() -> list[Chain]:
+        asked.append(None)
+        if len(asked) < 5:
+            raise TimeoutError("it hangs")
+        return [chain(0)]
+
+    worker = make(held, apart=True)
+    worker.start()
+    wait_for(lambda: worker.in_index(range(1)), SECONDS, "it is in the index")
+    assert worker.registration.standing[1] == 1
+
+
+def test_reports_of_an_unknown_slot_wait_while_no_other_is_to_be_had(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is not asked again and again meanwhile."""
+    worker = make(lambda: [chain(0)], apart=True)
+    worker.start()
+    wait_for(lambda: worker.in_index(range(1)), SECONDS, "it is in the index")
+    refused: list[None] = []
+    sent: list[None] = []
+    script = worker.reporter._script
+
+    def send(**arguments: Any) -> Any:
+        sent.append(None)
+        return script(**arguments)
+
+    def refuse(above: int = 0) -> bool:
+        refused.append(None)
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.registration, "register_again", refuse)
+        patched.setattr(worker.reporter, "_script", send)
+        worker._client.hdel(slot_keys.owners(worker.namespace), str(worker.registration.slot))
+        worker.reporter.report(*chain(1))
+        wait_for(lambda: len(refused) >= 5, SECONDS, "a slot was asked for")
+        assert len(sent) <= 1
+    wait_for(lambda: worker.registration.standing[1] == 2, SECONDS, "it has another slot")
+    wait_for(lambda: worker.in_index(range(1)), SECONDS, "the whole cache is reported under it")
+
+
+def test_an_index_that_keeps_losing_the_slot_is_not_given_one_each_time(make: Any) -> None:
+    worker = make(apart=True)
+    worker.registration.register_again()
+    for _ in range(20):
+        worker.reporter._resync_if_new_slot()
+        worker._client.delete(*slot_keys.all_keys(worker.namespace))
+        worker.reporter._claim._kept -= 10  # a renewal is due
+    assert worker.registration.standing[1] == 2, "the first loss is made good at once"

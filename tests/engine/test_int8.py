@@ -27,6 +27,7 @@ from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import NullGroup
 from engine.plan import PlanItem, StepPlan
 from engine.quant import int8
+from engine.quant.formats import INT8, StoredFormat
 from engine.quant.int8 import PanelInt8, Scratch, TorchInt8
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
@@ -316,7 +317,7 @@ def test_the_kernels_are_used(checkpoint) -> None:
 
 def test_it_is_refused_on_cards(checkpoint) -> None:
     config = EngineConfig(model=checkpoint("llama"), device="cuda", quantization="int8")
-    with pytest.raises(ConfigError, match="run on CPUs only") as caught:
+    with pytest.raises(ConfigError, match="served on CPUs only") as caught:
         build.check(config)
     assert caught.value.field == "quantization"
 
@@ -354,7 +355,7 @@ def stored(path: Path, **changes: object) -> Path:
 def test_weights_are_read_as_their_writer_reads_them() -> None:
     read_back = load_file(GOLDEN / "read_back.st")
     assert len(read_back) == 14
-    checkpoint = Checkpoint(GOLDEN, torch.bfloat16, torch.device("cpu"), int8=True)
+    checkpoint = Checkpoint(GOLDEN, torch.bfloat16, torch.device("cpu"), quantization=StoredFormat(INT8))
     for name, expected in read_back.items():
         found = checkpoint.matrix(name, *expected.shape)
         assert isinstance(found, Int8Weight)
@@ -364,6 +365,8 @@ def test_weights_are_read_as_their_writer_reads_them() -> None:
         rows = checkpoint.matrix(name, *expected.shape, rows=slice(3, 9))
         assert isinstance(columns, Int8Weight) and isinstance(rows, Int8Weight)
         assert torch.equal(columns.codes, found.codes[:, half]) and torch.equal(columns.scales, found.scales)
+        for one in (rows.codes, rows.scales):
+            assert one.untyped_storage().nbytes() == one.numel() * one.itemsize, "it keeps the mapping"
         assert torch.equal(rows.codes, found.codes[3:9]) and torch.equal(rows.scales, found.scales[3:9])
     assert isinstance(checkpoint.matrix("lm_head.weight", 64, 32), Tensor)  # it is ignored
 
@@ -425,17 +428,13 @@ def group(part: str, **changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"quant_method": "fp8"}, "FP8 is not supported"),
-        ({"quant_method": "awq"}, "AWQ is not supported"),
-        ({"quant_method": "gptq"}, "GPTQ is not supported"),
-        ({"quant_method": "mxfp4"}, "MXFP4 is not supported"),
+        ({"quant_method": "fbgemm_fp8"}, r"FP8 \(FBGEMM\) is not supported"),
+        ({"quant_method": "mxfp4"}, "MXFP4 with quant_method mxfp4"),
         ({"quant_method": "new"}, "quant_method 'new' is not supported"),
-        ({"format": "pack-quantized"}, "format 'pack-quantized' is not supported"),
-        ({"format": "float-quantized"}, "format 'float-quantized'"),
-        ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ({"format": "nvfp4-pack-quantized"}, "NVFP4, compressed-tensors' format 'nvfp4-pack-quantized'"),
         ({"format": "mixed-precision"}, "format 'mixed-precision'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ({"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"config_groups": {}}, "without config_groups"),
         ({"config_groups": {"group_0": 3}}, "config_groups"),
         (group("weights", strategy="group"), r"group_0.weights.strategy = 'group'"),
@@ -453,7 +452,7 @@ def test_other_formats_are_refused_by_name(changes, says, tmp_path) -> None:
     with pytest.raises(ModelError, match=says) as caught:
         ModelConfig.read(stored(tmp_path, **changes))
     assert caught.value.field == "quantization_config"
-    assert "supported: compressed-tensors with int8" in caught.value.message
+    assert "supported: compressed-tensors: int8" in caught.value.message
 
 
 def rewritten(path: Path, name: str, tensor: Tensor | None) -> Path:
@@ -473,6 +472,7 @@ def rewritten(path: Path, name: str, tensor: Tensor | None) -> Path:
         ("q_proj.weight_scale", None, "stored as torch.int8, expected floating point"),
         ("q_proj.weight", torch.zeros(32, 32), "stored as torch.float32, expected int8"),
         ("q_proj.weight_scale", torch.zeros(32), r"shape \(32,\), expected \(32, 1\)"),
+        ("q_proj.weight_scale", torch.ones(32, 1).int(), "stored as torch.int32, expected floating point"),
         ("q_proj.weight", torch.zeros(32, 8, dtype=torch.int8), r"shape \(32, 8\)"),
     ],
 )
@@ -495,6 +495,6 @@ def test_matrices_of_one_product_are_stored_alike(tmp_path) -> None:
 
 
 def test_stored_int8_is_refused_on_cards() -> None:
-    with pytest.raises(ConfigError, match="run on CPUs only") as caught:
+    with pytest.raises(ConfigError, match="served on CPUs only") as caught:
         build.check(EngineConfig(model=GOLDEN, device="cuda"))
     assert caught.value.field == "model"

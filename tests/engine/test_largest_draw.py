@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from engine import largest_step
 from engine.parallel.group import NullGroup
@@ -21,6 +17,7 @@ from engine.sampling.base import Sampler
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.host_sampler import HostSampler
 from engine.sampling.row import Row
+from tests.harness.live_bytes import taken
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 32, 16000
@@ -33,43 +30,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"logprobs": True, "logit_bias": {3: 1.0}},
     {"temperature": 0.0, "logprobs": True},
 ]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Of tensors that operations make: those alive now, and the most that were at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for one in tree_flatten(result)[0]:
-            if isinstance(one, Tensor):
-                self._note(one.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._freed, key, size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def taken(work: Callable[[], object]) -> int:
-    with LiveBytes() as live:
-        work()
-    return live.peak
 
 
 def draw_with(sampler: Sampler, logits: Tensor, settings: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from engine.build import load_model
+from engine.model.weights import Checkpoint
 from engine.runner import ModelRunner
 
 
@@ -40,7 +42,7 @@ def rewrite(model: Path, change) -> None:
     ("changes", "field"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
     ],
@@ -74,6 +76,33 @@ def test_a_torn_file_is_named(broken, model):
     with pytest.raises(ModelError) as caught:
         load(model)
     assert caught.value.field == "model.safetensors"
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_brackets_without_end_are_refused(file, model):
+    (model / file).write_text('{"weight_map": ' + "[" * 100_000)
+    with pytest.raises(ModelError, match=file):
+        load(model)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("F4", 4), ("F6_E2M3", 6)])
+def test_tensors_of_types_that_are_not_read_are_named(kind, bits, tmp_path):
+    entry = {"dtype": kind, "shape": [4, 8], "data_offsets": [0, 4 * bits]}
+    header = json.dumps({"a.weight": entry}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(4 * bits)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError) as caught:
+        Checkpoint(tmp_path, torch.float32, torch.device("cpu")).get("a.weight", 4, 8)
+    assert caught.value.field == "a.weight"
+
+
+def test_a_tensor_that_only_the_index_has_is_named(tmp_path):
+    save_file({"a.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    index = {"weight_map": {"b.weight": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError) as caught:
+        Checkpoint(tmp_path, torch.float32, torch.device("cpu")).get("b.weight", 4, 8)
+    assert caught.value.field == "b.weight"
 
 
 def test_no_weights_at_all(model):

@@ -92,7 +92,7 @@ def test_a_valid_config_passes(describe, changes):
         ({"architectures": ["FalconMambaForCausalLM"]}, "architectures", "recurrent state"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures", "recurrent state"),
         ({"mamba_d_state": 16}, "mamba_d_state", "recurrent state"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "AWQ is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "HQQ is not supported"),
         (
             {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
             "quantization_config",
@@ -101,7 +101,7 @@ def test_a_valid_config_passes(describe, changes):
         (
             {"quantization_config": {"config_groups": {}, "format": "mxfp8-quantized"}},
             "quantization_config",
-            "mxfp8",
+            "MXFP8",
         ),
         ({"of_next_year": {"attends": "backwards"}}, "of_next_year", "unknown for Llama"),
         ({"clip_qkv": 8.0}, "clip_qkv", "unknown for Llama"),
@@ -235,10 +235,11 @@ def test_experts_are_not_quantised(describe):
     with pytest.raises(ConfigError, match="experts are not supported in int8") as caught:
         build.check(settings(describe(**MIXTRAL), quantization="int8"))
     assert caught.value.field == "quantization"
-    stored = json.loads((Path(__file__).parent / "golden/int8/config.json").read_text())
-    with pytest.raises(ModelError, match="quantised experts") as refused:
-        build.check(settings(describe(**MIXTRAL, quantization_config=stored["quantization_config"])))
-    assert refused.value.field == "quantization_config"
+    for form, title in (("int8", "compressed-tensors: int8 weights"), ("formats/awq", "AWQ, 4 bits")):
+        stored = json.loads((Path(__file__).parent / "golden" / form / "config.json").read_text())
+        with pytest.raises(ModelError, match=rf"quantised experts \({title}") as refused:
+            build.check(settings(describe(**MIXTRAL, quantization_config=stored["quantization_config"])))
+        assert refused.value.field == "quantization_config"
 
 
 @pytest.mark.parametrize(("ranks", "whole"), [(1, False), (2, False), (2, True), (8, True)])

@@ -42,6 +42,7 @@ CONFIG_KEYS = (
     "sliding_window",
     "rms_norm_eps",
     "torch_dtype",
+    "quantization_config",
 )
 KEYS = {
     "config.json": CONFIG_KEYS,

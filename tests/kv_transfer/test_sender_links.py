@@ -16,7 +16,7 @@ from kv_transfer.layout.compatibility import MAX_RANKS
 from kv_transfer.prefill_side import link, rank_connections, sender
 from kv_transfer.prefill_side.link import LinkToDecode
 from tests.harness.waiting import until as until_true
-from tests.kv_transfer.pair import Prefill, config, layout, prefill_side
+from tests.kv_transfer.pair import Prefill, assert_same, config, decode_side, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
 from wire import handoff_pb2
 
@@ -221,3 +221,78 @@ async def test_certificates_that_change_open_another_link_between_two_hand_offs(
         two = only_link(prefill)
         monkeypatch.setattr(link, "MAX_AGE_SECONDS", 0.1)
         await until(lambda: two.lost, "it was old")
+
+
+@pytest.fixture
+def certificates(monkeypatch) -> Callable[[], None]:
+    """Changes them."""
+    version = 1
+    monkeypatch.setattr(link, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(Peers, "version", property(lambda peers: version))
+
+    def change() -> None:
+        nonlocal version
+        version += 1
+
+    return change
+
+
+async def test_a_pair_that_is_never_idle_moves_to_another_link(certificates, monkeypatch):
+    """Its hand-offs overlap: the next one goes over a link of its own, and the old link ends with its last one."""
+    said: list[Any] = []
+    async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
+        handle = prefill.ranks[0].handle
+
+        def noted(message: Any) -> None:
+            said.append(message)
+            handle(message)
+
+        monkeypatch.setattr(prefill.ranks[0], "handle", noted)
+        first = await prefill.open(decode.ref, TOKENS)
+        old = only_link(prefill)
+        certificates()
+        second = await prefill.open(decode.ref, TOKENS)
+        new = only_link(prefill)
+        assert new is not old and (first.link, second.link) == (old, new)
+        assert [len(stream.of("reserve")) for stream in decode.streams] == [1, 1]
+        assert prefill.sender.links_by_transport()["grpc"] == 2
+        await asyncio.sleep(0.1)
+        assert not old.lost, "a hand-off lives"
+        await first.abort("enough")
+        await until(lambda: old.lost, "its last hand-off has ended")
+        assert first.transfer_id in [one.transfer_id for one in decode.streams[0].of("drained")]
+        assert not new.lost and only_link(prefill) is new
+        assert not [one for one in said if isinstance(one, m.Disconnect)], "the second one still writes"
+        await second.abort("enough")
+        certificates()
+        await until(lambda: new.lost, "it is idle, and outdated")
+        assert [one for one in said if isinstance(one, m.Disconnect)]
+
+
+async def test_a_link_that_was_replaced_ends_with_its_hand_offs_after_a_while(certificates, monkeypatch):
+    for name, seconds in {"MOVE_SECONDS": 0.1, "LAST_SECONDS": 0.05}.items():
+        monkeypatch.setattr(link, name, seconds)
+    async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
+        first = await prefill.open(decode.ref, TOKENS)
+        certificates()
+        second = await prefill.open(decode.ref, TOKENS)
+        with pytest.raises(PeerLostError, match="another link"):
+            await prefill.finish(first, TOKENS)
+        await first.abort("lost")
+        assert not second.link.lost
+        await until(lambda: decode.streams[0].closed, "its connection is closed")
+        await second.abort("enough")
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+async def test_hand_offs_arrive_over_the_old_link_and_the_new_one(certificates, transport):
+    async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
+        first = await prefill.open(decode.ref, TOKENS)
+        certificates()
+        second = await prefill.open(decode.ref, TOKENS)
+        assert first.link is not second.link
+        assert (await prefill.finish(first, TOKENS)).transport == transport
+        await until(lambda: first.link.lost, "it is closed")
+        assert (await prefill.finish(second, TOKENS)).transport == transport
+        assert_same(prefill, decode, TOKENS)
+        await until(lambda: decode.all_free, "no slot stays in doubt")

@@ -82,6 +82,9 @@ class Link:
     said: list[tuple[str, Any]] = field(default_factory=list)
     drained: list[bytes] = field(default_factory=list)
 
+    def is_outdated(self) -> bool:
+        return False
+
     async def ready(self) -> None:
         if self.lost:
             raise PeerLostError("lost")

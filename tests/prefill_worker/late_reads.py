@@ -128,6 +128,9 @@ class Link:
     def send_drained(self, transfer_id: bytes) -> None:
         self.said.append(("drained", transfer_id))
 
+    def is_outdated(self) -> bool:
+        return False
+
     async def ready(self) -> None: ...
 
     def attach(self, handoff: OutgoingHandoff) -> None: ...

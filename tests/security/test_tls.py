@@ -15,6 +15,7 @@ import grpc
 import httpx
 import pytest
 from cryptography import x509
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AsyncClient, Client, ClientTls
 from baton.local.certs import make_certs
@@ -255,6 +256,15 @@ def test_the_endpoints_use_a_new_certificate_without_a_restart(tls_router):
     wait_for(
         lambda: [shown(port) for port in ports] == [new, new], 60, "both endpoints show the new certificate"
     )
+    metrics = httpx.get(f"{router.http}/metrics", verify=client_tls(live).context()).text
+    expires = {
+        sample.labels["certificate"]: sample.value / 86400
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == "baton_certificate_expires_seconds"
+    }
+    assert set(expires) == {"tls_cert", "tls_ca", "tls_client_ca"}
+    assert 29 < expires["tls_cert"] <= 30 and min(expires.values()) == expires["tls_cert"]
 
 
 async def knock(address: str, live: Path) -> dict[str, object]:

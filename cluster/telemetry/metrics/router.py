@@ -150,6 +150,11 @@ INDEX_MEMORY_USED = gauge(
     "used_memory of the Redis with the prefix index, the same or its own",
 )
 INDEX_MEMORY_MAX = gauge("baton_index_memory_max_bytes", "bytes", "Its maxmemory; 0 = not set")
+INDEX_EVICTS_INDEX_ONLY = gauge(
+    "baton_index_evicts_index_only",
+    "0 or 1",
+    "1 while its maxmemory-policy is one of volatile-…, which evicts no worker's slot",
+)
 REDIS_EVICTS_INDEX_ONLY = gauge(
     "baton_redis_evicts_index_only",
     "0 or 1",

@@ -32,7 +32,7 @@ class Gate:
         self._app = app
         self._gateway = gateway
         self._open = OPEN | PATHS if gateway.config.ui else OPEN
-        self._web_pages = WebPages(gateway.config.host, gateway.config.cors_origins)
+        self._web_pages = WebPages(gateway.config.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = await self.refusal(scope) if scope["type"] == "http" else None
@@ -57,7 +57,9 @@ class Gate:
         """Raises UnauthenticatedError, or ForbiddenError for a page of another origin."""
         if not self._gateway.keys.on:
             if scope["path"] not in OPEN:
-                self._web_pages.check(scope["method"], scope["headers"])
+                # A router on all addresses is reached over loopback, too.
+                server = scope["server"]
+                self._web_pages.check(scope["method"], scope["headers"], server[0] if server else "")
         elif scope["path"] not in self._open:
             return self._check(scope)
         return ANYONE

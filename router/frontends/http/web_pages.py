@@ -15,46 +15,52 @@ from urllib.parse import urlsplit
 from cluster.addresses import is_loopback
 from cluster.errors import ForbiddenError
 
-LOCAL_ZONES = ("localhost", "internal")  # no name below them is in the public DNS
+# No name below them is in the public DNS: reserved for such use (RFC 6761, 6762 and 8375; ICANN for internal), and what
+# home routers use.
+LOCAL_ZONES = ("localhost", "internal", "local", "lan", "home.arpa")
+# Of pages that anyone may have written: null is also a sandboxed frame's or an opened file's. Other schemes are those of
+# programs: extensions, desktop applications.
+PAGE_SCHEMES = frozenset({"http", "https", "null", "file", "ipfs", "ipns"})
+_LOCAL_ENDS = tuple(f".{zone}" for zone in LOCAL_ZONES)
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 class WebPages:
-    """`host`: the address that the router listens on. On loopback it is reached by local names and addresses only."""
+    """Over loopback, a router is reached by local names and addresses only, whatever else it listens on."""
 
-    def __init__(self, host: str, cors_origins: Sequence[str]):
+    def __init__(self, cors_origins: Sequence[str]):
         self._any = "*" in cors_origins
         self._origins = frozenset(cors_origins)
-        self._only_local = is_loopback(host)
         self._names = {_name(urlsplit(origin).netloc) for origin in cors_origins}
         self._names.add(socket.gethostname().lower())
 
-    def check(self, method: str, headers: RawHeaders) -> None:
-        """Raises ForbiddenError. OPTIONS changes and shows nothing."""
+    def check(self, method: str, headers: RawHeaders, reached: str) -> None:
+        """Raises ForbiddenError. OPTIONS changes and shows nothing. `reached`: the connection's own address here."""
         if self._any or method == "OPTIONS":
             return
+        only_local = is_loopback(reached)
         host = origin = ""
         for name, value in headers:
             if name == b"host":
                 host = value.decode("latin-1")
-                self._check_host(host)
+                if only_local:
+                    self._check_host(host)
             elif name == b"origin":
                 origin = value.decode("latin-1")
         if origin:
             self._check_origin(origin, host)
 
     def _check_host(self, host: str) -> None:
-        if self._only_local and not _is_local(name := _name(host)) and name not in self._names:
+        if not _is_local(name := _name(host)) and name not in self._names:
             raise ForbiddenError(
-                "host: this router needs no API key and listens on loopback, so it answers requests to localhost and to "
+                "host: this router needs no API key, so over loopback it answers requests to localhost, local names and "
                 "addresses only; name the origin with this host in cors_origins, or require API keys",
                 field="host",
             )
 
     def _check_origin(self, origin: str, host: str) -> None:
-        scheme = origin.partition(":")[0]
-        if origin in self._origins or scheme not in ("http", "https", "null"):
-            return  # other schemes are those of programs: extensions, desktop applications
+        if origin in self._origins or origin.partition(":")[0] not in PAGE_SCHEMES:
+            return
         page, asked = _name(origin.partition("://")[2]), _name(host)
         if not page or (page != asked and not (_is_own(page) and _is_own(asked))):
             raise ForbiddenError(
@@ -74,7 +80,7 @@ def _name(address: str) -> str:
 
 def _is_local(name: str) -> bool:
     """Whether no public DNS resolves the name: an address, a name without dots, or below LOCAL_ZONES."""
-    return "." not in name or name.rpartition(".")[2] in LOCAL_ZONES or _is_address(name)
+    return "." not in name or f".{name}".endswith(_LOCAL_ENDS) or _is_address(name)
 
 
 def _is_address(name: str) -> bool:

@@ -211,7 +211,7 @@ async def test_generations_with_a_key_go_before_all_others(path: str, key: str, 
         pass
 
     gateway: Any = SimpleNamespace(
-        config=SimpleNamespace(ui=False, host="127.0.0.1", cors_origins=()),
+        config=SimpleNamespace(ui=False, cors_origins=()),
         leaving=False,
         keys=SimpleNamespace(on=True, check=check),
         low_priority=order,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import redis
@@ -27,6 +28,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.embedded import EmbeddedRedis
+from router.observe.cluster import _read_at_a_scrape
 from router.placement import prefix_index
 from router.placement.placement import Placement
 from router.placement.prefix_index import MATCH_SECONDS
@@ -125,7 +127,8 @@ class Cluster:
 
     def copies(self) -> dict[bytes, bytes]:
         with self.servers.client("index") as client:
-            return dict(client.hgetall(slot_keys.owners(self.namespace)))
+            kept: Any = client.hgetall(slot_keys.owners(self.namespace))
+        return {slot: owner.rpartition(b":")[0] for slot, owner in kept.items()}
 
     async def place(self, tokens: list[int] = PROMPT) -> Placed:
         one = request(tokens)
@@ -228,11 +231,51 @@ async def test_an_index_that_hangs_delays_one_placement_and_no_more(cluster, mon
         cluster.servers.signal("index", signal.SIGCONT)
 
 
+async def test_the_policy_of_the_index_is_shown_and_warned_of(cluster, caplog):
+    """An eviction of every key takes the slots of workers too."""
+    placement = cluster.placement
+    await placement.poll.read()
+    shown = {one.family().name: one for one in _read_at_a_scrape(MagicMock(placement=placement))}
+    with cluster.servers.client("index") as client:
+        try:
+            for policy, value in (("volatile-lru", 1.0), ("allkeys-lru", 0.0)):
+                client.config_set("maxmemory-policy", policy)
+                await placement.index._poll.read()
+                assert list(shown["baton_index_evicts_index_only"].samples()) == [((), value)]
+                assert list(shown["baton_redis_evicts_index_only"].samples()) == [((), 1.0)]
+        finally:
+            client.config_set("maxmemory-policy", "volatile-lru")
+    (said,) = [one.message for one in caplog.records if "maxmemory-policy" in one.message]
+    assert "policy of the prefix index's Redis is allkeys-lru" in said and "slots of workers" in said
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["another", "none yet"])
+async def test_a_run_that_is_lost_while_the_index_is_matched_is_not_used(cluster, monkeypatch, again):
+    placement = cluster.placement
+    match, run = placement.index.match, placement.settlement.run
+
+    async def slow(*arguments: Any) -> bytes:
+        held = await match(*arguments)
+        placement.settlement._calls.restart(0)
+        if again:
+            await placement.settlement.settle()
+        return bytes(held)
+
+    monkeypatch.setattr(placement.script, "_match", slow)
+    assert (await cluster.place()).from_redis == again
+    assert placement.script.errors == 0 and placement.script.redis_up
+    assert placement.settlement.run > run or not again
+
+
 @pytest.mark.long
 async def test_control_that_is_emptied_gives_out_no_slot_that_the_index_still_names(cluster):
     cluster.workers[0].holds(PROMPT)
     await cluster.finds()
     before = {int(slot) for slot in cluster.copies()}
+    known = [one.registration for one in cluster.workers]
+    await until(
+        lambda: min(one._above for one in known) >= max(before), "the index told the highest", SECONDS
+    )
     cluster.servers.kill("control")
     assert not (await cluster.place()).from_redis
     cluster.servers.start("control")  # empty: it would count from 1
@@ -242,6 +285,7 @@ async def test_control_that_is_emptied_gives_out_no_slot_that_the_index_still_na
     await cluster.ready()
     placed = await cluster.finds()
     assert placed.from_redis and placed.prefill.worker_id == "prefill-0"
+    assert {one.standing[1] for one in known} == {2}, "at once, and not after a claim that was refused"
 
 
 @pytest.mark.long

@@ -128,6 +128,35 @@ async def test_each_limit_of_a_tenant_leaks_since_its_own_last_request(routers, 
         )
 
 
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute"])
+async def test_a_key_with_a_lower_limit_waits_until_what_others_used_is_forgotten(routers, limit):
+    """It was told to come back after 46 minutes, and its router did not ask before; a minute is enough."""
+    large, small = RateLimits(**{limit: 1000}), RateLimits(**{limit: 20})
+    tokens = 20 if limit == "requests_per_minute" else 1000
+    assert await admitted(routers, large, 950 if limit == "requests_per_minute" else 1, tokens)
+    with pytest.raises(OverloadedError) as caught:
+        await routers[0].charge("t", small, 20)
+    assert 40 < caught.value.retry_after_seconds <= 62
+    if limit == "requests_per_minute":
+        with pytest.raises(OverloadedError) as caught:
+            routers[0].check("t", small)
+        assert caught.value.retry_after_seconds <= 62
+
+
+async def test_what_is_used_leaks_also_when_redis_has_a_clock_that_is_behind(routers, redis_url, namespace):
+    """A replica took over, for example."""
+    import redis
+
+    limits, bucket = RateLimits(tokens_per_minute=60_000), f"{{{namespace}}}:quota:t"
+    await admitted(routers, limits, 1, 60_000)
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset(bucket, "tokens_at", int(time.time() * 1000) + 3_600_000)
+    began = time.monotonic()
+    while not await admitted(routers, limits, 1, 200):
+        assert time.monotonic() - began < 10
+        await asyncio.sleep(0.02)
+
+
 async def test_a_request_that_was_not_served_is_not_charged(routers):
     limits = RateLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):

@@ -47,6 +47,59 @@ def test_routers_and_workers_accept_theirs(name: str, renderer: Renderer) -> Non
         assert worker.namespace == router.namespace
 
 
+# Settings that containers of an earlier image refuse, with the defaults that every image has.
+NEWER: dict[str, dict[str, Any]] = {
+    "router.yaml": {"processes": 1},
+    "worker.yaml": {
+        "peer_exits": "none",
+        "engine": {
+            "quantization": "auto",
+            "memory_utilization": 0.9,
+            "expert_parallel": False,
+            "nodes": 1,
+            "recompute_limit_tokens": 0,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("component", "key", "model"),
+    [
+        ("router", "router.yaml", RouterConfig),
+        ("prefill", "worker.yaml", WorkerConfig),
+        ("decode", "worker.yaml", WorkerConfig),
+    ],
+)
+def test_a_file_has_newer_settings_only_where_they_are_set(
+    component: str, key: str, model: type[RouterConfig | WorkerConfig], renderer: Renderer
+) -> None:
+    """A container of the earlier image that restarts during a roll reads the new file."""
+    values = {"decode": {"recomputeLimitTokens": 0}, "peerExits": {"enabled": False}}
+    written = _file(renderer.render(ValueSet(values=values)), f"t-baton-{component}", key)
+    known = model.model_validate(written).model_dump()
+    for name, default in NEWER[key].items():
+        for setting, value in (default if isinstance(default, dict) else {name: default}).items():
+            inside, read = (written[name], known[name]) if isinstance(default, dict) else (written, known)
+            assert setting not in inside, setting
+            assert read[setting] == value, setting
+
+
+def test_newer_settings_that_are_set_reach_the_files(renderer: Renderer) -> None:
+    pool = {"gpus": 0, "memoryUtilization": 0.8, "expertParallel": True}
+    values = {
+        "model": {"quantization": "int8"},
+        "router": {"processes": 2},
+        "prefill": {"gpus": 0},
+        "decode": pool,
+    }
+    rendered = renderer.render(ValueSet(("cpu-demo.yaml",), values))
+    worker = WorkerConfig.model_validate(_file(rendered, "t-baton-decode", "worker.yaml"))
+    assert (worker.engine.quantization, worker.engine.memory_utilization) == ("int8", 0.8)
+    assert worker.engine.expert_parallel
+    assert _file(rendered, "t-baton-router", "router.yaml")["processes"] == 2
+
+
 def test_the_operator_gets_the_same_application(renderer: Renderer) -> None:
     rendered = renderer.render(VALUE_SETS["kuberay"])
     (service,) = rendered.of("RayService")

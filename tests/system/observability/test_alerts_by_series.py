@@ -69,6 +69,9 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
         "baton_event_loop_lag_seconds_sum": _counter(0.1, 12),
         "baton_event_loop_lag_seconds_count": _counter(60, 60),
     },
+    "BatonCertificateExpires": {
+        'baton_certificate_expires_seconds{certificate="tls_cert"}': _gauge(90 * 86400, 13 * 86400)
+    },
     "BatonRouterProcessesRestart": {"baton_process_restarts_total": _counter(0, 1)},
     "BatonTenantThrottled": {
         'baton_tenant_requests_total{result="ok"}': _counter(10, 10),
@@ -97,6 +100,20 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
     },
     "BatonAutoscalingStopped": {"baton_autoscaling_decisions_total": _counter(3, 0)},
 }
+# Their other causes.
+ALSO: list[tuple[str, dict[str, Fault | Callable[[Labels], Fault]]]] = [
+    (
+        "BatonRedisMemory",
+        {
+            "baton_index_memory_used_bytes": _gauge(100, 800),
+            "baton_index_memory_max_bytes": _gauge(1000, 1000),
+        },
+    ),
+    (
+        "BatonRedisEviction",
+        {"baton_index_evicts_index_only": _gauge(1, 0), "baton_router_index_up": _gauge(1, 1)},
+    ),
+]
 BY_CAUSE = {
     *("BatonRouterAbsent", "BatonNoDecodeWorker", "BatonNoPrefillWorker", "BatonWorkerLost"),
     *("BatonRouterSaturated", "BatonRequestsRefused", "BatonRequestsFailing", "BatonAttemptsRetried"),
@@ -135,7 +152,7 @@ def test_an_autoscaler_that_is_gone_with_its_series_is_noticed(tmp_path: Path) -
 
 def _tests(prometheus: Prometheus) -> dict[str, Any]:
     tests = []
-    for alert, faults in CASES.items():
+    for alert, faults in [*CASES.items(), *ALSO]:
         series = [one for selector, fault in faults.items() for one in _series(prometheus, selector, fault)]
         firing = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) > bool 0'
         tests.append(

@@ -15,12 +15,14 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $router := .Values.router -}}
 {{- $config := dict
     "http_port" (int $router.httpPort) "grpc_port" (int $router.grpcPort) "metrics_port" (int $router.metricsPort)
-    "processes" (int $router.processes) "namespace" (include "baton.namespaceKey" .) "model" (include "baton.modelPath" .)
+    "namespace" (include "baton.namespaceKey" .) "model" (include "baton.modelPath" .)
     "served_model_name" (include "baton.servedName" .) "max_model_len" (int .Values.model.maxModelLen)
     "page_size" (int .Values.model.pageSize) "local_prefill" $router.localPrefill
     "share_prefixes_across_tenants" $router.sharePrefixesAcrossTenants "drain_seconds" (int $router.drainSeconds)
     "drain_delay_seconds" (int $router.drainDelaySeconds)
     "max_connection_seconds" (int $router.maxConnectionSeconds) -}}
+{{- /* As in a worker's file. */}}
+{{- if ne (int $router.processes) 1 }}{{- $_ := set $config "processes" (int $router.processes) }}{{- end }}
 {{- if $router.listenAddress }}{{- $_ := set $config "host" $router.listenAddress }}{{- end }}
 {{- if include "baton.apiKeysOn" . }}{{- $_ := set $config "api_keys_file" (printf "/etc/baton/keys/%s" .Values.apiKeys.key) }}{{- end }}
 {{- $config = merge $config (include "baton.tlsFields" . | fromYaml) -}}
@@ -51,14 +53,19 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $transfer := $root.Values.transfer -}}
 {{- $engine := dict
     "model" (include "baton.modelPath" $root) "dtype" ($pool.dtype | default $model.dtype)
-    "quantization" $model.quantization "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
+    "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
     "max_model_len" (int $model.maxModelLen) "page_size" (int $model.pageSize)
-    "kv_memory_bytes" (int64 $pool.kvMemoryBytes) "memory_utilization" (float64 $pool.memoryUtilization) "max_batch_tokens" (int $pool.maxBatchTokens)
+    "kv_memory_bytes" (int64 $pool.kvMemoryBytes) "max_batch_tokens" (int $pool.maxBatchTokens)
     "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)
     "threads" (int $pool.threads) -}}
+{{- /* Newer settings only where they differ from the process's default: a container of an earlier image that restarts during
+       a roll reads this file, and refuses a setting that it does not have. */}}
+{{- if ne $model.quantization "auto" }}{{- $_ := set $engine "quantization" $model.quantization }}{{- end }}
+{{- if ne (float64 $pool.memoryUtilization) 0.9 }}{{- $_ := set $engine "memory_utilization" (float64 $pool.memoryUtilization) }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
 {{- if $pool.expertParallel }}{{- $_ := set $engine "expert_parallel" true }}{{- end }}
-{{- if eq .role "decode" }}{{- $_ := set $engine "recompute_limit_tokens" (int (include "baton.recomputeLimit" $root)) }}{{- end }}
+{{- $recompute := int (include "baton.recomputeLimit" $root) }}
+{{- if and (eq .role "decode") $recompute }}{{- $_ := set $engine "recompute_limit_tokens" $recompute }}{{- end }}
 {{- $config := dict
     "role" .role "port" (int $pool.port) "link_port" (int $pool.linkPort) "metrics_port" (int $pool.metricsPort)
     "namespace" (include "baton.namespaceKey" $root) "drain_seconds" (int $pool.drainSeconds)

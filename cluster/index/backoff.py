@@ -1,0 +1,33 @@
+"""Exponential back-off of a worker that keeps losing its slot in the index: each other slot costs a registration and a
+report of its whole cache."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+FIRST_SECONDS = 1.0
+MOST_SECONDS = 32.0
+
+
+class SlotBackoff:
+    """The first slot is asked for at once. Pauses are random, so that workers that lost theirs at the same moment spread.
+
+    A slot that was kept for MOST_SECONDS after its pause begins anew."""
+
+    def __init__(self, rng: random.Random | None = None, clock: Callable[[], float] = time.monotonic):
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._until = clock() - 2 * MOST_SECONDS
+        self._seconds = FIRST_SECONDS
+
+    def may_ask(self) -> bool:
+        return self._clock() >= self._until
+
+    def asked(self) -> None:
+        now = self._clock()
+        if now > self._until + MOST_SECONDS:
+            self._seconds = FIRST_SECONDS
+        self._until = now + self._seconds * self._rng.uniform(0.5, 1.0)
+        self._seconds = min(2 * self._seconds, MOST_SECONDS)

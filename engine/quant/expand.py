@@ -1,0 +1,90 @@
+"""Stored codes and scales → the numbers that they stand for, in the dtype that the engine computes with.
+
+All functions are pure. A share of a matrix is expanded as the whole would be: `row_of` and `column_of` say which scale
+each of its outputs and inputs has, wherever a rank's share begins.
+
+Codes are unpacked a few outputs at a time: beside its result and its stored codes, of a byte a number at most, a matrix
+takes no memory that grows with its outputs. Packing a matrix for the kernels, or joining it with others, takes as much
+as its result again, whether it was quantised or not; so the rule for memory (engine/kv_cache.py) has no term for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Codes = Callable[[slice], Tensor]  # outputs → their codes [outputs, inputs]
+
+_ROWS = 128  # outputs that are expanded at a time, in float32
+# AutoAWQ packs eight outputs a word; output 0 in the first four bits, output 2 in the next, …: where each of the eight is.
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+# FP4 (E2M1), doubled so that all are integers (Open Compute Project, Microscaling Formats 1.0, 5.3.3).
+_FP4_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+# E8M0: 2 to the power of e − 127, here halved; 255 is not a number.
+_E8M0_HALVED = torch.tensor([*(2.0 ** (e - 128) for e in range(255)), float("nan")])
+
+
+def expand(
+    codes: Codes,
+    shape: tuple[int, int],
+    scales: Tensor,
+    dtype: torch.dtype,
+    row_of: Tensor | None = None,
+    column_of: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> Tensor:
+    """(codes − zeros) · scales, in float32 and rounded once.
+
+    shape: [outputs, inputs]; scales and zeros [rows, columns], of which output o and input i have
+    [row_of[o], column_of[i]]. None: output o has row o; the only column.
+    """
+    out = torch.empty(shape, dtype=dtype)
+    scales = scales.float()
+    for at in range(0, len(out), _ROWS):
+        part = slice(at, min(at + _ROWS, len(out)))
+        rows = part if row_of is None else row_of[part]
+        numbers = codes(part).float()
+        if zeros is not None:
+            numbers -= _columns(zeros[rows].float(), column_of)
+        out[part] = numbers.mul_(_columns(scales[rows], column_of))
+    return out
+
+
+def _columns(values: Tensor, column_of: Tensor | None) -> Tensor:
+    return values if column_of is None else values.index_select(1, column_of)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Words [rows, n], filled from the lowest bits on → uint8 [rows, n · bits of a word / bits]; 4 or 8 bits."""
+    # a copy, because a view of bytes needs a last stride of 1, which `contiguous` does not give a single word
+    found = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if bits == 4:
+        found = torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
+    return found
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """int32 [rows, n] → uint8 [rows, 8 n], in AutoAWQ's order."""
+    return unpack(words, 4).view(len(words), -1, 8)[:, :, _AWQ_PLACES].flatten(1)
+
+
+def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
+    """int32 [groups, n] → uint8 [groups, outputs]. Before its second format GPTQ stored zero points less `offset`, which
+    was subtracted from whole words: so it is added to them."""
+    if offset:
+        ones = sum(offset << at for at in range(0, 32, bits))
+        words = words + torch.tensor(ones, dtype=torch.int32)
+    return unpack(words, bits)
+
+
+def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype, inside: slice, column_of: Tensor) -> Tensor:
+    """The inputs `inside` of blocks uint8 [outputs, inputs / 2], the even input in the low four bits; scales uint8
+    [outputs, groups of 32]."""
+
+    def codes(part: slice) -> Tensor:
+        return _FP4_DOUBLED[unpack(blocks[part], 4).int()][:, inside]
+
+    shape = (len(blocks), len(column_of))
+    return expand(codes, shape, _E8M0_HALVED[scales.int()], dtype, column_of=column_of)

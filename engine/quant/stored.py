@@ -1,0 +1,260 @@
+"""A rank's share of a matrix from the tensors in which a checkpoint stores it.
+
+Tensors are cut where whole words, groups and blocks end; what is too much is dropped after it is expanded. So a share may
+begin and end anywhere, in the middle of a group too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.errors import ModelError
+from engine.quant import expand
+from engine.quant.formats import AWQ, FP8, FP8_BLOCKS, GPTQ, INT8, MX_GROUP, MXFP4, PACKED, StoredFormat
+
+
+class Source(Protocol):
+    """The tensors of a checkpoint."""
+
+    def has(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def part(self, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
+        """`parts` of the tensor, a slice per dimension; whole without them. Raises ModelError naming the tensor if it is
+        missing or its shape is not `shape`; `why` says what that follows from."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A share of the product `name`.weight, whose whole is [outputs, inputs]."""
+
+    name: str
+    outputs: int
+    inputs: int
+    rows: slice
+    columns: slice
+
+    @property
+    def whole(self) -> str:
+        return f"a matrix of {self.outputs} × {self.inputs}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the share."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+
+def is_stored(stored: StoredFormat, source: Source, name: str) -> bool:
+    """Whether the product is quantised: the checkpoint's tensors say so. Products that are to be left out (`ignore`,
+    `modules_to_not_convert`) have a plain weight instead."""
+    return any(source.has(f"{name}.{suffix}") for suffix in _MARKS[stored.form])
+
+
+def read(stored: StoredFormat, source: Source, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The share in `dtype`. Raises ModelError naming the tensor that is missing, or does not fit the others."""
+    return _READERS[stored.form](stored, source, matrix, dtype)
+
+
+def _fp8(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+    name = f"{m.name}.weight"
+    codes = source.part(name, (m.outputs, m.inputs), m.rows, m.columns)
+    _expect(name, codes, torch.float8_e4m3fn)
+    both = [f"{m.name}.{one}" for one in _MARKS[FP8] if source.has(f"{m.name}.{one}")]
+    scale = both[0]
+    if len(both) > 1:
+        raise ModelError(f"tensors {' and '.join(both)}: a matrix has one of them", field=scale)
+    high, wide = stored.block
+    rows, row_of = _blocks(m.rows, high)
+    columns, column_of = _blocks(m.columns, wide)
+    found = source.shape(scale)
+    if not high and len(found) < 2:
+        scales = _scales(source, scale, found if found in ((), (1,)) else (1,)).view(1, 1)
+    else:
+        shape = (_count(m.outputs, high), _count(m.inputs, wide))
+        what = f"in blocks of {high or m.outputs} × {wide or m.inputs}"
+        scales = _scales(source, scale, shape, rows, columns, why=f"{m.whole} {what}")
+    return expand.expand(codes.__getitem__, m.shape, scales, dtype, row_of, column_of)
+
+
+def _packed(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+    bits, group = stored.bits, stored.block[1]
+    what = f"{m.whole} in {bits} bits, groups of {group or m.inputs}"
+    groups = _count(m.inputs, group)
+    per_word = 32 // bits
+    if source.has(f"{m.name}.weight_shape"):
+        packed_from = source.part(f"{m.name}.weight_shape", (2,)).tolist()
+        if packed_from != [m.outputs, m.inputs]:
+            name = f"{m.name}.weight_packed"
+            raise ModelError(
+                f"tensor {name} stands for a matrix of {packed_from}, expected {m.whole}", field=name
+            )
+    words, inside = _words(m.columns, per_word)
+    packed = _int32(
+        source,
+        f"{m.name}.weight_packed",
+        (m.outputs, _count(m.inputs, per_word)),
+        m.rows,
+        words,
+        why=what,
+    )
+    columns, column_of = _groups(source, f"{m.name}.weight_g_idx", m, group, unset=-1)
+    scales = _scales(source, f"{m.name}.weight_scale", (m.outputs, groups), m.rows, columns, why=what)
+    zeros = torch.full_like(scales, 1 << (bits - 1))
+    if not stored.symmetric:
+        high, within = _words(m.rows, per_word)
+        name = f"{m.name}.weight_zero_point"
+        shape = (_count(m.outputs, per_word), groups)
+        found = _int32(source, name, shape, high, columns, why=what)
+        zeros = expand.unpack(found.t(), bits).t()[within]
+
+    def codes(part: slice) -> Tensor:
+        return expand.unpack(packed[part], bits)[:, inside]
+
+    return expand.expand(codes, m.shape, scales, dtype, None, column_of, zeros)
+
+
+def _awq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+    group = stored.block[1]
+    what = f"{m.whole} in groups of {group or m.inputs}"
+    groups, width = _count(m.inputs, group), _count(m.outputs, 8)
+    words, inside = _words(m.rows, 8)
+    packed = _int32(source, f"{m.name}.qweight", (m.inputs, width), m.columns, words, why=what)
+    columns, column_of = _blocks(m.columns, group)
+    zeros = _int32(source, f"{m.name}.qzeros", (groups, width), columns, words, why=what)
+    scales = _scales(source, f"{m.name}.scales", (groups, m.outputs), columns, m.rows, why=what)
+    zeros = expand.unpack_awq(zeros)[:, inside].t()
+
+    def codes(part: slice) -> Tensor:
+        some, within = _words(slice(inside.start + part.start, inside.start + part.stop), 8)
+        return (
+            expand.unpack_awq(packed[:, some])[:, within].t().contiguous()
+        )  # else all that follows is strided
+
+    return expand.expand(codes, m.shape, scales.t(), dtype, None, column_of, zeros)
+
+
+def _gptq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+    bits, group = stored.bits, stored.block[1]
+    what = f"{m.whole} in {bits} bits, groups of {group or m.inputs}"
+    groups, per_word = _count(m.inputs, group), 32 // bits
+    words, inside = _words(m.columns, per_word)
+    shape = (_count(m.inputs, per_word), m.outputs)
+    packed = _int32(source, f"{m.name}.qweight", shape, words, m.rows, why=what)
+    columns, column_of = _groups(source, f"{m.name}.g_idx", m, group)
+    scales = _scales(source, f"{m.name}.scales", (groups, m.outputs), columns, m.rows, why=what)
+    width, within = _words(m.rows, per_word)
+    shape = (groups, _count(m.outputs, per_word))
+    zeros = _int32(source, f"{m.name}.qzeros", shape, columns, width, why=what)
+    zeros = expand.gptq_zeros(zeros, bits, stored.zero_offset)[:, within].t()
+
+    def codes(part: slice) -> Tensor:
+        return expand.unpack(packed[:, part].t(), bits)[:, inside]
+
+    return expand.expand(codes, m.shape, scales.t(), dtype, None, column_of, zeros)
+
+
+def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+    what = f"{m.whole} in groups of {MX_GROUP}"
+    pairs, inside = _words(m.columns, 2)
+    name, scale = f"{m.name}.weight_packed", f"{m.name}.weight_scale"
+    blocks = source.part(name, (m.outputs, _count(m.inputs, 2)), m.rows, pairs, why=what)
+    columns, column_of = _blocks(m.columns, MX_GROUP)
+    scales = source.part(scale, (m.outputs, _count(m.inputs, MX_GROUP)), m.rows, columns, why=what)
+    _expect(name, blocks, torch.uint8)
+    _expect(scale, scales, torch.uint8)
+    return expand.mxfp4(blocks, scales, dtype, inside, column_of)
+
+
+def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
+    """int8 codes [outputs, inputs], and the scale of each output."""
+    name = f"{m.name}.weight"
+    codes = source.part(name, (m.outputs, m.inputs), m.rows, m.columns)
+    _expect(name, codes, torch.int8)
+    return codes, _scales(source, f"{name}_scale", (m.outputs, 1), m.rows)[:, 0]
+
+
+# Tensors of which one says that the product is stored in the form.
+_MARKS: dict[str, tuple[str, ...]] = {
+    INT8: ("weight_scale",),
+    FP8: ("weight_scale", "weight_scale_inv"),
+    FP8_BLOCKS: ("weight_scale", "weight_scale_inv"),
+    PACKED: ("weight_packed",),
+    AWQ: ("qweight",),
+    GPTQ: ("qweight",),
+    MXFP4: ("weight_packed",),
+}
+_READERS: dict[str, Callable[[StoredFormat, Source, Matrix, torch.dtype], Tensor]] = {
+    FP8: _fp8,
+    FP8_BLOCKS: _fp8,
+    PACKED: _packed,
+    AWQ: _awq,
+    GPTQ: _gptq,
+    MXFP4: _mxfp4,
+}
+
+
+def _count(size: int, each: int) -> int:
+    """Groups of `each` in `size`; 0: one of all."""
+    return -(-size // each) if each else 1
+
+
+def _blocks(part: slice, each: int) -> tuple[slice, Tensor]:
+    """The blocks that `part` touches, and which of these each of its elements is in."""
+    if not each:
+        return slice(0, 1), torch.zeros(part.stop - part.start, dtype=torch.int64)
+    first = part.start // each
+    return slice(first, _count(part.stop, each)), torch.arange(part.start, part.stop) // each - first
+
+
+def _words(part: slice, each: int) -> tuple[slice, slice]:
+    """The words of `each` elements that hold `part`, and where it is in them."""
+    first = part.start // each
+    begin = part.start - first * each
+    return slice(first, _count(part.stop, each)), slice(begin, begin + part.stop - part.start)
+
+
+def _groups(
+    source: Source, name: str, m: Matrix, group: int, unset: int | None = None
+) -> tuple[slice, Tensor]:
+    """As `_blocks` of the inputs; by the tensor `name` (act-order: any input may be in any group) where there is one.
+    `unset`: what all of it is where its writer has not filled it."""
+    if not source.has(name):
+        return _blocks(m.columns, group)
+    groups = _count(m.inputs, group)
+    found = source.part(name, (m.inputs,))
+    if found.dtype not in (torch.int32, torch.int64):
+        raise ModelError(f"tensor {name} is stored as {found.dtype}, expected int32", field=name)
+    low, high = map(int, found.aminmax())
+    if low == high == unset:
+        return _blocks(m.columns, group)
+    if low < 0 or high >= groups:
+        raise ModelError(
+            f"tensor {name} names groups {low} to {high}, expected 0 to {groups - 1} for {m.whole}",
+            field=name,
+        )
+    return slice(0, groups), found[m.columns].long()
+
+
+def _scales(source: Source, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
+    found = source.part(name, shape, *parts, why=why)
+    if not found.is_floating_point():
+        raise ModelError(f"tensor {name} is stored as {found.dtype}, expected floating point", field=name)
+    return found
+
+
+def _int32(source: Source, name: str, shape: tuple[int, ...], *parts: slice, why: str) -> Tensor:
+    found = source.part(name, shape, *parts, why=why)
+    _expect(name, found, torch.int32)
+    return found
+
+
+def _expect(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype:
+        wanted = str(dtype).removeprefix("torch.")
+        raise ModelError(f"tensor {name} is stored as {tensor.dtype}, expected {wanted}", field=name)

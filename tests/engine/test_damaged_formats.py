@@ -1,0 +1,233 @@
+"""Quantised checkpoints whose settings or tensors are wrong, or mean what is not computed: refused by name, or read as
+their writer reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cluster.errors import ModelError
+from engine.model.config import ModelConfig
+from engine.model.weights import Checkpoint
+from engine.quant import stored
+from engine.quant.formats import AWQ, FP8, FP8_BLOCKS, GPTQ, MXFP4, PACKED, StoredFormat
+from tests.engine.test_formats import (
+    DOWN,
+    GOLDEN,
+    Tensors,
+    changed,
+    checkpoint_of,
+    expanded,
+    group_of,
+    matrices,
+    whole,
+)
+from worker.model_id import make_model_id
+
+FLOAT = torch.float32
+
+
+def rewritten(name: str, path: Path, **tensors: Tensor) -> Checkpoint:
+    """The golden checkpoint with other tensors of one matrix."""
+    model = changed(name, path)
+    found = load_file(model / "model.safetensors")
+    save_file(found | {f"{DOWN}.{key}": one for key, one in tensors.items()}, model / "model.safetensors")
+    return checkpoint_of(model)
+
+
+# --- settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        # GPTQModel's FP8, whose weights are divided by its weight_scale_inv
+        ("fp8-deepseek", {"weight_scale_semantics": "inverse"}, "fp8.weight_scale_semantics = 'inverse'"),
+        ("fp8-deepseek", {"kv_cache_scheme": "static"}, "fp8.kv_cache_scheme"),
+        ("fp8-deepseek", {"weight_block_size": [1 << 31, 128]}, "weight_block_size"),
+        ("fp8-deepseek", {"weight_block_size": f"128x{10**30}"}, "weight_block_size"),
+        # GPTQModel's: inputs of down_proj are rotated when the model runs
+        ("gptq-8", {"rotation": "hadamard"}, "gptq.rotation = 'hadamard'"),
+        ("gptq-8", {"adapter": {"name": "lora", "rank": 8}}, "gptq.adapter"),
+        ("gptq-8", {"is_marlin_format": True}, "gptq.is_marlin_format"),
+        ("gptq-8", {"format": "gptq_v2"}, "format 'gptq_v2' with checkpoint_format 'gptq'"),
+        ("gptq-8", {"group_size": 1 << 40}, "gptq.group_size = 1099511627776"),
+        ("awq", {"rotation": "random"}, "awq.rotation"),
+        ("awq", {"adapter": {"name": "lora"}}, "awq.adapter"),
+        ("w4a16", group_of("w4a16", "weights", symmetric="false"), "g.weights.symmetric = 'false'"),
+        ("w4a16", group_of("w4a16", "weights", group_size=10**30), "g.weights.group_size"),
+    ],
+)
+def test_settings_that_change_the_weights_are_refused(name, changes, says, tmp_path) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        ModelConfig.read(changed(name, tmp_path, **changes))
+    assert caught.value.field == "quantization_config"
+
+
+def test_a_group_in_another_format_is_refused(tmp_path) -> None:
+    groups: Any = group_of("w4a16", "weights")["config_groups"]
+    groups["g"]["format"] = "pack-quantized"
+    assert ModelConfig.read(changed("w4a16", tmp_path, config_groups=groups)).quantization is not None
+    groups["g"]["format"] = "int-quantized"
+    with pytest.raises(ModelError, match=r"g\.format = 'int-quantized' in format 'pack-quantized'"):
+        ModelConfig.read(changed("w4a16", tmp_path, config_groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("w4a16", {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}),
+        ("fp8-deepseek", {"fmt": "float8_e4m3fn"}),
+        ("gptq-8", {"format": "gptq", "rotation": None, "adapter": None}),
+        # Which matrices are quantised is read off the tensors: patterns of the file are never compiled
+        ("w4a16", {"ignore": ["re:(a+)+$", "re:((("]}),
+        ("fp8-deepseek", {"modules_to_not_convert": ["re:(x+x+)+y", "["]}),
+    ],
+)
+def test_settings_that_change_nothing_are_read(name, changes, tmp_path) -> None:
+    plain = ModelConfig.read(GOLDEN / name).quantization
+    assert ModelConfig.read(changed(name, tmp_path, **changes)).quantization == plain
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 5_000_000,
+        {"quant_method": "y" * 5_000_000},
+        {"quant_method": "modelopt", "quant_algo": "z\n" * 5_000_000},
+        {"format": "pack-quantized", "config_groups": {"z\x1b[2J" * 1_000_000: 1}},
+        {"quant_method": "gptq", "bits": list(range(1_000_000))},
+    ],
+)
+def test_what_a_file_says_is_cut_in_an_error(value, tmp_path) -> None:
+    path = tmp_path / "config.json"
+    raw = json.loads((GOLDEN / "awq" / "config.json").read_text())
+    path.write_text(json.dumps(raw | {"quantization_config": value}))
+    with pytest.raises(ModelError) as caught:
+        ModelConfig.read(tmp_path)
+    assert len(str(caught.value)) < 2000
+    assert str(caught.value).isprintable()
+
+
+def test_brackets_of_any_depth_have_an_id_or_are_refused(tmp_path) -> None:
+    """Depths that can be read but not written too."""
+    model = changed("w4a16", tmp_path, ignore="HERE")
+    plain = (model / "config.json").read_text()
+    ids = set()
+    for depth in range(850, 1001):
+        (model / "config.json").write_text(plain.replace('"HERE"', "[" * depth + "]" * depth))
+        with contextlib.suppress(ModelError):
+            ids.add(make_model_id(model))
+    assert 0 < len(ids) < 151
+
+
+# --- tensors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "says"),
+    [
+        ("fp8-block", {"weight_scale_inv": torch.ones(2, 3)}, "a matrix has one of them"),
+        ("fp8-block", {"weight_scale": torch.ones(2, 3).int()}, "stored as torch.int32, expected floating point"),
+        ("w4a16", {"weight_scale": torch.ones(64, 3).bool()}, "stored as torch.bool, expected floating point"),
+        ("awq", {"scales": torch.ones(3, 64).int()}, "stored as torch.int32, expected floating point"),
+        ("gptq-act-order", {"scales": torch.ones(3, 64).int()}, "torch.int32, expected floating point"),
+        ("gptq-act-order", {"g_idx": torch.zeros(96)}, "stored as torch.float32, expected int32"),
+        ("gptq-act-order", {"g_idx": torch.arange(96).int() // 32 - 1}, "names groups -1 to 1"),
+        ("gptq-act-order", {"g_idx": torch.full((96,), -1, dtype=torch.int32)}, "names groups -1 to -1"),
+        ("mxfp4", {"weight_scale": torch.ones(64, 3).to(torch.float8_e4m3fn)}, "expected uint8"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_what_they_should_be_are_named(name, tensors, says, tmp_path) -> None:
+    checkpoint = rewritten(name, tmp_path, **tensors)
+    with pytest.raises(ModelError, match=says) as caught:
+        checkpoint.matrix(f"{DOWN}.weight", 64, 96)
+    assert caught.value.field.startswith(DOWN)
+
+
+def test_an_order_that_was_not_filled_is_that_of_the_columns(tmp_path) -> None:
+    """compressed-tensors begins with −1 everywhere, and takes it for no order."""
+    checkpoint = rewritten("w4a16", tmp_path, weight_g_idx=torch.full((96,), -1, dtype=torch.int32))
+    expected = matrices("w4a16")[f"{DOWN}.weight"]
+    assert torch.equal(expanded(checkpoint, f"{DOWN}.weight", 64, 96), expected)
+    half = expanded(checkpoint, f"{DOWN}.weight", 64, 96, columns=slice(48, 96))
+    assert torch.equal(half, expected[:, 48:])
+
+
+def test_every_rank_refuses_a_wrong_order(tmp_path) -> None:
+    """Also one whose own inputs are in groups that there are."""
+    order = torch.zeros(96, dtype=torch.int32)
+    order[95] = 3
+    checkpoint = rewritten("gptq-act-order", tmp_path, g_idx=order)
+    with pytest.raises(ModelError, match="names groups 0 to 3"):
+        checkpoint.matrix(f"{DOWN}.weight", 64, 96, columns=slice(0, 48))
+
+
+@pytest.mark.parametrize("form", [FP8, FP8_BLOCKS, PACKED, AWQ, GPTQ, MXFP4])
+def test_nothing_is_allocated_for_inputs_that_the_file_does_not_have(form) -> None:
+    class Small(Tensors):
+        def part(self, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
+            raise ModelError("another shape", field=name)
+
+    names = ("weight_scale", "weight_packed", "qweight")
+    tensors = Small({f"m.{name}": torch.zeros(1) for name in names})
+    with pytest.raises(ModelError, match="another shape"):
+        stored.read(StoredFormat(form, (1, 32), 4), tensors, whole(8, 1 << 50), FLOAT)
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+def e4m3(code: int) -> float:
+    """By its definition (FP8 Formats for Deep Learning, table 1)."""
+    sign, exponent, mantissa = -1 if code & 128 else 1, code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return math.nan
+    return sign * (mantissa / 8 * 2.0**-6 if not exponent else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def test_all_codes_of_fp8() -> None:
+    tensors = Tensors(
+        {
+            "m.weight": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 32),
+            # as DeepSeek's later models store scales: exponents alone
+            "m.weight_scale_inv": torch.tensor([[124]], dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        }
+    )
+    found = stored.read(StoredFormat(FP8_BLOCKS, (8, 32)), tensors, whole(8, 32), FLOAT).flatten()
+    expected = torch.tensor([e4m3(code) / 8 for code in range(256)])
+    assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().sum() == 2
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_all_scales_of_mxfp4() -> None:
+    """2^(e − 127), down to numbers that are subnormal; 255 is not a number."""
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    tensors = Tensors(
+        {"m.weight_packed": torch.full((256, 16), 0x2A, dtype=torch.uint8), "m.weight_scale": scales}
+    )
+    found = stored.read(StoredFormat(MXFP4, (1, 32), 4), tensors, whole(256, 32), FLOAT)
+    assert found[255].isnan().all()
+    expected = torch.tensor([2.0 ** (e - 127) for e in range(255)])
+    assert torch.equal(found[:255, ::2], -expected[:, None].expand(-1, 16))
+    assert torch.equal(found[:255, 1::2], expected[:, None].expand(-1, 16))
+
+
+@pytest.mark.parametrize("rows", [slice(0, 40), slice(17, 39)])
+@pytest.mark.parametrize("columns", [slice(0, 72), slice(40, 71)])
+def test_blocks_that_the_edges_of_a_matrix_cut(rows, columns) -> None:
+    weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(4)).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=torch.Generator().manual_seed(5))
+    spread = scales.repeat_interleave(32, 0)[:40].repeat_interleave(32, 1)[:, :72]
+    tensors = Tensors({"m.weight": weight, "m.weight_scale_inv": scales})
+    share = stored.Matrix("m", 40, 72, rows, columns)
+    found = stored.read(StoredFormat(FP8_BLOCKS, (32, 32)), tensors, share, FLOAT)
+    assert torch.equal(found, (weight.float() * spread)[rows, columns])

@@ -1,0 +1,393 @@
+"""Quantised checkpoints that other projects' code wrote: read to the last bit, whole and in shares, and served."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cluster.config.worker import EngineConfig
+from cluster.errors import ConfigError, ModelError
+from engine import build
+from engine.model.config import ModelConfig
+from engine.model.layer_weights import LayerWeights
+from engine.model.weights import Checkpoint
+from engine.quant import expand, formats, stored
+from engine.quant.formats import FORMS
+from engine.request import EngineRequest, SamplingParams
+from tests.engine.ranks import engine_of, run, runners
+from tests.harness.exactness import MOST_TIES
+from tests.harness.live_bytes import taken
+from worker.model_id import make_model_id
+
+GOLDEN = Path(__file__).with_name("golden") / "formats"
+NAMES = sorted(path.name for path in GOLDEN.iterdir())
+SHAPES = {
+    **{f"self_attn.{name}_proj": (64 if name in "qo" else 32, 64) for name in "qkvo"},
+    **{f"mlp.{name}_proj": (96, 64) for name in ("gate", "up")},
+    "mlp.down_proj": (64, 96),
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPT = [5 + 3 * i % 50 for i in range(40)]
+
+
+def checkpoint_of(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    return Checkpoint(path, dtype, torch.device("cpu"), quantization=ModelConfig.read(path).quantization)
+
+
+def expanded(checkpoint: Checkpoint, name: str, *shape: int, **part: slice) -> Tensor:
+    found = checkpoint.matrix(name, *shape, **part)
+    assert isinstance(found, Tensor)
+    assert found.untyped_storage().nbytes() == found.numel() * found.itemsize, "it keeps more than itself"
+    return found
+
+
+def digest(matrix: Tensor) -> str:
+    """As in golden/make_formats.py."""
+    return hashlib.blake2b((matrix.float().contiguous() + 0.0).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def matrices(name: str) -> dict[str, Tensor]:
+    checkpoint = checkpoint_of(GOLDEN / name)
+    names = {f"model.layers.0.{part}.weight": shape for part, shape in SHAPES.items()}
+    return {tensor: expanded(checkpoint, tensor, *shape) for tensor, shape in names.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matrices_are_those_of_their_writer(name) -> None:
+    expected = json.loads((GOLDEN / name / "digests.json").read_text())
+    assert {tensor: digest(matrix) for tensor, matrix in matrices(name).items()} == expected
+    assert len(expected) == 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_are_cut_anywhere(name) -> None:
+    """In the middle of words, groups and blocks too; in bf16 the whole is rounded once."""
+    whole = matrices(name)
+    checkpoint, rounded = checkpoint_of(GOLDEN / name), checkpoint_of(GOLDEN / name, torch.bfloat16)
+    for part in ("self_attn.k_proj", "mlp.down_proj"):
+        tensor, shape = f"model.layers.0.{part}.weight", SHAPES[part]
+        for cut in (slice(0, 16), slice(5, 27), slice(31, 32), slice(21, shape[0] - 1)):
+            assert torch.equal(expanded(checkpoint, tensor, *shape, rows=cut), whole[tensor][cut])
+        for cut in (slice(0, 48), slice(33, 63), slice(shape[1] - 3, shape[1]), slice(21, shape[1] - 1)):
+            assert torch.equal(expanded(checkpoint, tensor, *shape, columns=cut), whole[tensor][:, cut])
+        assert torch.equal(expanded(rounded, tensor, *shape), whole[tensor].bfloat16())
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    """Hugging Face's model in fp32, of the matrices that the first test compares with their writer's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
+    del raw["quantization_config"]
+    model = LlamaForCausalLM(LlamaConfig(**raw)).float().eval()
+    wanted = set(model.state_dict())
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    plain = {key: one.float() for key, one in tensors.items() if key in wanted}
+    model.load_state_dict(plain | matrices(name))
+    return model
+
+
+@torch.inference_mode()
+def assert_reference(name: str, tokens: list[int]) -> None:
+    logits = reference(name)(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    behind = logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+    assert behind.max() < 1e-4, behind.tolist()
+    assert (behind == 0).sum() >= len(tokens) - MOST_TIES
+
+
+RANKS = [1, pytest.param(2, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", RANKS)
+def test_tokens_are_those_of_the_expanded_weights(name, size) -> None:
+    """Two ranks cut the groups and blocks of 32 of `down_proj` at 48."""
+    with runners(GOLDEN / name, size) as ranks:
+        outputs = run(engine_of(ranks[0]), EngineRequest("r", PROMPT, GREEDY))
+    assert_reference(name, outputs.tokens["r", 0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_served_as_int8_too(name) -> None:
+    with runners(GOLDEN / name, 1, quantization="int8") as ranks:
+        outputs = run(engine_of(ranks[0]), EngineRequest("r", PROMPT, GREEDY))
+    assert len(outputs.tokens["r", 0]) == GREEDY.max_tokens
+
+
+# --- larger matrices, by transformers' code ----------------------------------------------------------
+
+
+class Tensors(dict[str, Tensor]):
+    """A `Source` of tensors in memory."""
+
+    def has(self, name: str) -> bool:
+        return name in self
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self[name].shape)
+
+    def part(self, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
+        assert tuple(self[name].shape) == shape, (name, why)
+        return self[name][parts[: len(shape)]]
+
+
+def whole(outputs: int, inputs: int) -> stored.Matrix:
+    return stored.Matrix("m", outputs, inputs, slice(0, outputs), slice(0, inputs))
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_fp8_blocks_are_read_as_transformers_writes_them(scale_fmt, block) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = SimpleNamespace(weight_block_size=block, scale_fmt=scale_fmt)
+    quantizer = SimpleNamespace(quantization_config=config)
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(1))
+    writer: Any = Fp8Quantize(quantizer)  # its annotations are wrong
+    found = writer.convert({"m.weight": weight})
+    expected = Fp8Dequantize(quantizer)._dequantize_one(
+        found["m.weight"], found["m.weight_scale_inv"], torch.float32
+    )
+    how = formats.stored_format(
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block}}
+    )
+    assert how is not None
+    assert torch.equal(stored.read(how, Tensors(found), whole(256, 384), torch.float32), expected)
+
+
+@pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
+def test_zero_points_of_gptqs_two_formats(bits, ones) -> None:
+    """GPTQModel writes the first by subtracting ones from the words of the second, borrowing where a zero point is 0."""
+    second = torch.randint(
+        -(1 << 31), (1 << 31) - 1, (5, 6), dtype=torch.int32, generator=torch.Generator().manual_seed(3)
+    )
+    second[0] = 0
+    expected = expand.gptq_zeros(second, bits, 0)
+    assert torch.equal(expand.gptq_zeros(second - ones, bits, 1), expected)
+    assert expected.shape == (5, 6 * 32 // bits)
+
+
+@pytest.mark.parametrize("variant", ["phi3-window", "glm4"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_families_with_fused_matrices_and_heads_in_another_order(variant, rank, checkpoint, tmp_path) -> None:
+    """Blocks of 16 × 16 cross the ends of queries, keys and ranks' shares, and the order of a head's dimensions."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = SimpleNamespace(weight_block_size=(16, 16), scale_fmt="float")
+    quantizer = SimpleNamespace(quantization_config=config)
+    writer: Any = Fp8Quantize(quantizer)  # its annotations are wrong
+    reader: Any = Fp8Dequantize(quantizer)
+    packed: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in load_file(checkpoint(variant) / "model.safetensors").items():
+        found = {name: tensor}
+        if name.endswith("proj.weight"):
+            found = writer.convert({name: tensor})
+            assert len(found) == 2, name
+            tensor = reader._dequantize_one(*found.values(), torch.float32)
+        packed |= found
+        plain[name] = tensor
+    paths = {"plain": plain, "packed": packed}
+    for kind, tensors in paths.items():
+        shutil.copytree(checkpoint(variant), tmp_path / kind)
+        save_file(tensors, tmp_path / kind / "model.safetensors")
+    raw = json.loads((tmp_path / "packed" / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(raw))
+    expected, read = (
+        LayerWeights(ModelConfig.read(path), checkpoint_of(path), rank, 2)
+        for path in (tmp_path / "plain", tmp_path / "packed")
+    )
+    for part in ("qkv", "gate_up"):
+        one, other = getattr(expected, part)("layers.0.")[0], getattr(read, part)("layers.0.")[0]
+        assert torch.equal(one, other)
+    for part in ("output", "down"):
+        one, other = getattr(expected, part)("layers.0."), getattr(read, part)("layers.0.")
+        assert torch.equal(one, other)
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+def changed(name: str, path: Path, **changes: object) -> Path:
+    shutil.copytree(GOLDEN / name, path, dirs_exist_ok=True)
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] |= changes
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
+def group_of(name: str, part: str, **changes: object) -> dict[str, object]:
+    raw = json.loads((GOLDEN / name / "config.json").read_text())
+    group = raw["quantization_config"]["config_groups"]["group_0"]
+    return {"config_groups": {"g": group | {part: (group[part] or {}) | changes}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("fp8-deepseek", {"fmt": "e5m2"}, r"fp8.fmt = 'e5m2'"),
+        ("fp8-deepseek", {"expert_dtype": "fp4"}, "fp8.expert_dtype = 'fp4'"),
+        ("fp8-deepseek", {"weight_block_size": [1, 32]}, "MXFP8"),
+        ("fp8-deepseek", {"weight_block_size": [128]}, "weight_block_size"),
+        ("fp8-deepseek", {"weight_block_size": [0, 128]}, "weight_block_size"),
+        ("fp8-deepseek", {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
+        ("awq", {"version": "gemv"}, "AWQ's packing 'gemv'"),
+        ("awq", {"bits": 3}, "awq.bits = 3"),
+        ("awq", {"zero_point": False}, "without zero points"),
+        ("awq", {"group_size": 0}, "awq.group_size = 0"),
+        ("gptq-8", {"bits": 3}, "gptq.bits = 3"),
+        ("gptq-8", {"checkpoint_format": "marlin"}, "format 'marlin'"),
+        ("gptq-8", {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        ("w4a16", group_of("w4a16", "weights", num_bits=3), "g.weights.num_bits = 3"),
+        ("w4a16", group_of("w4a16", "weights", strategy="tensor"), "g.weights.strategy = 'tensor'"),
+        ("w4a16", group_of("w4a16", "weights", group_size=None), "g.weights.group_size = None"),
+        ("w4a16", group_of("w4a16", "input_activations", num_bits=8), "g.input_activations"),
+        ("fp8-channel", group_of("fp8-channel", "weights", symmetric=False), "g.weights.symmetric = False"),
+        ("fp8-channel", group_of("fp8-channel", "weights", strategy="group"), "strategy = 'group'"),
+        ("fp8-channel", group_of("fp8-channel", "input_activations", type="int"), "type = 'int'"),
+        ("fp8-block", group_of("fp8-block", "weights", block_structure=None), "block_structure = None"),
+        ("mxfp4", group_of("mxfp4", "weights", group_size=16), "g.weights.group_size = 16"),
+        ("mxfp4", group_of("mxfp4", "input_activations", num_bits=4), "with MXFP4 weights"),
+    ],
+)
+def test_what_is_not_read_is_refused_from_config_json(name, changes, says, tmp_path) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        ModelConfig.read(changed(name, tmp_path, **changes))
+    assert caught.value.field == "quantization_config"
+
+
+def test_groups_that_differ_are_refused(tmp_path) -> None:
+    groups = {
+        "a": group_of("w4a16", "weights")["config_groups"]["g"],  # type: ignore[index]
+        "b": group_of("w4a16", "weights", num_bits=8)["config_groups"]["g"],  # type: ignore[index]
+    }
+    with pytest.raises(ModelError, match="config_groups whose weights differ"):
+        ModelConfig.read(changed("w4a16", tmp_path, config_groups=groups))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_they_are_refused_on_cards(name, quantization) -> None:
+    with pytest.raises(ConfigError, match="served on CPUs only, not on cuda"):
+        build.check(EngineConfig(model=GOLDEN / name, device="cuda", quantization=quantization))
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value", "says"),
+    [
+        ("fp8-block", "weight_scale", torch.ones(2, 2), r"\(2, 2\), expected \(2, 3\) for a matrix of 64 × 96 in b"),
+        ("fp8-tensor", "weight_scale", torch.ones(2), r"\(2,\), expected \(1,\)"),
+        ("fp8-channel", "weight_scale", torch.ones(32, 1), r"\(32, 1\), expected \(64, 1\)"),
+        ("fp8-channel", "weight", torch.zeros(64, 96), "stored as torch.float32, expected float8_e4m3fn"),
+        ("fp8-channel", "weight_scale", None, "stored as torch.float8_e4m3fn, expected floating point of 16"),
+        ("w4a16", "weight_scale", torch.ones(64, 2), r"\(64, 2\), expected \(64, 3\) for a matrix of 64 × 96"),
+        ("w4a16", "weight_shape", torch.tensor([64, 88]), r"stands for a matrix of \[64, 88\]"),
+        ("w4a16", "weight_packed", torch.zeros(64, 12), r"stored as torch.float32, expected int32"),
+        ("w4a16-asymmetric", "weight_zero_point", None, "weight_zero_point is missing"),
+        ("awq", "scales", torch.ones(2, 64), r"\(2, 64\), expected \(3, 64\) for a matrix of 64 × 96 in groups"),
+        ("awq", "qzeros", None, "qzeros is missing"),
+        ("gptq-act-order", "g_idx", torch.full((96,), 3), "names groups 3 to 3, expected 0 to 2"),
+        ("gptq-act-order", "qweight", torch.zeros(12, 8), r"\(12, 8\), expected \(12, 64\)"),
+        ("mxfp4", "weight_scale", torch.ones(64, 2), r"\(64, 2\), expected \(64, 3\)"),
+    ],
+)  # fmt: skip
+def test_a_matrix_that_does_not_fit_its_scales_is_named(name, tensor, value, says, tmp_path) -> None:
+    model = changed(name, tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    del tensors[f"{DOWN}.{tensor}"]
+    if value is not None:
+        tensors[f"{DOWN}.{tensor}"] = value.int() if tensor == "g_idx" else value
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ModelError, match=says) as caught:
+        checkpoint_of(model).matrix(f"{DOWN}.weight", 64, 96)
+    assert caught.value.field.startswith(DOWN)
+
+
+# --- memory, ids, the table --------------------------------------------------------------------------
+
+
+def _words(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+OUT, IN, GROUPS = 4096, 256, 256 // 32
+TALL = {
+    "fp8-block": {"weight": torch.zeros(OUT, IN).to(torch.float8_e4m3fn), "weight_scale": torch.ones(OUT // 32, GROUPS)},
+    "w4a16": {"weight_packed": _words(OUT, IN // 8), "weight_scale": torch.ones(OUT, GROUPS)},
+    "awq": {
+        "qweight": _words(IN, OUT // 8), "qzeros": _words(GROUPS, OUT // 8), "scales": torch.ones(GROUPS, OUT).half(),
+    },
+    "gptq-act-order": {
+        "qweight": _words(IN // 8, OUT), "qzeros": _words(GROUPS, OUT // 8), "scales": torch.ones(GROUPS, OUT).half(),
+        "g_idx": _words(IN),
+    },
+    "mxfp4": {
+        "weight_packed": torch.zeros(OUT, IN // 2, dtype=torch.uint8),
+        "weight_scale": torch.zeros(OUT, GROUPS, dtype=torch.uint8),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TALL)
+def test_a_matrix_is_not_unpacked_at_once(name) -> None:
+    """Beside its result and what is stored it takes less than a byte per number."""
+    how = ModelConfig.read(GOLDEN / name).quantization
+    assert how is not None
+    tensors = Tensors({f"m.{key}": tensor for key, tensor in TALL[name].items()})
+    share = stored.Matrix("m", OUT, IN, slice(1, OUT), slice(0, IN))
+    numbers = (OUT - 1) * IN
+    live = taken(lambda: stored.read(how, tensors, share, torch.bfloat16))
+    live -= sum(one.nbytes for one in tensors.values())  # parts of them are made by operations too
+    assert numbers < live < 2.75 * numbers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_take_what_they_are_expanded_to(name) -> None:
+    model = ModelConfig.read(GOLDEN / name)
+    matrices_ = sum(math.prod(shape) for shape in SHAPES.values())
+    beside = 64 * 64 * 2 + 2 * 64  # embedding and head; norms but the last
+    for dtype, width in (("bfloat16", 2), ("float32", 4)):
+        config = EngineConfig(model=GOLDEN / name, dtype=dtype)  # type: ignore[arg-type]
+        assert build.weight_bytes(model, config) == (matrices_ + beside) * width
+    assert build.weight_bytes(model, config.model_copy(update={"quantization": "int8"})) < matrices_ * 2
+
+
+def test_the_bytes_are_said_before_weights_are_read() -> None:
+    lines: list[str] = []
+    config = EngineConfig(model=GOLDEN / "awq", dtype="bfloat16", kv_memory_bytes=1 << 20)
+    build.load_model(config, tell=lines.append)
+    said = build.weight_bytes(ModelConfig.read(GOLDEN / "awq"), config)
+    assert lines[0].startswith(f"weights take {said} bytes on each rank, stored as AWQ")
+    assert "expanded to bfloat16 while loading" in lines[0] and lines[1] == "weights are read"
+
+
+def test_an_id_names_the_form_and_its_settings(tmp_path) -> None:
+    plain = make_model_id(GOLDEN / "gptq-8")
+    assert make_model_id(changed("gptq-8", tmp_path / "gptq-8")) == plain
+    other = changed("gptq-8", tmp_path / "gptq-8", checkpoint_format="gptq_v2")
+    assert make_model_id(other) != plain
+    assert make_model_id(GOLDEN / "gptq-8", quantization="int8") != plain
+
+
+def test_every_form_that_is_computed_has_a_golden_checkpoint() -> None:
+    read = {name for name, form in FORMS.items() if name and not isinstance(form.cells[formats.CPU], str)}
+    found = {ModelConfig.read(GOLDEN / name).quantization.form for name in NAMES}  # type: ignore[union-attr]
+    assert found | {formats.INT8} == read
