@@ -135,11 +135,13 @@ def ends_of(engine: Engine, request: EngineRequest) -> list[TokenOutput]:
 
 
 def test_an_end_inside_kept_drafts_ends_the_choice():
-    expected = continuation([5] * 6, 9)
+    expected = continuation([5] * 6, 8)
     stop = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(expected[-1],))
-    tokens = ends_of(engine_with(Right), EngineRequest("r", [5] * 6, stop))
+    engine = engine_with(Right)
+    tokens = ends_of(engine, EngineRequest("r", [5] * 6, stop))
     assert [one.token_id for one in tokens] == expected
-    assert [one.finish for one in tokens] == [None] * 8 + [FinishReason.STOP]
+    assert [one.finish for one in tokens] == [None] * 7 + [FinishReason.STOP]
+    assert (engine.stats().draft_tokens, engine.stats().draft_tokens_kept) == (2 + 4, 2 + 3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
@@ -202,7 +204,7 @@ def test_counts_grow_with_success_and_pauses_with_failure():
 
 
 def test_drafts_are_for_steps_of_few_single_tokens():
-    """A prompt's step has none, and a batch in which each sequence could have less than one."""
+    """None where each sequence could have less than one."""
     engine = engine_with(Right, blocks=400)
     rows = drafts.MOST_ROWS
     for index in range(rows // 2 + 1):
@@ -213,27 +215,46 @@ def test_drafts_are_for_steps_of_few_single_tokens():
     engine.abort("r0")
     engine.step()
     assert engine.stats().draft_tokens == rows // 2
+
+
+def test_a_step_with_a_prompt_has_no_drafts():
+    engine = engine_with(Right, blocks=400)
+    engine.add(EngineRequest("running", [5] * 6, greedy(40)))
+    for _ in range(2):
+        engine.step()
+    before = engine.stats().draft_tokens
     engine.add(EngineRequest("late", [3] * 9, greedy(4)))
     engine.step()
-    assert engine.stats().draft_tokens == rows // 2, "beside a prompt"
-    assert len(engine.step_items) == rows // 2 + 1
+    assert [len(item.token_ids) for item in engine.step_items] == [1, 9]
+    assert engine.stats().draft_tokens == before == 2
+    engine.step()
+    assert engine.stats().draft_tokens > before
 
 
 def test_drafts_leave_free_blocks_to_others():
     """Each running sequence may need a block of its own next."""
-    engine = engine_with(Right, blocks=4, speculative_tokens=8)
-    engine.add(EngineRequest("one", [5] * (2 * PAGE), greedy(30)))
-    engine.step()
-    (sequence,) = engine._scheduler.requests["one"]
-    for _ in range(3):
-        engine.step()
-        assert len(sequence.blocks) == -(-sequence.num_computed // PAGE)
-    assert engine.stats().draft_tokens_kept == 5 and engine.stats().preemptions == 0
+    drafted = {}
+    for blocks in (4, 5):
+        engine = engine_with(Right, blocks=blocks, speculative_tokens=8)
+        engine.add(EngineRequest("one", [5] * (2 * PAGE), greedy(30)))
+        for _ in range(3):  # then its last block is full, and it is to have four drafts
+            engine.step()
+        drafted[blocks] = engine.stats().draft_tokens
+    assert drafted == {4: 2, 5: 2 + 4}
 
 
 def test_it_excludes_steps_launched_ahead():
     with pytest.raises(ValidationError, match="overlap on launches a step before"):
         EngineConfig(model=Path("/none"), overlap="on", speculation="ngram")
+
+
+def test_no_step_is_launched_ahead(monkeypatch):
+    """Not on a card either, where overlap auto would."""
+    monkeypatch.setattr("engine.engine.overlaps", lambda *_: True)
+    engine = engine_with(Right)
+    tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(20)))
+    assert [one.token_id for one in tokens] == continuation([5] * 6, 20)
+    assert engine._runner.ahead == 0 < engine.stats().draft_tokens_kept  # type: ignore[attr-defined]
 
 
 # --- prompt lookup ---------------------------------------------------------------------------------------
