@@ -34,6 +34,7 @@ from engine.scheduler.aging import Clock
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
+from engine.speculation.drafts import Drafter
 
 
 class StepTimes:
@@ -92,8 +93,13 @@ class Engine:
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
         sampler = sampler_for(runner.device)
-        self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters, sampler)
-        self._overlap = overlaps(config.overlap, runner.device, runner.num_ranks)
+        self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len)
+        self._outputs = OutputProcessor(
+            self._scheduler, prefixes, limits, self._counters, sampler, self._drafter
+        )
+        self._overlap = config.speculation == "none" and overlaps(
+            config.overlap, runner.device, runner.num_ranks
+        )
         self._flight: Flight | None = None
         self._collected_at = 0.0
         self.steps = 0
@@ -215,13 +221,14 @@ class Engine:
         output = StepOutput([], done, decision.evicted_reservations, began)
         if not decision.scheduled:
             return output
+        self._drafter.draft(decision)
         self._scheduler.rows.assign(decision.scheduled)
         plan = decision.plan()
         self.step_items = plan.items if before is None else plan.items + before.plan.items
         logits = self._runner.execute(plan, before.pending.token_ids if before is not None else None)
         for sequence in decision.scheduled:
             sequence.blocks_in_row = len(sequence.blocks)
-        return Flight(decision, plan, self._outputs.begin(decision, plan, logits), output)
+        return Flight(decision, plan, self._outputs.begin(decision, plan, logits), output, logits)
 
     def _may_follow(self, flight: Flight) -> bool:
         """Whether the next step may be launched now: scheduling it neither admits, preempts nor evicts."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from engine.cache.block_pool import BlockPool
 from engine.next_tokens import PendingTokens
 from engine.plan import StepPlan
@@ -24,6 +26,7 @@ class Flight:
     plan: StepPlan
     pending: PendingTokens
     output: StepOutput
+    logits: Tensor  # of the items, in order
     # Its sequences have been advanced by their token, which is -1 - i until the host has read entry i of `pending`.
     followed: bool = False
     # Sequences whose token before this step was drawn again: it has computed a wrong token for them.
@@ -58,9 +61,10 @@ class Flight:
 
     def hold_left(self, pool: BlockPool, page: int) -> None:
         """Keep the blocks that the step may still be writing from other use, if their sequences have left."""
-        for sequence, item in zip(self.decision.scheduled, self.plan.items, strict=True):
+        for sequence, item in zip(self.decision.scheduled, self.plan.items, strict=False):
             if not sequence.blocks:
-                first, end = item.begin // page, -(-(item.begin + len(item.token_ids)) // page)
+                reached = item.end + len(self.decision.drafts.get(sequence, ()))
+                first, end = item.begin // page, -(-reached // page)
                 written = [block for block in item.block_ids[first:end] if block not in self.held]
                 pool.retain(written, sequence.request.tenant)
                 self.held.update(dict.fromkeys(written))
@@ -73,6 +77,8 @@ class Flight:
 def predictable(flight: Flight) -> bool:
     """Whether the next step can be planned without this one's tokens: each sequence gets one, and nothing that depends on
     which one it is has to be computed on the host."""
+    if flight.decision.drafts:  # how many of them are kept is known afterwards only
+        return False
     return flight.pending.all_begun and all(
         item.num_logits == len(item.token_ids) == 1 and _plain(sequence)
         for sequence, item in zip(flight.decision.scheduled, flight.plan.items, strict=True)

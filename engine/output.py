@@ -19,6 +19,7 @@ from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
+from engine.speculation.drafts import Drafter
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ class OutputProcessor:
         limits: StopLimits,
         counters: EngineStats,
         sampler: Sampler,
+        drafter: Drafter,
     ):
+        self._drafter = drafter
         self._sampler = sampler
         self._scheduler = scheduler
         self._prefixes = prefixes
@@ -49,7 +52,7 @@ class OutputProcessor:
 
     def begin(self, decision: StepDecision, plan: StepPlan, logits: Tensor) -> PendingTokens:
         """Begin to draw. `logits` is [tokens of `plan` that want them, vocab]."""
-        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.num_logits]
+        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=False) if item.num_logits]
         draws = [Draws(s, row, self._new_choices(s)) for row, s in enumerate(sampled)]
         return PendingTokens(draws, logits, self._limits, self._sampler)
 
@@ -59,12 +62,50 @@ class OutputProcessor:
         for sequence, count in flight.decision.scheduled.items():
             if not flight.keeps(sequence):  # it has left, or another choice of its request has failed
                 continue
-            try:
-                if not flight.followed:
-                    self._advance(sequence, count, span)
-                self._prefixes.register(sequence, sequence.num_computed)
-            except Exception as error:
-                self._fail(sequence, engine_request_error(error), output)
+            if not flight.followed:
+                self._advance(sequence, count, span)
+            self._register(sequence, output)
+        self._take(pending, flight)
+        if flight.decision.drafts:
+            self._verify(flight)
+
+    def _verify(self, flight: Flight) -> None:
+        """Keep drafts while they are what is drawn. Each draw is that of a step of its own, its row computed from the same
+        tokens: so penalties, stops and the random numbers are those without drafts."""
+        drafts, first = flight.decision.drafts, len(flight.pending.draws)
+        rows = dict[Sequence, int]()  # of the logits: that of each one's first draft
+        for sequence, tokens in drafts.items():
+            rows[sequence], first = first, first + len(tokens)
+        kept = dict.fromkeys(drafts, 0)
+        live = list(drafts)
+        while live := [s for s in live if self._keeps_draft(flight, s, drafts[s], kept[s])]:
+            for sequence in live:
+                sequence.num_computed += 1
+                self._register(sequence, flight.output)
+            draws = [Draws(s, rows[s] + kept[s], 1) for s in live if flight.keeps(s)]
+            for sequence in live:
+                kept[sequence] += 1
+            self._take(PendingTokens(draws, flight.logits, self._limits, self._sampler), flight)
+        for sequence, tokens in drafts.items():
+            self._counters.draft_tokens += len(tokens)
+            self._counters.draft_tokens_kept += kept[sequence]
+            if flight.keeps(sequence):
+                self._drafter.judged(sequence, len(tokens), kept[sequence])
+
+    @staticmethod
+    def _keeps_draft(flight: Flight, sequence: Sequence, drafts: list[int], kept: int) -> bool:
+        return kept < len(drafts) and flight.keeps(sequence) and sequence.tokens[-1] == drafts[kept]
+
+    def _register(self, sequence: Sequence, output: StepOutput) -> None:
+        """What it has computed is cached; a failure ends its request."""
+        try:
+            self._prefixes.register(sequence, sequence.num_computed)
+        except Exception as error:
+            self._fail(sequence, engine_request_error(error), output)
+
+    def _take(self, pending: PendingTokens, flight: Flight) -> None:
+        """Append drawn tokens to their sequences, and add them to the step's output."""
+        output = flight.output
         for index, drawn in enumerate(pending.results()):
             sequence = pending.draws[index].sequence
             if not flight.keeps(sequence):

@@ -22,7 +22,7 @@ class PlanItem(msgspec.Struct, frozen=True, gc=False):  # a struct: 256 of them 
     token_ids: list[int]
     begin: int
     block_ids: list[int]  # blocks of positions [0, end), in order; perhaps more
-    row: int  # of the block tables; no other item of the plan has it
+    row: int  # of the block tables; only drafts of a sequence share its row
     num_logits: int  # of the last tokens, so many; 1 when `end` reaches the last known token: one is sampled
     export: bool = False
     blocks_in_row: int = 0  # the row holds so many leading blocks already

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.checkpoint import SHAPE, ModelShape
 from bench.figures import Figure, Section
@@ -33,7 +33,8 @@ def run(context: Context) -> Section:
     return Section("engine", "Engine", bench.figures(limits.gemm_flops, limits.read_bytes, context.repeats))
 
 
-def load(model: Path, device: str, page_size: int = 16, quantization: str = "auto") -> Engine:
+def load(model: Path, device: str, page_size: int = 16, **settings: Any) -> Engine:
+    """`settings`: further ones of EngineConfig."""
     from cluster.config.worker import EngineConfig
     from engine.build import load_model
     from engine.engine import Engine
@@ -47,7 +48,7 @@ def load(model: Path, device: str, page_size: int = 16, quantization: str = "aut
         max_batch_tokens=PROMPT_TOKENS,
         threads=1,
         page_size=page_size,
-        quantization=quantization,
+        **settings,
     )
     runner = ModelRunner(load_model(config))
     runner.warm_up()

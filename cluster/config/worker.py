@@ -77,6 +77,12 @@ class EngineConfig(Frozen):
         description="launch a decode step before the host has read the tokens of the last one; auto: on CUDA. Never with "
         "tensor_parallel above 1",
     )
+    speculation: Literal["none", "ngram"] = Field(
+        "none",
+        description="tokens proposed and checked beside the last one of each request, where few run; ngram: those that "
+        "followed its last tokens earlier in its prompt or output. The output is the same; with overlap auto or off only",
+    )
+    speculative_tokens: int = Field(4, ge=1, le=15, description="most tokens proposed at a time")
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
     expert_parallel: bool = Field(
         False,
@@ -106,6 +112,15 @@ class EngineConfig(Frozen):
     def context_blocks(self) -> int:
         """KV blocks of the longest context, once max_model_len is resolved."""
         return -(-self.max_model_len // self.page_size)
+
+    @model_validator(mode="after")
+    def _drafts_wait_for_tokens(self) -> EngineConfig:
+        if self.overlap == "on" and self.speculation != "none":
+            raise ValueError(
+                f"overlap on launches a step before the tokens of the last one are known, speculation "
+                f"{self.speculation} needs them: use overlap auto, or speculation none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_card_is_one_rank(self) -> EngineConfig:

@@ -14,6 +14,7 @@ class StepDecision:
 
     # Tokens to compute; their blocks are allocated.
     scheduled: dict[Sequence, int] = field(default_factory=dict)
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # of single tokens; blocks as above
     copies: dict[Sequence, BlockCopy] = field(default_factory=dict)  # of a scheduled sequence's last block
     evicted_reservations: list[str] = field(default_factory=list)  # now EVICTED; the worker aborts them
     # To the router: the choices of each request, finished.
@@ -22,6 +23,8 @@ class StepDecision:
     cached_tokens: int = 0  # of the sequences that were admitted
 
     def plan(self) -> StepPlan:
+        """The items of the scheduled sequences, then an item for each draft: it attends as a single token does, to what
+        is before it, which the step has written when attention begins."""
         items = [
             PlanItem(
                 request_id=s.request.request_id,
@@ -35,7 +38,20 @@ class StepDecision:
             )
             for s, count in self.scheduled.items()
         ]
-        return StepPlan(items, list(self.copies.values()))
+        drafts = [
+            PlanItem(
+                request_id=s.request.request_id,
+                token_ids=[token],
+                begin=len(s.tokens) + index,
+                block_ids=s.blocks,
+                row=s.row,
+                num_logits=1,
+                blocks_in_row=len(s.blocks),
+            )
+            for s, tokens in self.drafts.items()
+            for index, token in enumerate(tokens)
+        ]
+        return StepPlan(items + drafts, list(self.copies.values()))
 
     def drop(self, sequence: Sequence) -> None:
         """It has lost its blocks to another one of this step."""

@@ -358,6 +358,16 @@ class Scheduler:
             sequence.blocks_in_row = min(sequence.blocks_in_row, sequence.num_computed // self._page)
         return True
 
+    def grow_spare(self, sequence: Sequence, tokens: int) -> int:
+        """Allocate blocks for `tokens` tokens of a scheduled sequence, or for as many as free blocks allow that no other
+        needs next; returns for how many it has blocks."""
+        spare = 0 if self.waiting or self.short_of_blocks else self._pool.num_free - len(self.running)
+        have = len(sequence.blocks)
+        tokens = min(tokens, (have + max(0, spare)) * self._page)
+        if self.blocks_for(tokens) > have:
+            self._blocks.grow(sequence, tokens)
+        return tokens
+
     # --- when blocks are short -------------------------------------------------------------------------
 
     def _make_room(self, growing: Sequence, decision: StepDecision) -> bool:

@@ -21,6 +21,7 @@ from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
+from engine.speculation.drafts import Drafter
 
 PAGE, VOCAB, CONTEXT, EOS = 4, 16, 256, 2
 STEP_SECONDS = 1 / 32
@@ -59,7 +60,10 @@ class Parts:
         self.now, self.step_seconds = 100.0, STEP_SECONDS
         self.scheduler = Scheduler(config, self.pool, prefixes, lambda: self.now)
         limits = StopLimits((EOS,), CONTEXT)
-        self.outputs = OutputProcessor(self.scheduler, prefixes, limits, self.counters, HostSampler())
+        drafter = Drafter(config, self.scheduler, self.pool, CONTEXT)
+        self.outputs = OutputProcessor(
+            self.scheduler, prefixes, limits, self.counters, HostSampler(), drafter
+        )
 
     def choices(self, name: str) -> list[Sequence]:
         return self.scheduler.requests[name]
@@ -75,7 +79,8 @@ class Parts:
                 row[value] = 1.0
         assert len(rows) == sum(item.num_logits for item in plan.items)
         span = StepSpan(10.0, 12.0, sum(decision.scheduled.values()))
-        flight = Flight(decision, plan, self.outputs.begin(decision, plan, logits), StepOutput([], []))
+        pending = self.outputs.begin(decision, plan, logits)
+        flight = Flight(decision, plan, pending, StepOutput([], []), logits)
         self.outputs.finish(flight, span)
         self.check()
         return flight.output

@@ -73,6 +73,15 @@ class LateSampler(HostSampler):
         return draw
 
 
+class HalfRight:
+    """Proposes the model's own tokens, with a wrong one among them in about half of the drafts."""
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        drafts = continuation(tokens, count)
+        wrong = (7 * len(tokens) + tokens[-1]) % (2 * count)
+        return [*drafts[:wrong], 1, *drafts[wrong + 1 :]] if wrong < count else drafts
+
+
 class World:
     def __init__(
         self,
@@ -83,10 +92,12 @@ class World:
         batch: int = 256,
         tenants: int = 1,
         overlap: bool = False,
+        speculation: bool = False,
     ):
         self.runner = LateRunner(
             blocks,
-            overlap="on" if overlap else "off",
+            overlap="on" if overlap and not speculation else "off",
+            speculation="ngram" if speculation else "none",
             max_batch_tokens=budget,
             max_batch_requests=batch,
             chunked_prefill=chunked,
@@ -96,6 +107,7 @@ class World:
         self.now = 0.0
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET, clock=lambda: self.now)
         self.engine._outputs._sampler = LateSampler(self.runner)
+        self.engine._drafter.proposer = HalfRight
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.reserved: dict[str, list[int]] = {}
@@ -247,9 +259,10 @@ operations = st.one_of(
     batch=st.sampled_from([2, 256]),
     tenants=st.integers(1, 3),
     overlap=st.booleans(),
+    speculation=st.booleans(),
 )
-def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, tenants, overlap):
-    world = World(blocks, budget, chunked, limit, batch, tenants, overlap)
+def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, tenants, overlap, speculation):
+    world = World(blocks, budget, chunked, limit, batch, tenants, overlap, speculation)
     for name, *arguments in steps:
         getattr(world, name)(*arguments)
         world.check()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,96 +11,21 @@ import torch
 from cluster.config.worker import EngineConfig
 from engine.build import load_model
 from engine.engine import Engine, overlaps
-from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
+from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
-from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.row import Row
 from tests.engine.fake_model import FakeRunner, continuation
 from tests.engine.ranks import KV_BYTES, engine_of, run
+from tests.engine.served import CPU, serve
 from tests.harness.checkpoints import prompt_ids
-
-CPU = torch.device("cpu")
-
-
-@dataclass
-class Seen:
-    tokens: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    chains: set[tuple[bytes, ...]] = field(default_factory=set)
-
-    def streams(self) -> dict[tuple[str, int], list[tuple[int, FinishReason | None]]]:
-        return {key: [(one.token_id, one.finish) for one in tokens] for key, tokens in self.tokens.items()}
-
-
-def some_requests(seed: int) -> list[EngineRequest]:
-    rng = random.Random(seed)
-    requests = []
-    for i in range(24):
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.7, 1.0, 3.0]),
-            top_p=rng.choice([1.0, 0.9]),
-            seed=i,
-            max_tokens=rng.randint(1, 30),
-            min_tokens=rng.choice([0, 0, 5]),
-            ignore_eos=rng.random() < 0.3,
-            stop_token_ids=tuple(rng.sample(range(3, 97), rng.choice([0, 8]))),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.2]),
-            logprobs=rng.random() < 0.3,
-            top_logprobs=2,
-        )
-        prompt = [rng.randint(3, 6) for _ in range(rng.randint(1, 20))]
-        requests.append(EngineRequest(f"r{i}", prompt, params, n=rng.choice([1, 1, 2, 3])))
-    return requests
-
-
-def serve(
-    overlap: str,
-    seed: int,
-    *,
-    blocks: int = 400,
-    device: bool = False,
-    aborted: bool = False,
-    **settings: Any,
-) -> tuple[Seen, FakeRunner]:
-    runner = FakeRunner(blocks, overlap=overlap, **settings)
-    seen = Seen()
-
-    def on_chain(report: ChainReport) -> None:
-        if report.held:
-            assert report.held <= len(report.hashes)
-            seen.chains.add(tuple(report.hashes[: report.held]))
-
-    engine = Engine(runner, runner.config, secret=b"o", on_chain=on_chain)
-    if device:
-        engine._outputs._sampler = DeviceSampler(CPU)
-    rng, requests, count = random.Random(seed), some_requests(seed), 0
-    while requests or engine.has_work:
-        if requests and (not engine.has_work or rng.random() < 0.15):
-            engine.add(requests.pop())
-        if aborted and rng.random() < 0.1:
-            engine.abort(f"r{rng.randrange(24)}")
-        output = engine.step()
-        engine.check_integrity()
-        assert all(token >= 0 for s in engine._scheduler.sequences() for token in s.tokens)
-        for token in output.tokens:
-            stream = seen.tokens.setdefault((token.request_id, token.choice), [])
-            assert not stream or (stream[-1].position + 1 == token.position and stream[-1].finish is None)
-            stream.append(token)
-        for done in output.done:
-            if done.error is not None:
-                seen.errors[done.request_id] = done.error.message
-        count += 1
-        assert count < 5000
-    assert engine.stats().blocks_held == 0
-    return seen, runner
 
 
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_streams_are_the_same(seed, device):
     """Stop tokens, limits, choices, logprobs; requests come at any time."""
-    plain, runner = serve("off", seed, device=device)
-    ahead, following = serve("on", seed, device=device)
+    plain, runner, _ = serve("off", seed, device=device)
+    ahead, following, _ = serve("on", seed, device=device)
     assert ahead.tokens == plain.tokens and ahead.errors == plain.errors
     assert ahead.chains == plain.chains
     assert runner.ahead == 0 and following.ahead > 10
@@ -111,15 +34,15 @@ def test_streams_are_the_same(seed, device):
 @pytest.mark.parametrize("seed", range(4))
 def test_streams_are_the_same_where_blocks_are_short(seed):
     """Sequences are preempted and computed again."""
-    plain, _ = serve("off", seed, blocks=18, max_batch_tokens=16)
-    ahead, following = serve("on", seed, blocks=18, max_batch_tokens=16)
+    plain, _, _ = serve("off", seed, blocks=18, max_batch_tokens=16)
+    ahead, following, _ = serve("on", seed, blocks=18, max_batch_tokens=16)
     assert ahead.streams() == plain.streams() and following.ahead > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_streams_are_beginnings_where_requests_are_aborted(seed):
-    whole, _ = serve("off", seed)
-    some, following = serve("on", seed, aborted=True)
+    whole, _, _ = serve("off", seed)
+    some, following, _ = serve("on", seed, aborted=True)
     assert following.ahead > 10 and len(some.tokens) > 5
     for key, stream in some.streams().items():
         assert stream == whole.streams()[key][: len(stream)]

@@ -115,6 +115,18 @@ def test_whole_experts_are_a_pools_own_value(renderer: Renderer) -> None:
     assert "use decode.expertParallel" in again.error
 
 
+def test_speculation_is_of_decode_workers(renderer: Renderer) -> None:
+    rendered = renderer.render(ValueSet(values={"decode": {"speculation": "ngram"}}))
+    texts = [one["data"]["worker.yaml"] for one in rendered.of("ConfigMap") if "worker.yaml" in one["data"]]
+    workers = [yaml.safe_load(text) for text in texts]
+    assert {one["role"]: one["engine"].get("speculation") for one in workers} == {
+        "prefill": None,
+        "decode": "ngram",
+    }
+    again = renderer.render(ValueSet(values={"decode": {"config": {"engine": {"speculation": "ngram"}}}}))
+    assert "use decode.speculation" in again.error
+
+
 def test_addresses_of_foreign_nodes_are_not_the_charts(renderer: Renderer) -> None:
     values = {
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},

@@ -64,6 +64,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- if ne (float64 $pool.memoryUtilization) 0.9 }}{{- $_ := set $engine "memory_utilization" (float64 $pool.memoryUtilization) }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
 {{- if $pool.expertParallel }}{{- $_ := set $engine "expert_parallel" true }}{{- end }}
+{{- if and (eq .role "decode") (ne $root.Values.decode.speculation "none") }}{{- $_ := set $engine "speculation" $root.Values.decode.speculation }}{{- end }}
 {{- $recompute := int (include "baton.recomputeLimit" $root) }}
 {{- if and (eq .role "decode") $recompute }}{{- $_ := set $engine "recompute_limit_tokens" $recompute }}{{- end }}
 {{- $config := dict

@@ -28,7 +28,10 @@
     "transfer.transport" "transfer.transport" "transfer.require_transport" "transfer.requireTransport"
     "transfer.ring_bytes" "transfer.ringBytes" "transfer.ring_max_bytes" "transfer.ringMaxBytes"
     "transfer.slot_bytes" "transfer.slotBytes" "transfer.port_range" "transfer.nixlPorts" }}
-{{- if eq $role "decode" }}{{- $_ := set $worker "engine.recompute_limit_tokens" "decode.recomputeLimitTokens" }}{{- end }}
+{{- if eq $role "decode" }}
+{{- $_ := set $worker "engine.recompute_limit_tokens" "decode.recomputeLimitTokens" }}
+{{- $_ := set $worker "engine.speculation" "decode.speculation" }}
+{{- end }}
 {{- /* On nodes that are not the chart's, addresses are not its business. */}}
 {{- if ne $.Values.ray.mode "external" }}{{- $_ := set $worker "host" "nothing: it is the pod's address" }}{{- end }}
 {{- include "baton.checkConfig" (dict "where" $role "config" (index $.Values $role).config "taken" (merge $worker $tls $names)) }}

@@ -1,0 +1,102 @@
+"""Decode of one request with speculation beside decode without, on one thread, in alternating pairs.
+
+A bias makes every answer the same token, and each token of a scripted proposer is right with probability α: what
+speculation gains is then a matter of α and of the number of drafts alone. (A random model's own streams part at near-ties
+of bf16, where products of one row and of several round differently.) τ is tokens per step, beside
+(1 − α^(γ+1)) / (1 − α), what always γ drafts would give.
+
+On random text prompt lookup finds little, and should cost nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from bench.context import Context
+from bench.figures import Figure, Section
+from bench.pairs.ratios import interval
+from bench.sections.engine import load
+
+PAIRS = 7
+PROMPT, TOKENS = 64, 96
+DRAFTS = 4
+SAID = 7
+CASES = {0.6: "", 0.8: "≥ 1.8", 0.9: "≥ 1.8", 1.0: "≥ 1.8"}  # α → target
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    bias: dict[int, float]
+
+
+class Scripted:
+    def __init__(self, right: float):
+        self._right = right
+        self._source = random.Random(1)
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        return [SAID if self._source.random() < self._right else SAID + 1 for _ in range(count)]
+
+
+def run(context: Context) -> Section:
+    plain = load(context.model, "cpu")
+    drafting = load(context.model, "cpu", speculation="ngram", speculative_tokens=DRAFTS)
+    source = random.Random(0)
+    prompt = [source.randrange(1000, 4000) for _ in range(PROMPT)]
+    pairs, lookup = context.repeats(PAIRS), drafting._drafter.proposer
+    figures = []
+    for right, bound in CASES.items():
+        request = Request(prompt, {SAID: 100.0})
+        scripted = partial(Scripted, right)
+        figures += _case(plain, drafting, request, scripted, pairs, f"α = {right:g}", bound, _tau(right))
+    figures += _case(plain, drafting, Request(prompt, {}), lookup, pairs, "random text", "≥ 1.0", "")
+    return Section("speculation", f"Speculation, up to {DRAFTS} drafts, batch 1", figures)
+
+
+def _tau(right: float) -> str:
+    tau = DRAFTS + 1 if right == 1.0 else (1 - right ** (DRAFTS + 1)) / (1 - right)
+    return f" (always {DRAFTS}: {tau:.2f})"
+
+
+def _case(
+    plain: Any,
+    drafting: Any,
+    request: Request,
+    proposer: Callable[[], Any],
+    pairs: int,
+    name: str,
+    bound: str,
+    tau: str,
+) -> list[Figure]:
+    drafting._drafter.proposer = proposer
+    ratios, seconds = list[float](), list[float]()
+    steps = drafting.steps
+    for number in range(pairs + 1):
+        order = (drafting, plain) if number % 2 else (plain, drafting)
+        taken = {id(engine): _serve(engine, request) for engine in order}
+        if number:  # the first is not counted
+            ratios.append(taken[id(plain)] / taken[id(drafting)])
+            seconds.append(taken[id(drafting)])
+    tokens_per_step = (pairs + 1) * TOKENS / (drafting.steps - steps)
+    low, high = interval(ratios)
+    rate = TOKENS / statistics.median(seconds)
+    note = f"{rate:.1f} tok/s, τ = {tokens_per_step:.2f}{tau}; {low:.2f} to {high:.2f}, {pairs} pairs"
+    return [Figure(name, statistics.median(ratios), "×", bound, note)]
+
+
+def _serve(engine: Any, request: Request) -> float:
+    """Seconds from the first token to the last."""
+    from engine.request import EngineRequest, SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logit_bias=request.bias)
+    engine.add(EngineRequest("bench", request.prompt, sampling))
+    engine.step()
+    began = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - began

@@ -1,0 +1,98 @@
+"""Which sequences of a step get drafts, and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from cluster.config.worker import EngineConfig
+from engine.cache.block_pool import BlockPool
+from engine.plan import table_rows
+from engine.scheduler.decision import StepDecision
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.speculation.prompt_lookup import PromptLookup
+
+
+class Proposer(Protocol):
+    """Of one sequence."""
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        """Up to `count` tokens that may follow `tokens`, which begin with those of the last call."""
+
+
+# Rows of a step, drafts included, up to which another row costs little beside reading the weights.
+MOST_ROWS = 16
+
+LONGEST_PAUSE = 64  # tokens without drafts, after drafts of which none was kept again and again
+
+
+@dataclass
+class Drafting:
+    """Of one sequence: its proposer, and how many drafts it gets next."""
+
+    proposer: Proposer
+    count: int = 2
+    useless: int = 0  # times in a row that no draft was kept
+    resume_at: int = 0  # number of tokens from which it gets drafts again
+
+    def judged(self, length: int, drafted: int, kept: int, most: int) -> None:
+        """Of `drafted` drafts the first `kept` were kept; the sequence has `length` tokens now.
+
+        Twice as many while all are kept, one more than were kept otherwise; pauses double while none is kept.
+        """
+        if kept:
+            self.useless = 0
+            self.count = min(most, 2 * self.count if kept == drafted else kept + 1)
+            return
+        self.useless += 1
+        self.count = 1
+        self.resume_at = length + min(LONGEST_PAUSE, 1 << min(self.useless, 6))
+
+
+class Drafter:
+    """Drafts are spare work: they take no block that another sequence needs, and preempt and evict nothing."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, pool: BlockPool, max_len: int):
+        self._most = config.speculative_tokens if config.speculation != "none" else 0
+        self.proposer: Callable[[], Proposer] = PromptLookup
+        self._scheduler = scheduler
+        self._pool = pool
+        self._max_len = max_len
+        rows = table_rows(config.max_batch_tokens, pool.total)
+        self._of_sequence = WeakKeyDictionary[Sequence, Drafting]()
+        self._rows = min(MOST_ROWS, config.max_batch_requests, rows)
+
+    def draft(self, decision: StepDecision) -> None:
+        """Add drafts to a step of single tokens, with blocks for them."""
+        scheduled = decision.scheduled
+        left = self._rows - len(scheduled)
+        if not self._most or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
+            return
+        each = left // len(scheduled)
+        for sequence in scheduled:
+            if drafts := self._of(sequence, min(each, self._most)):
+                decision.drafts[sequence] = drafts
+
+    def _of(self, sequence: Sequence, most: int) -> list[int]:
+        request, length = sequence.request, len(sequence.tokens)
+        output = length - sequence.num_prompt
+        begun = output > len(request.output_tokens) or (request.n == 1 and sequence.num_computed)
+        if request.prefill_only or request.export or not begun:
+            return []
+        state = self._of_sequence.get(sequence)
+        if state is None:
+            state = self._of_sequence[sequence] = Drafting(self.proposer())
+        # The last token may be drawn, but not drafted: nothing follows it.
+        most = min(most, state.count, request.sampling.max_tokens - output - 1, self._max_len - length - 1)
+        if length < state.resume_at or most <= 0:
+            return []
+        drafts = state.proposer.propose(sequence.tokens, most)
+        room = self._scheduler.grow_spare(sequence, length + len(drafts)) - length
+        return drafts[:room]
+
+    def judged(self, sequence: Sequence, drafted: int, kept: int) -> None:
+        """Of the sequence's drafts the first `kept` were kept."""
+        self._of_sequence[sequence].judged(len(sequence.tokens), drafted, kept, self._most)

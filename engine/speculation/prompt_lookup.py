@@ -1,0 +1,52 @@
+"""Proposes what followed the last tokens where they occurred before: in prompts that are edited, quoted or summarised.
+
+The algorithm is prompt lookup decoding (Saxena, 2023), without a model of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+LONGEST, SHORTEST = 4, 2  # of the last tokens that are looked for; the longest first
+# A search is bounded, because a client chooses the text: so many tokens back, and so many places that are none, where the
+# bytes are those of halves of neighbours.
+WINDOW_TOKENS = 16_384
+MOST_FALSE = 16
+_SIZE = 4  # bytes of a token
+
+
+class PromptLookup:
+    """Of one sequence. Its tokens are kept as bytes, where a search costs microseconds."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens that may follow `tokens`, which must begin with those of the last call; [] if their end
+        occurs nowhere before."""
+        held = self._bytes
+        held += array("i", tokens[len(held) // _SIZE :]).tobytes()
+        for length in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+            if (at := self._last(length)) >= 0:
+                return self._from(at, count)
+        return []
+
+    def _last(self, length: int) -> int:
+        """Where what follows the last occurrence of the last `length` tokens begins, in bytes; -1: nowhere."""
+        held, size = self._bytes, length * _SIZE
+        pattern, end = bytes(held[-size:]), len(held) - 1
+        start = max(0, len(held) - WINDOW_TOKENS * _SIZE)
+        for _ in range(MOST_FALSE):
+            at = held.rfind(pattern, start, end)
+            if at < 0:
+                return -1
+            if at % _SIZE == 0:
+                return at + size
+            end = at + size - 1
+        return -1
+
+    def _from(self, at: int, count: int) -> list[int]:
+        """What follows from `at` on. At the end of the tokens it goes on with itself: they repeat with this period."""
+        follows = array("i", bytes(self._bytes[at : at + count * _SIZE])).tolist()
+        return (follows * -(-count // len(follows)))[:count]

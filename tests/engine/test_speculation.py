@@ -1,0 +1,336 @@
+"""Speculation: streams, ends, reports and blocks are those without it, and fewer steps compute them."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config.worker import EngineConfig
+from engine.build import load_model
+from engine.engine import Engine
+from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from engine.runner import ModelRunner
+from engine.speculation import drafts, prompt_lookup
+from engine.speculation.drafts import LONGEST_PAUSE, Drafting
+from engine.speculation.prompt_lookup import PromptLookup
+from tests.engine.fake_model import CONTEXT, PAGE, FakeRunner, continuation
+from tests.engine.ranks import KV_BYTES, engine_of, run
+from tests.engine.served import serve
+from tests.harness.checkpoints import prompt_ids
+
+
+class Right:
+    """Proposes the fake model's own tokens."""
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        return continuation(tokens, count)
+
+
+class MostlyRight:
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        rng = random.Random(len(tokens) * 100 + tokens[-1])
+        return [token if rng.random() < 0.7 else 3 for token in continuation(tokens, count)]
+
+
+class Wrong:
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        return [1] * count
+
+
+class Seen:
+    def __init__(self, streams: list[list[int]]):
+        self._streams = streams
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        end = len(tokens)
+        known = next((one for one in self._streams if one[:end] == tokens), [])
+        return [5 if at % 5 == 0 else token for at, token in enumerate(known[end : end + count], end)]
+
+
+def greedy(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
+
+
+def engine_with(proposer: Any, blocks: int = 60, **settings: Any) -> Engine:
+    runner = FakeRunner(blocks, speculation="ngram", **settings)
+    engine = Engine(runner, runner.config, secret=b"s")
+    engine._drafter.proposer = proposer
+    return engine
+
+
+# --- the same streams ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_are_the_same(seed, device, monkeypatch):
+    """Stop tokens, limits, choices, penalties, logprobs; requests come at any time."""
+    monkeypatch.setattr(drafts, "MOST_ROWS", 64)
+    plain, _, _ = serve("off", seed, device=device)
+    drafted, _, engine = serve("off", seed, device=device, speculation="ngram", proposer=MostlyRight)
+    assert drafted.tokens == plain.tokens and drafted.errors == plain.errors
+    assert drafted.chains == plain.chains
+    stats = engine.stats()
+    assert 0 < stats.draft_tokens_kept < stats.draft_tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_are_the_same_where_blocks_are_short(seed):
+    """Sequences are preempted and computed again; drafts take no block from another."""
+    plain, _, _ = serve("off", seed, blocks=18, max_batch_tokens=16)
+    drafted, _, engine = serve(
+        "off", seed, blocks=18, max_batch_tokens=16, speculation="ngram", proposer=MostlyRight
+    )
+    assert drafted.streams() == plain.streams()
+    assert engine.stats().draft_tokens_kept > 0 < engine.stats().preemptions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_real_models_tokens_are_those_without_drafts(checkpoint, dtype):
+    """Greedy and sampled, with penalties, choices and logprobs. The proposer has seen the answers, and errs at each fifth
+    token."""
+    part = prompt_ids(24, seed=5)
+    requests = [
+        EngineRequest("greedy", part * 3, greedy(60)),
+        EngineRequest("prompt", prompt_ids(40, seed=1) + part, greedy(60, logprobs=True, top_logprobs=2)),
+        EngineRequest("choices", part * 2, SamplingParams(0.3, seed=2, max_tokens=40, ignore_eos=True), n=2),
+        EngineRequest("penalty", part * 2, greedy(40, repetition_penalty=1.1, presence_penalty=0.2)),
+    ]
+    plain, engine = (
+        engine_of(
+            ModelRunner(
+                load_model(
+                    EngineConfig(
+                        model=checkpoint("llama"), dtype=dtype, kv_memory_bytes=KV_BYTES, speculation=way
+                    )
+                )
+            )
+        )
+        for way in ("none", "ngram")
+    )
+    for request in requests:
+        expected = run(plain, request).tokens
+        streams = [[*request.prompt_tokens, *tokens] for tokens in expected.values()]
+        engine._drafter.proposer = partial(Seen, streams)
+        assert run(engine, request).tokens == expected, request.request_id
+    assert engine.stats().draft_tokens_kept > 100 and engine.steps < plain.steps - 80
+
+
+# --- ends ------------------------------------------------------------------------------------------------
+
+
+def ends_of(engine: Engine, request: EngineRequest) -> list[TokenOutput]:
+    engine.add(request)
+    tokens = []
+    while engine.has_work:
+        tokens += engine.step().tokens
+        engine.check_integrity()
+    assert engine.stats().blocks_held == 0
+    return tokens
+
+
+def test_an_end_inside_kept_drafts_ends_the_choice():
+    expected = continuation([5] * 6, 8)
+    stop = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(expected[-1],))
+    engine = engine_with(Right)
+    tokens = ends_of(engine, EngineRequest("r", [5] * 6, stop))
+    assert [one.token_id for one in tokens] == expected
+    assert [one.finish for one in tokens] == [None] * 7 + [FinishReason.STOP]
+    assert (engine.stats().draft_tokens, engine.stats().draft_tokens_kept) == (2 + 4, 2 + 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
+def test_no_draft_goes_beyond_max_tokens(count):
+    engine = engine_with(Right)
+    tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(count)))
+    assert [one.token_id for one in tokens] == continuation([5] * 6, count)
+    assert engine.stats().draft_tokens == engine.stats().draft_tokens_kept <= max(0, count - 2)
+
+
+def test_no_draft_goes_beyond_the_context():
+    engine = engine_with(Right)
+    tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(500)))
+    assert len(tokens) == CONTEXT - 6 and tokens[-1].finish is FinishReason.LENGTH
+    assert engine.stats().draft_tokens == engine.stats().draft_tokens_kept > 30
+
+
+def test_logits_that_are_no_numbers_end_their_request_only():
+    engine = engine_with(Right)
+    for name, letter in (("sick", 5), ("well", 6)):
+        engine.add(EngineRequest(name, [letter] * 6, greedy(30)))
+    engine.step()
+    engine._runner.sick.add("sick")  # type: ignore[attr-defined]
+    got, failed = [], []
+    while engine.has_work:
+        output = engine.step()
+        engine.check_integrity()
+        got += [one.token_id for one in output.tokens if one.request_id == "well"]
+        failed += [(one.request_id, one.error is not None) for one in output.done]
+    assert failed == [("sick", True), ("well", False)]
+    assert got == continuation([6] * 6, 30)[1:] and engine.stats().blocks_held == 0
+
+
+# --- how many --------------------------------------------------------------------------------------------
+
+
+def test_useless_drafts_become_rare():
+    engine = engine_with(Wrong, blocks=400)
+    engine._max_len = engine._drafter._max_len = 4000
+    request = EngineRequest("r", [5] * 6, greedy(50))
+    assert len(ends_of(engine, request)) == 50
+    assert engine.stats().draft_tokens_kept == 0 < engine.stats().draft_tokens <= 8
+
+
+def test_counts_grow_with_success_and_pauses_with_failure():
+    state = Drafting(Right())
+    state.judged(10, drafted=2, kept=2, most=4)
+    assert state.count == 4
+    state.judged(15, drafted=4, kept=4, most=4)
+    assert state.count == 4
+    state.judged(20, drafted=4, kept=1, most=4)
+    assert state.count == 2 and state.resume_at <= 20
+    pauses = []
+    for _ in range(10):
+        state.judged(100, drafted=1, kept=0, most=4)
+        pauses.append(state.resume_at - 100)
+    assert pauses[:3] == [2, 4, 8] and pauses[-1] == LONGEST_PAUSE and state.count == 1
+    state.judged(100, drafted=1, kept=1, most=4)
+    assert state.useless == 0 and state.count == 2
+
+
+def test_drafts_are_for_steps_of_few_single_tokens():
+    """None where each sequence could have less than one."""
+    engine = engine_with(Right, blocks=400)
+    rows = drafts.MOST_ROWS
+    for index in range(rows // 2 + 1):
+        engine.add(EngineRequest(f"r{index}", [5 + index] * 6, greedy(40)))
+    for _ in range(6):
+        engine.step()
+    assert engine.stats().draft_tokens == 0
+    engine.abort("r0")
+    engine.step()
+    assert engine.stats().draft_tokens == rows // 2
+
+
+def test_a_step_with_a_prompt_has_no_drafts():
+    engine = engine_with(Right, blocks=400)
+    engine.add(EngineRequest("running", [5] * 6, greedy(40)))
+    for _ in range(2):
+        engine.step()
+    before = engine.stats().draft_tokens
+    engine.add(EngineRequest("late", [3] * 9, greedy(4)))
+    engine.step()
+    assert [len(item.token_ids) for item in engine.step_items] == [1, 9]
+    assert engine.stats().draft_tokens == before == 2
+    engine.step()
+    assert engine.stats().draft_tokens > before
+
+
+def test_drafts_leave_free_blocks_to_others():
+    """Each running sequence may need a block of its own next."""
+    drafted = {}
+    for blocks in (4, 5):
+        engine = engine_with(Right, blocks=blocks, speculative_tokens=8)
+        engine.add(EngineRequest("one", [5] * (2 * PAGE), greedy(30)))
+        for _ in range(3):  # then its last block is full, and it is to have four drafts
+            engine.step()
+        drafted[blocks] = engine.stats().draft_tokens
+    assert drafted == {4: 2, 5: 2 + 4}
+
+
+def test_it_excludes_steps_launched_ahead():
+    with pytest.raises(ValidationError, match="overlap on launches a step before"):
+        EngineConfig(model=Path("/none"), overlap="on", speculation="ngram")
+
+
+def test_no_step_is_launched_ahead(monkeypatch):
+    """Not on a card either, where overlap auto would."""
+    monkeypatch.setattr("engine.engine.overlaps", lambda *_: True)
+    engine = engine_with(Right)
+    tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(20)))
+    assert [one.token_id for one in tokens] == continuation([5] * 6, 20)
+    assert engine._runner.ahead == 0 < engine.stats().draft_tokens_kept  # type: ignore[attr-defined]
+
+
+# --- prompt lookup ---------------------------------------------------------------------------------------
+
+
+def test_what_followed_last_is_proposed():
+    lookup = PromptLookup()
+    text = [10, 11, 12, 20, 21, 10, 11, 12, 30, 31, 32, 10, 11, 12]
+    assert lookup.propose(text, 3) == [30, 31, 32]
+    assert lookup.propose([*text, 20], 2) == [21, 10], "the longer match goes before the later one"
+    assert lookup.propose([*text, 20, 50], 2) == []
+
+
+def test_one_equal_token_is_none():
+    assert PromptLookup().propose([7, 8, 9, 7], 3) == [] == PromptLookup().propose([7], 3)
+
+
+def test_a_repetition_is_continued_beyond_the_end():
+    assert PromptLookup().propose([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert PromptLookup().propose([4, 4, 4], 5) == [4] * 5
+
+
+def test_halves_of_tokens_are_no_tokens():
+    """The bytes of [0x100, 0x100] occur between those of [0x10000, 0x10000, 0x10000] as well."""
+    lookup = PromptLookup()
+    assert lookup.propose([0x100, 0x100, 9, 0x10000, 0x10000, 0x10000, 8, 0x100, 0x100], 1) == [9]
+
+
+def test_a_search_is_bounded(monkeypatch):
+    monkeypatch.setattr(prompt_lookup, "WINDOW_TOKENS", 8)
+    text = [1, 2, 50, *range(100, 110), 1, 2]
+    assert PromptLookup().propose(text, 1) == []
+    assert PromptLookup().propose([*text[6:-2], 1, 2, 50, 1, 2], 1) == [50]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lookup_is_that_of_a_search_token_by_token(seed):
+    rng, lookup = random.Random(seed), PromptLookup()
+    text = [rng.choice([1, 256, 65536, 2, 513]) for _ in range(rng.randint(1, 30))]
+    for _ in range(40):
+        assert lookup.propose(text, 3) == searched(text, 3), text
+        text.append(rng.choice([1, 256, 65536, 2, 513]))
+
+
+def searched(text: list[int], count: int) -> list[int]:
+    for length in (4, 3, 2):
+        for at in range(len(text) - length - 1, -1, -1):
+            if text[at : at + length] == text[-length:]:
+                found = list(text)
+                for index in range(count):
+                    found.append(found[at + length + index])
+                return found[len(text) :]
+    return []
+
+
+def test_drafts_are_single_tokens_in_their_sequences_row(checkpoint, monkeypatch):
+    """So the kernels for single tokens compute them, bit for bit as in steps of their own."""
+    settings = EngineConfig(
+        model=checkpoint("llama"), dtype="bfloat16", kv_memory_bytes=KV_BYTES, speculation="ngram"
+    )
+    runner = ModelRunner(load_model(settings))
+    engine = engine_of(runner)
+    engine._drafter.proposer = Wrong
+    plans: list[Any] = []
+    execute = runner.execute
+
+    def seen(plan: Any, drawn: Any = None) -> Any:
+        plans.append(plan)
+        return execute(plan, drawn)
+
+    monkeypatch.setattr(runner, "execute", seen)
+    run(engine, EngineRequest("r", prompt_ids(24, seed=5) * 3, greedy(60)))
+    shared = [plan for plan in plans if len({item.row for item in plan.items}) < len(plan.items)]
+    assert len(shared) > 3
+    for plan in shared:
+        assert all(len(item.token_ids) == item.num_logits == 1 for item in plan.items)
+        assert [item.begin for item in plan.items] == list(
+            range(plan.items[0].begin, plan.items[0].begin + len(plan.items))
+        )
