@@ -62,14 +62,12 @@ class OutputProcessor:
         for sequence, count in flight.decision.scheduled.items():
             if not flight.keeps(sequence):  # it has left, or another choice of its request has failed
                 continue
-            if not flight.followed:
-                self._advance(sequence, count, span)
-            self._register(sequence, output)
+            self._computed(sequence, 0 if flight.followed else count, span, output)
         self._take(pending, flight)
         if flight.decision.drafts:
-            self._verify(flight)
+            self._verify(flight, span)
 
-    def _verify(self, flight: Flight) -> None:
+    def _verify(self, flight: Flight, span: StepSpan) -> None:
         """Keep drafts while they are what is drawn. Each draw is that of a step of its own, its row computed from the same
         tokens: so penalties, stops and the random numbers are those without drafts."""
         drafts, first = flight.decision.drafts, len(flight.pending.draws)
@@ -80,8 +78,7 @@ class OutputProcessor:
         live = list(drafts)
         while live := [s for s in live if self._keeps_draft(flight, s, drafts[s], kept[s])]:
             for sequence in live:
-                sequence.num_computed += 1
-                self._register(sequence, flight.output)
+                self._computed(sequence, 1, span, flight.output)
             draws = [Draws(s, rows[s] + kept[s], 1) for s in live if flight.keeps(s)]
             for sequence in live:
                 kept[sequence] += 1
@@ -96,9 +93,11 @@ class OutputProcessor:
     def _keeps_draft(flight: Flight, sequence: Sequence, drafts: list[int], kept: int) -> bool:
         return kept < len(drafts) and flight.keeps(sequence) and sequence.tokens[-1] == drafts[kept]
 
-    def _register(self, sequence: Sequence, output: StepOutput) -> None:
-        """What it has computed is cached; a failure ends its request."""
+    def _computed(self, sequence: Sequence, count: int, span: StepSpan, output: StepOutput) -> None:
+        """`count` more tokens have their KV: blocks that they fill are cached. A failure ends the request."""
         try:
+            if count:
+                self._advance(sequence, count, span)
             self._prefixes.register(sequence, sequence.num_computed)
         except Exception as error:
             self._fail(sequence, engine_request_error(error), output)
