@@ -80,8 +80,9 @@ class OutputProcessor:
         live = list(drafts)
         while live := [s for s in live if self._keeps_draft(flight, s, drafts[s], kept[s])]:
             for sequence in live:
-                sequence.num_computed += 1
-                self._register(sequence, flight.output)
+                if flight.keeps(sequence):  # else another choice of its request has failed
+                    sequence.num_computed += 1
+                    self._register(sequence, flight.output)
             draws = [Draws(s, rows[s] + kept[s], 1) for s in live if flight.keeps(s)]
             for sequence in live:
                 kept[sequence] += 1
