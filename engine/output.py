@@ -78,7 +78,8 @@ class OutputProcessor:
         live = list(drafts)
         while live := [s for s in live if self._keeps_draft(flight, s, drafts[s], kept[s])]:
             for sequence in live:
-                self._computed(sequence, 1, span, flight.output)
+                if flight.keeps(sequence):  # else another choice of its request has failed
+                    self._computed(sequence, 1, span, flight.output)
             draws = [Draws(s, rows[s] + kept[s], 1) for s in live if flight.keeps(s)]
             for sequence in live:
                 kept[sequence] += 1

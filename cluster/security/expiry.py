@@ -11,9 +11,9 @@ from cluster.security.tls import Identity
 
 
 def seconds_left(*shown: tuple[Identity | None, str, str]) -> dict[str, float]:
-    """Seconds until the certificate and the authority of each identity expire, by the settings given with it; infinite
+    """Seconds until the certificate and the authority of each identity expire, by the settings given with it; none
     without TLS."""
-    left = {"tls_cert": math.inf, "tls_ca": math.inf}
+    left = dict[str, float]()
     for identity, cert, ca in shown:
         if identity is not None:
             pem, now = identity.current(), time.time()

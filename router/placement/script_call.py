@@ -190,6 +190,7 @@ class _Line(asyncio.Protocol):
             raise
         finally:
             deadline.cancel()
+            self._close_if_idle()  # it may have been the last one that a retired connection waited for
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)

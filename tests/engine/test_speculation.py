@@ -174,6 +174,30 @@ def test_logits_that_are_no_numbers_end_their_request_only():
     assert got == continuation([6] * 6, 30)[1:] and engine.stats().blocks_held == 0
 
 
+def test_a_failure_among_kept_drafts_ends_its_request_only(monkeypatch):
+    """With all its choices, which cache what they have computed one after the other."""
+    engine = engine_with(Right)
+    engine.add(EngineRequest("sick", [5] * 6, greedy(30), n=2))
+    engine.add(EngineRequest("well", [6] * 6, greedy(30)))
+    got = [one.token_id for one in engine.step().tokens if one.request_id == "well"]
+    register = engine._outputs._prefixes.register
+
+    def failing(sequence: Any, tokens: int) -> None:
+        if sequence.request.request_id == "sick" and tokens > 7:
+            raise RuntimeError("x")
+        register(sequence, tokens)
+
+    monkeypatch.setattr(engine._outputs._prefixes, "register", failing)
+    failed = []
+    while engine.has_work:
+        output = engine.step()
+        engine.check_integrity()
+        got += [one.token_id for one in output.tokens if one.request_id == "well"]
+        failed += [(one.request_id, one.error is not None) for one in output.done]
+    assert failed == [("sick", True), ("well", False)]
+    assert got == continuation([6] * 6, 30) and engine.stats().blocks_held == 0
+
+
 # --- how many --------------------------------------------------------------------------------------------
 
 

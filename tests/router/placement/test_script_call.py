@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from router.placement.script_call import ScriptCall, ScriptLine
+from tests.harness.fake_redis import FakeRedis
 
 APPEND = "return redis.call('RPUSH', KEYS[2], ARGV[1])"
 READ = "return redis.call('LRANGE', KEYS[2], 0, -1)"
@@ -76,3 +77,21 @@ async def test_a_call_whose_connection_is_lost_is_reported(make):
     while not calls.failed:
         await asyncio.sleep(0)
     assert await calls.read() in ([], [b"a"]), "the next call connects again"
+
+
+async def test_a_retired_connection_is_closed_when_its_last_call_is_cancelled():
+    """A server that hangs would keep it open for ever."""
+    hanging = FakeRedis(lambda command: None if command[0] == "EVALSHA" else b"+OK\r\n")
+    line = ScriptLine(f"redis://{hanging.address}?protocol=2")
+    script = ScriptCall(line, "return 1")
+    calls = [asyncio.create_task(script([], [], 60.0)) for _ in range(2)]
+    while len(hanging.named("EVALSHA")) < 2:
+        await asyncio.sleep(0.001)
+    connection = await line.open()
+    connection.retire()
+    for call, closing in zip(calls, (False, True), strict=True):
+        call.cancel()
+        await asyncio.wait([call])
+        assert connection._transport.is_closing() is closing
+    await line.close()
+    hanging.close()
