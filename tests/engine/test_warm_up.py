@@ -138,7 +138,7 @@ def start(model: Path, dtype: str, cache: Path) -> dict[str, object]:
 
 @pytest.mark.long
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_requests_compile_nothing_and_a_second_start_neither(dtype, model, tmp_path):
     """The pool's size is given, so that no largest step has run."""
     pytest.importorskip("numba")
