@@ -43,6 +43,8 @@ class Wrong:
 
 
 class Seen:
+    """Proposes the answers that it has seen, with an error at each fifth position."""
+
     def __init__(self, streams: list[list[int]]):
         self._streams = streams
 
@@ -268,7 +270,7 @@ def test_what_followed_last_is_proposed():
     assert lookup.propose([*text, 20, 50], 2) == []
 
 
-def test_one_equal_token_is_none():
+def test_one_equal_token_is_no_match():
     assert PromptLookup().propose([7, 8, 9, 7], 3) == [] == PromptLookup().propose([7], 3)
 
 
