@@ -80,7 +80,7 @@ def source_address(peer: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address of the loopback range, also as IPv6 writes one of IPv4, or `localhost`."""
+    """Whether a host is `localhost` or a loopback address, IPv4-mapped IPv6 addresses included."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host.strip("[]"))
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

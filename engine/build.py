@@ -93,7 +93,7 @@ def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _weights_line(model: ModelConfig, config: EngineConfig) -> str:
-    """What the weights take on this rank, before they are loaded."""
+    """For the log, before the weights are loaded: the bytes that they will take."""
     line = f"weights take {weight_bytes(model, config)} bytes on each rank"
     if model.quantization is None:
         return line

@@ -26,7 +26,7 @@ class Flight:
     plan: StepPlan
     pending: PendingTokens
     output: StepOutput
-    logits: Tensor  # of the items, in order
+    logits: Tensor  # [tokens of the plan that want them, vocab]
     # Its sequences have been advanced by their token, which is -1 - i until the host has read entry i of `pending`.
     followed: bool = False
     # Sequences whose token before this step was drawn again: it has computed a wrong token for them.
@@ -61,7 +61,10 @@ class Flight:
 
     def hold_left(self, pool: BlockPool, page: int) -> None:
         """Keep the blocks that the step may still be writing from other use, if their sequences have left."""
-        for sequence, item in zip(self.decision.scheduled, self.plan.items, strict=False):
+        items = self.plan.items[
+            : len(self.decision.scheduled)
+        ]  # drafts write behind them, to blocks of the same row
+        for sequence, item in zip(self.decision.scheduled, items, strict=True):
             if not sequence.blocks:
                 reached = item.end + len(self.decision.drafts.get(sequence, ()))
                 first, end = item.begin // page, -(-reached // page)

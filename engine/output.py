@@ -52,7 +52,8 @@ class OutputProcessor:
 
     def begin(self, decision: StepDecision, plan: StepPlan, logits: Tensor) -> PendingTokens:
         """Begin to draw. `logits` is [tokens of `plan` that want them, vocab]."""
-        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=False) if item.num_logits]
+        items = plan.items[: len(decision.scheduled)]  # without drafts, which `_verify` draws
+        sampled = [s for s, item in zip(decision.scheduled, items, strict=True) if item.num_logits]
         draws = [Draws(s, row, self._new_choices(s)) for row, s in enumerate(sampled)]
         return PendingTokens(draws, logits, self._limits, self._sampler)
 
@@ -68,10 +69,12 @@ class OutputProcessor:
             self._verify(flight, span)
 
     def _verify(self, flight: Flight, span: StepSpan) -> None:
-        """Keep drafts while they are what is drawn. Each draw is that of a step of its own, its row computed from the same
-        tokens: so penalties, stops and the random numbers are those without drafts."""
+        """Keep drafts up to the first that differs from the token drawn at its position.
+
+        Each draw is that of a step of its own, and its row is computed from the same tokens: so penalties, stops and
+        random numbers are those without drafts."""
         drafts, first = flight.decision.drafts, len(flight.pending.draws)
-        rows = dict[Sequence, int]()  # of the logits: that of each one's first draft
+        rows = dict[Sequence, int]()  # the row of the logits of each sequence's first draft
         for sequence, tokens in drafts.items():
             rows[sequence], first = first, first + len(tokens)
         kept = dict.fromkeys(drafts, 0)
@@ -88,7 +91,7 @@ class OutputProcessor:
             self._counters.draft_tokens += len(tokens)
             self._counters.draft_tokens_kept += kept[sequence]
             if flight.keeps(sequence):
-                self._drafter.judged(sequence, len(tokens), kept[sequence])
+                self._drafter.record(sequence, len(tokens), kept[sequence])
 
     @staticmethod
     def _keeps_draft(flight: Flight, sequence: Sequence, drafts: list[int], kept: int) -> bool:

@@ -23,8 +23,8 @@ from router.gateway import RequestGateway
 from router.listening import accepted_all, own_listeners, refuse_connections
 
 EXTRA_STREAMS = 64
-# Also where fewer requests may be in flight: those beyond get their refusal with its reason. With 64 and 128 in place of
-# 1,024 and 1,280, 250 of 400 calls sent at once were cancelled, and floods delayed others as much (docs/security.md).
+# Also with a lower max_concurrent_requests: calls beyond that are refused with a reason, not cancelled. A lower bound
+# cancelled legitimate bursts and delayed other clients as much in a flood (measured in docs/security.md).
 LEAST_PENDING_CALLS = 1024
 
 

@@ -75,8 +75,10 @@ class Router:
             config.tls_client_ca,
         )
         ask_clients = config.tls_client_ca is not None
-        names = "public_tls_cert" if config.public_tls_cert else "tls_cert", "tls_client_ca"
-        expires = partial(seconds_left, (inside, "tls_cert", "tls_ca"), (identity, *names))
+        shown_cert = "public_tls_cert" if config.public_tls_cert else "tls_cert"
+        expires = partial(
+            seconds_left, (inside, "tls_cert", "tls_ca"), (identity, shown_cert, "tls_client_ca")
+        )
         registry.add([ScrapeCollector([process.CERTIFICATE_EXPIRES.read(expires)])])
         self._http = HttpEndpoint(config, self.gateway, identity, ask_clients=ask_clients, member=member)
         self._grpc = GrpcEndpoint(config, self.gateway, identity, ask_clients=ask_clients)

@@ -24,7 +24,7 @@ MAX_HEALTH_WATCHERS = 256
 # Routers and prefill workers keep one each. With TLS, the handshake ends others.
 MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 10
-# When a worker is lost, every router may send all its requests to the next one at once.
+# When a worker is lost, all routers may send its requests to the same other one at once.
 PENDING_CALLS = 4096
 # Then calls under way go on and new ones need another connection, for which certificates are checked again.
 MAX_CONNECTION_SECONDS = MAX_AGE_SECONDS

@@ -34,7 +34,7 @@ def run(context: Context) -> Section:
 
 
 def load(model: Path, device: str, page_size: int = 16, **settings: Any) -> Engine:
-    """`settings`: further ones of EngineConfig."""
+    """An engine with this model; `settings` are further fields of EngineConfig."""
     from cluster.config.worker import EngineConfig
     from engine.build import load_model
     from engine.engine import Engine

@@ -1,11 +1,11 @@
 """Decode of one request with speculation beside decode without, on one thread, in alternating pairs.
 
-A bias makes every answer the same token, and each token of a scripted proposer is right with probability α: what
-speculation gains is then a matter of α and of the number of drafts alone. (A random model's own streams part at near-ties
-of bf16, where products of one row and of several round differently.) τ is tokens per step, beside
-(1 − α^(γ+1)) / (1 − α), what always γ drafts would give.
+A bias makes the model repeat one token, and each draft of a scripted proposer is right with probability α. So the speed-up
+depends on α and the number of drafts alone. (Without the bias a random model's streams diverge at near-ties of bf16,
+because products of one row and of several round differently.) τ is the number of tokens per step; beside it stands
+(1 − α^(γ+1)) / (1 − α), which γ drafts in every step would give.
 
-On random text prompt lookup finds little, and should cost nothing.
+In random text prompt lookup finds little, and it should cost nothing there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.sections.engine import load
 PAIRS = 7
 PROMPT, TOKENS = 64, 96
 DRAFTS = 4
-SAID = 7
+REPEATED = 7  # the token that the bias makes the model repeat
 CASES = {0.6: "", 0.8: "≥ 1.8", 0.9: "≥ 1.8", 1.0: "≥ 1.8"}  # α → target
 
 
@@ -34,13 +34,23 @@ class Request(NamedTuple):
     bias: dict[int, float]
 
 
+class Case(NamedTuple):
+    name: str
+    request: Request
+    proposer: Callable[[], Any]
+    bound: str = ""
+    tau: str = ""
+
+
 class Scripted:
+    """Drafts that are right with probability `right`."""
+
     def __init__(self, right: float):
         self._right = right
         self._source = random.Random(1)
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
-        return [SAID if self._source.random() < self._right else SAID + 1 for _ in range(count)]
+        return [REPEATED if self._source.random() < self._right else REPEATED + 1 for _ in range(count)]
 
 
 def run(context: Context) -> Section:
@@ -51,10 +61,11 @@ def run(context: Context) -> Section:
     pairs, lookup = context.repeats(PAIRS), drafting._drafter.proposer
     figures = []
     for right, bound in CASES.items():
-        request = Request(prompt, {SAID: 100.0})
-        scripted = partial(Scripted, right)
-        figures += _case(plain, drafting, request, scripted, pairs, f"α = {right:g}", bound, _tau(right))
-    figures += _case(plain, drafting, Request(prompt, {}), lookup, pairs, "random text", "≥ 1.0", "")
+        request = Request(prompt, {REPEATED: 100.0})
+        case = Case(f"α = {right:g}", request, partial(Scripted, right), bound, _tau(right))
+        figures.append(_figure(plain, drafting, case, pairs))
+    case = Case("random text", Request(prompt, {}), lookup, "≥ 1.0")
+    figures.append(_figure(plain, drafting, case, pairs))
     return Section("speculation", f"Speculation, up to {DRAFTS} drafts, batch 1", figures)
 
 
@@ -63,30 +74,21 @@ def _tau(right: float) -> str:
     return f" (always {DRAFTS}: {tau:.2f})"
 
 
-def _case(
-    plain: Any,
-    drafting: Any,
-    request: Request,
-    proposer: Callable[[], Any],
-    pairs: int,
-    name: str,
-    bound: str,
-    tau: str,
-) -> list[Figure]:
-    drafting._drafter.proposer = proposer
+def _figure(plain: Any, drafting: Any, case: Case, pairs: int) -> Figure:
+    drafting._drafter.proposer = case.proposer
     ratios, seconds = list[float](), list[float]()
     steps = drafting.steps
     for number in range(pairs + 1):
         order = (drafting, plain) if number % 2 else (plain, drafting)
-        taken = {id(engine): _serve(engine, request) for engine in order}
+        taken = {id(engine): _serve(engine, case.request) for engine in order}
         if number:  # the first is not counted
             ratios.append(taken[id(plain)] / taken[id(drafting)])
             seconds.append(taken[id(drafting)])
     tokens_per_step = (pairs + 1) * TOKENS / (drafting.steps - steps)
     low, high = interval(ratios)
     rate = TOKENS / statistics.median(seconds)
-    note = f"{rate:.1f} tok/s, τ = {tokens_per_step:.2f}{tau}; {low:.2f} to {high:.2f}, {pairs} pairs"
-    return [Figure(name, statistics.median(ratios), "×", bound, note)]
+    note = f"{rate:.1f} tok/s, τ = {tokens_per_step:.2f}{case.tau}; {low:.2f} to {high:.2f}, {pairs} pairs"
+    return Figure(case.name, statistics.median(ratios), "×", case.bound, note)
 
 
 def _serve(engine: Any, request: Request) -> float:

@@ -79,10 +79,11 @@ class EngineConfig(Frozen):
     )
     speculation: Literal["none", "ngram"] = Field(
         "none",
-        description="tokens proposed and checked beside the last one of each request, where few run; ngram: those that "
-        "followed its last tokens earlier in its prompt or output. The output is the same; with overlap auto or off only",
+        description="speculative decoding while few requests run: draft tokens are verified in the same step as each "
+        "request's last token. ngram: prompt lookup, the tokens that followed its last ones earlier in its prompt or "
+        "output. The output does not change; needs overlap auto or off",
     )
-    speculative_tokens: int = Field(4, ge=1, le=15, description="most tokens proposed at a time")
+    speculative_tokens: int = Field(4, ge=1, le=15, description="most draft tokens of a request in a step")
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
     expert_parallel: bool = Field(
         False,
@@ -114,11 +115,11 @@ class EngineConfig(Frozen):
         return -(-self.max_model_len // self.page_size)
 
     @model_validator(mode="after")
-    def _drafts_wait_for_tokens(self) -> EngineConfig:
+    def _speculation_excludes_overlap(self) -> EngineConfig:
         if self.overlap == "on" and self.speculation != "none":
             raise ValueError(
-                f"overlap on launches a step before the tokens of the last one are known, speculation "
-                f"{self.speculation} needs them: use overlap auto, or speculation none"
+                f"overlap on launches a step before the tokens of the last one are known, but speculation "
+                f"{self.speculation} needs them: use overlap auto or speculation none"
             )
         return self
 

@@ -1,5 +1,7 @@
-"""Exponential back-off of a worker that keeps losing its slot in the index: each other slot costs a registration and a
-report of its whole cache."""
+"""Exponential back-off of a worker that keeps losing its slot in the index.
+
+Each new slot costs a registration and a report of its whole cache.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ MOST_SECONDS = 32.0
 
 
 class SlotBackoff:
-    """The first slot is asked for at once. Pauses are random, so that workers that lost theirs at the same moment spread.
+    """The first new slot is requested at once, later ones after pauses that double up to MOST_SECONDS. Pauses have jitter,
+    because many workers may lose their slots at the same moment.
 
-    A slot that was kept for MOST_SECONDS after its pause begins anew."""
+    A slot that is kept for MOST_SECONDS after its pause resets the pauses."""
 
     def __init__(self, rng: random.Random | None = None, clock: Callable[[], float] = time.monotonic):
         self._rng = rng or random.Random()

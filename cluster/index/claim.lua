@@ -1,10 +1,10 @@
 -- A worker's slot in a prefix index that has a Redis of its own.
 -- KEYS: owners, sequences, seen, past, last   ARGV: slot, owner (worker@epoch:nonce; the nonce differs with each process and registration),
 -- "claim" | "keep" | "leave"; forget_ms, kept_ms; with "claim" the slot and the owner that this worker claimed before, if any
--- -> claim: "ok", or the highest slot that was ever claimed: nodes may name this one from before, because the registry was emptied or rolled
---    back since. The worker then registers above it.
---    keep: the highest slot that was ever claimed, or "lost": the copy is not here. leave: "ok" or "lost"
--- A claim is repeated where its answer was lost.
+-- -> claim: "ok"; or, if nodes may still name this slot for an earlier owner (the registry was emptied or rolled back since), the highest
+--    slot that was ever claimed. The worker then registers above it.
+--    keep: the highest slot that was ever claimed, or "lost" if this Redis does not have the claim. leave: "ok" or "lost"
+-- A repeated claim succeeds, because the answer to the first one may have been lost.
 local SWEPT = 16
 local call = redis.call
 local slot, owner, what = ARGV[1], ARGV[2], ARGV[3]

@@ -1,4 +1,4 @@
--- KEYS: owners, sequences   ARGV: prefix, slot, owner (worker@epoch; apart as in claim.lua), sequence, ttl_ms, then (held, chain) pairs
+-- KEYS: owners, sequences   ARGV: prefix, slot, owner (worker@epoch; with an index_url as in claim.lua), sequence, ttl_ms, then (held, chain) pairs
 -- -> 'ok' | 'register' | the sequence number to resend from | {how many of the chains were taken}: the rest is to be sent under
 -- the same number, so that a batch of deep chains does not hold Redis. A batch that is repeated is applied again until it is whole.
 local NODES = 512  -- looked at in a call, or those of one chain

@@ -71,7 +71,9 @@ class ChainReporter:
         self._stopping = False
         self._standing = (0, 0)  # Registration.standing when the last full report began
         self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
-        self._stale = False  # reports or the copy of the slot were lost: only a resync mends the index
+        self._stale = (
+            False  # reports or the slot's claim were lost: only a resync makes the index correct again
+        )
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
     def start(self) -> None:
@@ -165,7 +167,7 @@ class ChainReporter:
             if self._standing == self._registration.standing:
                 return False
         standing = self._registration.standing
-        # A full report that fails is begun again, and the claim repeated.
+        # If the full report fails, all of this is repeated, the claim included.
         if self._claim is not None and not self._claim.claim(
             standing[0], self._registration.name, standing[1]
         ):

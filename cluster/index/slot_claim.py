@@ -28,7 +28,7 @@ class SlotClaim:
         self._script = client.register_script(always_writes(scripts.claim()))
         self._keys = slot_keys.all_keys(namespace)
         self._mine: tuple[int, str] | None = None  # slot, owner
-        self.highest = 0  # slot that was ever claimed, as far as this worker was told
+        self.highest = 0  # the highest slot that was ever claimed, by the index's last answer
         self._process = secrets.token_hex(4)  # another process may have the same name and epoch
         self._clock = clock
         self._kept = -KEEP_SECONDS
@@ -40,15 +40,15 @@ class SlotClaim:
 
     @property
     def owner(self) -> str:
-        """In whose name the slot is claimed, as reports must say it; "" before the first claim."""
+        """The owner of the claimed slot as the index has it, for reports; "" before the first claim."""
         return self._mine[1] if self._mine is not None else ""
 
     def claim(self, slot: int, name: str, registration: int) -> bool:
         """Take the slot, in place of the former one. Returns False if the index has had it before. A claim whose answer
-        was lost may be repeated.
+        was lost may be repeated. Raises redis.RedisError.
 
-        `registration`: the number of the one that gave the slot; a registry that was emptied may give it again, and then
-        the reports' sequence numbers begin anew."""
+        `registration`: the number of the registration that assigned the slot. An emptied registry may assign the slot
+        again; that is another claim, because reports then restart their sequence numbers."""
         owner = f"{name}:{self._process}.{registration}"
         answer = self._call(slot, owner, "claim", *(self._mine or ()))
         if answer != b"ok":
@@ -58,7 +58,7 @@ class SlotClaim:
         return True
 
     def keep(self) -> bool:
-        """Renew the claim, if that is due. Returns False if the index has lost the slot."""
+        """Renew the claim, if that is due. Returns False if the index has lost the slot. Raises redis.RedisError."""
         if self._mine is None or not self.due:
             return True
         self._kept = self._clock()

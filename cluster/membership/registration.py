@@ -96,8 +96,8 @@ class Registration:
         self._calls.attempt(self._do_drain)
 
     def stay_above(self, slot: int) -> None:
-        """Take no slot up to this one from now on: a registry that was emptied may give it, and a prefix index apart may
-        name it as another worker's."""
+        """From now on, take only slots above this one: an emptied registry may assign a lower one that a prefix index in
+        another Redis still names for another worker."""
         self._above = max(self._above, slot)
 
     def register_again(self) -> bool:

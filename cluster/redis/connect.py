@@ -45,7 +45,7 @@ class _FoundAsync(redis.asyncio.Connection):
 
     @property
     def replaced(self) -> bool:
-        """Whether another server has its server's keys now."""
+        """Whether another server has taken over the keys since this connection was opened."""
         return self._finder.replaced(Address(self.host, self.port))
 
     async def connect(self) -> None:

@@ -1,7 +1,7 @@
 """Finds the server that has a deployment's keys: the master that Sentinels name, or the cluster's node of their slot.
 
 redis-py asks and judges the answers. Every connection asks anew, so that one that was closed after a failover leads to the
-new server, and it is closed before its next call once the Sentinels name another.
+new server; one that is open is closed before its next call once the Sentinels name another master.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Finder:
         raise NotFoundError(f"{what} of {self._seeds.name!r} is unknown: {'; '.join(reasons)}")
 
     def replaced(self, address: Address) -> bool:
-        """Whether Sentinels have named another master since; a cluster's node says so itself."""
+        """Whether the Sentinels name another master now. Always False in a cluster, whose nodes answer MOVED."""
         return self._sentinels is not None and self._sentinels.replaced(address)
 
     async def find_async(self) -> Address:

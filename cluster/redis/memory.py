@@ -69,7 +69,7 @@ class RedisMemory:
     def when_index_full(self) -> str:
         """The same of a Redis with the prefix index alone."""
         if self.policy.startswith("allkeys-"):
-            return "evicts the slots of workers too, which then report their whole caches again"
+            return "evicts workers' slots too, and those workers report their whole caches again"
         return self.when_full
 
     @property
@@ -87,9 +87,11 @@ class RedisMemory:
 def warn_of_policy(before: RedisMemory, now: RedisMemory, *, index: bool = False) -> None:
     """Log a policy that does not protect control data, once for each change. `index`: of the prefix index's own Redis."""
     if now.policy != before.policy and not now.evicts_index_only:
+        whose = "The maxmemory-policy of the prefix index's Redis" if index else "Redis' maxmemory-policy"
         log.warning(
             "%s is %s: %s, otherwise a full Redis %s",
-            "The maxmemory-policy of the prefix index's Redis" if index else "Redis' maxmemory-policy",
-            *(now.policy, ADVICE),
+            whose,
+            now.policy,
+            ADVICE,
             now.when_index_full if index else now.when_full,
         )

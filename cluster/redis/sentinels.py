@@ -1,7 +1,7 @@
 """The master that Sentinels name, asked again every second.
 
-A failover does not end the connections to a master that was only slow: until a Sentinel demotes it, ten seconds later, it
-answers as a master, and its clients would be apart from all that have connected since.
+A failover does not end the connections to a master that was only slow. Until a Sentinel demotes it, ten seconds later, it
+answers as a master, and its clients would not share keys with those of the new one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from redis.sentinel import Sentinel
 from cluster.redis.urls import Address, Seeds
 
 log = logging.getLogger(__name__)
-LOOK_SECONDS = 1.0  # between two questions; the Sentinels take turns
-# A master that no Sentinel has named for so long may be replaced by one of a lower epoch: Sentinels that were set up anew
-# count from the start.
+LOOK_SECONDS = 1.0  # between two queries; the Sentinels take turns
+# A master that no Sentinel has named for so long may be replaced by one of a lower epoch: Sentinels that were set up again
+# count epochs from 0.
 CONFIRM_SECONDS = 5.0
 
 
@@ -39,7 +39,7 @@ class Master(NamedTuple):
 
 
 class Sentinels:
-    """One for all connections of a process by the same URL: see `sentinels_of`."""
+    """Shared by all connections of a process to the same URL: see `sentinels_of`."""
 
     def __init__(self, seeds: Seeds, options: Mapping[str, Any]):
         self._seeds = seeds
@@ -50,9 +50,9 @@ class Sentinels:
         self._thread: threading.Thread | None = None
 
     def ask(self, seed: Address) -> Address:
-        """The newest master known, this Sentinel's answer included. Raises NotFoundError or redis.RedisError."""
-        with contextlib.closing(_Asked(seed, self._options)) as asked:
-            return self.newest(asked.master(self._seeds.name))
+        """Ask this Sentinel; return the newest master known. Raises NotFoundError or redis.RedisError."""
+        with contextlib.closing(_SentinelConnection(seed, self._options)) as connection:
+            return self.newest(connection.master(self._seeds.name))
 
     def replaced(self, address: Address) -> bool:
         """Whether another server is the master now."""
@@ -70,7 +70,7 @@ class Sentinels:
                 self._thread.start()
 
     def newest(self, answer: Master) -> Address:
-        """The master's address, after this answer of a Sentinel: an older one than is known changes nothing."""
+        """Take a Sentinel's answer, unless it is older than the known master; return the master's address."""
         with self._lock:
             known, now = self._master, time.monotonic()
             if known is None or answer.epoch > known.epoch or now - self._confirmed > CONFIRM_SECONDS:
@@ -87,7 +87,7 @@ _making = threading.Lock()
 
 
 def sentinels_of(seeds: Seeds, options: Mapping[str, Any]) -> Sentinels:
-    """`options` of a connection to a Sentinel. The object is shared, and lives as long as one of its users."""
+    """The object that these seeds and connection options share. It lives as long as one of its users."""
     key = seeds.addresses, seeds.name, repr(sorted(options.items()))
     with _making:
         found = _shared.get(key)
@@ -96,7 +96,7 @@ def sentinels_of(seeds: Seeds, options: Mapping[str, Any]) -> Sentinels:
         return found
 
 
-class _Asked:
+class _SentinelConnection:
     """A connection to one Sentinel."""
 
     def __init__(self, seed: Address, options: Mapping[str, Any]):
@@ -115,16 +115,16 @@ class _Asked:
 
 
 def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]) -> None:
-    """Holds the object only while it hands it an answer: it ends when no connection needs it."""
-    turns = [_Asked(seed, options) for seed in seeds.addresses]
+    """Ask the Sentinels in turn until no connection needs the object; a reference is held only to deliver an answer."""
+    connections = [_SentinelConnection(seed, options) for seed in seeds.addresses]
     try:
         while True:
             time.sleep(LOOK_SECONDS * random.uniform(0.75, 1.25))
             if of() is None:
                 return
-            turns.append(turns.pop(0))
+            connections.append(connections.pop(0))
             try:
-                answer = turns[-1].master(seeds.name)
+                answer = connections[-1].master(seeds.name)
             except (redis.RedisError, OSError) as error:
                 log.debug("a Sentinel did not name the master: %s", error)
                 continue
@@ -133,5 +133,5 @@ def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]
             sentinels.newest(answer)
             del sentinels
     finally:
-        for asked in turns:
-            asked.close()
+        for connection in connections:
+            connection.close()

@@ -1,4 +1,4 @@
-"""When certificates expire: peers then refuse each other, and nothing else tells of it before."""
+"""The time until certificates expire. Then peers refuse each other; no call fails before that."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from cluster.security.tls import Identity
 
 
 def seconds_left(*shown: tuple[Identity | None, str, str]) -> dict[str, float]:
-    """Seconds until the certificate and the authority of each identity expire, by the settings given with it; none
-    without TLS."""
+    """Seconds until certificates and authorities expire, by setting; none without TLS.
+
+    `shown`: identities, each with the settings that name its certificate and its authority."""
     left = dict[str, float]()
     for identity, cert, ca in shown:
         if identity is not None:
@@ -26,7 +27,8 @@ def seconds_left(*shown: tuple[Identity | None, str, str]) -> dict[str, float]:
 
 @lru_cache(maxsize=8)
 def _ends(pem: bytes, which: Callable[[Iterable[float]], float]) -> float:
-    """Seconds since 1970; infinite if `cryptography` refuses what OpenSSL has read."""
+    """The first or the last end (`which`: min or max) of these certificates, in seconds since 1970; infinite if
+    `cryptography` refuses what OpenSSL has read."""
     from cryptography import x509  # only with TLS: `make gpu-check` does without the package
 
     try:

@@ -58,8 +58,8 @@ class RateBound(logging.Filter):
         return self._counts[place] <= MAX_SAME_PER_SECOND
 
 
-def is_no_gone_peer(record: logging.LogRecord) -> bool:
-    """False of grpcio's error and traceback for a call whose peer left while its answer was sent: no fault of ours, and
+def is_not_a_disconnect(record: logging.LogRecord) -> bool:
+    """A filter that drops grpcio's error and traceback for a call whose peer disconnected while its answer was sent: it is
     counted as a cancelled request."""
     return not str(record.msg).startswith("ExecuteBatchError raised in core")
 
@@ -86,6 +86,6 @@ def configure(process: str, level: int = logging.INFO) -> None:
     """Configure logging; called once by the process's main."""
     handler = LineHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process))
-    handler.addFilter(is_no_gone_peer)
+    handler.addFilter(is_not_a_disconnect)
     handler.addFilter(RateBound())
     logging.basicConfig(level=level, handlers=[handler], force=True)

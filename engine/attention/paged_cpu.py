@@ -13,6 +13,7 @@ from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
 from engine.ops import cpu_tiles as tiles
+from engine.ops.cpu_elements import kind_of
 from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import Chunk, StepBuffers
 
@@ -23,7 +24,7 @@ class PagedCpuBackend(SdpaBackend):
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
         self._kernels = team
-        self._softmax = kernels.softmax_rows(kernels.kind_of(kv_cache.dtype))
+        self._softmax = kernels.softmax_rows(kind_of(kv_cache.dtype))
         self._step: StepBuffers | None = None
         fits = kv_cache.dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0 and not shape.cap
         self._by_kernel = fits and products.has_instruction()

@@ -19,6 +19,15 @@ from engine.quant.formats import StoredFormat, stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _MOST_LAYERS = 65_536
+_MALFORMED = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,  # nested too deeply
+)
 
 
 @dataclass(frozen=True)
@@ -57,14 +66,12 @@ class ModelConfig:
         """Raises ModelError naming the key."""
         try:
             raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
-        except (OSError, ValueError, RecursionError) as error:  # brackets without end
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{directory}/config.json: {error}", field="config.json") from error
         try:
             found = cls._parse(directory, raw)
             found._check()
-        except (
-            *(TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError),
-        ) as error:
+        except _MALFORMED as error:
             raise ModelError(f"{directory}/config.json: {error!r}", field="config.json") from error
         return found
 
@@ -188,7 +195,7 @@ class _Reader:
         if (vocab := model_limits.vocab_size(self._raw)) is None:
             raise ModelError("config.json has no vocab_size", field="vocab_size")
         heads, layers = need("num_attention_heads"), need("num_hidden_layers")
-        if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:  # a number for each is listed below
+        if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:  # lists below have an entry for each
             raise ModelError(
                 f"config.json: num_hidden_layers is {layers!r}, not a number from 1 to {_MOST_LAYERS}",
                 field="num_hidden_layers",
@@ -327,7 +334,7 @@ class _Reader:
 
 
 def _eos(directory: Path, raw: dict[str, Any], of_text: Any, vocab: int) -> tuple[int, ...]:
-    """`of_text`: the text part's, or the family's default."""
+    """End tokens by generation_config.json, else config.json, else `of_text`: the text part's, or the family's default."""
     eos = raw.get("eos_token_id", of_text)
     generation = directory / "generation_config.json"
     if generation.exists():

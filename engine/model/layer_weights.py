@@ -42,16 +42,16 @@ class LayerWeights:
         return self.get("embed_tokens.weight", c.vocab_size, c.hidden_size, rows=rows)
 
     def head(self, rows: slice, embedding: Tensor) -> Weight:
-        """`embedding`, the same rows, where the configuration ties them; unless the checkpoint has a head that differs.
-        Hugging Face warns, and takes that one."""
+        """The output head [rows, hidden]: `embedding`, of the same rows, where the configuration ties them. A stored head
+        that differs is taken even so, as by Hugging Face, which warns of it."""
         c, has = self._config, self._checkpoint.has
         name = next((one for one in _HEADS if has(one)), None)
-        if c.tie_embeddings and (name is None or self._is_head(name, rows, embedding)):
+        if c.tie_embeddings and (name is None or self._equals_embedding(name, rows, embedding)):
             return embedding
         return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
 
-    def _is_head(self, name: str, rows: slice, embedding: Tensor) -> bool:
-        """In parts, so that a model that fits without a head of its own needs no room for one."""
+    def _equals_embedding(self, name: str, rows: slice, embedding: Tensor) -> bool:
+        """Compared in parts, so that a model that fits without a head of its own needs no room for one."""
         c = self._config
         for first in range(0, len(embedding), _COMPARED_ROWS):
             own = embedding[first : first + _COMPARED_ROWS]
@@ -149,8 +149,8 @@ class LayerWeights:
     def _ordered(self, rows: Tensor) -> Tensor:
         """Rows of heads, with the dimensions of each in the order in which the kernels rotate them.
 
-        A scale per row moves with its row. Scales of blocks of several rows (FP8 in blocks of 128) would not: forms that
-        have them are expanded when they are read (engine/quant/stored.py), before this.
+        A scale per row moves with its row. Scales of blocks of several rows (FP8 in blocks of 128) would not: formats
+        that have them are expanded when they are read (engine/quant/stored.py), before this.
         """
         if self._order is None:
             return rows
@@ -158,7 +158,7 @@ class LayerWeights:
         return heads[:, self._order].reshape(rows.shape)
 
     def _offset(self, weight: Tensor) -> Tensor:
-        """1 + w where the family has it so, in float32: in bf16 it would be rounded to a multiple of 2⁻⁷."""
+        """1 + w for families that multiply by it; in float32, because bf16 would round it to a multiple of 2⁻⁷."""
         return weight.float() + 1.0 if self._config.family.norm_offset else weight
 
 

@@ -60,7 +60,7 @@ def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -
 
 @cache
 def grouped_works(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """Whether experts of this size are multiplied by torch's grouped product, which takes strides of whole 16 bytes only.
+    """Whether experts of this size are multiplied by torch's grouped product, which needs rows of a multiple of 16 bytes.
     On CPUs their own products are faster in decode: their weights are packed."""
     if device.type != "cuda":
         return False

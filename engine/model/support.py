@@ -87,20 +87,20 @@ def table() -> str:
 
 
 def formats_table() -> list[str]:
-    """Stored form × device: what is computed, with the bytes of a weight, or the refusal."""
-    marks = "| stored as | " + " | ".join(formats.DEVICES) + " | read as its writer reads it |"
-    lines = [marks, "|---|" + "---|" * (len(formats.DEVICES) + 1)]
-    for form in formats.FORMS.values():
-        cells = [_cell(form.cells[device]) for device in formats.DEVICES]
-        computed = not isinstance(form.cells[formats.CPU], str)
-        mark = f"✓ {form.writer}" if form.writer else "~" if computed and form is not _PLAIN else ""
-        lines.append(f"| {form.title} | {' | '.join(cells)} | {mark} |")
+    """Format × device: how it is computed, with the bytes of a weight, or the refusal."""
+    titles = "| format | " + " | ".join(formats.DEVICES) + " | read as its writer reads it |"
+    lines = [titles, "|---|" + "---|" * (len(formats.DEVICES) + 1)]
+    for one in formats.FORMATS.values():
+        cells = [_cell(one.cells[device]) for device in formats.DEVICES]
+        computed = not isinstance(one.cells[formats.CPU], str)
+        mark = f"✓ {one.writer}" if one.writer else "~" if computed and one is not _PLAIN else ""
+        lines.append(f"| {one.title} | {' | '.join(cells)} | {mark} |")
     cells = [_cell(formats.computed(None, formats.INT8, device)) for device in formats.DEVICES]
-    lines.append(f"| any that is computed, with `--quantization int8` | {' | '.join(cells)} | |")
+    lines.append(f"| any that is not refused, with `--quantization int8` | {' | '.join(cells)} | |")
     return lines
 
 
-_PLAIN = formats.FORMS[formats.PLAIN]
+_PLAIN = formats.FORMATS[formats.PLAIN]
 
 
 def _cell(found: formats.Computed | str) -> str:

@@ -27,7 +27,7 @@ class Checkpoint:
         *,
         quantization: StoredFormat | None = None,
     ):
-        """`quantization`: how matrices may be stored."""
+        """`quantization`: the format of quantised matrices; None: none is quantised."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
@@ -67,7 +67,7 @@ class Checkpoint:
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
-        """The weights of a product, as `get`: int8 where they are stored so, else in the dtype of the engine."""
+        """The weights of a product, as `get`: int8 where they are stored so, else in the engine's dtype."""
         outputs, inputs = shape
         product, how = name.removesuffix(".weight"), self._quantization
         if how is None or not stored.is_stored(how, self, product):
@@ -75,7 +75,7 @@ class Checkpoint:
         share = stored.Matrix(
             product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)
         )
-        if how.form != INT8:
+        if how.name != INT8:
             return stored.read(how, self, share, self._dtype).to(self._device)
         codes, scales = stored.read_int8(self, share)
         return Int8Weight(self._own(codes, torch.int8), self._own(scales, torch.float32))
@@ -87,8 +87,8 @@ class Checkpoint:
         return tuple(self._slice(name).get_shape())
 
     def part(self, name: str, shape: tuple[int, ...], *parts: slice | int, why: str = "") -> torch.Tensor:
-        """The tensor as it is stored, or `parts` of it by dimension; it may be in the file's mapping. `why`: what its
-        shape follows from.
+        """The tensor as it is stored, or `parts` of it by dimension; it may be in the file's mapping. `why`: what implies
+        its shape.
 
         Raises ModelError naming the tensor if it is missing, has another shape or cannot be read.
         """
@@ -101,12 +101,12 @@ class Checkpoint:
             tensor: torch.Tensor = (
                 part[parts[: len(shape)] or (slice(None),)] if shape else self._handle(name).get_tensor(name)
             )
-        except Exception as error:  # types of fewer bits than a byte, of which torch has no such tensors
+        except Exception as error:  # safetensors' own: a dtype of fewer than 8 bits, for example
             raise ModelError(f"tensor {name}: {error}", field=name) from error
         return tensor
 
     def _own(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """On the device, out of the file's mapping."""
+        """A copy on the device, which does not keep the file's mapping."""
         found = tensor.to(self._device, dtype).contiguous()
         # One tensor that stays in the file's mapping would keep all of it, and what was read there, in this process
         mapped = found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -124,7 +124,7 @@ class Checkpoint:
         handle = self._handle(name)
         try:
             return handle.get_slice(name)
-        except Exception as error:  # as below; the index may name a tensor that its file does not have
+        except Exception as error:  # safetensors' own: the index may name tensors that the file lacks
             raise ModelError(f"tensor {name}: {error}", field=name) from error
 
 

@@ -1,7 +1,7 @@
 """Kernels for the CPU, compiled by numba for the machine and cached on disk.
 
 They take addresses of contiguous tensors, not arrays: then a call costs 0.3 µs, and a decode step makes a hundred.
-`kind` is the type behind the addresses: an int for bfloat16, a float for float32 (numba compiles a form for each).
+`kind` is the dtype behind the addresses (engine/ops/cpu_elements.py).
 `dim8` is a tuple of length head_dim / 8: the length is part of its type, so that loops over it have a constant length.
 All sums are float32. Arguments are not checked: engine/ops/cpu_ops.py and engine/attention/paged_cpu.py own the
 tensors that they pass.
@@ -13,110 +13,10 @@ import functools
 from typing import Any
 
 import numpy as np
-import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba import njit
 
-from engine.ops.cpu_llvm import (
-    as_f32,
-    as_u32,
-    cached,
-    compiled,
-    compiled_exactly,
-    indices,
-    integers,
-    prefetch_line,
-)
-
-F = np.float32
-_LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
-_EXP = tuple(F(c) for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 0.166666655, 0.5))
-
-
-def kind_of(dtype: torch.dtype) -> int | float:
-    return 0 if dtype is torch.bfloat16 else 0.0
-
-
-# --- memory ---------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def _at(typing, address, kind):
-    """A pointer to elements of `kind`."""
-    element = types.uint16 if isinstance(kind, types.Integer) else types.float32
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(element)(types.int64, kind), codegen
-
-
-def _load(pointer, index): ...
-
-
-def _store(pointer, index, value): ...
-
-
-def _size(kind): ...
-
-
-@overload(_load, inline="always")
-def _load_of(pointer, index):
-    if pointer.dtype is types.uint16:
-        return lambda pointer, index: as_f32(np.uint32(pointer[index]) << np.uint32(16))
-    return lambda pointer, index: pointer[index]
-
-
-@overload(_store, inline="always")
-def _store_of(pointer, index, value):
-    if pointer.dtype is types.uint16:
-
-        def rounded(pointer, index, value):
-            bits = as_u32(F(value))
-            odd = (bits >> np.uint32(16)) & np.uint32(1)
-            pointer[index] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
-
-        return rounded
-
-    def plain(pointer, index, value):
-        pointer[index] = F(value)
-
-    return plain
-
-
-@overload(_size, inline="always")
-def _size_of(kind):
-    size = 2 if isinstance(kind, types.Integer) else 4
-    return lambda kind: size
-
-
-@intrinsic
-def _two_to(typing, exponent):
-    def codegen(context, builder, signature, args):
-        word = ir.IntType(32)
-        biased = builder.add(args[0], ir.Constant(word, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
-
-    return types.float32(types.int32), codegen
-
-
-@njit(inline="always")
-def _exp(x):
-    """e^x, x ≤ 0, to one or two units in the last place (Cephes' expf). No floor, no 64-bit integers: it vectorises."""
-    x = x if x > F(-87.0) else F(-87.0)
-    whole = np.int32(x * _LOG2E - F(0.5))  # truncated towards zero: the nearest, as x is not positive
-    n = F(whole)
-    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    y = _EXP[0]
-    y = y * r + _EXP[1]
-    y = y * r + _EXP[2]
-    y = y * r + _EXP[3]
-    y = y * r + _EXP[4]
-    y = y * r + _EXP[5]
-    y = y * r * r + r + F(1.0)
-    return y * _two_to(whole)
-
+from engine.ops.cpu_elements import F, element_size, exp, load, ptr, store
+from engine.ops.cpu_llvm import cached, compiled, compiled_exactly, indices, integers, prefetch_line
 
 # --- between the products ---------------------------------------------------------------------------------
 
@@ -124,73 +24,73 @@ def _exp(x):
 @compiled
 def embed_rows(kind, table, rows, out, width, first, last, scale):
     """out[i] = scale · table[rows[i]] for i in [first, last); rows are int64, `width` elements each."""
-    source, target, row_of = _at(table, kind), _at(out, kind), integers(rows)
+    source, target, row_of = ptr(table, kind), ptr(out, kind), integers(rows)
     for row in range(first, last):
         at = row_of[row] * width
         for i in range(width):
-            _store(target, row * width + i, _load(source, at + i) * F(scale))
+            store(target, row * width + i, load(source, at + i) * F(scale))
 
 
 @compiled
 def add_norm(kind, x, delta, weight, out, first, last, width, eps, wide):
     """x += delta (unless its address is 0), out = RMS norm of x. Rows [first, last) of `width`. `wide`: the weight is
-    float32, whatever the rows are."""
-    xs, ds, ys = _at(x, kind), _at(delta, kind), _at(out, kind)
+    float32, whatever `kind` is."""
+    xs, ds, ys = ptr(x, kind), ptr(delta, kind), ptr(out, kind)
     for row in range(first, last):
         base = row * width
         if delta:
             for i in range(width):
-                _store(xs, base + i, _load(xs, base + i) + _load(ds, base + i))
+                store(xs, base + i, load(xs, base + i) + load(ds, base + i))
         total = F(0.0)
         for i in range(width):
-            value = _load(xs, base + i)
+            value = load(xs, base + i)
             total += value * value
         scale = F(1.0) / np.sqrt(total / F(width) + F(eps))
         if wide:
-            _scale_row(xs, _at(weight, 0.0), ys, base, width, scale)
+            _scale_row(xs, ptr(weight, 0.0), ys, base, width, scale)
         else:
-            _scale_row(xs, _at(weight, kind), ys, base, width, scale)
+            _scale_row(xs, ptr(weight, kind), ys, base, width, scale)
 
 
 @compiled_exactly
 def _scale_row(xs, weights, ys, base, width, scale):
-    """In the order of the products that is written. Where `ys` are `xs`, as in lists of jobs, another form of the loop is
-    run, which may not round differently."""
+    """Multiplies in the order that is written, without fast-math: where `ys` is `xs`, as in lists of jobs, another version
+    of the loop runs, and it must round alike."""
     for i in range(width):
-        _store(ys, base + i, _load(xs, base + i) * scale * _load(weights, i))
+        store(ys, base + i, load(xs, base + i) * scale * load(weights, i))
 
 
 @compiled
 def silu_mul(kind, gate_up, out, first, last, width):
     """out = silu(gate) · up; gate_up rows are [gate | up], `width` each."""
-    both, ys = _at(gate_up, kind), _at(out, kind)
+    both, ys = ptr(gate_up, kind), ptr(out, kind)
     for row in range(first, last):
         base = row * 2 * width
         for i in range(width):
-            gate = _load(both, base + i)
+            gate = load(both, base + i)
             # e^-|g| never overflows: silu(g) = g / (1 + e^-g) = g · e^g / (1 + e^g)
-            small = _exp(-abs(gate))
+            small = exp(-abs(gate))
             top = F(1.0) if gate >= F(0.0) else small
-            _store(ys, row * width + i, gate * top / (F(1.0) + small) * _load(both, base + width + i))
+            store(ys, row * width + i, gate * top / (F(1.0) + small) * load(both, base + width + i))
 
 
 @njit(inline="always")
 def _sigmoid(x):
     """By e^-|x|, which never overflows."""
-    small = _exp(-abs(x))
+    small = exp(-abs(x))
     return (F(1.0) if x >= F(0.0) else small) / (F(1.0) + small)
 
 
 @compiled
 def gelu_mul(kind, gate_up, out, first, last, width):
     """out = gelu(gate) · up, gelu by tanh: x · (1 + tanh u) / 2 = x · sigmoid(2u), u = √(2/π) · (x + 0.044715 x³)."""
-    both, ys = _at(gate_up, kind), _at(out, kind)
+    both, ys = ptr(gate_up, kind), ptr(out, kind)
     for row in range(first, last):
         base = row * 2 * width
         for i in range(width):
-            x = _load(both, base + i)
+            x = load(both, base + i)
             twice = F(1.5957691216057308) * (x + F(0.044715) * x * x * x)
-            _store(ys, row * width + i, x * _sigmoid(twice) * _load(both, base + width + i))
+            store(ys, row * width + i, x * _sigmoid(twice) * load(both, base + width + i))
 
 
 @compiled
@@ -206,8 +106,8 @@ def rotate_and_store(
     slots[row] = block · page + offset; `layer` is the element offset of the layer in a block.
     """
     dim, half = 8 * len(dim8), 4 * len(dim8)
-    rows, stored = _at(qkv, kind), _at(cache, kind)
-    cos, sin = _at(cosine, 0.0), _at(sine, 0.0)
+    rows, stored = ptr(qkv, kind), ptr(cache, kind)
+    cos, sin = ptr(cosine, 0.0), ptr(sine, 0.0)
     where, places = integers(positions), integers(slots)
     for row in range(first, last):
         base = row * (heads + 2 * kv) * dim
@@ -218,22 +118,22 @@ def rotate_and_store(
             at = base + head * dim
             weight = q_norm if head < heads else k_norm
             if weight:
-                ws, wide_ws = _at(weight, kind), _at(weight, 0.0)
+                ws, wide_ws = ptr(weight, kind), ptr(weight, 0.0)
                 total = F(0.0)
                 for i in range(dim):
-                    total += _load(rows, at + i) * _load(rows, at + i)
+                    total += load(rows, at + i) * load(rows, at + i)
                 scale = F(1.0) / np.sqrt(total / F(dim) + F(eps))
                 if wide:
                     for i in range(dim):
-                        _store(rows, at + i, _load(rows, at + i) * scale * wide_ws[i])
+                        store(rows, at + i, load(rows, at + i) * scale * wide_ws[i])
                 else:
                     for i in range(dim):
-                        _store(rows, at + i, _load(rows, at + i) * scale * _load(ws, i))
+                        store(rows, at + i, load(rows, at + i) * scale * load(ws, i))
             for i in range(half):
-                low, high = _load(rows, at + i), _load(rows, at + half + i)
+                low, high = load(rows, at + i), load(rows, at + half + i)
                 c, s = cos[angle + i], sin[angle + i]
-                _store(rows, at + i, low * c - high * s)
-                _store(rows, at + half + i, high * c + low * s)
+                store(rows, at + i, low * c - high * s)
+                store(rows, at + half + i, high * c + low * s)
         for head in range(kv):
             key, value = base + (heads + head) * dim, base + (heads + kv + head) * dim
             to = target + head * page * dim
@@ -264,7 +164,7 @@ def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
             for g in range(0, group - 1, 2):
                 one, two = F(0.0), F(0.0)
                 for i in range(dim):
-                    key = _load(keys, row + i)
+                    key = load(keys, row + i)
                     one += q[head * group + g, i] * key
                     two += q[head * group + g + 1, i] * key
                 out[head * group + g, token] = one
@@ -272,7 +172,7 @@ def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
             if group % 2:
                 one = F(0.0)
                 for i in range(dim):
-                    one += q[head * group + group - 1, i] * _load(keys, row + i)
+                    one += q[head * group + group - 1, i] * load(keys, row + i)
                 out[head * group + group - 1, token] = one
 
 
@@ -288,7 +188,7 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
             for g in range(head * group, head * group + group):
                 a = p[g, token]
                 for i in range(dim):
-                    acc[g, i] += a * _load(values, row + i)
+                    acc[g, i] += a * load(values, row + i)
         for token in range(0, fours, 4):
             row = (head * page + token) * dim
             _prefetch_range(coming + row * size, 4 * dim * size)
@@ -296,10 +196,10 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
                 a, b, c, d = p[g, token], p[g, token + 1], p[g, token + 2], p[g, token + 3]
                 for i in range(dim):
                     acc[g, i] += (
-                        a * _load(values, row + i)
-                        + b * _load(values, row + dim + i)
-                        + c * _load(values, row + 2 * dim + i)
-                        + d * _load(values, row + 3 * dim + i)
+                        a * load(values, row + i)
+                        + b * load(values, row + dim + i)
+                        + c * load(values, row + 2 * dim + i)
+                        + d * load(values, row + 3 * dim + i)
                     )
 
 
@@ -315,8 +215,8 @@ def attend_tokens(
     the outer loop over those heads of an item that are in the range.
     """
     dim, heads = 8 * len(dim8), kv * group
-    size = _size(kind)
-    queries, mixed = _at(q, kind), _at(out, kind)
+    size = element_size(kind)
+    queries, mixed = ptr(q, kind), ptr(out, kind)
     item_of, row_of, end_of = indices(singles), indices(starts), indices(ends)
     table_row, table = indices(rows), indices(table)
     values = kv * page * dim
@@ -335,7 +235,7 @@ def attend_tokens(
         weights = np.empty((count, (high - low) * page), np.float32)
         for one in range(count):
             for i in range(dim):
-                scaled[one, i] = _load(queries, row * q_stride + (head * group + one) * dim + i) * F(scale)
+                scaled[one, i] = load(queries, row * q_stride + (head * group + one) * dim + i) * F(scale)
                 acc[one, i] = F(0.0)
         keys = layer + head * page * dim
         for index in range(low, high):
@@ -343,7 +243,7 @@ def attend_tokens(
             following = np.int64(table[own + (index + 1 if index + 1 < high else low)]) * block_stride + keys
             coming = cache + (following + (0 if index + 1 < high else values)) * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
-            _scores(_at(block, kind), coming, size, some, group, page, used, dim8, scaled, part)
+            _scores(ptr(block, kind), coming, size, some, group, page, used, dim8, scaled, part)
         if cap > F(0.0):
             _cap_scores(weights, count, end - low * page, cap)
         _softmax(weights, count, begin - low * page, end - low * page)
@@ -351,10 +251,10 @@ def attend_tokens(
             block = cache + (np.int64(table[own + index]) * block_stride + keys + values) * size
             following = np.int64(table[own + min(index + 1, high - 1)]) * block_stride + keys + values
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
-            _mix(_at(block, kind), cache + following * size, size, some, group, page, used, dim8, part, acc)
+            _mix(ptr(block, kind), cache + following * size, size, some, group, page, used, dim8, part, acc)
         for one in range(count):
             for i in range(dim):
-                _store(mixed, at + one * dim + i, acc[one, i])
+                store(mixed, at + one * dim + i, acc[one, i])
 
 
 @compiled
@@ -363,7 +263,7 @@ def _cap_scores(weights, heads, end, cap):
     for head in range(heads):
         row = weights[head][:end]
         for i in range(row.shape[0]):
-            small = _exp(F(-2.0) * abs(row[i]) / cap)
+            small = exp(F(-2.0) * abs(row[i]) / cap)
             size = cap * (F(1.0) - small) / (F(1.0) + small)
             row[i] = size if row[i] >= F(0.0) else -size
 
@@ -379,7 +279,7 @@ def _softmax(weights, heads, begin, end):
             top = row[i] if row[i] > top else top
         total = F(0.0)
         for i in range(row.shape[0]):
-            row[i] = _exp(row[i] - top)
+            row[i] = exp(row[i] - top)
             total += row[i]
         share = F(1.0) / total
         for i in range(row.shape[0]):
@@ -394,29 +294,29 @@ def _softmax(weights, heads, begin, end):
 def _softmax_rows(kind, scores, count, keys, rows, offset, window):
     """Softmax in place over the visible ones of `keys` scores, in each of `count` rows. The rows of the heads of a group
     follow each other, `rows` a head; the key of row i itself is number offset + i % rows."""
-    values = _at(scores, kind)
+    values = ptr(scores, kind)
     whole = np.empty(keys, np.float32)
     for row in range(count):
         end = min(offset + row % rows + 1, keys)
         begin = max(0, end - window) if window else 0
         at = row * keys + begin
         line = whole[begin:end]
-        top = _load(values, at)
+        top = load(values, at)
         for i in range(line.shape[0]):
-            value = _load(values, at + i)
+            value = load(values, at + i)
             top = value if value > top else top
         total = F(0.0)
         for i in range(line.shape[0]):
-            value = _exp(_load(values, at + i) - top)
+            value = exp(load(values, at + i) - top)
             line[i] = value
             total += value
         share = F(1.0) / total
         for i in range(line.shape[0]):
-            _store(values, at + i, line[i] * share)
+            store(values, at + i, line[i] * share)
         for i in range(row * keys, at):
-            _store(values, i, F(0.0))
+            store(values, i, F(0.0))
         for i in range(at + line.shape[0], (row + 1) * keys):
-            _store(values, i, F(0.0))
+            store(values, i, F(0.0))
 
 
 @functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds

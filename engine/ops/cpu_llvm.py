@@ -35,7 +35,7 @@ def compiled_exactly(function: Callable[..., Any]) -> Any:
 
 def cached(function: Callable[..., Any], variant: object = None) -> Any:
     """As `compiled`, for callers in Python: cached on disk where a directory is writable, so that the first start takes
-    seconds and later ones load. `variant`: what the function takes from around it. It may be called with one signature
+    seconds and later ones load. `variant`: the values that the function closes over. It may be called with one signature
     only, see `_cached`."""
     return _cached(partial(njit, **_JIT, fastmath=_FAST), function, variant)
 
@@ -46,8 +46,8 @@ def cached_function(function: Callable[..., Any], signature: Any, variant: objec
 
 
 def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant: object) -> Any:
-    """numba names the files of its cache after the function. Several codes behind one name share an index file, and two
-    processes that write it at once may file one's code under the other's key; so each code has a name of its own."""
+    """numba names the files of its cache after the function. Versions of one name share an index file, and two processes
+    that write it at once may store one version's code under the other's key; so each version has a name of its own."""
     function.__qualname__ += "-" + _digest(repr((_SOURCES, _processor(), variant)).encode())
     try:
         return decorator(cache=True)(function)
@@ -56,7 +56,7 @@ def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant
 
 
 def digest_of_sources(engine: Path) -> str:
-    """Of all files from which kernels are compiled."""
+    """A digest of all files from which kernels are compiled."""
     return _digest(b"".join(file.read_bytes() for file in sorted(engine.glob("*/cpu_*.py"))))
 
 

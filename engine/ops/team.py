@@ -55,7 +55,7 @@ class KernelTeam(Team):
     def __init__(self, threads: int, dtype: torch.dtype, head_dim: int):
         super().__init__(threads)
         from engine.ops import cpu_jobs
-        from engine.ops.cpu_kernels import kind_of
+        from engine.ops.cpu_elements import kind_of
 
         self.dtype = dtype
         self._work = cpu_jobs.work

@@ -40,7 +40,7 @@ class TorchOps:
         self._blocks, self._offsets = slots // self._page, slots % self._page
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        # torch's norm takes one dtype, and rounds once
+        # torch's norm takes tensors of one dtype; in that of the weight, the result is rounded once
         normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self._shape.norm_eps)
         return normed.to(x.dtype)
 

@@ -1,11 +1,11 @@
-"""Stored codes and scales → the numbers that they stand for, in the dtype that the engine computes with.
+"""Expands stored codes and scales to weights in the dtype that the engine computes with.
 
 All functions are pure. A share of a matrix is expanded as the whole would be: `row_of` and `column_of` say which scale
 each of its outputs and inputs has, wherever a rank's share begins.
 
-Codes are unpacked a few outputs at a time: beside its result and its stored codes, of a byte a number at most, a matrix
-takes no memory that grows with its outputs. Packing a matrix for the kernels, or joining it with others, takes as much
-as its result again, whether it was quantised or not; so the rule for memory (engine/kv_cache.py) has no term for this.
+Codes are unpacked a few outputs at a time, so that the memory beside the result and the stored codes (at most a byte per
+weight) does not grow with the outputs. Packing a matrix for the kernels, or joining it with others, takes as much as its
+result again, quantised or not; so the rule for memory (engine/kv_cache.py) has no term for expanding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 Codes = Callable[[slice], Tensor]  # outputs → their codes [outputs, inputs]
 
 _ROWS = 128  # outputs that are expanded at a time, in float32
-# AutoAWQ packs eight outputs a word; output 0 in the first four bits, output 2 in the next, …: where each of the eight is.
+# AutoAWQ packs eight outputs per word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on: the place of each.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 # FP4 (E2M1), doubled so that all are integers (Open Compute Project, Microscaling Formats 1.0, 5.3.3).
 _FP4_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
@@ -58,7 +58,7 @@ def _columns(values: Tensor, column_of: Tensor | None) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Words [rows, n], filled from the lowest bits on → uint8 [rows, n · bits of a word / bits]; 4 or 8 bits."""
-    # a copy, because a view of bytes needs a last stride of 1, which `contiguous` does not give a single word
+    # A copy, because a view of bytes needs a last stride of 1, and `contiguous` does not ensure that for a single word.
     found = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:
         found = torch.stack((found & 15, found >> 4), dim=-1).flatten(-2)
@@ -71,8 +71,8 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
-    """int32 [groups, n] → uint8 [groups, outputs]. Before its second format GPTQ stored zero points less `offset`, which
-    was subtracted from whole words: so it is added to them."""
+    """int32 [groups, n] → uint8 [groups, outputs]. GPTQ's first format stores zero points minus `offset`, which was
+    subtracted from whole words: so it is added to whole words."""
     if offset:
         ones = sum(offset << at for at in range(0, 32, bits))
         words = words + torch.tensor(ones, dtype=torch.int32)

@@ -15,13 +15,13 @@ PLAIN = ""  # not quantised
 MX_GROUP = 32  # inputs that share a scale in the MX formats
 _FIELD = "quantization_config"
 _SIZES = range(1, 1 << 31)  # of groups and blocks
-_SHORT = reprlib.Repr()  # the file is not ours: a value in an error is cut, however long or deep it is
+_SHORT = reprlib.Repr()  # config.json is untrusted: a value in an error is cut, however long or deep it is
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
 @dataclass(frozen=True)
 class Computed:
-    """How a form is computed. `bytes`: of a weight; 0: those of the compute dtype."""
+    """How products with matrices of a format are computed. `bytes`: of a weight; 0: those of the compute dtype."""
 
     name: str
     bytes: int
@@ -29,17 +29,17 @@ class Computed:
 
 DTYPE = Computed("expanded to `--dtype` while loading", 0)
 AS_STORED = Computed("`--dtype`", 0)
-INT8_KERNELS = Computed("int8, own kernels", 1)
+INT8_KERNELS = Computed("int8, Baton's kernels", 1)
 INT8_TORCH = Computed("int8, torch's integer product", 1)
-_CUDA = "quantised weights are served on CPUs only"
+_NOT_ON_CUDA = "quantised weights are served on CPUs only"
 VNNI, CPU, CUDA = "CPU with AVX512-VNNI", "other CPUs", "CUDA"
 DEVICES = (VNNI, CPU, CUDA)
 
 
 @dataclass(frozen=True)
-class Form:
-    """A row of the table. `cells`: what is computed on each device, or why nothing is. `writer`: whose bytes the tests
-    read; "": nobody's but our own, or nothing reads it."""
+class Format:
+    """A row of the table. `cells`: how it is computed on each device, or why it is refused. `writer`: the library whose
+    files the tests read; "" where there is none."""
 
     title: str
     cells: Mapping[str, Computed | str]
@@ -47,47 +47,47 @@ class Form:
 
 
 def _int8() -> dict[str, Computed | str]:
-    return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: _CUDA}
+    return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: _NOT_ON_CUDA}
 
 
 def _expanded() -> dict[str, Computed | str]:
-    return {VNNI: DTYPE, CPU: DTYPE, CUDA: _CUDA}
+    return {VNNI: DTYPE, CPU: DTYPE, CUDA: _NOT_ON_CUDA}
 
 
-_EXPERTS = "the family that has it, gpt-oss, is not served"
+_ONLY_GPT_OSS = "the family that has it, gpt-oss, is not served"
 
-# Form → row. `--quantization int8` gives every form that is computed at all the cells of INT8.
-FORMS: dict[str, Form] = {
-    PLAIN: Form("fp32, bf16, fp16", dict.fromkeys(DEVICES, AS_STORED)),
-    INT8: Form(
-        "compressed-tensors: int8 weights per channel, dynamic int8 rows (W8A8)",
+# By name. With `--quantization int8` every format that is not refused has the cells of INT8.
+FORMATS: dict[str, Format] = {
+    PLAIN: Format("fp32, bf16, fp16", dict.fromkeys(DEVICES, AS_STORED)),
+    INT8: Format(
+        "compressed-tensors: int8 weights per channel, dynamic int8 activations per token (W8A8)",
         _int8(),
         "compressed-tensors 0.20.0",
     ),
-    FP8: Form(
+    FP8: Format(
         "compressed-tensors: FP8 E4M3 per tensor, channel or block (W8A8, W8A16)",
         _expanded(),
         "compressed-tensors 0.20.0",
     ),
-    FP8_BLOCKS: Form(
+    FP8_BLOCKS: Format(
         "FP8 E4M3 as DeepSeek and Qwen ship it (`quant_method` fp8: `weight_scale_inv` per block, or per tensor)",
         _expanded(),
         "transformers 5.23.0",
     ),
-    PACKED: Form(
+    PACKED: Format(
         "compressed-tensors: 4 or 8 bits packed, per group or channel, symmetric or not, with or without g_idx (W4A16, "
         "W8A16)",
         _expanded(),
         "compressed-tensors 0.20.0; 0.9.4 with g_idx",
     ),
-    AWQ: Form("AWQ, 4 bits, gemm packing", _expanded(), "AutoAWQ 0.2.9"),
-    GPTQ: Form(
+    AWQ: Format("AWQ, 4 bits, gemm packing", _expanded(), "AutoAWQ 0.2.9"),
+    GPTQ: Format(
         "GPTQ, 4 or 8 bits, with or without act-order (desc_act); zero points of format v1, and of v2 (~)",
         _expanded(),
         "AutoGPTQ 0.7.1",
     ),
-    MXFP4: Form("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
-    MXFP4_EXPERTS: Form("MXFP4 experts (`quant_method` mxfp4)", dict.fromkeys(DEVICES, _EXPERTS)),
+    MXFP4: Format("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
+    MXFP4_EXPERTS: Format("MXFP4 experts (`quant_method` mxfp4)", dict.fromkeys(DEVICES, _ONLY_GPT_OSS)),
 }
 # quant_method → its common name
 _METHODS = {
@@ -118,17 +118,17 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """`block`: (outputs, inputs) that share a scale; 0: all of them."""
+    """How a checkpoint stores its matrices. `block`: (outputs, inputs) that share a scale; 0: all of them."""
 
-    form: str
+    name: str  # in FORMATS
     block: tuple[int, int] = (1, 0)
     bits: int = 8
     symmetric: bool = True
-    zero_offset: int = 0  # what GPTQ's stored zero points lack
+    zero_offset: int = 0  # subtracted from GPTQ's stored zero points
 
     @property
     def title(self) -> str:
-        return FORMS[self.form].title
+        return FORMATS[self.name].title
 
 
 def stored_format(raw: Mapping[str, Any]) -> StoredFormat | None:
@@ -147,14 +147,14 @@ def stored_format(raw: Mapping[str, Any]) -> StoredFormat | None:
 
 
 def computed(stored: StoredFormat | None, quantization: str, device: str) -> Computed | str:
-    """What a checkpoint is computed as, for the setting `quantization` on one of DEVICES; or why it is not."""
-    found = FORMS[PLAIN if stored is None else stored.form].cells[device]
-    return FORMS[INT8].cells[device] if quantization == INT8 and not isinstance(found, str) else found
+    """How a checkpoint is computed, for the setting `quantization` on one of DEVICES; or why it is refused."""
+    found = FORMATS[PLAIN if stored is None else stored.name].cells[device]
+    return FORMATS[INT8].cells[device] if quantization == INT8 and not isinstance(found, str) else found
 
 
 def is_int8(stored: StoredFormat | None, quantization: str) -> bool:
     """Whether its matrices are computed as int8 on CPUs."""
-    return quantization == INT8 or (stored is not None and stored.form == INT8)
+    return quantization == INT8 or (stored is not None and stored.name == INT8)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> StoredFormat:
@@ -188,7 +188,7 @@ def _part(group: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _naive(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> StoredFormat:
-    """compressed-tensors' first releases wrote so whatever has 8 bits."""
+    """What compressed-tensors' first releases called all formats of 8 bits."""
     read = _float_group if weights.get("type") == "float" else _int_group
     return read(name, weights, rows)
 
@@ -202,7 +202,7 @@ def _int_group(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]) -
 
 def _float_group(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> StoredFormat:
     _check(f"{name}.weights", weights, {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False})
-    if rows:  # they are not rounded, whatever their scales
+    if rows:  # these are not rounded, so their scales do not matter
         _check(f"{name}.input_activations", rows, {"num_bits": 8, "type": "float"})
     strategy = weights.get("strategy")
     if strategy == "block":
@@ -249,7 +249,7 @@ def _fp8(config: Mapping[str, Any]) -> StoredFormat:
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refused(f"fp8.fmt = {_shown(config['fmt'])}")
     _check("fp8", {"expert_dtype": "fp8", **config}, {"expert_dtype": "fp8"})
-    # GPTQModel's FP8: weights are to be divided by what it names weight_scale_inv; everybody else's are multiplied
+    # GPTQModel's FP8: weights are divided by weight_scale_inv; in every other writer's files they are multiplied by it
     _refuse("fp8", config, "weight_scale_semantics", "modules_to_convert", "kv_cache_scheme")
     size = config.get("weight_block_size")
     if size is None:
@@ -289,7 +289,7 @@ def _gptq(config: Mapping[str, Any]) -> StoredFormat:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> StoredFormat:
-    raise _refused(f"MXFP4 with quant_method mxfp4 ({_EXPERTS})")
+    raise _refused(f"MXFP4 with quant_method mxfp4 ({_ONLY_GPT_OSS})")
 
 
 # GPTQModel's: inputs are to be rotated, or a low-rank product added, when the model runs
@@ -332,7 +332,7 @@ def _check(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> N
 
 
 def _refuse(where: str, found: Mapping[str, Any], *keys: str) -> None:
-    """Keys that change what the weights mean, or what is computed with them."""
+    """Refuse the keys that are set: they change what the weights mean, or what is computed with them."""
     for key in keys:
         if found.get(key):
             raise _refused(f"{where}.{key} = {_shown(found[key])}")
@@ -343,13 +343,15 @@ def _shown(value: Any) -> str:
 
 
 def _name(key: Any) -> str:
-    """A name from the file, as it is if it is one."""
+    """A name from config.json for an error: unchanged if it is short and printable."""
     text = str(key)
     return text if len(text) <= _SHORT.maxstring and text.isprintable() else _shown(text)
 
 
 def _refused(what: str) -> ModelError:
-    read = "; ".join(one.title for name, one in FORMS.items() if name and not isinstance(one.cells[CPU], str))
+    read = "; ".join(
+        one.title for name, one in FORMATS.items() if name and not isinstance(one.cells[CPU], str)
+    )
     return ModelError(
         f"{_FIELD}: {what} is not supported; supported: {read}; or the unquantised checkpoint with quantization int8",
         field=_FIELD,

@@ -1,7 +1,7 @@
-"""A rank's share of a matrix from the tensors in which a checkpoint stores it.
+"""Reads a rank's share of a quantised matrix from the tensors that store it.
 
-Tensors are cut where whole words, groups and blocks end; what is too much is dropped after it is expanded. So a share may
-begin and end anywhere, in the middle of a group too.
+Tensors are cut where whole words, groups and blocks end, and what lies outside the share is dropped after it is expanded.
+So a share may begin and end anywhere, also in the middle of a group.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Source(Protocol):
 
     def part(self, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
         """`parts` of the tensor, a slice per dimension; whole without them. Raises ModelError naming the tensor if it is
-        missing or its shape is not `shape`; `why` says what that follows from."""
+        missing or its shape is not `shape`; `why` says what implies that shape."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A share of the product `name`.weight, whose whole is [outputs, inputs]."""
+    """A share of the matrix `name`.weight, which is [outputs, inputs] as a whole."""
 
     name: str
     outputs: int
@@ -51,14 +51,14 @@ class Matrix:
 
 
 def is_stored(stored: StoredFormat, source: Source, name: str) -> bool:
-    """Whether the product is quantised: the checkpoint's tensors say so. Products that are to be left out (`ignore`,
-    `modules_to_not_convert`) have a plain weight instead."""
-    return any(source.has(f"{name}.{suffix}") for suffix in _MARKS[stored.form])
+    """Whether the matrix `name` is quantised, by the tensors that are present: one that was left out (`ignore`,
+    `modules_to_not_convert`) has a plain weight instead."""
+    return any(source.has(f"{name}.{suffix}") for suffix in _MARKS[stored.name])
 
 
 def read(stored: StoredFormat, source: Source, matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """The share in `dtype`. Raises ModelError naming the tensor that is missing, or does not fit the others."""
-    return _READERS[stored.form](stored, source, matrix, dtype)
+    """The share [rows, columns] in `dtype`. Raises ModelError naming a tensor that is missing or does not fit others."""
+    return _READERS[stored.name](stored, source, matrix, dtype)
 
 
 def _fp8(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
@@ -132,9 +132,8 @@ def _awq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) ->
 
     def codes(part: slice) -> Tensor:
         some, within = _words(slice(inside.start + part.start, inside.start + part.stop), 8)
-        return (
-            expand.unpack_awq(packed[:, some])[:, within].t().contiguous()
-        )  # else all that follows is strided
+        found = expand.unpack_awq(packed[:, some])[:, within]
+        return found.t().contiguous()  # strided, all that follows would be slow
 
     return expand.expand(codes, m.shape, scales.t(), dtype, None, column_of, zeros)
 
@@ -172,14 +171,14 @@ def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) 
 
 
 def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
-    """int8 codes [outputs, inputs], and the scale of each output."""
+    """The share's int8 codes [rows, columns], and a scale for each row. Raises ModelError as `read`."""
     name = f"{m.name}.weight"
     codes = source.part(name, (m.outputs, m.inputs), m.rows, m.columns)
     _expect(name, codes, torch.int8)
     return codes, _scales(source, f"{name}_scale", (m.outputs, 1), m.rows)[:, 0]
 
 
-# Tensors of which one says that the product is stored in the form.
+# Suffixes of tensors; if a matrix has one of them, it is stored in the format.
 _MARKS: dict[str, tuple[str, ...]] = {
     INT8: ("weight_scale",),
     FP8: ("weight_scale", "weight_scale_inv"),
@@ -200,12 +199,12 @@ _READERS: dict[str, Callable[[StoredFormat, Source, Matrix, torch.dtype], Tensor
 
 
 def _count(size: int, each: int) -> int:
-    """Groups of `each` in `size`; 0: one of all."""
+    """How many groups of `each` are in `size`; `each` 0: one group of all."""
     return -(-size // each) if each else 1
 
 
 def _blocks(part: slice, each: int) -> tuple[slice, Tensor]:
-    """The blocks that `part` touches, and which of these each of its elements is in."""
+    """The blocks that `part` overlaps, and for each of its elements the index of its block among these."""
     if not each:
         return slice(0, 1), torch.zeros(part.stop - part.start, dtype=torch.int64)
     first = part.start // each
@@ -213,7 +212,7 @@ def _blocks(part: slice, each: int) -> tuple[slice, Tensor]:
 
 
 def _words(part: slice, each: int) -> tuple[slice, slice]:
-    """The words of `each` elements that hold `part`, and where it is in them."""
+    """The words of `each` elements that hold `part`, and its place among their elements."""
     first = part.start // each
     begin = part.start - first * each
     return slice(first, _count(part.stop, each)), slice(begin, begin + part.stop - part.start)
@@ -223,7 +222,7 @@ def _groups(
     source: Source, name: str, m: Matrix, group: int, unset: int | None = None
 ) -> tuple[slice, Tensor]:
     """As `_blocks` of the inputs; by the tensor `name` (act-order: any input may be in any group) where there is one.
-    `unset`: what all of it is where its writer has not filled it."""
+    `unset`: a tensor that has this value everywhere counts as absent; its writer initialises it so."""
     if not source.has(name):
         return _blocks(m.columns, group)
     groups = _count(m.inputs, group)

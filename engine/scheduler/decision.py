@@ -14,7 +14,9 @@ class StepDecision:
 
     # Tokens to compute; their blocks are allocated.
     scheduled: dict[Sequence, int] = field(default_factory=dict)
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # of single tokens; blocks as above
+    drafts: dict[Sequence, list[int]] = field(
+        default_factory=dict
+    )  # after a sequence's last token; their blocks are allocated
     copies: dict[Sequence, BlockCopy] = field(default_factory=dict)  # of a scheduled sequence's last block
     evicted_reservations: list[str] = field(default_factory=list)  # now EVICTED; the worker aborts them
     # To the router: the choices of each request, finished.
@@ -23,8 +25,8 @@ class StepDecision:
     cached_tokens: int = 0  # of the sequences that were admitted
 
     def plan(self) -> StepPlan:
-        """The items of the scheduled sequences, then an item for each draft: it attends as a single token does, to what
-        is before it, which the step has written when attention begins."""
+        """The items of the scheduled sequences, then an item for each draft. It attends as any single token to all that
+        precede it, also to those of the same step, whose KV is written before attention begins."""
         items = [
             PlanItem(
                 request_id=s.request.request_id,

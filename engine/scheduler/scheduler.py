@@ -261,10 +261,9 @@ class Scheduler:
         return self._crowded or len(running) >= most or sum(s.seats for s in running) >= most
 
     def _seats(self) -> Seats:
-        batch = self._config.max_batch_requests
-        extra = min(batch, self._config.max_batch_tokens)
+        batch, budget = self._config.max_batch_requests, self._config.max_batch_tokens
         left = self._left.look(self.running, self.waiting)
-        seats = Seats(0 if self._crowded else batch, extra, self.running, left)
+        seats = Seats(0 if self._crowded else batch, min(batch, budget), self.running, left)
         if not seats.full:
             self._left.clear()
         return seats
@@ -359,14 +358,9 @@ class Scheduler:
         return True
 
     def grow_spare(self, sequence: Sequence, tokens: int) -> int:
-        """Allocate blocks for `tokens` tokens of a scheduled sequence, or for as many as free blocks allow that no other
-        needs next; returns for how many it has blocks."""
+        """`Blocks.grow_spare` for a scheduled sequence, from free blocks that no other one needs next."""
         spare = 0 if self.waiting or self.short_of_blocks else self._pool.num_free - len(self.running)
-        have = len(sequence.blocks)
-        tokens = min(tokens, (have + max(0, spare)) * self._page)
-        if self.blocks_for(tokens) > have:
-            self._blocks.grow(sequence, tokens)
-        return tokens
+        return self._blocks.grow_spare(sequence, tokens, max(0, spare))
 
     # --- when blocks are short -------------------------------------------------------------------------
 
@@ -402,8 +396,5 @@ class Scheduler:
         self.rows.release(victim)
         self._claims.preempted(victim)
         self._blocks.release(victim)
-        victim.num_computed = victim.registered_blocks = 0
-        victim.preempted_at = len(victim.tokens)
-        victim.extra_seat, victim.found = False, None
-        victim.machine.to(S.WAITING)
+        victim.preempt()
         self._enqueue(victim)

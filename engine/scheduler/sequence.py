@@ -110,6 +110,13 @@ class Sequence:
             extra_seat=self.extra_seat,
         )
 
+    def preempt(self) -> None:
+        """Wait again, with nothing computed; its blocks have been freed."""
+        self.num_computed = self.registered_blocks = 0
+        self.preempted_at = len(self.tokens)
+        self.extra_seat, self.found = False, None
+        self.machine.to(SequenceState.WAITING)
+
     @property
     def state(self) -> SequenceState:
         return self.machine.state

@@ -1,2 +1,2 @@
-"""Speculation: tokens proposed beside a sequence's last one, computed in the same step, and kept while the model draws the
-same ones. The output is the one without it."""
+"""Speculative decoding: draft tokens are computed in the same step as a sequence's last token, and kept as long as the
+model draws the same tokens. The output does not change."""

@@ -17,7 +17,7 @@ from engine.speculation.prompt_lookup import PromptLookup
 
 
 class Proposer(Protocol):
-    """Of one sequence."""
+    """Proposes the draft tokens of one sequence."""
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
         """Up to `count` tokens that may follow `tokens`, which begin with those of the last call."""
@@ -26,34 +26,36 @@ class Proposer(Protocol):
 # Rows of a step, drafts included, up to which another row costs little beside reading the weights.
 MOST_ROWS = 16
 
-LONGEST_PAUSE = 64  # tokens without drafts, after drafts of which none was kept again and again
+LONGEST_PAUSE = 64  # tokens without drafts, after steps that kept none
 
 
 @dataclass
-class Drafting:
-    """Of one sequence: its proposer, and how many drafts it gets next."""
+class DraftState:
+    """The proposer of a sequence, and how many drafts the sequence gets next."""
 
     proposer: Proposer
     count: int = 2
-    useless: int = 0  # times in a row that no draft was kept
-    resume_at: int = 0  # number of tokens from which it gets drafts again
+    failures: int = 0  # steps in a row that kept no draft
+    resume_at: int = 0  # length of the sequence from which it gets drafts again
 
-    def judged(self, length: int, drafted: int, kept: int, most: int) -> None:
+    def record(self, length: int, drafted: int, kept: int, most: int) -> None:
         """Of `drafted` drafts the first `kept` were kept; the sequence has `length` tokens now.
 
-        Twice as many while all are kept, one more than were kept otherwise; pauses double while none is kept.
+        The count doubles up to `most` while all are kept; otherwise it is one more than were kept. Pauses double while
+        none is kept.
         """
         if kept:
-            self.useless = 0
+            self.failures = 0
             self.count = min(most, 2 * self.count if kept == drafted else kept + 1)
             return
-        self.useless += 1
+        self.failures += 1
         self.count = 1
-        self.resume_at = length + min(LONGEST_PAUSE, 1 << min(self.useless, 6))
+        self.resume_at = length + min(LONGEST_PAUSE, 1 << min(self.failures, 6))
 
 
 class Drafter:
-    """Drafts are spare work: they take no block that another sequence needs, and preempt and evict nothing."""
+    """Gives drafts to the sequences of a step. They use spare capacity: they take no block that another sequence needs,
+    and preempt and evict nothing."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, pool: BlockPool, max_len: int):
         self._most = config.speculative_tokens if config.speculation != "none" else 0
@@ -62,7 +64,7 @@ class Drafter:
         self._pool = pool
         self._max_len = max_len
         rows = table_rows(config.max_batch_tokens, pool.total)
-        self._of_sequence = WeakKeyDictionary[Sequence, Drafting]()
+        self._states = WeakKeyDictionary[Sequence, DraftState]()
         self._rows = min(MOST_ROWS, config.max_batch_requests, rows)
 
     def draft(self, decision: StepDecision) -> None:
@@ -73,19 +75,20 @@ class Drafter:
             return
         each = left // len(scheduled)
         for sequence in scheduled:
-            if drafts := self._of(sequence, min(each, self._most)):
+            if drafts := self._drafts_for(sequence, min(each, self._most)):
                 decision.drafts[sequence] = drafts
 
-    def _of(self, sequence: Sequence, most: int) -> list[int]:
+    def _drafts_for(self, sequence: Sequence, most: int) -> list[int]:
         request, length = sequence.request, len(sequence.tokens)
         output = length - sequence.num_prompt
+        # Not before its choices are forked, which the first token does.
         begun = output > len(request.output_tokens) or (request.n == 1 and sequence.num_computed)
         if request.prefill_only or request.export or not begun:
             return []
-        state = self._of_sequence.get(sequence)
+        state = self._states.get(sequence)
         if state is None:
-            state = self._of_sequence[sequence] = Drafting(self.proposer())
-        # The last token may be drawn, but not drafted: nothing follows it.
+            state = self._states[sequence] = DraftState(self.proposer())
+        # The last token that the request may have is no draft, because no token is drawn after it.
         most = min(most, state.count, request.sampling.max_tokens - output - 1, self._max_len - length - 1)
         if length < state.resume_at or most <= 0:
             return []
@@ -93,6 +96,6 @@ class Drafter:
         room = self._scheduler.grow_spare(sequence, length + len(drafts)) - length
         return drafts[:room]
 
-    def judged(self, sequence: Sequence, drafted: int, kept: int) -> None:
-        """Of the sequence's drafts the first `kept` were kept."""
-        self._of_sequence[sequence].judged(len(sequence.tokens), drafted, kept, self._most)
+    def record(self, sequence: Sequence, drafted: int, kept: int) -> None:
+        """Of the sequence's `drafted` drafts the first `kept` were kept."""
+        self._states[sequence].record(len(sequence.tokens), drafted, kept, self._most)

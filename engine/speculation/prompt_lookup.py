@@ -9,15 +9,14 @@ from array import array
 from collections.abc import Sequence
 
 LONGEST, SHORTEST = 4, 2  # of the last tokens that are looked for; the longest first
-# A search is bounded, because a client chooses the text: so many tokens back, and so many places that are none, where the
-# bytes are those of halves of neighbours.
-WINDOW_TOKENS = 16_384
-MOST_FALSE = 16
+# A search is bounded, because a client chooses the text.
+WINDOW_TOKENS = 16_384  # how far it goes back
+MOST_FALSE = 16  # matches of bytes that do not begin at a token
 _SIZE = 4  # bytes of a token
 
 
 class PromptLookup:
-    """Of one sequence. Its tokens are kept as bytes, where a search costs microseconds."""
+    """The proposer of one sequence. Keeps its tokens as bytes, in which a search costs microseconds."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -28,12 +27,12 @@ class PromptLookup:
         held = self._bytes
         held += array("i", tokens[len(held) // _SIZE :]).tobytes()
         for length in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
-            if (at := self._last(length)) >= 0:
-                return self._from(at, count)
+            if (at := self._after_last_match(length)) >= 0:
+                return self._tokens_at(at, count)
         return []
 
-    def _last(self, length: int) -> int:
-        """Where what follows the last occurrence of the last `length` tokens begins, in bytes; -1: nowhere."""
+    def _after_last_match(self, length: int) -> int:
+        """The end, in bytes, of the last earlier occurrence of the last `length` tokens; -1 if there is none."""
         held, size = self._bytes, length * _SIZE
         pattern, end = bytes(held[-size:]), len(held) - 1
         start = max(0, len(held) - WINDOW_TOKENS * _SIZE)
@@ -46,7 +45,7 @@ class PromptLookup:
             end = at + size - 1
         return -1
 
-    def _from(self, at: int, count: int) -> list[int]:
-        """What follows from `at` on. At the end of the tokens it goes on with itself: they repeat with this period."""
+    def _tokens_at(self, at: int, count: int) -> list[int]:
+        """`count` tokens from byte `at` on. Beyond the end of the text they repeat, as the text does with this period."""
         follows = array("i", bytes(self._bytes[at : at + count * _SIZE])).tolist()
         return (follows * -(-count // len(follows)))[:count]

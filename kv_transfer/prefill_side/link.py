@@ -1,8 +1,8 @@
 """The link from a prefill worker to one decode worker: Hello, beats, and the messages of all hand-offs between them.
 
-It is opened for the first hand-off of the pair, and closed when none has lived for a while. Once certificates have changed
-or an hour has passed, the next hand-off opens another one, and this one closes when its own hand-offs have ended, after a
-minute at the latest. It is lost when its stream breaks, or when nothing was received for 5 s. A lost link ends its
+It is opened for the first hand-off of the pair, and closed when there has been none for a while. Once certificates have
+changed or an hour has passed, the next hand-off opens another link, and this one closes when its own hand-offs have ended,
+after a minute at the latest. It is lost when its stream breaks, or when nothing was received for 5 s. A lost link ends its
 hand-offs; it proves nothing about pending writes.
 """
 
@@ -270,7 +270,9 @@ class LinkToDecode:
             if idle and self._agreed.done() and not lingers:
                 self._lose(errors.PeerLostError("idle"))
             if self._replaced_at is not None and now - self._replaced_at > MOVE_SECONDS:
-                self._lose(errors.PeerLostError(f"{self.name} has had another link for {MOVE_SECONDS:.0f} s"))
+                self._lose(
+                    errors.PeerLostError(f"another link to {self.name} replaced it {MOVE_SECONDS:.0f} s ago")
+                )
             self.send(handoff_pb2.PrefillToDecode(beat=common_pb2.Beat()))
         await self._stream.ended(LAST_SECONDS)
 
@@ -279,8 +281,8 @@ class LinkToDecode:
         aged = time.monotonic() - self._opened_at > MAX_AGE_SECONDS
         return aged or self._certificates() != self._opened_with
 
-    def replaced(self) -> None:
-        """Close when the own hand-offs have ended, in MOVE_SECONDS at the latest: another link takes the next ones."""
+    def mark_replaced(self) -> None:
+        """Another link takes the next hand-offs: close when this one's have ended, after MOVE_SECONDS at the latest."""
         self._replaced_at = time.monotonic()
 
     def _lose(self, error: errors.BatonError) -> None:

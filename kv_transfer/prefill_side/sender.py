@@ -77,10 +77,10 @@ class HandoffSender:
         return links
 
     async def open(self, decode: common_pb2.WorkerRef) -> LinkToDecode:
-        """The link to a decode worker, opened if there is none, or an outdated one. Raises BatonError."""
+        """The link to a decode worker; a new one if there is none, or only an outdated one. Raises BatonError."""
         link = self._links.get(f"{decode.worker_id}@{decode.epoch:x}")
         if link is not None and not link.lost and link.is_outdated():
-            link.replaced()
+            link.mark_replaced()
             self._replaced.add(link)
             link = None
         if link is None or link.lost:
@@ -170,8 +170,10 @@ class HandoffSender:
         return any(one.name == link.name for one in others)
 
     def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
-        """Send Drained on the hand-off's link, or on the worker's next one, until it is acknowledged. On another link it
-        could overtake the hand-off's abort, which may say that nothing of it is to be kept."""
+        """Send Drained on the hand-off's link, or once that is lost on the worker's next one, until it is acknowledged.
+
+        Two links have no order: on another one it could overtake the hand-off's abort, which may say that nothing is to
+        be kept."""
         current = self._links.get(link.name, link) if link.lost else link
         is_open = not current.lost and current.is_ready
         self.notices.keep(link.decode, transfer_id, current if is_open else None)

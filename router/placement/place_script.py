@@ -69,10 +69,10 @@ class Decision:
 
 
 class Matched(NamedTuple):
-    """What the prefix index has for a call."""
+    """What the prefix index answered, for the placement call that follows."""
 
-    chance: float  # the random number of the call
-    held: bytes  # the prompt's chain; where the index has a Redis of its own, what that has answered for it
+    chance: float  # the random number that both calls use
+    held: bytes  # the answer of an index in a Redis of its own; else the prompt's chain, which the call itself matches
 
 
 def script_source(*, apart: bool = False) -> str:
@@ -165,8 +165,7 @@ class PlaceScript:
         return not self._backoff.is_failing
 
     async def match(self, request: PlacementRequest, candidates: Candidates | Heads) -> Matched:
-        """What the next call needs of the prefix index. It may take as long as that one, and the router's run may end
-        meanwhile."""
+        """Ask a prefix index that has a Redis of its own. The router's run may end while this waits for the answer."""
         chance, held = self._rng.random(), request.chain
         if self._match is not None:
             held = await self._match(request, candidates, chance)

@@ -1,7 +1,7 @@
 """The prefix index in a Redis of its own (`index_url`): it is matched before a placement, and records it.
 
-While it does not answer, or only late, placements go on by load alone: it is tried by one of them per pause, for
-MATCH_SECONDS at most.
+While it does not answer, or only late, placements go on by load alone; one of them per pause tries it, for at most
+MATCH_SECONDS.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from router.placement.types import Placed, PlacementRequest
 
 log = logging.getLogger(__name__)
 MATCH_SECONDS = 0.1  # a match that takes longer is given up
-# An index none of whose answers has come sooner for LATE_FOR_SECONDS counts as down, because every placement waits for it.
-# A shorter time would count a pause of this router's own event loop.
+# An index counts as down once no answer has come within LATE_SECONDS for LATE_FOR_SECONDS, because every placement waits
+# for it. A shorter time would count pauses of this router's own event loop.
 LATE_SECONDS = 0.05
 LATE_FOR_SECONDS = 1.0
 TENDED = 1 / 8  # of the placements refresh the time to live of their nodes (walked.lua)
@@ -105,14 +105,14 @@ class PrefixIndex:
         if ended - began <= LATE_SECONDS:
             self._late_since = None
         elif ended - self._late(began) >= LATE_FOR_SECONDS:
-            self._failed(TimeoutError(f"it answers later than {LATE_SECONDS} s"))
+            self._failed(TimeoutError(f"no answer within {LATE_SECONDS} s for {LATE_FOR_SECONDS} s"))
             return
         if not self.up:
             log.warning("router %s places with the prefix index again", self._config.router_id)
         self._backoff.answered()
 
     def _late(self, began: float) -> float:
-        """Note a late answer, or none. Returns since when there were no others."""
+        """Note a match whose answer was late or missing. Returns since when none came in time."""
         if self._late_since is None:
             self._late_since = began
         return self._late_since

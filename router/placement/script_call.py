@@ -24,7 +24,7 @@ from cluster.redis.failover import FailoverError, says_failover
 from cluster.redis.memory import always_writes
 
 Argument = bytes | str | int | float
-CLOSE_SECONDS = 1.0  # of a connection's end: TLS waits for the server's part in it
+CLOSE_SECONDS = 1.0  # then a connection is aborted: a close over TLS waits for the server's close_notify
 _MORE = object()
 
 
@@ -57,7 +57,7 @@ class ScriptLine:
 
     async def close(self) -> None:
         if self._line is not None:
-            await self._line.closed(CLOSE_SECONDS)
+            await self._line.close_and_wait(CLOSE_SECONDS)
         await self._pool.aclose()
 
 
@@ -158,7 +158,7 @@ class _Line(asyncio.Protocol):
             await connection.disconnect(nowait=True)
             raise
         writer, connection._writer = connection._writer, None
-        # Only a connection by Sentinels is told; a single server or a cluster's node says so itself.
+        # Only a connection found through Sentinels learns it so; a cluster's node answers MOVED.
         line = cls(writer, on_unanswered, lambda: getattr(connection, "replaced", False))
         writer.transport.set_protocol(line)
         return line
@@ -224,7 +224,7 @@ class _Line(asyncio.Protocol):
         self.retire()
 
     def retire(self) -> None:
-        """It gets no further calls, and is closed when those that wait have ended."""
+        """Give it no further calls, and close it when those that wait have ended."""
         self.open = False
         self._close_if_idle()
 
@@ -237,15 +237,15 @@ class _Line(asyncio.Protocol):
         self.open = False
         self._transport.close()
 
-    async def closed(self, seconds: float) -> None:
-        """`close`, and wait until nothing of the connection is left."""
+    async def close_and_wait(self, seconds: float) -> None:
+        """Close, and wait until the connection is gone; abort it after `seconds`."""
         self.close()
         try:
             async with asyncio.timeout(seconds):
                 await self._lost.wait()
         except TimeoutError:
             self._transport.abort()
-            await self._lost.wait()  # of the loop's next turn
+            await self._lost.wait()  # the loop's next iteration sets it
 
 
 def _error(text: str) -> redis.RedisError:

@@ -34,7 +34,7 @@ local used = {0, 0}
 for i = 1, 2 do
   if limits[i] > 0 then
     local at = buckets[i].at or now
-    if at > now then  -- a Redis took over whose clock is behind: without this nothing would leak until it catches up
+    if at > now then  -- after a failover to a Redis whose clock is behind, nothing would leak until it caught up
       at = now
       write_bucket(i, buckets[i].used, now)
     end
@@ -43,8 +43,8 @@ for i = 1, 2 do
     local over = used[i] + math.min(costs[i], limits[i]) - limits[i]
     -- Half an answer is never refused: it was let in. Neither is what costs nothing, also where more than all is used.
     if costs[i] > 0 and over > 0.001 and not taken then
-      -- Under a key with a higher limit the tenant may have used many times this one; then the bucket is deleted before that
-      -- much would have leaked here.
+      -- The tenant may have used far more under a key with a higher limit. The bucket then expires before that much would
+      -- have leaked at this key's rate.
       local ends = tonumber(call('ZSCORE', KEYS[3], KEYS[1]) or 0)
       local wait = math.ceil(over * 60000 / limits[i])
       return {i, ends > now and math.min(wait, ends - now) or wait, 0}

@@ -106,8 +106,7 @@ class RedisFaults:
     def _slow(self, fault: Fault) -> None:
         """Whatever arrives waits for 1 to 3 s.
 
-        Between two waits it answers: a ping whose answer had to wait for the second one as well would be a dead master's
-        to its Sentinels.
+        Between two waits it answers: Sentinels would take it for dead if a ping had to wait for the second one as well.
         """
         end = time.monotonic() + fault.hold_seconds
         with client(self._port()) as server:

@@ -192,7 +192,7 @@ def test_a_lease_that_is_not_renewed_is_not_revived_by_a_new_slot(why, redis_url
 
 
 def test_an_emptied_registry_gives_no_slot_that_was_given_before(redis_url, namespace, monkeypatch):
-    """A prefix index apart may name it as another worker's."""
+    """A prefix index in another Redis may still name it for another worker."""
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
     registration = Registration(redis_url, namespace, info)

@@ -147,7 +147,7 @@ def test_an_engine_that_does_not_answer_is_asked_again(make: Any) -> None:
     wait_for(lambda: worker.in_index(range(2)), SECONDS, "and so is what came later")
 
 
-def test_an_engine_that_hangs_costs_no_slot_of_an_index_apart(make: Any) -> None:
+def test_an_engine_that_hangs_costs_no_slot_of_an_index_of_its_own(make: Any) -> None:
     """Its slot is claimed once: another claim would be refused, and registering above it would revive the lease."""
     asked: list[None] = []
 
@@ -163,7 +163,7 @@ def test_an_engine_that_hangs_costs_no_slot_of_an_index_apart(make: Any) -> None
     assert worker.registration.standing[1] == 1
 
 
-def test_reports_of_an_unknown_slot_wait_while_no_other_is_to_be_had(
+def test_reports_of_an_unknown_slot_wait_while_no_other_is_assigned(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The index is not asked again and again meanwhile."""

@@ -60,7 +60,7 @@ def test_a_claim_whose_answer_was_lost_is_repeated(make, client, namespace, monk
     assert owners(client, namespace) == {b"2": b"a@1"} and one.keep()
 
 
-def test_the_same_claim_of_another_process_or_registration_is_none(make):
+def test_the_same_claim_of_another_process_or_registration_is_refused(make):
     """The slot's nodes and its reports' numbers are those of the former one."""
     one = make()
     assert one.claim(1, "a@1", 1)

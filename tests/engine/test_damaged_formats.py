@@ -1,5 +1,5 @@
-"""Quantised checkpoints whose settings or tensors are wrong, or mean what is not computed: refused by name, or read as
-their writer reads them."""
+"""Quantised checkpoints with wrong or unsupported settings and tensors: refused by name, or read as their writer reads
+them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_a_file_says_is_cut_in_an_error(value, tmp_path) -> None:
 
 
 def test_brackets_of_any_depth_have_an_id_or_are_refused(tmp_path) -> None:
-    """Depths that can be read but not written too."""
+    """Also at depths that json can read, but not write."""
     model = changed("w4a16", tmp_path, ignore="HERE")
     plain = (model / "config.json").read_text()
     ids = set()
@@ -163,7 +163,7 @@ def test_an_order_that_was_not_filled_is_that_of_the_columns(tmp_path) -> None:
 
 
 def test_every_rank_refuses_a_wrong_order(tmp_path) -> None:
-    """Also one whose own inputs are in groups that there are."""
+    """Also a rank whose own inputs are all in groups that exist."""
     order = torch.zeros(96, dtype=torch.int32)
     order[95] = 3
     checkpoint = rewritten("gptq-act-order", tmp_path, g_idx=order)

@@ -23,7 +23,7 @@ from engine.model.config import ModelConfig
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.quant import expand, formats, stored
-from engine.quant.formats import FORMS
+from engine.quant.formats import FORMATS
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, run, runners
 from tests.harness.exactness import MOST_TIES
@@ -388,6 +388,6 @@ def test_an_id_names_the_form_and_its_settings(tmp_path) -> None:
 
 
 def test_every_form_that_is_computed_has_a_golden_checkpoint() -> None:
-    read = {name for name, form in FORMS.items() if name and not isinstance(form.cells[formats.CPU], str)}
-    found = {ModelConfig.read(GOLDEN / name).quantization.form for name in NAMES}  # type: ignore[union-attr]
+    read = {name for name, one in FORMATS.items() if name and not isinstance(one.cells[formats.CPU], str)}
+    found = {ModelConfig.read(GOLDEN / name).quantization.name for name in NAMES}  # type: ignore[union-attr]
     assert found | {formats.INT8} == read

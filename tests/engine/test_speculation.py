@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from engine.runner import ModelRunner
 from engine.speculation import drafts, prompt_lookup
-from engine.speculation.drafts import LONGEST_PAUSE, Drafting
+from engine.speculation.drafts import LONGEST_PAUSE, DraftState
 from engine.speculation.prompt_lookup import PromptLookup
 from tests.engine.fake_model import CONTEXT, PAGE, FakeRunner, continuation
 from tests.engine.ranks import KV_BYTES, engine_of, run
@@ -43,6 +43,8 @@ class Wrong:
 
 
 class Seen:
+    """Proposes the answers that it has seen, with an error at each fifth position."""
+
     def __init__(self, streams: list[list[int]]):
         self._streams = streams
 
@@ -210,20 +212,20 @@ def test_useless_drafts_become_rare():
 
 
 def test_counts_grow_with_success_and_pauses_with_failure():
-    state = Drafting(Right())
-    state.judged(10, drafted=2, kept=2, most=4)
+    state = DraftState(Right())
+    state.record(10, drafted=2, kept=2, most=4)
     assert state.count == 4
-    state.judged(15, drafted=4, kept=4, most=4)
+    state.record(15, drafted=4, kept=4, most=4)
     assert state.count == 4
-    state.judged(20, drafted=4, kept=1, most=4)
+    state.record(20, drafted=4, kept=1, most=4)
     assert state.count == 2 and state.resume_at <= 20
     pauses = []
     for _ in range(10):
-        state.judged(100, drafted=1, kept=0, most=4)
+        state.record(100, drafted=1, kept=0, most=4)
         pauses.append(state.resume_at - 100)
     assert pauses[:3] == [2, 4, 8] and pauses[-1] == LONGEST_PAUSE and state.count == 1
-    state.judged(100, drafted=1, kept=1, most=4)
-    assert state.useless == 0 and state.count == 2
+    state.record(100, drafted=1, kept=1, most=4)
+    assert state.failures == 0 and state.count == 2
 
 
 def test_drafts_are_for_steps_of_few_single_tokens():
@@ -291,7 +293,7 @@ def test_what_followed_last_is_proposed():
     assert lookup.propose([*text, 20, 50], 2) == []
 
 
-def test_one_equal_token_is_none():
+def test_one_equal_token_is_no_match():
     assert PromptLookup().propose([7, 8, 9, 7], 3) == [] == PromptLookup().propose([7], 3)
 
 

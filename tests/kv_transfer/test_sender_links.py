@@ -238,7 +238,7 @@ def certificates(monkeypatch) -> Callable[[], None]:
 
 
 async def test_a_pair_that_is_never_idle_moves_to_another_link(certificates, monkeypatch):
-    """Its hand-offs overlap: the next one goes over a link of its own, and the old link ends with its last one."""
+    """Its hand-offs overlap: the next one goes over a new link, and the old link ends with its last hand-off."""
     said: list[Any] = []
     async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
         handle = prefill.ranks[0].handle

@@ -62,5 +62,5 @@ def test_a_chain_ends_with_its_first_certificate_and_authorities_with_their_last
 
 
 @pytest.mark.parametrize("content", [b"", b"not a certificate"])
-def test_what_cannot_be_read_is_no_reason_to_fail_a_scrape(content: bytes) -> None:
+def test_certificates_that_cannot_be_read_do_not_fail_a_scrape(content: bytes) -> None:
     assert expiry._ends(content, max) == math.inf

@@ -57,7 +57,7 @@ class Gate:
         """Raises UnauthenticatedError, or ForbiddenError for a page of another origin."""
         if not self._gateway.keys.on:
             if scope["path"] not in OPEN:
-                # A router on all addresses is reached over loopback, too.
+                # Not the configured address: a router that listens on all is reached over loopback too.
                 server = scope["server"]
                 self._web_pages.check(scope["method"], scope["headers"], server[0] if server else "")
         elif scope["path"] not in self._open:

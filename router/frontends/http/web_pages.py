@@ -18,15 +18,15 @@ from cluster.errors import ForbiddenError
 # No name below them is in the public DNS: reserved for such use (RFC 6761, 6762 and 8375; ICANN for internal), and what
 # home routers use.
 LOCAL_ZONES = ("localhost", "internal", "local", "lan", "home.arpa")
-# Of pages that anyone may have written: null is also a sandboxed frame's or an opened file's. Other schemes are those of
-# programs: extensions, desktop applications.
+# Schemes of pages that anyone may have written; "null" is the origin of a sandboxed frame or of an opened file too. Other
+# schemes are those of installed programs: extensions, desktop applications.
 PAGE_SCHEMES = frozenset({"http", "https", "null", "file", "ipfs", "ipns"})
 _LOCAL_ENDS = tuple(f".{zone}" for zone in LOCAL_ZONES)
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 class WebPages:
-    """Over loopback, a router is reached by local names and addresses only, whatever else it listens on."""
+    """Checks of the origin of requests, and over loopback of the host: it must be a local name or an address."""
 
     def __init__(self, cors_origins: Sequence[str]):
         self._any = "*" in cors_origins
@@ -34,11 +34,11 @@ class WebPages:
         self._names = {_name(urlsplit(origin).netloc) for origin in cors_origins}
         self._names.add(socket.gethostname().lower())
 
-    def check(self, method: str, headers: RawHeaders, reached: str) -> None:
-        """Raises ForbiddenError. OPTIONS changes and shows nothing. `reached`: the connection's own address here."""
+    def check(self, method: str, headers: RawHeaders, local_address: str) -> None:
+        """Raises ForbiddenError. OPTIONS changes and shows nothing. `local_address`: this end of the connection."""
         if self._any or method == "OPTIONS":
             return
-        only_local = is_loopback(reached)
+        only_local = is_loopback(local_address)
         host = origin = ""
         for name, value in headers:
             if name == b"host":

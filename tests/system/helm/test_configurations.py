@@ -74,7 +74,7 @@ NEWER: dict[str, dict[str, Any]] = {
 def test_a_file_has_newer_settings_only_where_they_are_set(
     component: str, key: str, model: type[RouterConfig | WorkerConfig], renderer: Renderer
 ) -> None:
-    """A container of the earlier image that restarts during a roll reads the new file."""
+    """A container of the earlier image that restarts during a rolling update reads the new file."""
     values = {"decode": {"recomputeLimitTokens": 0}, "peerExits": {"enabled": False}}
     written = _file(renderer.render(ValueSet(values=values)), f"t-baton-{component}", key)
     known = model.model_validate(written).model_dump()

@@ -100,7 +100,7 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
     },
     "BatonAutoscalingStopped": {"baton_autoscaling_decisions_total": _counter(3, 0)},
 }
-# Their other causes.
+# Further causes of alerts that are in CASES.
 ALSO: list[tuple[str, dict[str, Fault | Callable[[Labels], Fault]]]] = [
     (
         "BatonRedisMemory",

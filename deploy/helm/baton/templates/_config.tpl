@@ -21,7 +21,7 @@ tls_ca: /etc/baton/tls/ca.crt
     "share_prefixes_across_tenants" $router.sharePrefixesAcrossTenants "drain_seconds" (int $router.drainSeconds)
     "drain_delay_seconds" (int $router.drainDelaySeconds)
     "max_connection_seconds" (int $router.maxConnectionSeconds) -}}
-{{- /* As in a worker's file. */}}
+{{- /* Only where it differs from the default, for containers of an earlier image: see the worker's file. */}}
 {{- if ne (int $router.processes) 1 }}{{- $_ := set $config "processes" (int $router.processes) }}{{- end }}
 {{- if $router.listenAddress }}{{- $_ := set $config "host" $router.listenAddress }}{{- end }}
 {{- if include "baton.apiKeysOn" . }}{{- $_ := set $config "api_keys_file" (printf "/etc/baton/keys/%s" .Values.apiKeys.key) }}{{- end }}
@@ -59,7 +59,7 @@ tls_ca: /etc/baton/tls/ca.crt
     "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)
     "threads" (int $pool.threads) -}}
 {{- /* Newer settings only where they differ from the process's default: a container of an earlier image that restarts during
-       a roll reads this file, and refuses a setting that it does not have. */}}
+       a rolling update reads this file, and refuses settings that it does not have. */}}
 {{- if ne $model.quantization "auto" }}{{- $_ := set $engine "quantization" $model.quantization }}{{- end }}
 {{- if ne (float64 $pool.memoryUtilization) 0.9 }}{{- $_ := set $engine "memory_utilization" (float64 $pool.memoryUtilization) }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
