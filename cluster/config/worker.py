@@ -124,6 +124,16 @@ class EngineConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _drafts_have_room(self) -> EngineConfig:
+        name = "max_batch_requests" if self.max_batch_requests < 2 else "max_batch_tokens"
+        if self.speculation != "none" and getattr(self, name) < 2:
+            raise ValueError(
+                f"{name} {getattr(self, name)} leaves a step no room for drafts: speculation {self.speculation} needs 2 "
+                "or more; 16 for all that speculative_tokens may allow"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_card_is_one_rank(self) -> EngineConfig:
         if ":" in self.device and self.tensor_parallel > 1:
             raise ValueError(

@@ -103,11 +103,15 @@ class _SentinelConnection:
         self._sentinel = Sentinel([seed], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
 
     def master(self, name: str) -> Master:
-        state: Any = self._sentinel.sentinels[0].sentinel_masters()
-        state = state.get(name)
-        if not state or not self._sentinel.check_master_state(state, name):  # type: ignore[no-untyped-call]
-            raise NotFoundError("no live master of this name")
-        return Master(Address(state["ip"], state["port"]), int(state.get("config-epoch", 0)))
+        """Raises NotFoundError, also for an answer that is none of a Sentinel's, or redis.RedisError or OSError."""
+        try:
+            state: Any = self._sentinel.sentinels[0].sentinel_masters()
+            state = state.get(name)
+            if not state or not self._sentinel.check_master_state(state, name):  # type: ignore[no-untyped-call]
+                raise NotFoundError("no live master of this name")
+            return Master(Address(state["ip"], int(state["port"])), int(state.get("config-epoch", 0)))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise NotFoundError(f"its answer is none of a Sentinel's: {type(error).__name__}") from error
 
     def close(self) -> None:
         for client in self._sentinel.sentinels:

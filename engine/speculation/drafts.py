@@ -26,6 +26,10 @@ class Proposer(Protocol):
 # Rows of a step, drafts included, up to which another row costs little beside reading the weights.
 MOST_ROWS = 16
 
+# Tokens that the drafts of a step may attend to in all where other sequences wait for it; or as many as its own tokens do.
+# Each draft attends to its context again: with long contexts this takes longer than reading the weights.
+MOST_ATTENDED = 65_536
+
 LONGEST_PAUSE = 64  # tokens without drafts, after steps that kept none
 
 
@@ -74,8 +78,11 @@ class Drafter:
         if not self._most or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
             return
         each = left // len(scheduled)
-        for sequence in scheduled:
-            if drafts := self._drafts_for(sequence, min(each, self._most)):
+        lengths = [len(one.tokens) for one in scheduled]
+        attended = max(MOST_ATTENDED, sum(lengths)) // len(scheduled)
+        for sequence, length in zip(list(scheduled), lengths, strict=True):
+            affordable = each if len(scheduled) == 1 else min(each, attended // length)
+            if drafts := self._drafts_for(sequence, min(affordable, self._most)):
                 decision.drafts[sequence] = drafts
 
     def _drafts_for(self, sequence: Sequence, most: int) -> list[int]:

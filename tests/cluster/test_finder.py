@@ -78,6 +78,22 @@ def test_a_sentinel_of_another_master_is_no_help(fake) -> None:
         finder_of(fake(says(names_master(5, name="other")))).find()
 
 
+@pytest.mark.parametrize(
+    "odd", [OK, b":1\r\n", b"*1\r\n:1\r\n", b"*1\r\n*2\r\n" + b"$4\r\nname\r\n$1\r\nm\r\n"]
+)
+def test_an_answer_that_is_no_sentinels_ends_nothing(fake, monkeypatch, odd: bytes) -> None:
+    """The next Sentinel is asked, and the master is followed on."""
+    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 0.01)
+    wrong, right = fake(says(odd)), fake(says(names_master(5)))
+    finder = finder_of(wrong, right)
+    assert [finder.find() for _ in range(2)] == [Address("127.0.0.1", 5)] * 2
+    found = finder._sentinels
+    assert found is not None and found._thread is not None
+    asked = len(wrong.asked)
+    wait_for(lambda: len(wrong.asked) > asked + 2, 2.0, "it is asked again")
+    assert found._thread.is_alive()
+
+
 def test_the_node_of_the_slot(fake) -> None:
     assert finder_of(fake(says(names_owner(7))), kind="cluster").find() == Address("127.0.0.1", 7)
 

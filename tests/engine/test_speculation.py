@@ -256,6 +256,27 @@ def test_a_step_with_a_prompt_has_no_drafts():
     assert engine.stats().draft_tokens > before
 
 
+def test_drafts_of_long_contexts_do_not_slow_others(monkeypatch):
+    """Alone, a sequence pays for its drafts itself."""
+    monkeypatch.setattr(drafts, "MOST_ATTENDED", 1)
+    engine = engine_with(Right, blocks=400)
+    engine.add(EngineRequest("short", [6] * 2, greedy(40)))
+    engine.add(EngineRequest("long", [5] * 30, greedy(30)))
+    for _ in range(5):
+        engine.step()
+        assert all(item.request_id == "short" for item in engine.step_items[2:])
+    assert engine.stats().draft_tokens > 0
+    engine.abort("short")
+    engine.step()
+    assert len(engine.step_items) > 1 and engine.step_items[-1].request_id == "long"
+
+
+@pytest.mark.parametrize("field", ["max_batch_requests", "max_batch_tokens"])
+def test_a_step_without_room_for_drafts_is_refused(field):
+    with pytest.raises(ValidationError, match=f"{field} 1 leaves a step no room for drafts"):
+        EngineConfig(model=Path("/none"), speculation="ngram", **{field: 1})
+
+
 def test_drafts_leave_free_blocks_to_others():
     """Each running sequence may need a block of its own next."""
     drafted = {}
