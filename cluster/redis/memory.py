@@ -69,7 +69,7 @@ class RedisMemory:
     def when_index_full(self) -> str:
         """The same of a Redis with the prefix index alone."""
         if self.policy.startswith("allkeys-"):
-            return "evicts workers' slots too, and those workers report their whole caches again"
+            return "evicts the slots of workers too, and these report their whole caches again"
         return self.when_full
 
     @property
