@@ -11,10 +11,10 @@ from cluster.security.tls import Identity
 
 
 def seconds_left(*shown: tuple[Identity | None, str, str]) -> dict[str, float]:
-    """Seconds until certificates and authorities expire, by setting; none without TLS.
+    """Seconds until certificates and authorities expire, by setting; infinite without TLS.
 
     `shown`: identities, each with the settings that name its certificate and its authority."""
-    left = dict[str, float]()
+    left = {"tls_cert": math.inf, "tls_ca": math.inf}
     for identity, cert, ca in shown:
         if identity is not None:
             pem, now = identity.current(), time.time()

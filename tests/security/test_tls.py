@@ -263,7 +263,7 @@ def test_the_endpoints_use_a_new_certificate_without_a_restart(tls_router):
         for sample in family.samples
         if sample.name == "baton_certificate_expires_seconds"
     }
-    assert set(expires) == {"tls_cert", "tls_client_ca"}
+    assert set(expires) == {"tls_cert", "tls_ca", "tls_client_ca"}
     assert 29 < expires["tls_cert"] <= 30 and min(expires.values()) == expires["tls_cert"]
 
 

@@ -12,7 +12,7 @@ CERTIFICATE_EXPIRES = Gauge(
     _BOTH,
     "baton_certificate_expires_seconds",
     "seconds",
-    "Time until the certificate or authority in use, by its setting, expires; none without TLS",
+    "Time until the certificate or authority in use, by its setting, expires; +Inf without TLS",
     "certificate",
     together="min",
 )
