@@ -61,10 +61,7 @@ class Flight:
 
     def hold_left(self, pool: BlockPool, page: int) -> None:
         """Keep the blocks that the step may still be writing from other use, if their sequences have left."""
-        items = self.plan.items[
-            : len(self.decision.scheduled)
-        ]  # drafts write behind them, to blocks of the same row
-        for sequence, item in zip(self.decision.scheduled, items, strict=True):
+        for sequence, item in self.decision.own_items(self.plan):
             if not sequence.blocks:
                 reached = item.end + len(self.decision.drafts.get(sequence, ()))
                 first, end = item.begin // page, -(-reached // page)
@@ -84,7 +81,7 @@ def predictable(flight: Flight) -> bool:
         return False
     return flight.pending.all_begun and all(
         item.num_logits == len(item.token_ids) == 1 and _plain(sequence)
-        for sequence, item in zip(flight.decision.scheduled, flight.plan.items, strict=True)
+        for sequence, item in flight.decision.own_items(flight.plan)
     )
 
 

@@ -52,8 +52,7 @@ class OutputProcessor:
 
     def begin(self, decision: StepDecision, plan: StepPlan, logits: Tensor) -> PendingTokens:
         """Begin to draw. `logits` is [tokens of `plan` that want them, vocab]."""
-        items = plan.items[: len(decision.scheduled)]  # without drafts, which `_verify` draws
-        sampled = [s for s, item in zip(decision.scheduled, items, strict=True) if item.num_logits]
+        sampled = [s for s, item in decision.own_items(plan) if item.num_logits]
         draws = [Draws(s, row, self._new_choices(s)) for row, s in enumerate(sampled)]
         return PendingTokens(draws, logits, self._limits, self._sampler)
 

@@ -71,9 +71,8 @@ class ChainReporter:
         self._stopping = False
         self._standing = (0, 0)  # Registration.standing when the last full report began
         self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
-        self._stale = (
-            False  # reports or the slot's claim were lost: only a resync makes the index correct again
-        )
+        # Reports or the slot's claim were lost: only a resync makes the index correct again.
+        self._stale = False
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
     def start(self) -> None:

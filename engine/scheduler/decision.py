@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.plan import BlockCopy, PlanItem, StepPlan
@@ -14,9 +15,8 @@ class StepDecision:
 
     # Tokens to compute; their blocks are allocated.
     scheduled: dict[Sequence, int] = field(default_factory=dict)
-    drafts: dict[Sequence, list[int]] = field(
-        default_factory=dict
-    )  # after a sequence's last token; their blocks are allocated
+    # Tokens after a scheduled sequence's last one; their blocks are allocated.
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     copies: dict[Sequence, BlockCopy] = field(default_factory=dict)  # of a scheduled sequence's last block
     evicted_reservations: list[str] = field(default_factory=list)  # now EVICTED; the worker aborts them
     # To the router: the choices of each request, finished.
@@ -54,6 +54,10 @@ class StepDecision:
             for index, token in enumerate(tokens)
         ]
         return StepPlan(items + drafts, list(self.copies.values()))
+
+    def own_items(self, plan: StepPlan) -> Iterator[tuple[Sequence, PlanItem]]:
+        """The scheduled sequences with their items of `plan`, without those of drafts, which stand behind them."""
+        return zip(self.scheduled, plan.items[: len(self.scheduled)], strict=True)
 
     def drop(self, sequence: Sequence) -> None:
         """It has lost its blocks to another one of this step."""

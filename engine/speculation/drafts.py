@@ -54,7 +54,7 @@ class DraftState:
             return
         self.failures += 1
         self.count = 1
-        self.resume_at = length + min(LONGEST_PAUSE, 1 << min(self.failures, 6))
+        self.resume_at = length + min(LONGEST_PAUSE, 1 << self.failures)
 
 
 class Drafter:
@@ -65,7 +65,6 @@ class Drafter:
         self._most = config.speculative_tokens if config.speculation != "none" else 0
         self.proposer: Callable[[], Proposer] = PromptLookup
         self._scheduler = scheduler
-        self._pool = pool
         self._max_len = max_len
         rows = table_rows(config.max_batch_tokens, pool.total)
         self._states = WeakKeyDictionary[Sequence, DraftState]()
@@ -78,10 +77,9 @@ class Drafter:
         if not self._most or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
             return
         each = left // len(scheduled)
-        lengths = [len(one.tokens) for one in scheduled]
-        attended = max(MOST_ATTENDED, sum(lengths)) // len(scheduled)
-        for sequence, length in zip(list(scheduled), lengths, strict=True):
-            affordable = each if len(scheduled) == 1 else min(each, attended // length)
+        attended = max(MOST_ATTENDED, sum(len(one.tokens) for one in scheduled)) // len(scheduled)
+        for sequence in scheduled:
+            affordable = each if len(scheduled) == 1 else min(each, attended // len(sequence.tokens))
             if drafts := self._drafts_for(sequence, min(affordable, self._most)):
                 decision.drafts[sequence] = drafts
 

@@ -160,12 +160,8 @@ def test_no_draft_goes_beyond_the_context():
     assert engine.stats().draft_tokens == engine.stats().draft_tokens_kept > 30
 
 
-def test_logits_that_are_no_numbers_end_their_request_only():
-    engine = engine_with(Right)
-    for name, letter in (("sick", 5), ("well", 6)):
-        engine.add(EngineRequest(name, [letter] * 6, greedy(30)))
-    engine.step()
-    engine._runner.sick.add("sick")  # type: ignore[attr-defined]
+def answered_beside_sick(engine: Engine) -> list[int]:
+    """Tokens of the request "well", until it has ended; "sick" fails before it."""
     got, failed = [], []
     while engine.has_work:
         output = engine.step()
@@ -173,7 +169,16 @@ def test_logits_that_are_no_numbers_end_their_request_only():
         got += [one.token_id for one in output.tokens if one.request_id == "well"]
         failed += [(one.request_id, one.error is not None) for one in output.done]
     assert failed == [("sick", True), ("well", False)]
-    assert got == continuation([6] * 6, 30)[1:] and engine.stats().blocks_held == 0
+    return got
+
+
+def test_logits_that_are_no_numbers_end_their_request_only():
+    engine = engine_with(Right)
+    for name, letter in (("sick", 5), ("well", 6)):
+        engine.add(EngineRequest(name, [letter] * 6, greedy(30)))
+    engine.step()
+    engine._runner.sick.add("sick")  # type: ignore[attr-defined]
+    assert answered_beside_sick(engine) == continuation([6] * 6, 30)[1:] and engine.stats().blocks_held == 0
 
 
 def test_a_failure_among_kept_drafts_ends_its_request_only(monkeypatch):
@@ -190,13 +195,7 @@ def test_a_failure_among_kept_drafts_ends_its_request_only(monkeypatch):
         register(sequence, tokens)
 
     monkeypatch.setattr(engine._outputs._prefixes, "register", failing)
-    failed = []
-    while engine.has_work:
-        output = engine.step()
-        engine.check_integrity()
-        got += [one.token_id for one in output.tokens if one.request_id == "well"]
-        failed += [(one.request_id, one.error is not None) for one in output.done]
-    assert failed == [("sick", True), ("well", False)]
+    got += answered_beside_sick(engine)
     assert got == continuation([6] * 6, 30) and engine.stats().blocks_held == 0
 
 

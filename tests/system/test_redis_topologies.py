@@ -37,7 +37,7 @@ TOKENS = 4
 
 
 def test_a_slow_master_that_was_replaced_is_left_while_it_still_answers(tmp_path) -> None:
-    """Sentinels demote it ten seconds after it answers again; until then it takes writes that nobody else sees."""
+    """Sentinels demote it ten seconds after it answers again; until then it takes writes that the new master lacks."""
     with run_sentinels(tmp_path) as group:
         old = group.master()
         with connect(group.url) as idle, client(old) as slow:
