@@ -311,7 +311,7 @@ def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:
         return _torch_linear
     from engine.ops import cpu_products
 
-    if not cpu_products.supported():
+    if not cpu_products.has_instruction():
         return _torch_linear
     torch.set_num_threads(1)
     area = cpu_products.Area()

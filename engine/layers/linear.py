@@ -95,7 +95,7 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """bf16 on a CPU with AVX512-BF16: our own kernel (engine/ops/cpu_products), on the team's threads."""
+    """bf16 on a CPU with AVX512-BF16 or AMX: our own kernel (engine/ops/cpu_products), on the team's threads."""
 
     row_bytes = 0
 
@@ -108,6 +108,7 @@ class PanelLinear:
         self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
         if bias is not None:
             self._bias[: self.out_features] = bias
+        self._tiled = int(cpu_products.by_tiles(self._inputs))
         self._at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -120,4 +121,4 @@ class PanelLinear:
         return [self._job(rows, x, out)]
 
     def _job(self, rows: int, x: int, out: int) -> Job:
-        return self._code, len(self._panels), (x, rows, *self._at, out, self.out_features)
+        return self._code, len(self._panels), (x, rows, *self._at, out, self.out_features, self._tiled)

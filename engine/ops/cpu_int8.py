@@ -15,8 +15,6 @@ A product's items are (block of rows, panel), block by block: a block stays in t
 
 from __future__ import annotations
 
-import contextlib
-
 import llvmlite.binding
 import numpy as np
 import torch
@@ -36,6 +34,7 @@ from engine.ops.cpu_llvm import (
     as_f32,
     as_u32,
     compiled_exactly,
+    counted,
     declare,
     floats,
     halves,
@@ -320,7 +319,7 @@ def _multiply_tiles(
 
         def within() -> None:
             line, begin = builder.load(line_at), builder.load(row_at)
-            with _loop(builder, ir.Constant(I64, 0), lines) as number:
+            with counted(builder, ir.Constant(I64, 0), lines) as number:
                 address = builder.add(line, builder.mul(number, ir.Constant(I64, 64)))
                 prefetch(builder, address, 2)
             builder.store(builder.add(line, builder.mul(lines, ir.Constant(I64, 64))), line_at)
@@ -355,31 +354,12 @@ def _store_sums(typing, kind, of_rows, stored, scales, beside, out, out_stride, 
 
 def _store_rows(builder, kind, begin, end, sums, scales, beside, out, out_stride, columns):
     parts, width = _beside(builder, beside), builder.trunc(columns, I32)
-    with _loop(builder, begin, end) as row:
+    with counted(builder, begin, end) as row:
         at = after(builder, sums, builder.mul(row, ir.Constant(I64, PANEL_STRIDE)))
         totals = [load(builder, _WORDS, after(builder, at, 64 * half), 4) for half in (0, 1)]
         scale = load(builder, F32, after(builder, scales, builder.mul(row, ir.Constant(I64, 4))), 4)
         to = after(builder, out, builder.mul(row, out_stride))
         _store(builder, totals, spread(builder, scale), parts, kind, to, width)
-
-
-@contextlib.contextmanager
-def _loop(builder, begin, end):
-    """Build what is done with each number of [begin, end)."""
-    entry, head, body, done = (
-        builder.block,
-        *(builder.append_basic_block(name) for name in ("head", "body", "done")),
-    )
-    builder.branch(head)
-    builder.position_at_end(head)
-    number = builder.phi(I64)
-    number.add_incoming(begin, entry)
-    builder.cbranch(builder.icmp_signed("<", number, end), body, done)
-    builder.position_at_end(body)
-    yield number
-    number.add_incoming(builder.add(number, ir.Constant(I64, 1)), builder.block)
-    builder.branch(head)
-    builder.position_at_end(done)
 
 
 @njit(inline="always")

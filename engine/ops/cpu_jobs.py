@@ -214,7 +214,7 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
 
     def multiply(job, first, last):
         a = integers(job)
-        products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+        products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], first, last)
 
     def quantize(job, first, last):
         a = integers(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from functools import partial
@@ -138,6 +139,25 @@ def keep(typing, array):
     """Keep the array's memory allocated up to here: numba frees an array after the last use of its name, and an address
     taken from it does not count."""
     return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
+
+
+@contextlib.contextmanager
+def counted(builder, begin, end):
+    """Build what is done with each number of [begin, end)."""
+    entry, head, body, done = (
+        builder.block,
+        *(builder.append_basic_block(name) for name in ("head", "body", "done")),
+    )
+    builder.branch(head)
+    builder.position_at_end(head)
+    number = builder.phi(I64)
+    number.add_incoming(begin, entry)
+    builder.cbranch(builder.icmp_signed("<", number, end), body, done)
+    builder.position_at_end(body)
+    yield number
+    number.add_incoming(builder.add(number, ir.Constant(I64, 1)), builder.block)
+    builder.branch(head)
+    builder.position_at_end(done)
 
 
 def load(builder, kind, address, align):

@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.ops.cpu_llvm import I64, after, declare
+from engine.ops.cpu_llvm import I64, after, counted, declare, prefetch
 
 TILE_ROWS = 32
 REGISTER_ROWS = 16
@@ -34,6 +34,7 @@ BF16, INT8 = "amx-bf16", "amx-int8"
 _I8 = ir.IntType(8)
 _POINTER = _I8.as_pointer()
 _ROW_BYTES = 64
+_AHEAD_BYTES = 8192  # of a stream of weights, four steps
 # Linux: programs ask before their threads get room for tile registers.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
@@ -141,12 +142,12 @@ def _register(number: int) -> ir.Constant:
     return ir.Constant(_I8, number)
 
 
-def _product(begins_with_zero: bool) -> Any:
+def _product(begins_with_zero: bool, *, streams: bool = False) -> Any:
     @intrinsic
     def multiply(typing, x, x_stride, panel, pairs, out, out_stride):
         def codegen(context, builder, signature, args):
             if has_instruction():
-                _multiply(builder, begins_with_zero, *args)
+                _multiply(builder, begins_with_zero, streams, *args)
             return context.get_dummy_value()
 
         return types.void(*([types.int64] * 6)), codegen
@@ -154,7 +155,46 @@ def _product(begins_with_zero: bool) -> Any:
     return multiply
 
 
-def _multiply(builder, begins_with_zero, x, x_stride, panel, pairs, out, out_stride):
+def _packed_product(begins_with_zero: bool) -> Any:
+    @intrinsic
+    def multiply(typing, x, lower, panel, pairs, out, ahead, lines):
+        def codegen(context, builder, signature, args):
+            if has_instruction():
+                x, lower, panel, pairs, out, ahead, lines = args
+                line_at = cgutils.alloca_once_value(builder, ahead)
+
+                def within() -> None:
+                    line = builder.load(line_at)
+                    with counted(builder, ir.Constant(I64, 0), lines) as number:
+                        prefetch(builder, builder.add(line, builder.mul(number, ir.Constant(I64, 64))), 2)
+                    builder.store(builder.add(line, builder.mul(lines, ir.Constant(I64, 64))), line_at)
+
+                rows = Source(x, builder.add(x, lower), _ROW_BYTES, REGISTER_ROWS * _ROW_BYTES, passing=True)
+                out_stride = ir.Constant(I64, PANEL_STRIDE)
+                _sum(builder, begins_with_zero, rows, panel, pairs, out, out_stride, within)
+            return context.get_dummy_value()
+
+        return types.void(*([types.int64] * 7)), codegen
+
+    return multiply
+
+
+def _multiply(builder, begins_with_zero, streams, x, x_stride, panel, pairs, out, out_stride):
+    line_at = cgutils.alloca_once_value(builder, after(builder, panel, _AHEAD_BYTES))
+
+    def prefetch_step() -> None:
+        line = builder.load(line_at)
+        for offset in range(0, REGISTER_ROWS * PANEL_STRIDE, 64):
+            prefetch(builder, after(builder, line, offset))
+        builder.store(after(builder, line, REGISTER_ROWS * PANEL_STRIDE), line_at)
+
+    lower = builder.mul(x_stride, ir.Constant(I64, REGISTER_ROWS))
+    rows = Source(x, builder.add(x, lower), x_stride, _ROW_BYTES)
+    within = prefetch_step if streams else _nothing
+    _sum(builder, begins_with_zero, rows, panel, pairs, out, out_stride, within)
+
+
+def _sum(builder, begins_with_zero, rows, panel, pairs, out, out_stride, within):
     zero = declare(builder, "llvm.x86.tilezero", ir.VoidType(), _I8)
     height = ir.Constant(I64, REGISTER_ROWS)
     lower = builder.add(out, builder.mul(out_stride, height))
@@ -164,12 +204,20 @@ def _multiply(builder, begins_with_zero, x, x_stride, panel, pairs, out, out_str
             builder.call(zero, [_register(number)])
         else:
             load_tile(builder, number, address, out_stride)
-    rows = Source(x, builder.add(x, builder.mul(x_stride, height)), x_stride, _ROW_BYTES)
     columns = Source(panel, after(builder, panel, 64), PANEL_STRIDE, REGISTER_ROWS * PANEL_STRIDE)
-    accumulate_tiles(builder, "tdpbf16ps", rows, columns, builder.udiv(pairs, height), lambda: None)
+    accumulate_tiles(builder, "tdpbf16ps", rows, columns, builder.udiv(pairs, height), within)
     for number, address in sums:
         store_tile(builder, number, address, out_stride)
 
 
+def _nothing() -> None:
+    """There is nothing to do beside a step."""
+
+
 # out[TILE_ROWS, 32] = x · panel, and out += x · panel; fp32; `pairs` a multiple of 16; addresses, strides in bytes
 multiply_tiles, multiply_tiles_onto = _product(True), _product(False)
+# The same for few rows, where the panel comes from memory.
+stream_tiles = _product(True, streams=True)
+# The same for rows that are packed as registers take them, [16 rows][32 inputs][row]; `lower`: bytes to the second 16
+# rows. Each step prefetches `lines` cache lines from `ahead` on.
+packed_tiles, packed_tiles_onto = _packed_product(True), _packed_product(False)
