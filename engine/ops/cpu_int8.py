@@ -43,6 +43,7 @@ from engine.ops.cpu_llvm import (
     octets,
     prefetch,
     spread,
+    store_lanes,
     words,
 )
 from engine.ops.cpu_tiles import (
@@ -193,10 +194,10 @@ def _store(builder, totals, row_scale, parts, kind, to, columns):
         lanes = [ir.Constant(I32, i) for i in range(PANEL)]
         both = [_rounded(builder, value) for value in values]
         whole = builder.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, PANEL), lanes))
-        _masked_store(builder, "v32i16", builder.trunc(whole, _HALVES), to, columns, 0)
+        store_lanes(builder, "v32i16", builder.trunc(whole, _HALVES), to, 2, columns)
         return
     for half, value in enumerate(values):
-        _masked_store(builder, "v16f32", value, after(builder, to, 64 * half), columns, 16 * half)
+        store_lanes(builder, "v16f32", value, after(builder, to, 64 * half), 4, columns, 16 * half)
 
 
 def _rounded(builder, value):
@@ -205,20 +206,6 @@ def _rounded(builder, value):
     shift = ir.Constant(_WORDS, [16] * 16)
     odd = builder.and_(builder.lshr(word, shift), ir.Constant(_WORDS, [1] * 16))
     return builder.lshr(builder.add(builder.add(word, ir.Constant(_WORDS, [0x7FFF] * 16)), odd), shift)
-
-
-def _masked_store(builder, name, value, to, columns, first):
-    """Lane i is stored if first + i < columns."""
-    lanes, pointer = value.type.count, value.type.as_pointer()
-    wide = ir.VectorType(I32, lanes)
-    lane = builder.insert_element(ir.Constant(wide, ir.Undefined), columns, ir.Constant(I32, 0))
-    limit = builder.shuffle_vector(lane, lane, ir.Constant(wide, [0] * lanes))
-    mask = builder.icmp_signed("<", ir.Constant(wide, [first + i for i in range(lanes)]), limit)
-    function = declare(
-        builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), value.type, pointer, I32, mask.type
-    )
-    align = ir.Constant(I32, 2 if value.type is _HALVES else 4)
-    builder.call(function, [value, builder.inttoptr(to, pointer), align, mask])
 
 
 def _beside(builder, beside):
@@ -373,7 +360,7 @@ def _multiply_by_tiles(
     kept = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
     stride = outputs * size
     of_rows, stored, its_scales, own, to, columns = 0, kept, scales, beside, out, 0  # of the tile before
-    begin_tiles()
+    begin_tiles(REGISTER_ROWS, REGISTER_ROWS)
     for item in range(first, last):
         block, panel = item // wide, item % wide
         top, bottom = tall * block // blocks, tall * (block + 1) // blocks

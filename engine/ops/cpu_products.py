@@ -1,4 +1,5 @@
-"""Products with bf16 weights by the CPU's own instruction for them (AVX512-BF16), compiled by numba.
+"""Products with bf16 weights by the CPU's own instruction for them (AVX512-BF16), compiled by numba. Those by AMX are in
+engine/ops/cpu_tile_products.
 
 A weight [outputs, inputs] is stored in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
 memory. A tile multiplies up to 12 rows with one panel: 24 sums stay in registers, two vectors of weights are read for
@@ -12,39 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding
-import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.process import huge_pages
-from engine.ops.cpu_llvm import (
-    F32,
-    I32,
-    I64,
-    after,
-    compiled,
-    counted,
-    declare,
-    integers,
-    keep,
-    load,
-    prefetch,
-    spread,
-)
-from engine.ops.cpu_tiles import (
-    PANEL_STRIDE,
-    TILE_ROWS,
-    begin_tiles,
-    end_tiles,
-    packed_tiles,
-    packed_tiles_onto,
-    stream_tiles,
-)
-from engine.ops.cpu_tiles import supported as tiles_supported
+from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, load, prefetch, spread
 
 PANEL = 32
 MOST_ROWS = 12
@@ -54,11 +31,6 @@ _ROWS_BYTES = 384 << 10
 _AHEAD_BYTES = 4096  # of the stream of weights: hardware prefetchers stop at the end of a page
 _PAIR_BYTES = PANEL * 2 * 2
 SUMS = ir.VectorType(F32, 16)
-TILE_INPUTS = 32  # of a step of AMX
-_STEP_BYTES = TILE_INPUTS * PANEL * 2
-_SLICE_STEPS = 16  # 32 KiB of a panel, which stay in a first-level cache of 48 KiB
-_SUMS_BYTES = TILE_ROWS * PANEL_STRIDE
-_TILED_ROWS_BYTES = 1 << 20  # CPUs with AMX have second-level caches of 2 MiB
 
 
 def has_instruction() -> bool:
@@ -190,122 +162,9 @@ def _store_rows(builder, sums, out, out_stride, columns):
         out = builder.add(out, out_stride)
 
 
-@intrinsic
-def _round_rows(typing, sums, count, bias, out, out_stride, columns):
-    """Add the bias to `count` rows of a tile's sums, and store them in bf16."""
-
-    def codegen(context, builder, signature, args):
-        if not has_instruction():
-            return context.get_dummy_value()
-        sums, count, bias, out, out_stride, columns = args
-        parts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
-        with counted(builder, ir.Constant(I64, 0), count) as row:
-            at = after(builder, sums, builder.mul(row, ir.Constant(I64, PANEL_STRIDE)))
-            own = [
-                builder.fadd(load(builder, SUMS, after(builder, at, 64 * half), 4), parts[half])
-                for half in (0, 1)
-            ]
-            _store_rows(
-                builder, [own], after(builder, out, builder.mul(row, out_stride)), out_stride, columns
-            )
-        return context.get_dummy_value()
-
-    return types.void(*([types.int64] * 6)), codegen
-
-
-def by_tiles(inputs: int) -> bool:
-    """Whether rows of so many inputs are multiplied by AMX, however many: so the order of a row's sums does not depend on
-    what is computed beside it."""
-    return inputs % TILE_INPUTS == 0 and tiles_supported()
-
-
-@njit(inline="always")
-def _pack_rows(x, rows, stride, to):
-    """[rows, inputs] → [16 rows][32 inputs][row], in groups of 32 rows; what lies behind the last row is anything."""
-    for row in range(rows):
-        source = integers(x + row * stride)
-        target = integers(to + row // 16 * 16 * stride + row % 16 * 64)
-        for step in range(stride // 64):
-            for word in range(8):
-                target[step * 128 + word] = source[step * 8 + word]
-
-
-@njit(inline="always")
-def _stream_by_tiles(x, rows, inputs, panels, bias, out, outputs, first, last):
-    """Up to 32 rows: the panels come from memory."""
-    stride = inputs * 2
-    buffer = np.empty(_SUMS_BYTES + TILE_ROWS * stride + 128, np.uint8)
-    sums = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
-    own, own_stride = x, 0
-    if rows > 1:  # a tile reads 32 rows
-        own, own_stride = sums + _SUMS_BYTES, stride
-        source, to = integers(x), integers(own)
-        for word in range(rows * stride // 8):
-            to[word] = source[word]
-    begin_tiles()
-    for panel in range(first, last):
-        stream_tiles(own, own_stride, panels + panel * inputs * 64, inputs // 2, sums, PANEL_STRIDE)
-        _round_rows(
-            sums, rows, bias + panel * 128, out + panel * PANEL * 2, outputs * 2,
-            min(outputs - panel * PANEL, PANEL),
-        )  # fmt: skip
-    end_tiles()
-    keep(buffer)
-
-
-@njit(inline="always")
-def _multiply_by_tiles(x, rows, inputs, panels, bias, out, outputs, first, last):
-    """A tile's sums lie in memory between slices of the inputs, so that a slice of a panel stays in the first-level cache
-    while all rows pass."""
-    stride, steps = inputs * 2, inputs // TILE_INPUTS
-    slices = (steps + _SLICE_STEPS - 1) // _SLICE_STEPS
-    together = max(TILE_ROWS, _TILED_ROWS_BYTES // stride // TILE_ROWS * TILE_ROWS)
-    blocks = (rows + together - 1) // together
-    most = (rows + TILE_ROWS - 1) // TILE_ROWS // blocks + 1
-    buffer = np.empty(most * (_SUMS_BYTES + TILE_ROWS * stride) + 64, np.uint8)
-    kept = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
-    packed = kept + most * _SUMS_BYTES
-    begin_tiles()
-    all_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    for block in range(blocks):
-        begin, end = all_tiles * block // blocks, all_tiles * (block + 1) // blocks
-        top, tall = begin * TILE_ROWS, end - begin
-        here = min(rows - top, tall * TILE_ROWS)
-        _pack_rows(x + top * stride, here, stride, packed)
-        lines = (PANEL + tall - 1) // tall
-        for panel in range(first, last):
-            weights = panels + panel * inputs * 64
-            ahead = weights + inputs * 64
-            for part in range(slices):
-                low, high = steps * part // slices, steps * (part + 1) // slices
-                at, pairs = weights + low * _STEP_BYTES, (high - low) * 16
-                for tile in range(tall):
-                    own, sums = packed + tile * TILE_ROWS * stride + low * 1024, kept + tile * _SUMS_BYTES
-                    if part == 0:
-                        packed_tiles(own, 16 * stride, at, pairs, sums, ahead, lines)
-                    else:
-                        packed_tiles_onto(own, 16 * stride, at, pairs, sums, ahead, lines)
-                    ahead += lines * (high - low) * 64
-            columns = min(outputs - panel * PANEL, PANEL)
-            for tile in range(tall):
-                row = top + tile * TILE_ROWS
-                _round_rows(
-                    kept + tile * _SUMS_BYTES, min(rows - row, TILE_ROWS), bias + panel * 128,
-                    out + (row * outputs + panel * PANEL) * 2, outputs * 2, columns,
-                )  # fmt: skip
-    end_tiles()
-    keep(buffer)
-
-
 @compiled
-def multiply(x, rows, inputs, panels, bias, out, outputs, tiled, first, last):
-    """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last). `tiled`: by AMX, see `by_tiles`."""
-    if tiled and rows <= TILE_ROWS:
-        _stream_by_tiles(x, rows, inputs, panels, bias, out, outputs, first, last)
-        return
-    if tiled:
-        _multiply_by_tiles(x, rows, inputs, panels, bias, out, outputs, first, last)
-        return
+def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
+    """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last)."""
     together = max(MOST_ROWS, _ROWS_BYTES // (inputs * 2) // MOST_ROWS * MOST_ROWS)
     for top in range(0, rows, together):
         here = min(together, rows - top)

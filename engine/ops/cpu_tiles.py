@@ -16,7 +16,7 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import llvmlite.binding
@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.ops.cpu_llvm import I64, after, counted, declare, prefetch
+from engine.ops.cpu_llvm import I64, after, declare
 
 TILE_ROWS = 32
 REGISTER_ROWS = 16
@@ -34,7 +34,7 @@ BF16, INT8 = "amx-bf16", "amx-int8"
 _I8 = ir.IntType(8)
 _POINTER = _I8.as_pointer()
 _ROW_BYTES = 64
-_AHEAD_BYTES = 8192  # of a stream of weights, four steps
+_REGISTERS_OF_ROWS = (0, 1, 4), (2, 3, 5)  # the upper 16, the lower
 # Linux: programs ask before their threads get room for tile registers.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
@@ -54,25 +54,33 @@ def supported(kind: str = BF16) -> bool:
 
 
 def _shape() -> list[int]:
-    """What ldtilecfg reads (Intel's manual, volume 1, 18.2): palette 1; bytes of a row, then rows, of each register."""
-    data = bytes([1, *[0] * 15, *[_ROW_BYTES, 0] * 8, *[0] * 16, *[REGISTER_ROWS] * 8, *[0] * 8])
+    """What ldtilecfg reads (Intel's manual, volume 1, 18.2), as words: palette 1; bytes of a row of each register. The
+    seventh, their rows, is that of the panel's two registers."""
+    data = bytes([1, *[0] * 15, *[_ROW_BYTES, 0] * 8, *[0] * 16, *[0] * 6, *[REGISTER_ROWS] * 2, *[0] * 8])
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, 64, 8)]
 
 
+def _word(registers: Sequence[int]) -> ir.Constant:
+    return ir.Constant(I64, sum(1 << 8 * number for number in registers))
+
+
 @intrinsic
-def begin_tiles(typing):
-    """Before all products, in the same thread."""
+def begin_tiles(typing, upper, lower):
+    """Before all products, in the same thread. A product is of `upper` + `lower` rows, 1 to 16 each."""
 
     def codegen(context, builder, signature, args):
         if has_instruction():
-            words = _shape()
+            words = [ir.Constant(I64, word) for word in _shape()]
+            for rows, registers in zip(args, _REGISTERS_OF_ROWS, strict=True):
+                words[6] = builder.add(words[6], builder.mul(rows, _word(registers)))
             to = cgutils.alloca_once(builder, ir.ArrayType(I64, len(words)))
-            builder.store(ir.Constant(ir.ArrayType(I64, len(words)), words), to)
+            for at, word in enumerate(words):
+                builder.store(word, cgutils.gep_inbounds(builder, to, 0, at))
             load = declare(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _POINTER)
             builder.call(load, [builder.bitcast(to, _POINTER)])
         return context.get_dummy_value()
 
-    return types.void(), codegen
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -94,7 +102,7 @@ class Source(NamedTuple):
     first: ir.Value
     second: ir.Value
     stride: int | ir.Value
-    step: int
+    step: int | ir.Value
     passing: bool = False
 
 
@@ -112,7 +120,7 @@ def accumulate_tiles(
     step.add_incoming(ir.Constant(I64, 0), entry)
     for second in (False, True):
         for number, source in ((6, panel), (4, rows)):
-            offset = builder.mul(step, ir.Constant(I64, source.step))
+            offset = builder.mul(step, _number(source.step))
             address = after(builder, source.second if second else source.first, offset)
             load_tile(builder, number + second, address, source.stride, passing=source.passing)
     for number, (of_rows, of_columns) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)]):
@@ -134,20 +142,23 @@ def store_tile(builder, number: int, address, stride) -> None:
 
 def _move(builder, name, number, address, stride):
     function = declare(builder, f"llvm.x86.{name}", ir.VoidType(), _I8, _POINTER, I64)
-    stride = ir.Constant(I64, stride) if isinstance(stride, int) else stride
-    builder.call(function, [_register(number), builder.inttoptr(address, _POINTER), stride])
+    builder.call(function, [_register(number), builder.inttoptr(address, _POINTER), _number(stride)])
+
+
+def _number(value: int | ir.Value) -> ir.Value:
+    return ir.Constant(I64, value) if isinstance(value, int) else value
 
 
 def _register(number: int) -> ir.Constant:
     return ir.Constant(_I8, number)
 
 
-def _product(begins_with_zero: bool, *, streams: bool = False) -> Any:
+def _product(begins_with_zero: bool) -> Any:
     @intrinsic
     def multiply(typing, x, x_stride, panel, pairs, out, out_stride):
         def codegen(context, builder, signature, args):
             if has_instruction():
-                _multiply(builder, begins_with_zero, streams, *args)
+                _multiply(builder, begins_with_zero, *args)
             return context.get_dummy_value()
 
         return types.void(*([types.int64] * 6)), codegen
@@ -155,46 +166,7 @@ def _product(begins_with_zero: bool, *, streams: bool = False) -> Any:
     return multiply
 
 
-def _packed_product(begins_with_zero: bool) -> Any:
-    @intrinsic
-    def multiply(typing, x, lower, panel, pairs, out, ahead, lines):
-        def codegen(context, builder, signature, args):
-            if has_instruction():
-                x, lower, panel, pairs, out, ahead, lines = args
-                line_at = cgutils.alloca_once_value(builder, ahead)
-
-                def within() -> None:
-                    line = builder.load(line_at)
-                    with counted(builder, ir.Constant(I64, 0), lines) as number:
-                        prefetch(builder, builder.add(line, builder.mul(number, ir.Constant(I64, 64))), 2)
-                    builder.store(builder.add(line, builder.mul(lines, ir.Constant(I64, 64))), line_at)
-
-                rows = Source(x, builder.add(x, lower), _ROW_BYTES, REGISTER_ROWS * _ROW_BYTES, passing=True)
-                out_stride = ir.Constant(I64, PANEL_STRIDE)
-                _sum(builder, begins_with_zero, rows, panel, pairs, out, out_stride, within)
-            return context.get_dummy_value()
-
-        return types.void(*([types.int64] * 7)), codegen
-
-    return multiply
-
-
-def _multiply(builder, begins_with_zero, streams, x, x_stride, panel, pairs, out, out_stride):
-    line_at = cgutils.alloca_once_value(builder, after(builder, panel, _AHEAD_BYTES))
-
-    def prefetch_step() -> None:
-        line = builder.load(line_at)
-        for offset in range(0, REGISTER_ROWS * PANEL_STRIDE, 64):
-            prefetch(builder, after(builder, line, offset))
-        builder.store(after(builder, line, REGISTER_ROWS * PANEL_STRIDE), line_at)
-
-    lower = builder.mul(x_stride, ir.Constant(I64, REGISTER_ROWS))
-    rows = Source(x, builder.add(x, lower), x_stride, _ROW_BYTES)
-    within = prefetch_step if streams else _nothing
-    _sum(builder, begins_with_zero, rows, panel, pairs, out, out_stride, within)
-
-
-def _sum(builder, begins_with_zero, rows, panel, pairs, out, out_stride, within):
+def _multiply(builder, begins_with_zero, x, x_stride, panel, pairs, out, out_stride):
     zero = declare(builder, "llvm.x86.tilezero", ir.VoidType(), _I8)
     height = ir.Constant(I64, REGISTER_ROWS)
     lower = builder.add(out, builder.mul(out_stride, height))
@@ -204,20 +176,12 @@ def _sum(builder, begins_with_zero, rows, panel, pairs, out, out_stride, within)
             builder.call(zero, [_register(number)])
         else:
             load_tile(builder, number, address, out_stride)
+    rows = Source(x, builder.add(x, builder.mul(x_stride, height)), x_stride, _ROW_BYTES)
     columns = Source(panel, after(builder, panel, 64), PANEL_STRIDE, REGISTER_ROWS * PANEL_STRIDE)
-    accumulate_tiles(builder, "tdpbf16ps", rows, columns, builder.udiv(pairs, height), within)
+    accumulate_tiles(builder, "tdpbf16ps", rows, columns, builder.udiv(pairs, height), lambda: None)
     for number, address in sums:
         store_tile(builder, number, address, out_stride)
 
 
-def _nothing() -> None:
-    """There is nothing to do beside a step."""
-
-
 # out[TILE_ROWS, 32] = x · panel, and out += x · panel; fp32; `pairs` a multiple of 16; addresses, strides in bytes
 multiply_tiles, multiply_tiles_onto = _product(True), _product(False)
-# The same for few rows, where the panel comes from memory.
-stream_tiles = _product(True, streams=True)
-# The same for rows that are packed as registers take them, [16 rows][32 inputs][row]; `lower`: bytes to the second 16
-# rows. Each step prefetches `lines` cache lines from `ahead` on.
-packed_tiles, packed_tiles_onto = _packed_product(True), _packed_product(False)
