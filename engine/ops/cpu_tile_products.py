@@ -154,6 +154,8 @@ def _pack(x, rows, stride, to):
 @compiled
 def multiply(x, rows, inputs, panels, bias, out, outputs, blocks, first, last):
     """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for items [first, last)."""
+    if rows == 0:  # of a step without logits; registers of no rows are refused
+        return
     stride, out_stride, steps = inputs * 2, outputs * 2, inputs // STEP
     tall, wide = (rows + TILE_ROWS - 1) // TILE_ROWS, (outputs + PANEL - 1) // PANEL
     slices = (steps + _SLICE_STEPS - 1) // _SLICE_STEPS
