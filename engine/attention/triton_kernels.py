@@ -70,14 +70,21 @@ def see_keys(
     return mixed, largest, weights
 
 
+@triton.jit
+def sink_weight(sinks, there, largest):
+    """What the logits at `sinks`, of the heads' attention sinks, add to sums of weights relative to the largest scores.
+    Not infinite where these are far below: the result is then 0."""
+    return tl.exp2(tl.minimum(tl.load(sinks, mask=there, other=0.0) * LOG2_E - largest, 126.0))
+
+
 @triton.jit(do_not_specialize=["items", "window"])
 def attend_prompts(
-    q, cache, table, rows, ends, cu_q, out, items, window, scale,
+    q, cache, table, rows, ends, cu_q, sinks, out, items, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Items of more than one token. `cache`: the layer's keys of the first block."""
+    """Items of more than one token. `cache`: the layer's keys of the first block. `sinks`: as in sink_weight."""
     tokens: tl.constexpr = ROWS // GROUP  # of a tile
     tile, head = tl.program_id(0), tl.program_id(1)
     # Tiles of item i begin at cu_q[i] // tokens + i: as many as there may be. The last item that begins here or before:
@@ -108,10 +115,12 @@ def attend_prompts(
     last = tl.minimum(end, end - count + done + tokens)
     of_row = table + tl.load(rows + low).to(tl.int64) * table_stride
     of_head = cache + head.to(tl.int64) * (PAGE * DIM)
-    mixed, _, weights = see_keys(
+    mixed, largest, weights = see_keys(
         tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, scale, block_stride,
         DIM, WIDTH, PAGE, ROWS, KEYS, CAP,
     )  # fmt: skip
+    if SINKS:
+        weights += sink_weight(sinks + query_head, there, largest)
     heads = tl.num_programs(1) * GROUP
     at_out = ((begin + token).to(tl.int64) * heads + query_head) * DIM
     result = mixed / tl.where(there, weights, 1.0)[:, None]
@@ -128,8 +137,8 @@ def split_keys(end, window, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.
 
 @triton.jit
 def merge_splits(
-    partial, sums, out, first_head, there, at_item,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    partial, sums, sinks, out, first_head, there, at_item,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one sequence and KV head. Always over SPLITS entries, of which those that the sequence
     lacks count nothing: in one order, whichever program merges. What other programs wrote is read from the second-level
@@ -142,8 +151,11 @@ def merge_splits(
         part = (first_head + member) * SPLITS + split
         largest = tl.load(sums + 2 * part, mask=there, other=float("-inf"), cache_modifier=".cg")
         own = tl.load(sums + 2 * part + 1, mask=there, other=0.0, cache_modifier=".cg")
-        share = tl.exp2(largest - tl.max(largest, 0))
+        most = tl.max(largest, 0)
+        share = tl.exp2(largest - most)
         weights = tl.sum(share * own, 0)
+        if SINKS:
+            weights += sink_weight(sinks + member, True, most)
         at = partial + part[:, None] * DIM + column[None, :]
         mixed = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
         result = tl.sum(mixed * share[:, None], 0) / weights
@@ -152,10 +164,10 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=["window"])
 def attend_tokens(
-    q, cache, table, rows, ends, cu_q, singles, partial, sums, arrived, out, window, scale,
+    q, cache, table, rows, ends, cu_q, singles, partial, sums, arrived, sinks, out, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32;
     arrived [singles, KV heads]: 0 before and after."""
@@ -193,8 +205,8 @@ def attend_tokens(
     before = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu")
     if before == (end - begin + length - 1) // length - 1:
         merge_splits(
-            partial, sums, out, single.to(tl.int64) * heads + head * GROUP,
+            partial, sums, sinks + head * GROUP, out, single.to(tl.int64) * heads + head * GROUP,
             begin + tl.arange(0, SPLITS) * length < end,
-            tl.load(cu_q + item).to(tl.int64) * heads + head * GROUP, GROUP, DIM, WIDTH, SPLITS,
+            tl.load(cu_q + item).to(tl.int64) * heads + head * GROUP, GROUP, DIM, WIDTH, SINKS, SPLITS,
         )  # fmt: skip
         tl.store(place, 0)
