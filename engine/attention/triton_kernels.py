@@ -151,11 +151,10 @@ def merge_splits(
         part = (first_head + member) * SPLITS + split
         largest = tl.load(sums + 2 * part, mask=there, other=float("-inf"), cache_modifier=".cg")
         own = tl.load(sums + 2 * part + 1, mask=there, other=0.0, cache_modifier=".cg")
-        most = tl.max(largest, 0)
-        share = tl.exp2(largest - most)
+        share = tl.exp2(largest - tl.max(largest, 0))
         weights = tl.sum(share * own, 0)
         if SINKS:
-            weights += sink_weight(sinks + member, True, most)
+            weights += sink_weight(sinks + member, True, tl.max(largest, 0))
         at = partial + part[:, None] * DIM + column[None, :]
         mixed = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
         result = tl.sum(mixed * share[:, None], 0) / weights

@@ -58,6 +58,7 @@ COLUMNS = {
             "Gemma3ForCausalLM",
             "MixtralForCausalLM",
             "Qwen3MoeForCausalLM",
+            "GptOssForCausalLM",
         ),
     ),
 }
