@@ -100,6 +100,8 @@ def _weights_line(model: ModelConfig, config: EngineConfig) -> str:
     line += f", stored as {model.quantization.title}"
     if formats.is_int8(model.quantization, config.quantization):
         return line
+    if model.experts is not None:  # which are not served in int8
+        return f"{line}, expanded to {config.dtype} while loading"
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
     return f"{line}, expanded to {config.dtype} while loading ({less} with quantization int8)"
 
@@ -145,11 +147,9 @@ def _choose_backend(
     chosen: list[str] = []
 
     def choose() -> None:
-        capped = model.attention_cap > 0
+        needs = registry.Needs(caps=model.attention_cap > 0, sinks=model.family.sinks)
         chosen.append(
-            registry.choose(
-                config.attention_backend, device, dtype, model.head_dim, config.page_size, capped=capped
-            )
+            registry.choose(config.attention_backend, device, dtype, model.head_dim, config.page_size, needs)
         )
 
     if device.type == "cuda":
@@ -218,6 +218,7 @@ def load_model(
         model.windows,
         model.attention_scale,
         model.attention_cap,
+        decoder.sinks,
     )
 
     def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
@@ -283,6 +284,8 @@ def _make_ops(
         model.norm_eps,
         model.activation,
         model.table_of_layer,
+        model.swiglu_alpha,
+        model.swiglu_limit,
     )
     cos, sin = model.rotary_tables(config.max_model_len)
     if isinstance(team, KernelTeam):

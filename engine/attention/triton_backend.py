@@ -97,7 +97,10 @@ class TritonBackend:
             "WIDTH": width_of(shape.head_dim),
             "PAGE": shape.page_size,
             "CAP": shape.cap * kernels.LOG2_E.value,
+            "SINKS": shape.sinks is not None,
         }
+        # Kernels of models without sinks do not read theirs
+        self._sinks = kv_cache.new_zeros(1, 1, dtype=torch.float32) if shape.sinks is None else shape.sinks
         self._scale = shape.softmax_scale * kernels.LOG2_E.value
         self._step: StepBuffers | None = None
         self._partial = self._sums = self._arrived = kv_cache.new_empty(0)
@@ -124,6 +127,9 @@ class TritonBackend:
     def _window(self, layer: int) -> int:
         return self._shape.windows[layer] or NO_WINDOW
 
+    def _sinks_of(self, layer: int) -> Tensor:
+        return self._sinks[layer % len(self._sinks)]
+
     def _places(self, layer: int, q: Tensor, table: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The layer's keys of the first block, and the strides that kernels need."""
         cache = self._cache
@@ -138,8 +144,8 @@ class TritonBackend:
             self._shape.num_kv_heads,
         )
         kernels.attend_prompts[grid](
-            q, keys, step.table, step.rows, step.ends, step.cu_q, out, step.num_items, self._window(layer),
-            self._scale, *strides, **self._sizes, ROWS=tiles.rows, KEYS=tiles.keys,
+            q, keys, step.table, step.rows, step.ends, step.cu_q, self._sinks_of(layer), out, step.num_items,
+            self._window(layer), self._scale, *strides, **self._sizes, ROWS=tiles.rows, KEYS=tiles.keys,
             WINDOWED=bool(self._shape.windows[layer]), **tiles.options,
         )  # fmt: skip
 
@@ -152,6 +158,6 @@ class TritonBackend:
         programs = min(self._splits, -(-seen // SPLIT), most)
         kernels.attend_tokens[(step.num_singles, s.num_kv_heads, programs)](
             q, keys, step.table, step.rows, step.ends, step.cu_q, step.singles, self._partial, self._sums,
-            self._arrived, out, window, self._scale, *strides, **self._sizes, ROWS=tiles.rows, **splits,
-            WINDOWED=bool(s.windows[layer]), **tiles.options,
+            self._arrived, self._sinks_of(layer), out, window, self._scale, *strides, **self._sizes, ROWS=tiles.rows,
+            **splits, WINDOWED=bool(s.windows[layer]), **tiles.options,
         )  # fmt: skip

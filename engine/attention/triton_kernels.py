@@ -100,14 +100,21 @@ def see_keys(
     return mixed, largest, weights
 
 
+@triton.jit
+def sink_weight(sinks, there, largest):
+    """What the logits at `sinks`, of the heads' attention sinks, add to sums of weights relative to the largest scores.
+    Not infinite where these are far below: the result is then 0."""
+    return tl.exp2(tl.minimum(tl.load(sinks, mask=there, other=0.0) * LOG2_E - largest, 126.0))
+
+
 @triton.jit(do_not_specialize=["items", "window"])
 def attend_prompts(
-    q, cache, table, rows, ends, cu_q, out, items, window, scale,
+    q, cache, table, rows, ends, cu_q, sinks, out, items, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Items of more than one token. `cache`: the layer's keys of the first block."""
+    """Items of more than one token. `cache`: the layer's keys of the first block. `sinks`: as in sink_weight."""
     tokens: tl.constexpr = ROWS // GROUP  # of a tile
     # An item's last tiles see most keys: they begin first, so that none of them ends long after the others.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -139,10 +146,12 @@ def attend_prompts(
     last = tl.minimum(end, end - count + done + tokens)
     of_row = table + tl.load(rows + low).to(tl.int64) * table_stride
     of_head = cache + head.to(tl.int64) * (PAGE * DIM)
-    mixed, _, weights = see_keys(
+    mixed, largest, weights = see_keys(
         tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, end - count + done, scale,
         block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
     )  # fmt: skip
+    if SINKS:
+        weights += sink_weight(sinks + query_head, there, largest)
     heads = tl.num_programs(1) * GROUP
     at_out = ((begin + token).to(tl.int64) * heads + query_head) * DIM
     result = mixed / tl.where(there, weights, 1.0)[:, None]
@@ -159,8 +168,8 @@ def split_keys(end, window, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.
 
 @triton.jit
 def merge_splits(
-    partial, sums, out, first_head, there, at_item,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    partial, sums, sinks, out, first_head, there, at_item,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one sequence and KV head. Always over SPLITS entries, of which those that the sequence
     lacks count nothing: in one order, whichever program merges. What other programs wrote is read from the second-level
@@ -175,6 +184,8 @@ def merge_splits(
         own = tl.load(sums + 2 * part + 1, mask=there, other=0.0, cache_modifier=".cg")
         share = tl.exp2(largest - tl.max(largest, 0))
         weights = tl.sum(share * own, 0)
+        if SINKS:
+            weights += sink_weight(sinks + member, True, tl.max(largest, 0))
         at = partial + part[:, None] * DIM + column[None, :]
         mixed = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
         result = tl.sum(mixed * share[:, None], 0) / weights
@@ -183,10 +194,11 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=["window"])
 def attend_tokens(
-    q, cache, table, rows, ends, cu_q, singles, partial, sums, arrived, out, window, scale,
+    q, cache, table, rows, ends, cu_q, singles, partial, sums, arrived, sinks, out, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32;
     arrived [singles, KV heads]: 0 before and after. A sequence's programs take its splits in turn."""
@@ -218,6 +230,8 @@ def attend_tokens(
             end - 1, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
         )  # fmt: skip
         if count == 1:  # what merging it alone would give
+            if SINKS:
+                weights += sink_weight(sinks + query_head, there, largest)
             at_out = out + ((of_item * heads + query_head) * DIM)[:, None] + column[None, :]
             result = mixed / tl.where(there, weights, 1.0)[:, None]
             tl.store(at_out, result.to(out.dtype.element_ty), mask=mask)
@@ -234,7 +248,8 @@ def attend_tokens(
         before = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu")
         if before == tl.minimum(count, tl.num_programs(2)) - 1:
             merge_splits(
-                partial, sums, out, single.to(tl.int64) * heads + head * GROUP,
-                begin + tl.arange(0, SPLITS) * length < end, of_item * heads + head * GROUP, GROUP, DIM, WIDTH, SPLITS,
+                partial, sums, sinks + head * GROUP, out, single.to(tl.int64) * heads + head * GROUP,
+                begin + tl.arange(0, SPLITS) * length < end, of_item * heads + head * GROUP,
+                GROUP, DIM, WIDTH, SINKS, SPLITS,
             )  # fmt: skip
             tl.store(place, 0)

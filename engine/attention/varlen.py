@@ -35,6 +35,7 @@ class VarlenBackend:
             raise ConfigError(
                 f"page_size {shape.page_size} is none of {PAGE_SIZES} that {name} takes", field="page_size"
             )
+        assert shape.sinks is None, "the registry refuses models that have them"
         self.name = name
         self._shape = shape
         self._kernel = kernel

@@ -27,15 +27,20 @@ def norm_rows(x, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def gate_rows(gate_up, out, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """A program per row and block of columns."""
+def gate_rows(
+    gate_up, out, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
+):
+    """A program per row and block of columns. With a LIMIT both are clamped, and 1 is added to up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     at = gate_up + row * 2 * inner + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
-    steep = gate  # x · sigmoid(x) is silu
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+    steep = gate * ALPHA  # x · sigmoid(x) is silu
     if GELU:  # and x · sigmoid(2u) gelu by tanh
         steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     small = tl.exp(-tl.abs(steep))  # never overflows

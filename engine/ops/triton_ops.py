@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -36,6 +38,16 @@ def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def gate_kind(shape: OpsShape) -> dict[str, Any]:
+    """What the gate's kernel is compiled for."""
+    clamped = shape.activation == "clamped_swiglu"
+    return {
+        "GELU": shape.activation == "gelu_tanh",
+        "ALPHA": shape.swiglu_alpha if clamped else 1.0,
+        "LIMIT": shape.swiglu_limit if clamped else 0.0,
+    }
+
+
 class TritonOps:
     def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor):
         self._shape = shape
@@ -65,8 +77,9 @@ class TritonOps:
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, inner)
         grid = (rows, triton.cdiv(inner, GATE_BLOCK))
-        gelu = self._shape.activation == "gelu_tanh"
-        kernels.gate_rows[grid](gate_up, out, inner, BLOCK=GATE_BLOCK, GELU=gelu, num_warps=4, **OPTIONS)
+        kernels.gate_rows[grid](
+            gate_up, out, inner, BLOCK=GATE_BLOCK, num_warps=4, **gate_kind(self._shape), **OPTIONS
+        )
         return out
 
     def heads(

@@ -4,6 +4,7 @@ products."""
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.varlen import TORCH_PAGE_SIZES, torch_varlen
 from engine.build import load_model
 from engine.engine import Engine
+from engine.model.config import ModelConfig
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
@@ -120,6 +122,17 @@ def test_attention_in_bf16_is_that_of_plain_products(heads, window, page, backen
     torch.testing.assert_close(got.float(), plain, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("window", [0, 24])
+def test_sinks_in_bf16_are_those_of_plain_products(window, backend, device):
+    if backend not in registry.OWN:
+        pytest.skip(f"{backend} has no attention sinks")
+    shape, cache, items, q, k, v = spread_step((16, 2, 64), window, 16, backend, device)
+    shape = replace(shape, sinks=torch.linspace(-3, 6, 32, device=device).view(2, 16))
+    got = attend(backend, shape, cache, items, q, k, v)
+    plain = attend("sdpa", shape, cache.float(), items, q.float(), k.float(), v.float())
+    torch.testing.assert_close(got.float(), plain, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
@@ -176,6 +189,9 @@ def attend(name: str, shape: AttentionShape, cache: Tensor, items, q: Tensor, k:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, backend, device, model):
+    config = ModelConfig.read(model(variant))
+    if backend not in registry.OWN and (config.attention_cap or config.family.sinks):
+        pytest.skip(f"{backend} is refused for {variant}")
     ways = {"device": device, "page_size": TORCH_PAGE_SIZES[0] if backend == "varlen" else 16}
     exact = logits(model(variant), dtype="float32", attention_backend="sdpa", **ways)
     plain = logits(model(variant), dtype="bfloat16", attention_backend="sdpa", **ways)

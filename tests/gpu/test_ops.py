@@ -13,9 +13,9 @@ TOKENS, PAGE = 37, 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("norms", "activation"), [(False, "clamped_swiglu"), (True, "silu")])
 @pytest.mark.parametrize("heads", [(4, 2, 32), (32, 8, 128), (14, 2, 64)], ids=str)
-def test_the_operations_are_those_of_torch(heads, norms, dtype, device):
+def test_the_operations_are_those_of_torch(heads, norms, activation, dtype, device):
     if device != "cuda":
         pytest.skip("kernels for CUDA")
     pytest.importorskip("triton")
@@ -26,7 +26,7 @@ def test_the_operations_are_those_of_torch(heads, norms, dtype, device):
     angles = torch.rand(200, dim // 2, device=device) * 6
     cache = torch.zeros(9, 2, 2, kv, PAGE, dim, device=device, dtype=dtype)
     caches = [cache, cache.clone()]
-    how = (OpsShape(query, kv, dim, 1e-5), angles.cos(), angles.sin())
+    how = (OpsShape(query, kv, dim, 1e-5, activation, (), 1.702, 1.5), angles.cos(), angles.sin())
     ops: list[LayerOps] = [TorchOps(*how, caches[0]), TritonOps(*how, caches[1])]
 
     def draw(*size: int) -> torch.Tensor:

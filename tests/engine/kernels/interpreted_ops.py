@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def both(heads: int, kv: int, dim: int, page: int, dtype: torch.dtype, activation: str = "silu"):
     """Both layers rotate by tables of their own."""
-    shape = OpsShape(heads, kv, dim, 1e-5, activation, (0, 1))
+    shape = OpsShape(heads, kv, dim, 1e-5, activation, (0, 1), 1.702, 2.5)
     angles = torch.rand(2, 100, dim // 2) * 6
     caches = [torch.full((9, 2, 2, kv, page, dim), math.nan, dtype=dtype) for _ in range(2)]
     made = (TorchOps, TritonOps)
@@ -56,7 +56,7 @@ def test_norms_and_the_sum(width, dtype, of_weight):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_the_gate(dtype, activation):
     torch.manual_seed(0)
     (plain, own), _ = both(2, 1, 16, 16, dtype, activation)

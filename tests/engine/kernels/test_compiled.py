@@ -14,11 +14,12 @@ import torch
 from engine.attention import triton_backend as backend
 from engine.attention import triton_kernels as attention
 from engine.ops import triton_kernels as small
-from engine.ops.triton_ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, norm_sizes
+from engine.ops.base import OpsShape
+from engine.ops.triton_ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, gate_kind, norm_sizes
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INTS = ("table", "rows", "ends", "cu_q", "singles", "arrived")
-FLOATS = ("partial", "sums")
+FLOATS = ("partial", "sums", "sinks")
 NUMBERS = (
     "items",
     "window",
@@ -70,11 +71,13 @@ def check(capability: int, kernel, kind: str, constants: dict[str, object], opti
     return made
 
 
-def check_attention(capability: int, kind: str, dim: int, group: int, page: int, cap: float = 0.0) -> None:
+def check_attention(
+    capability: int, kind: str, dim: int, group: int, page: int, cap: float = 0.0, sinks: bool = False
+) -> None:
     dtype = TYPES[kind]
     sizes = {
         "GROUP": group, "DIM": dim, "WIDTH": backend.width_of(dim), "PAGE": page, "CAP": cap,
-        "SPLIT": backend.SPLIT, "SPLITS": backend.most_splits(8),
+        "SINKS": sinks, "SPLIT": backend.SPLIT, "SPLITS": backend.most_splits(8),
     }  # fmt: skip
     prompts = backend.prompt_tiles(dtype, dim, group, hopper=capability == 90)
     tokens = backend.token_tiles(dtype, dim, group)
@@ -116,8 +119,9 @@ def check_small(capability: int, kind: str, dim: int) -> None:
     for biased in (False, True):
         row = {**sizes_of_row, "BIASED": biased}
         check(capability, small.multiply_row, kind, row, {"num_warps": ROW_SIZES["num_warps"]})
-    for gelu in (False, True):
-        check(capability, small.gate_rows, kind, {"BLOCK": GATE_BLOCK, "GELU": gelu}, {"num_warps": 4})
+    for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
+        form = gate_kind(OpsShape(8, 2, dim, 1e-5, activation, (), 1.702, 7.0))
+        check(capability, small.gate_rows, kind, {"BLOCK": GATE_BLOCK, **form}, {"num_warps": 4})
     for norms in (False, True):
         sizes: dict[str, object] = {
             "HEADS": 8,
@@ -132,15 +136,16 @@ def check_small(capability: int, kind: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "kind", "dim", "group", "cap"),
+    ("capability", "kind", "dim", "group", "cap", "sinks"),
     [
-        (90, "bf16", 128, 4, 0.0),
-        (80, "fp32", 64, 4, 0.0),
-        pytest.param(90, "bf16", 256, 2, 50.0, marks=pytest.mark.long),
+        (90, "bf16", 128, 4, 0.0, False),
+        (80, "fp32", 64, 4, 0.0, False),
+        pytest.param(90, "bf16", 64, 8, 0.0, True, marks=pytest.mark.long),
+        pytest.param(90, "bf16", 256, 2, 50.0, False, marks=pytest.mark.long),
     ],
 )
-def test_attention_compiles(capability, kind, dim, group, cap):
-    check_attention(capability, kind, dim, group, 16, cap)
+def test_attention_compiles(capability, kind, dim, group, cap, sinks):
+    check_attention(capability, kind, dim, group, 16, cap, sinks)
 
 
 def test_small_kernels_compile():
@@ -172,5 +177,6 @@ def test_every_variant_compiles(capability, kind, group, dims):
         check_attention(capability, kind, dim, group, 16)
     if kind == "bf16" and group == 1:
         check_attention(capability, kind, 256, 2, 16, cap=50.0)  # Gemma 2
+        check_attention(capability, kind, 64, 8, 16, sinks=True)  # gpt-oss
     if group == 4:
         check_small(capability, kind, 64)

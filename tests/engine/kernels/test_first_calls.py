@@ -129,7 +129,7 @@ def test_a_kernel_is_compiled_once_for_all_starts(tmp_path, monkeypatch):
         began = time.perf_counter()
         compile_for(
             90, small.gate_rows, {"gate_up": "*bf16", "out": "*bf16", "inner": "i32"},
-            {"BLOCK": 1024, "GELU": False},
+            {"BLOCK": 1024, "GELU": False, "ALPHA": 1.0, "LIMIT": 0.0},
             {"num_warps": 4, **OPTIONS},
         )  # fmt: skip
         seconds.append(time.perf_counter() - began)
