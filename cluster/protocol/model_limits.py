@@ -20,6 +20,7 @@ _CONTEXTS = {
     "Qwen2MoeForCausalLM": 32_768,
     "Qwen3MoeForCausalLM": 32_768,
     "Glm4MoeForCausalLM": 131_072,
+    "GptOssForCausalLM": 131_072,
     "Gemma2ForCausalLM": 8192,
     "Gemma3ForCausalLM": 131_072,
     "Gemma3ForConditionalGeneration": 131_072,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -22,6 +22,8 @@ class AttentionShape:
     windows: tuple[int, ...]  # per layer; 0 = full attention
     scale: float | None = None  # of scores; None: 1 / √head_dim
     cap: float = 0.0  # scores become cap · tanh(score / cap); 0 = none
+    # float32 [layers, heads]: logits that take part in the sum of each softmax, as of a key whose value is 0; None: none
+    sinks: Tensor | None = field(default=None, compare=False)
 
     @property
     def softmax_scale(self) -> float:

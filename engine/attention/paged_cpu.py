@@ -51,16 +51,23 @@ class PagedCpuBackend(SdpaBackend):
             step.singles.data_ptr(), step.cu_q.data_ptr(), step.rows.data_ptr(), step.ends.data_ptr(),
             table.data_ptr(), table.stride(0),
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), s.num_kv_heads, self._group,
-            s.page_size, s.windows[layer], bits_of(self._scale), bits_of(s.cap),
+            s.page_size, s.windows[layer], bits_of(self._scale), bits_of(s.cap), _at(self._sinks(layer)),
         )  # fmt: skip
         return jobs.ATTEND, step.num_singles * s.num_kv_heads, at
 
     def _attend_prompt(
-        self, q: Tensor, keys: Tensor, values: Tensor, begin: int, window: int, out: Tensor
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        begin: int,
+        window: int,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         rows = q.shape[0]
         if not self._by_kernel or rows < self._least_rows:
-            return super()._attend_prompt(q, keys, values, begin, window, out)
+            return super()._attend_prompt(q, keys, values, begin, window, out, sinks)
         s, tokens, run = self._shape, begin + rows, self._kernels.run
         numbers = 2 * s.num_kv_heads * prompts.padded(tokens) * s.head_dim
         if numbers > self._panels.numel():
@@ -69,12 +76,17 @@ class PagedCpuBackend(SdpaBackend):
         strides = (keys.stride(0) * size, keys.stride(1) * size)  # values have the same
         run(jobs.PACK_HEADS, s.num_kv_heads, (keys.data_ptr(), values.data_ptr(), *strides, tokens, panels))
         at = (q.data_ptr(), q.stride(0) * size, out.data_ptr(), out.stride(0) * size, rows, begin, tokens)
-        scale = bits_of(self._scale)
-        run(jobs.ATTEND_PROMPT, s.num_heads, (*at, self._group, window, scale, panels, int(self._amx)))
+        how = (self._group, window, bits_of(self._scale), panels, int(self._amx), _at(sinks))
+        run(jobs.ATTEND_PROMPT, s.num_heads, (*at, *how))
         return None
 
-    def _weights(self, scores: Tensor, piece: Piece) -> Tensor:
+    def _weights(self, scores: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
         """In place, without computing hidden keys (torch's softmax and mask take twice the time)."""
         rows = piece.rows.stop - piece.rows.start
-        self._softmax(scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
+        self._softmax(scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window, _at(sinks))
         return scores
+
+
+def _at(sinks: Tensor | None) -> int:
+    """The address of a layer's sinks, or of a KV head's; 0: the model has none."""
+    return 0 if sinks is None else sinks.data_ptr()

@@ -20,6 +20,7 @@ from engine.step_delta import StepDelta
 
 HEADS, KV_HEADS, BLOCKS = 4, 2, 5
 CAP = 1.0  # of scores, most of which are as large or larger
+SINKS = (-1.0, 0.0, 1.0, 2.0)
 TOLERANCE = 5e-2  # absolute; for bf16 values of magnitude 1
 
 
@@ -31,14 +32,22 @@ def why_not(
     page_size: int,
     *,
     capped: bool = False,
+    sinks: bool = False,
 ) -> str:
     """Return why the backend cannot be used, or "" if it works. `make` imports it and its kernel; `capped`: it has to cap
-    scores."""
+    scores; `sinks`: to have attention sinks."""
     try:
         backend = make()
         for window in (0, page_size // 2):
-            cap = CAP if capped else 0.0
-            shape = AttentionShape(HEADS, KV_HEADS, head_dim, page_size, (window,), cap=cap)
+            shape = AttentionShape(
+                HEADS,
+                KV_HEADS,
+                head_dim,
+                page_size,
+                (window,),
+                cap=CAP if capped else 0.0,
+                sinks=torch.tensor([SINKS], device=device) if sinks else None,
+            )
             for items in _steps(page_size):
                 if not _right(backend, shape, items, device, dtype):
                     return "is installed, but its output is not attention: wrong results on this device"

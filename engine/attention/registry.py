@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,17 @@ log = logging.getLogger(__name__)
 PAGED = ("triton", "flash", "varlen")  # on CUDA
 NAMES = ("cpu", *PAGED, "sdpa")  # in the order in which "auto" tries them; sdpa runs everywhere
 MAX_HEAD_DIM = 256
-CAPPED = ("cpu", "sdpa", "triton")  # those that cap scores (Gemma 2)
+OWN = ("cpu", "sdpa", "triton")  # those that compute what only some families need
+
+
+class Needs(NamedTuple):
+    """What a family's attention has that not all backends compute."""
+
+    caps: bool = False  # of scores (Gemma 2)
+    sinks: bool = False  # in the sum of the softmax (gpt-oss)
+
+
+NOTHING = Needs()
 
 
 def choose(
@@ -28,22 +38,19 @@ def choose(
     dtype: torch.dtype,
     head_dim: int,
     page_size: int,
-    *,
-    capped: bool = False,
+    needs: Needs = NOTHING,
 ) -> str:
-    """The backend's name, "auto" resolved. `capped`: the model caps scores.
+    """The backend's name, "auto" resolved.
 
     Raises ConfigError for a name that is unknown or can't run here.
     """
     if name == "auto":
-        return next(
-            one for one in NAMES if not why_not(one, device, dtype, head_dim, page_size, capped=capped)
-        )
+        return next(one for one in NAMES if not why_not(one, device, dtype, head_dim, page_size, needs))
     if name not in NAMES:
         raise ConfigError(
             f"attention_backend {name!r} is none of {', '.join(NAMES)}", field="attention_backend"
         )
-    if reason := why_not(name, device, dtype, head_dim, page_size, capped=capped):
+    if reason := why_not(name, device, dtype, head_dim, page_size, needs):
         raise ConfigError(f"attention_backend {name} {reason}", field="attention_backend")
     return name
 
@@ -54,25 +61,26 @@ def why_not(
     dtype: torch.dtype,
     head_dim: int,
     page_size: int,
-    *,
-    capped: bool = False,
+    needs: Needs = NOTHING,
 ) -> str:
     """Why this backend can't be used here; empty if it can."""
-    if capped and name not in CAPPED:
-        return f"does not cap scores, as this model needs; {', '.join(CAPPED)} do"
+    if needs.caps and name not in OWN:
+        return f"does not cap scores, as this model needs; {', '.join(OWN)} do"
+    if needs.sinks and name not in OWN:
+        return f"has no attention sinks, which this model needs; {', '.join(OWN)} have, and auto chooses one"
     if name == "sdpa":
         return ""
     if name == "cpu":
         fits = device.type == "cpu" and has_numba() and _kernels_fit(dtype, head_dim, page_size)
-        needs = "numba, float32 or bfloat16, a head_dim that 8 divides, and a page_size that 4 divides"
-        return "" if fits else f"needs a CPU, {needs}"
+        rest = "numba, float32 or bfloat16, a head_dim that 8 divides, and a page_size that 4 divides"
+        return "" if fits else f"needs a CPU, {rest}"
     if device.type != "cuda":
         return "needs a CUDA device"
     if name == "triton":
         refusal = f"takes heads of up to {MAX_HEAD_DIM}, not {head_dim}" if head_dim > MAX_HEAD_DIM else ""
     else:
         refusal = _flash_refusal(name, dtype, head_dim, page_size)
-    return refusal or _probe(name, device, dtype, head_dim, page_size, capped)
+    return refusal or _probe(name, device, dtype, head_dim, page_size, needs)
 
 
 def _kernels_fit(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
@@ -94,12 +102,14 @@ def _flash_refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int)
 
 @cache
 def _probe(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, capped: bool
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, needs: Needs
 ) -> str:
     """Why a call of the kernel fails or gives wrong output; "" if it works."""
     from engine.attention import probe
 
-    return probe.why_not(lambda: _paged(name), device, dtype, head_dim, page_size, capped=capped)
+    return probe.why_not(
+        lambda: _paged(name), device, dtype, head_dim, page_size, capped=needs.caps, sinks=needs.sinks
+    )
 
 
 def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> AttentionBackend:

@@ -92,7 +92,7 @@ class SdpaBackend:
         """For backends that compute single tokens separately."""
 
     def _attend_spans(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        window = self._shape.windows[layer]
+        window, sinks = self._shape.windows[layer], self._sinks(layer)
         for span in self._spans:
             rows = span.rows
             if span.blocks is None:
@@ -102,9 +102,14 @@ class SdpaBackend:
             if span.is_token:
                 masked = window and span.end > window
                 mask = self._mask(1, span.end, span.end - 1, window) if masked else None
-                self._attend_token(q[rows] * self._scale, keys, values, mask, out[rows])
+                self._attend_token(q[rows] * self._scale, keys, values, mask, out[rows], sinks)
             else:
-                self._attend_prompt(q[rows], keys, values, span.begin, window, out[rows])
+                self._attend_prompt(q[rows], keys, values, span.begin, window, out[rows], sinks)
+
+    def _sinks(self, layer: int) -> Tensor | None:
+        """float32 [kv_heads, group]; None where the model has none."""
+        sinks = self._shape.sinks
+        return None if sinks is None else sinks[layer].view(self._shape.num_kv_heads, self._group)
 
     def _gather(self, layer: int, blocks: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, end, dim], in buffers that are reused by later calls.
@@ -124,7 +129,13 @@ class SdpaBackend:
         return both[0], both[1]
 
     def _attend_token(
-        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """One query row: all KV heads in one product, the queries of a group as rows. A window is a mask over all keys: a
         slice would copy keys and values."""
@@ -133,10 +144,18 @@ class SdpaBackend:
         scores = self._capped(torch.bmm(q.view(shape), keys.transpose(1, 2)))
         if mask is not None:
             scores.add_(mask)
-        torch.bmm(torch.softmax(scores, -1), values, out=out.view(shape))
+        weights = _softmax(scores, None if sinks is None else sinks[..., None])
+        torch.bmm(weights, values, out=out.view(shape))
 
     def _attend_prompt(
-        self, q: Tensor, keys: Tensor, values: Tensor, begin: int, window: int, out: Tensor
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        begin: int,
+        window: int,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """Head by head and block by block of queries, each against the keys it may see.
 
@@ -158,7 +177,8 @@ class SdpaBackend:
                 for piece in pieces:
                     block = queries[head, :, piece.rows].reshape(-1, s.head_dim)
                     scores = self._capped(torch.mm(block, keys[head, piece.keys].t()))
-                    product = torch.mm(self._weights(scores, piece), values[head, piece.keys])
+                    weights = self._weights(scores, piece, None if sinks is None else sinks[head])
+                    product = torch.mm(weights, values[head, piece.keys])
                     mixed[piece.rows, head] = product.view(self._group, -1, s.head_dim).transpose(0, 1)
 
         self._team.split_torch(s.num_kv_heads, heads)
@@ -174,13 +194,14 @@ class SdpaBackend:
         low = max(0, first - window + 1) if window else 0
         return Piece(slice(row, stop), slice(low, last), first - low, window)
 
-    def _weights(self, scores: Tensor, piece: Piece) -> Tensor:
-        """Softmax over the keys that each row of [group · rows, keys] may see; scores may be overwritten."""
+    def _weights(self, scores: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
+        """Softmax over the keys that each row of [group · rows, keys] may see; scores may be overwritten. `sinks`: of
+        the group's heads."""
         # Without a window only the last square of keys has something to hide.
         masked = 0 if piece.window else piece.offset
         rows = piece.rows.stop - piece.rows.start
         scores[:, masked:] += self._mask(rows, scores.shape[1] - masked, piece.offset - masked, piece.window)
-        return torch.softmax(scores, -1)
+        return _softmax(scores, None if sinks is None else sinks.repeat_interleave(rows)[:, None])
 
     def _mask(self, rows: int, keys: int, offset: int, window: int) -> Tensor:
         """[group · rows, keys]: 0 for the keys visible to row i (at position offset + i of the keys), else -inf."""
@@ -194,3 +215,10 @@ class SdpaBackend:
             mask = self._cache.new_zeros(rows, keys).masked_fill_(hidden, float("-inf"))
             self._masks[key] = mask.repeat(self._group, 1)
         return self._masks[key]
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension, where `sinks` has one entry: it takes part in the sum and is not in the result."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)), -1), -1)[..., :-1]

@@ -35,6 +35,7 @@ class VarlenBackend:
             raise ConfigError(
                 f"page_size {shape.page_size} is none of {PAGE_SIZES} that {name} takes", field="page_size"
             )
+        assert shape.sinks is None, "the registry refuses models that have them"
         self.name = name
         self._shape = shape
         self._kernel = kernel
@@ -71,8 +72,14 @@ class VarlenBackend:
 
 
 def torch_varlen() -> Kernel:
-    """torch.nn.attention.varlen (torch ≥ 2.11)."""
+    """torch.nn.attention.varlen, of a torch in which it reads a paged cache: that of 2.11 does not."""
     from torch.nn.attention import varlen
+
+    if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
+        raise ConfigError(
+            f"varlen_attn of torch {torch.__version__} reads no paged cache: a newer torch, or triton",
+            field="attention_backend",
+        )
 
     def kernel(**a: Any) -> Tensor:
         # num_splits = 1: automatic splits are silently wrong with a paged cache in FlashAttention 2.

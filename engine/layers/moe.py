@@ -55,14 +55,14 @@ class GroupedMm:
 
     on_host = False
 
-    def __init__(self, weight: Tensor):
-        """[experts, out, in]."""
-        self._weight = weight.transpose(1, 2)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        """[experts, out, in], and [experts, out]."""
+        self._weight, self._bias = weight.transpose(1, 2), bias
 
     def __call__(self, x: Tensor, order: Sorted) -> Tensor:
         ends = order.counts.cumsum(0, dtype=torch.int32)
         out: Tensor = torch._grouped_mm(x, self._weight, offs=ends)
-        return out
+        return out if self._bias is None else out + self._bias[order.experts()]
 
 
 class Experts:

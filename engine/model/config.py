@@ -13,9 +13,9 @@ from cluster.errors import ModelError
 from cluster.protocol import model_limits
 from engine.model import experts, keys, rope
 from engine.model.experts import ExpertConfig
-from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED, SILU, WRAPPER_KEYS, Family
+from engine.model.families import ACTIVATIONS, CLAMPED_SWIGLU, FAMILIES, SILU, WRAPPER_KEYS, Family
 from engine.model.rope import Rope
-from engine.quant.formats import StoredFormat, stored_format
+from engine.quant.formats import MXFP4_EXPERTS, StoredFormat, stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _MOST_LAYERS = 65_536
@@ -58,6 +58,8 @@ class ModelConfig:
     logits_cap: float = 0.0
     logits_divisor: float = 1.0
     qk_norm: str = ""  # as in Family
+    swiglu_alpha: float = 0.0  # of the clamped SwiGLU: what a sigmoid takes is multiplied by it
+    swiglu_limit: float = 0.0
     experts: ExpertConfig | None = None
     quantization: StoredFormat | None = None  # of stored matrices
 
@@ -136,8 +138,6 @@ class ModelConfig:
         name = model_limits.architecture(raw)
         keys.check_state(raw, name)
         family = FAMILIES.get(name)
-        if name in REFUSED:
-            raise ModelError(REFUSED[name], field="architectures")
         if family is None:
             raise ModelError(
                 f"architecture {name} is not supported; supported: {', '.join(FAMILIES)}",
@@ -146,15 +146,23 @@ class ModelConfig:
         quantization = stored_format(raw)
         text = _text_part(raw, family)
         quantization = quantization or stored_format(text)
-        if quantization and family.experts:
-            raise ModelError(
-                f"quantised experts ({quantization.title}) are not supported: use the unquantised checkpoint of "
-                f"{family.title}",
-                field="quantization_config",
-            )
+        _check_experts(quantization, family)
         prefix = "text_config." if name in model_limits.WRAPPERS else ""
         keys.check_known(text, family.title, family.keys, family.fixed, prefix)
         return _Reader(directory, raw, text, family).config(quantization)
+
+
+def _check_experts(quantization: StoredFormat | None, family: Family) -> None:
+    """Raise ModelError if experts are stored in a format that is not read. One is: gpt-oss's own."""
+    if quantization is None:
+        return
+    own = family.experts is not None and family.experts.alternating
+    if own != (quantization.name == MXFP4_EXPERTS) or (family.experts and not own):
+        raise ModelError(
+            f"quantised experts ({quantization.title}) are not supported in {family.title}: use the unquantised "
+            f"checkpoint",
+            field="quantization_config",
+        )
 
 
 def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -205,7 +213,7 @@ class _Reader:
         windows = self._windows(layers)
         scales = self._scales()
         stored = self._raw.get("dtype") or self._raw.get("torch_dtype")
-        stored = stored or self._text.get("dtype") or self._text.get("torch_dtype") or "float32"
+        stored = stored or self._text.get("dtype") or self._text.get("torch_dtype") or family.stored_dtype
         full, local = self._ropes()
         return ModelConfig(
             family=family,
@@ -234,6 +242,8 @@ class _Reader:
         )
 
     def _activation(self) -> str:
+        if self._family.clamped_swiglu:
+            return CLAMPED_SWIGLU
         key = self._family.activation_key
         name = self.get(key) or self._family.default(key)
         if name not in ACTIVATIONS:
@@ -267,6 +277,9 @@ class _Reader:
             scales["logits_cap"] = self.positive("final_logit_softcapping", optional=True)
             if "attn_logit_softcapping" in self._family.defaults:
                 scales["attention_cap"] = self.positive("attn_logit_softcapping", optional=True)
+        if self._family.clamped_swiglu:
+            scales["swiglu_alpha"] = self.positive("swiglu_alpha")
+            scales["swiglu_limit"] = self.positive("swiglu_limit")
         return scales
 
     def _ropes(self) -> tuple[Rope, Rope | None]:
@@ -278,6 +291,8 @@ class _Reader:
                 "original_max_position_embeddings": family.default("original_max_position_embeddings"),
                 **text,
             }
+        if not text.get("rope_scaling") and not text.get("rope_parameters"):
+            text = {**text, "rope_parameters": family.default("rope_parameters")}
         if not family.local_rope:
             found = rope.read(text, theta, partial, longest)
             if family.older_longrope and found["rope_type"] in ("su", "yarn"):

@@ -72,6 +72,12 @@ class Decoder:
         self.final_norm = final_norm
         self.head = linear(weights.head(self._vocab, self.embedding), None)
         self.layers = [self._layer(weights, index, linear) for index in range(c.num_layers)]
+        # float32 [layers, heads] of this rank
+        self.sinks = (
+            torch.stack([weights.sinks(f"layers.{index}.") for index in range(c.num_layers)])
+            if c.family.sinks
+            else None
+        )
         # Of each layer, the norm after it
         self.following = [layer.attention_in for layer in self.layers[1:]] + [self.final_norm]
         self.finish = _finish_of(config)

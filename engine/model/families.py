@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-SILU, GELU_TANH = "silu", "gelu_tanh"
+SILU, GELU_TANH, CLAMPED_SWIGLU = "silu", "gelu_tanh", "clamped_swiglu"
 # Hugging Face's names of them.
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
@@ -38,6 +38,7 @@ class ExpertNames:
     # Where the router and the experts are: the first of these that a checkpoint has.
     blocks: tuple[str, ...] = ("mlp",)
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
     shared: str = ""  # below the block, of the experts that take every token; "": there are none
 
 
@@ -46,10 +47,14 @@ class ExpertFlags:
     """What distinguishes the families' mixtures of experts; sizes and the rest are keys (experts.py)."""
 
     names: ExpertNames = ExpertNames()
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with a correction, by groups of experts
+    # sigmoid: with a correction, by groups of experts; softmax of chosen: over the logits of a token's experts only
+    scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
     normed: Literal["always", "by key"] = "by key"  # the weights of a token's experts add up to 1
     rounded: bool = False  # those weights, to the dtype of the products
     shared_gate: bool = False  # of the shared experts' output
+    biases: bool = False  # of the router and of the experts' products
+    # Always one tensor for all experts of a layer, inputs before outputs; outputs of gate_up are gate and up in turn.
+    alternating: bool = False
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     width_key: str = "moe_intermediate_size"
     layers: Literal["all", "by step", "after the first"] = "all"
@@ -70,6 +75,7 @@ class Family:
     qk_norm_key: str = ""  # which says whether a model has it; "": all have
     windows: Literal["none", "all layers", "last layers", "even layers", "layer_types"] = "none"
     window_every: int = 0  # without layer_types: each layer but every so many-th has a window
+    sinks: bool = False  # a learned logit per head in the sum of each softmax
     norm_offset: bool = False  # norms multiply by 1 + w
     interleaved_rope: bool = False  # neighbours are rotated against each other, not halves
     partial_rotary: bool = False  # by a key, a part of each head
@@ -78,8 +84,10 @@ class Family:
     scaled_embedding: bool = False  # by the root of the hidden size, in the dtype of the weights
     multipliers: bool = False  # Granite's four
     soft_caps: bool = False  # of attention scores and logits, by keys
+    clamped_swiglu: bool = False  # gate and up are clamped, by keys; the activation is then fixed
     activation_key: str = "hidden_act"
     experts: ExpertFlags | None = None
+    stored_dtype: str = "float32"  # of checkpoints whose configuration does not name it
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()  # keys that checkpoints have and that change nothing in this family
@@ -87,7 +95,7 @@ class Family:
     @property
     def keys(self) -> frozenset[str]:
         """Of config.json, or of its text_config: those that are read."""
-        read = {*_READ, self.activation_key, *self.defaults}
+        read = {*_READ, *self.defaults} | ({self.activation_key} - self.fixed.keys())
         read |= {self.bias_key} if self.attention_bias == "by key" else set()
         read |= {"mlp_bias"} if self.mlp_bias else set()
         read |= set(self.experts.count_keys) if self.experts else set()
@@ -365,13 +373,50 @@ FAMILIES: Mapping[str, Family] = {
         # Layers that predict further tokens, for speculation
         ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
     ),
+    "GptOssForCausalLM": Family(
+        "gpt-oss",
+        attention_bias="by key",
+        output_bias=True,
+        windows="layer_types",
+        window_every=2,
+        sinks=True,
+        clamped_swiglu=True,
+        experts=ExpertFlags(
+            ExpertNames(router="router"),
+            scores="softmax of chosen",
+            biases=True,
+            alternating=True,
+            count_keys=("num_local_experts", "num_experts"),
+            width_key="intermediate_size",
+        ),
+        stored_dtype="bfloat16",
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        fixed={"hidden_act": "silu"},
+        # Second names of num_experts_per_tok and of the rope setting's original length, which Hugging Face does not read
+        ignored=frozenset({"experts_per_token", "initial_context_length"}),
+    ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _gemma3("Gemma 3"),
     "Gemma3ForConditionalGeneration": _gemma3("Gemma 3, text of a multimodal model"),
-}
-# Families that are known and refused, with what of them is not computed.
-REFUSED = {
-    "GptOssForCausalLM": "gpt-oss is not supported: attention sinks, biases of experts and clamped SwiGLU are missing",
 }
 # Keys beside text_config, of models for several media: they say how other parts enter the text, and none is served.
 WRAPPER_KEYS = frozenset({

@@ -113,6 +113,12 @@ class LayerWeights:
         c = self._config
         return self.get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
 
+    def sinks(self, at: str) -> Tensor:
+        """float32 [heads] of this rank."""
+        heads = self._config.num_heads
+        own = slice(self._q_rows.start // self._config.head_dim, self._q_rows.stop // self._config.head_dim)
+        return self.get(f"{at}self_attn.sinks", heads, rows=own, dtype=torch.float32)
+
     def down(self, at: str) -> Weight:
         c = self._config
         name = f"{at}mlp.down_proj.weight"
@@ -133,6 +139,10 @@ class LayerWeights:
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
         return self._checkpoint.matrix(self._prefix + name, *shape, rows=rows, columns=columns)
+
+    def expert(self, name: str, *shape: int, **part: Any) -> Tensor:
+        """An expert's matrix; `part` as in Checkpoint.expert."""
+        return self._checkpoint.expert(self._prefix + name, *shape, **part)
 
     def _matrices(self, at: str, parts: Sequence[_Rows]) -> list[Weight]:
         hidden = self._config.hidden_size

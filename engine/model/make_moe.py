@@ -16,11 +16,13 @@ from engine.model.experts import ExpertConfig
 from engine.ops.moe import Routing
 
 log = logging.getLogger(__name__)
+Products = LinearOfEach | GroupedMm
 
 
 def make_moe(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -> Moe:
     router, correction = weights.router(), weights.correction()
-    product = linear(router, None) if config.flags.scores == "softmax" else _in_fp32(router)
+    fp32 = config.flags.scores == "sigmoid"
+    product = _in_fp32(router) if fp32 else linear(router, weights.router_bias())
     routing = Routing(
         config.per_token,
         config.flags.scores,
@@ -44,18 +46,21 @@ def _in_fp32(weight: Tensor) -> Linear:
 
 
 def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -> Experts:
-    def products(get: Callable[[int], Tensor]) -> LinearOfEach | GroupedMm:
+    def products(get: Callable[[int], Tensor], bias_of: Callable[[int], Tensor | None]) -> Products:
         first = get(held.start)
+        biases = [bias_of(one) for one in held]
         if not grouped_works(first.device, first.dtype, *first.shape):
-            others = (linear(get(one), None) for one in held[1:])
-            return LinearOfEach([linear(first, None), *others], len(first))
+            others = (linear(get(one), bias) for one, bias in zip(held[1:], biases[1:], strict=True))
+            return LinearOfEach([linear(first, biases[0]), *others], len(first))
         stacked = first.new_empty(len(held), *first.shape)
         for index, one in enumerate(held):
             stacked[index] = get(one)
-        return GroupedMm(stacked)
+        added = [one for one in biases if one is not None]  # all or none
+        return GroupedMm(stacked, torch.stack(added) if added else None)
 
     held = weights.held
-    return Experts(products(weights.gate_up), products(weights.down), held, config.count)
+    gate_up = products(weights.gate_up, weights.gate_up_bias)
+    return Experts(gate_up, products(weights.down, weights.down_bias), held, config.count)
 
 
 @cache

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.protocol.model_limits import WRAPPERS
-from engine.attention.registry import CAPPED
-from engine.model.families import ACTIVATIONS, FAMILIES, REFUSED
+from engine.attention.registry import OWN
+from engine.model.families import ACTIVATIONS, FAMILIES
 from engine.quant import formats
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -58,6 +58,7 @@ COLUMNS = {
             "Gemma3ForCausalLM",
             "MixtralForCausalLM",
             "Qwen3MoeForCausalLM",
+            "GptOssForCausalLM",
         ),
     ),
 }
@@ -70,7 +71,6 @@ def table() -> str:
     for name, family in FAMILIES.items():
         marks = [one.mark(name) for one in COLUMNS.values()] + ["~"] * len(NOT_RUN)
         lines.append(f"| {family.title} | `{name}` | {' | '.join(marks)} |")
-    lines += [f"| | `{name}` | ✗ {text}{' |' * len(columns)}" for name, text in REFUSED.items()]
     lines += [
         "",
         "| column | test |",
@@ -80,8 +80,9 @@ def table() -> str:
     lines += ["", *formats_table()]
     lines += [
         "",
-        f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}. Scores are capped (Gemma 2) by the "
-        f"attention backends {', '.join(f'`{name}`' for name in CAPPED)}; others are refused for such a model.",
+        f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}. Scores are capped (Gemma 2) "
+        f"and have attention sinks (gpt-oss) by the attention backends {', '.join(f'`{name}`' for name in OWN)}; "
+        f"others are refused for such a model.",
     ]
     return "\n".join(lines)
 

@@ -80,6 +80,29 @@ class Checkpoint:
         codes, scales = stored.read_int8(self, share)
         return Int8Weight(self._own(codes, torch.int8), self._own(scales, torch.float32))
 
+    def expert(
+        self,
+        name: str,
+        count: int,
+        outputs: int,
+        inputs: int,
+        *,
+        item: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> torch.Tensor:
+        """The matrix [outputs, inputs] of one of `count` experts, or rows or columns of it. The tensor has those of all of
+        them, [count, inputs, outputs], or they are stored in MXFP4.
+
+        Raises ModelError naming the tensor if it is missing or has another shape.
+        """
+        if self._quantization is None or not self.has(f"{name}_blocks"):
+            return (
+                self.get(name, count, inputs, outputs, item=item, rows=columns, columns=rows).t().contiguous()
+            )
+        share = stored.Matrix(name, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs))
+        return stored.read_expert(self, share, item, count, self._dtype).to(self._device)
+
     def has(self, name: str) -> bool:
         return name in self._files
 

@@ -32,8 +32,10 @@ class OpsShape:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: str = "silu"  # or "gelu_tanh"
+    activation: str = "silu"  # or "gelu_tanh", "clamped_swiglu"
     table_of_layer: tuple[int, ...] = ()  # which rotary table each layer takes; empty: there is one
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
 
     def table(self, layer: int) -> int:
         return self.table_of_layer[layer] if self.table_of_layer else 0
@@ -53,7 +55,8 @@ class LayerOps(Protocol):
         """x += delta, in place; returns the RMS norm of the sum."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """[tokens, 2 · inner] = [gate | up] → activation(gate) · up."""
+        """[tokens, 2 · inner] = [gate | up] → activation(gate) · up. "clamped_swiglu": g · sigmoid(alpha · g) · (u + 1),
+        where g = min(gate, limit), and u = up from -limit to limit."""
 
     def heads(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

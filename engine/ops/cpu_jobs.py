@@ -37,8 +37,8 @@ WEIGHTS = 3  # index among a product's arguments
 AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
-    MULTIPLY_TILES,
-) = range(12)  # fmt: skip
+    GATE_CLAMPED, MULTIPLY_TILES,
+) = range(13)  # fmt: skip
 PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES)
 OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT)
 _LOW = 0xFFFFFFFF
@@ -210,6 +210,10 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
         a = integers(job)
         kernels.gelu_mul(kind, a[0], a[1], first, last, a[2])
 
+    def gate_clamped(job, first, last):
+        a = integers(job)
+        kernels.clamped_swiglu(kind, a[0], a[1], first, last, a[2], _number(a[3]), _number(a[4]))
+
     def embed(job, first, last):
         a = integers(job)
         kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
@@ -234,7 +238,8 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
 
     return {
         ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,
-        MULTIPLY_INT8: multiply_int8, GATE_GELU: gate_gelu, MULTIPLY_TILES: multiply_tiles,
+        MULTIPLY_INT8: multiply_int8, GATE_GELU: gate_gelu, GATE_CLAMPED: gate_clamped,
+        MULTIPLY_TILES: multiply_tiles,
     }  # fmt: skip
 
 
@@ -250,7 +255,7 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
         a = integers(job)
         kernels.attend_tokens(
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
-            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]),
+            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]), a[18],
         )  # fmt: skip
 
     def pack_heads(job, first, last):
@@ -260,7 +265,8 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
     def attend_prompt(job, first, last):
         a = integers(job)
         prompts.attend_prompt(
-            a[0], a[1], a[2], a[3], a[4], a[5], a[6], dim8, a[7], a[8], _number(a[9]), a[10], a[11], first, last
+            a[0], a[1], a[2], a[3], a[4], a[5], a[6], dim8, a[7], a[8], _number(a[9]), a[10], a[11], a[12],
+            first, last,
         )  # fmt: skip
 
     return {HEADS: heads, ATTEND: attend, PACK_HEADS: pack_heads, ATTEND_PROMPT: attend_prompt}

@@ -94,6 +94,20 @@ def gelu_mul(kind, gate_up, out, first, last, width):
 
 
 @compiled
+def clamped_swiglu(kind, gate_up, out, first, last, width, alpha, limit):
+    """out = g · sigmoid(alpha · g) · (u + 1), gate g at most `limit`, up u from -limit to limit."""
+    both, ys = ptr(gate_up, kind), ptr(out, kind)
+    for row in range(first, last):
+        base = row * 2 * width
+        for i in range(width):
+            gate, up = load(both, base + i), load(both, base + width + i)
+            gate = gate if gate <= limit else limit
+            up = up if up <= limit else limit
+            up = up if up >= -limit else -limit
+            store(ys, row * width + i, gate * _sigmoid(alpha * gate) * (up + F(1.0)))
+
+
+@compiled
 def rotate_and_store(
     kind, qkv, first, last, heads, kv, dim8,
     cosine, sine, positions, slots, cache, layer, block_stride, page,
@@ -206,13 +220,13 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
 @compiled
 def attend_tokens(
     kind, q, q_stride, out, singles, starts, rows, ends, table, width, first, last,
-    cache, layer, block_stride, kv, group, page, dim8, window, scale, cap,
+    cache, layer, block_stride, kv, group, page, dim8, window, scale, cap, sinks,
 ):  # fmt: skip
     """One query row for each of `singles`, against its own blocks, oldest first: [first, last) of all their KV heads.
 
     Of item i, starts[i] is its row in q (rows `q_stride` elements apart) and in out [row, heads · dim], rows[i] its row
     in table [row, width] of block numbers, ends[i] its tokens. A block's keys lie together for all heads, so blocks are
-    the outer loop over those heads of an item that are in the range.
+    the outer loop over those heads of an item that are in the range. `sinks`: as in _softmax, of all heads.
     """
     dim, heads = 8 * len(dim8), kv * group
     size = element_size(kind)
@@ -246,7 +260,9 @@ def attend_tokens(
             _scores(ptr(block, kind), coming, size, some, group, page, used, dim8, scaled, part)
         if cap > F(0.0):
             _cap_scores(weights, count, end - low * page, cap)
-        _softmax(weights, count, begin - low * page, end - low * page)
+        _softmax(
+            weights, count, begin - low * page, end - low * page, sinks + head * group * 4 if sinks else sinks
+        )
         for index in range(low, high):
             block = cache + (np.int64(table[own + index]) * block_stride + keys + values) * size
             following = np.int64(table[own + min(index + 1, high - 1)]) * block_stride + keys + values
@@ -269,15 +285,17 @@ def _cap_scores(weights, heads, end, cap):
 
 
 @compiled
-def _softmax(weights, heads, begin, end):
-    """Softmax over tokens [begin, end). Earlier tokens get weight 0; later ones have no score and are not read."""
+def _softmax(weights, heads, begin, end, sinks):
+    """Softmax over tokens [begin, end). Earlier tokens get weight 0; later ones have no score and are not read. `sinks`:
+    the address of a float32 logit per head that takes part in the sum; 0: there is none."""
+    logits = ptr(sinks, 0.0)
     for head in range(heads):
         whole = weights[head]
         row = whole[begin:end]
-        top = row[0]
+        top = logits[head] if sinks else row[0]
         for i in range(row.shape[0]):
             top = row[i] if row[i] > top else top
-        total = F(0.0)
+        total = exp(logits[head] - top) if sinks else F(0.0)
         for i in range(row.shape[0]):
             row[i] = exp(row[i] - top)
             total += row[i]
@@ -291,21 +309,21 @@ def _softmax(weights, heads, begin, end):
 
 
 @compiled
-def _softmax_rows(kind, scores, count, keys, rows, offset, window):
+def _softmax_rows(kind, scores, count, keys, rows, offset, window, sinks):
     """Softmax in place over the visible ones of `keys` scores, in each of `count` rows. The rows of the heads of a group
-    follow each other, `rows` a head; the key of row i itself is number offset + i % rows."""
-    values = ptr(scores, kind)
+    follow each other, `rows` a head; the key of row i itself is number offset + i % rows. `sinks`: as in _softmax."""
+    values, logits = ptr(scores, kind), ptr(sinks, 0.0)
     whole = np.empty(keys, np.float32)
     for row in range(count):
         end = min(offset + row % rows + 1, keys)
         begin = max(0, end - window) if window else 0
         at = row * keys + begin
         line = whole[begin:end]
-        top = load(values, at)
+        top = logits[row // rows] if sinks else load(values, at)
         for i in range(line.shape[0]):
             value = load(values, at + i)
             top = value if value > top else top
-        total = F(0.0)
+        total = exp(logits[row // rows] - top) if sinks else F(0.0)
         for i in range(line.shape[0]):
             value = exp(load(values, at + i) - top)
             line[i] = value
@@ -323,7 +341,7 @@ def _softmax_rows(kind, scores, count, keys, rows, offset, window):
 def softmax_rows(kind: int | float) -> Any:
     """`_softmax_rows` of this kind, for callers in Python."""
 
-    def softmax(scores, count, keys, rows, offset, window):
-        _softmax_rows(kind, scores, count, keys, rows, offset, window)
+    def softmax(scores, count, keys, rows, offset, window, sinks):
+        _softmax_rows(kind, scores, count, keys, rows, offset, window, sinks)
 
     return cached(softmax, kind)

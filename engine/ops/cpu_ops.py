@@ -16,7 +16,10 @@ class CpuOps:
     def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor, team: KernelTeam):
         self._shape = shape
         self._cos, self._sin = (one.view(-1, *one.shape[-2:]).contiguous() for one in (cos, sin))
-        self._gate = {"silu": jobs.GATE, "gelu_tanh": jobs.GATE_GELU}[shape.activation]
+        gates = {"silu": jobs.GATE, "gelu_tanh": jobs.GATE_GELU, "clamped_swiglu": jobs.GATE_CLAMPED}
+        self._gate = gates[shape.activation]
+        clamped = (bits_of(shape.swiglu_alpha), bits_of(shape.swiglu_limit))
+        self._gate_numbers = clamped if self._gate == jobs.GATE_CLAMPED else ()
         self._cache = kv_cache
         self._team = team
         self._eps = bits_of(shape.norm_eps)
@@ -60,7 +63,7 @@ class CpuOps:
         return jobs.ADD_NORM, rows, at
 
     def gate_job(self, rows: int, width: int, gate_up: int, out: int) -> Job:
-        return self._gate, rows, (gate_up, out, width)
+        return self._gate, rows, (gate_up, out, width, *self._gate_numbers)
 
     def heads_job(
         self,

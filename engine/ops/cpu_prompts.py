@@ -147,8 +147,9 @@ def _softmax(scores, width, height, weights, scale, state, mixed, dim):
 
 
 @njit(inline="always")
-def _begin(q, q_stride, height, dim, queries, mixed, state):
-    """Copy the queries of one head: rows of q may be 4 KiB apart, which is one set of the first-level cache."""
+def _begin(q, q_stride, height, dim, queries, mixed, state, sink):
+    """Copy the queries of one head: rows of q may be 4 KiB apart, which is one set of the first-level cache. `sink`: the
+    base of each row at first, where its sum is then 1: a sink has weight and no value."""
     for i in range(height):
         source, to = words(q + i * q_stride), words(queries + i * dim * 2)
         for pair in range(dim // 2):
@@ -158,24 +159,25 @@ def _begin(q, q_stride, height, dim, queries, mixed, state):
         sums[i] = np.float32(0.0)
     tops, sums = floats(state), floats(state + 12 * TILE_ROWS)
     for i in range(TILE_ROWS):
-        tops[i] = LOWEST
+        tops[i] = max(sink, LOWEST)
     for i in range(height * 16):
-        sums[i] = np.float32(0.0)
+        sums[i] = np.float32(1.0) if sink > LOWEST and i % 16 == 0 else np.float32(0.0)
 
 
 @compiled
 def attend_prompt(
-    q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, amx, first, last
+    q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, amx, sinks, first, last
 ):  # fmt: skip
     """The heads [first, last): `rows` queries each, at least a tile's, the first at position `begin`, of `tokens` keys in
-    `panels`; with AMX or without.
+    `panels`; with AMX or without. `sinks`: the address of a float32 logit per head that takes part in the softmax's sum;
+    0: there is none.
 
     q and out are [row, head, dim] with strides in bytes between rows.
     """
     dim = 8 * len(dim8)
     whole = (tokens + PANEL - 1) // PANEL * PANEL
     height = TILE_ROWS if amx else ROWS
-    factor = np.float32(scale) * _LOG2E
+    factor, logits = np.float32(scale) * _LOG2E, floats(sinks)
     scratch = np.zeros(TILE_ROWS * (6 * BLOCK + HEADS * (6 * dim + 12 + _LINE)) + _LINE, np.uint8)
     scores = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
     weights = scores + TILE_ROWS * BLOCK * 4
@@ -193,9 +195,10 @@ def attend_prompt(
             row = min(tile * height, rows - height)  # the last tile computes some rows again
             at = begin + row
             for h in range(together):
+                sink = logits[head + h] * _LOG2E if sinks else LOWEST
                 _begin(
                     q + row * q_stride + (head + h) * dim * 2, q_stride, height, dim,
-                    queries + h * TILE_ROWS * dim * 2, mixed + h * TILE_ROWS * dim * 4, states + h * _STATE,
+                    queries + h * TILE_ROWS * dim * 2, mixed + h * TILE_ROWS * dim * 4, states + h * _STATE, sink,
                 )  # fmt: skip
             low = max(0, at + 1 - window) // PANEL * PANEL if window else 0
             high = (at + height + PANEL - 1) // PANEL * PANEL

@@ -18,7 +18,7 @@ class Routing:
     operations: another one would now and then choose another expert."""
 
     per_token: int
-    scores: Literal["softmax", "sigmoid"]
+    scores: Literal["softmax", "sigmoid", "softmax of chosen"]
     normed: bool  # the weights of a token add up to 1
     rounded: bool  # weights have the dtype of the logits
     correction: Tensor | None = None  # fp32 [experts], added to sigmoid scores for the choice only
@@ -28,6 +28,9 @@ class Routing:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, experts] → weights and experts' numbers, [tokens, per_token] each, the best expert first."""
+        if self.scores == "softmax of chosen":
+            best, chosen = torch.topk(logits, self.per_token)
+            return torch.softmax(best, -1), chosen
         return self._by_softmax(logits) if self.scores == "softmax" else self._by_sigmoid(logits)
 
     def _by_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,6 +90,11 @@ class Sorted:
                 found.append((expert, begin, begin + count))
                 begin += count
         return found
+
+    def experts(self) -> Tensor:
+        """Of each pair, its expert among the held ones; the last one for pairs of experts that are not held."""
+        at = torch.arange(len(self.pairs), device=self.pairs.device)
+        return torch.searchsorted(self.counts.cumsum(0), at, right=True).clamp_(max=len(self.counts) - 1)
 
     def own_pairs(self) -> Tensor:
         """Those of held experts; waits for the device."""

@@ -22,7 +22,6 @@ class TorchOps:
 
     def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor):
         self._shape = shape
-        self._activation = ACTIVATIONS[shape.activation]
         self._cache = kv_cache
         self._page = kv_cache.shape[4]
         # Rotation swaps the halves by a roll; its sign is in the table.
@@ -49,7 +48,11 @@ class TorchOps:
 
     def gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._activation(gate).mul_(up)
+        s = self._shape
+        if s.activation != "clamped_swiglu":
+            return ACTIVATIONS[s.activation](gate).mul_(up)
+        gate, up = gate.clamp(max=s.swiglu_limit), up.clamp(-s.swiglu_limit, s.swiglu_limit)
+        return (gate * torch.sigmoid(gate * s.swiglu_alpha)).mul_(up.add_(1.0))
 
     def heads(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -10,6 +12,12 @@ from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
 
 GATE_BLOCK = 1024
+HEADS_TOGETHER = 8
+ROW_SIZES = {
+    "ROWS": 2,
+    "COLUMNS": 1024,
+    "num_warps": 4,
+}  # the fastest of twelve for 1B and 8B shapes on an H100
 # How all kernels are compiled, those of attention as well. Named, because the default differs between versions of Triton.
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -17,6 +25,27 @@ OPTIONS = {"enable_fp_fusion": True}
 def norm_sizes(width: int) -> dict[str, int]:
     block = int(triton.next_power_of_2(width))
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [1, inputs] times weight [outputs, inputs] transposed, plus bias, which limits a decode step of one sequence: the
+    weight is read at 0.85 to 1.0 of the memory's rate where cuBLAS reads it at 0.7 to 0.9."""
+    outputs, inputs = weight.shape
+    out = x.new_empty(1, outputs)
+    kernels.multiply_row[(triton.cdiv(outputs, ROW_SIZES["ROWS"]),)](
+        x, weight, x if bias is None else bias, out, outputs, inputs, BIASED=bias is not None, **ROW_SIZES, **OPTIONS,
+    )  # fmt: skip
+    return out
+
+
+def gate_kind(shape: OpsShape) -> dict[str, Any]:
+    """What the gate's kernel is compiled for."""
+    clamped = shape.activation == "clamped_swiglu"
+    return {
+        "GELU": shape.activation == "gelu_tanh",
+        "ALPHA": shape.swiglu_alpha if clamped else 1.0,
+        "LIMIT": shape.swiglu_limit if clamped else 0.0,
+    }
 
 
 class TritonOps:
@@ -48,8 +77,9 @@ class TritonOps:
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, inner)
         grid = (rows, triton.cdiv(inner, GATE_BLOCK))
-        gelu = self._shape.activation == "gelu_tanh"
-        kernels.gate_rows[grid](gate_up, out, inner, BLOCK=GATE_BLOCK, GELU=gelu, num_warps=4, **OPTIONS)
+        kernels.gate_rows[grid](
+            gate_up, out, inner, BLOCK=GATE_BLOCK, num_warps=4, **gate_kind(self._shape), **OPTIONS
+        )
         return out
 
     def heads(
@@ -60,10 +90,11 @@ class TritonOps:
         qkv = qkv.view(-1, heads + 2 * kv, s.head_dim)
         norms = q_norm is not None and k_norm is not None
         cos, sin = self._cos[s.table(layer)], self._sin[s.table(layer)]
-        kernels.rotate_heads[(qkv.shape[0], heads + 2 * kv)](
+        grid = (qkv.shape[0], triton.cdiv(heads + 2 * kv, HEADS_TOGETHER))
+        kernels.rotate_heads[grid](
             qkv, cache[:, layer, 0], cos, sin, q_norm if norms else cos,
             k_norm if norms else cos, self._positions, self._slots, s.norm_eps, cache.stride(0), cache.stride(2),
             HEADS=heads, KV_HEADS=kv, DIM=s.head_dim, HALF_WIDTH=triton.next_power_of_2(s.head_dim // 2),
-            PAGE=cache.shape[4], NORMS=norms, num_warps=1, **OPTIONS,
+            PAGE=cache.shape[4], NORMS=norms, TOGETHER=HEADS_TOGETHER, num_warps=2, **OPTIONS,
         )  # fmt: skip
         return qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]

@@ -54,8 +54,6 @@ def _expanded() -> dict[str, Computed | str]:
     return {VNNI: DTYPE, CPU: DTYPE, CUDA: _NOT_ON_CUDA}
 
 
-_ONLY_GPT_OSS = "the family that has it, gpt-oss, is not served"
-
 # By name. With `--quantization int8` every format that is not refused has the cells of INT8.
 FORMATS: dict[str, Format] = {
     PLAIN: Format("fp32, bf16, fp16", dict.fromkeys(DEVICES, AS_STORED)),
@@ -87,7 +85,9 @@ FORMATS: dict[str, Format] = {
         "AutoGPTQ 0.7.1",
     ),
     MXFP4: Format("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
-    MXFP4_EXPERTS: Format("MXFP4 experts (`quant_method` mxfp4)", dict.fromkeys(DEVICES, _ONLY_GPT_OSS)),
+    MXFP4_EXPERTS: Format(
+        "MXFP4 experts as gpt-oss ships them (`quant_method` mxfp4)", _expanded(), "transformers 5.23.0"
+    ),
 }
 # quant_method → its common name
 _METHODS = {
@@ -289,7 +289,8 @@ def _gptq(config: Mapping[str, Any]) -> StoredFormat:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> StoredFormat:
-    raise _refused(f"MXFP4 with quant_method mxfp4 ({_ONLY_GPT_OSS})")
+    """Settings beside the method say what is not quantised, which the tensors show, and how it is computed elsewhere."""
+    return StoredFormat(MXFP4_EXPERTS, (1, MX_GROUP), 4)
 
 
 # GPTQModel's: inputs are to be rotated, or a low-rank product added, when the model runs

@@ -15,7 +15,18 @@ from torch import Tensor
 
 from cluster.errors import ModelError
 from engine.quant import expand
-from engine.quant.formats import AWQ, FP8, FP8_BLOCKS, GPTQ, INT8, MX_GROUP, MXFP4, PACKED, StoredFormat
+from engine.quant.formats import (
+    AWQ,
+    FP8,
+    FP8_BLOCKS,
+    GPTQ,
+    INT8,
+    MX_GROUP,
+    MXFP4,
+    MXFP4_EXPERTS,
+    PACKED,
+    StoredFormat,
+)
 
 
 class Source(Protocol):
@@ -25,9 +36,9 @@ class Source(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def part(self, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
-        """`parts` of the tensor, a slice per dimension; whole without them. Raises ModelError naming the tensor if it is
-        missing or its shape is not `shape`; `why` says what implies that shape."""
+    def part(self, name: str, shape: tuple[int, ...], *parts: slice | int, why: str = "") -> Tensor:
+        """`parts` of the tensor, a slice or an index per dimension; whole without them. Raises ModelError naming the
+        tensor if it is missing or its shape is not `shape`; `why` says what implies that shape."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +181,22 @@ def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) 
     return expand.mxfp4(blocks, scales, dtype, inside, column_of)
 
 
+def read_expert(source: Source, m: Matrix, expert: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The share of one of `count` experts' matrices in MXFP4. Of all of them there are uint8 `m.name`_blocks [experts,
+    outputs, groups, 16] and `m.name`_scales [experts, outputs, groups]. Raises ModelError as `read`."""
+    name, scale = f"{m.name}_blocks", f"{m.name}_scales"
+    what = f"{count} experts, {m.whole} each in groups of {MX_GROUP}"
+    shape = (count, m.outputs, _count(m.inputs, MX_GROUP))
+    columns, column_of = _blocks(m.columns, MX_GROUP)
+    blocks = source.part(name, (*shape, MX_GROUP // 2), expert, m.rows, columns, why=what)
+    scales = source.part(scale, shape, expert, m.rows, columns, why=what)
+    _expect(name, blocks, torch.uint8)
+    _expect(scale, scales, torch.uint8)
+    begin = m.columns.start - columns.start * MX_GROUP
+    inside = slice(begin, begin + len(column_of))
+    return expand.mxfp4(blocks.flatten(1), scales, dtype, inside, column_of)
+
+
 def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
     """The share's int8 codes [rows, columns], and a scale for each row. Raises ModelError as `read`."""
     name = f"{m.name}.weight"
@@ -187,6 +214,7 @@ _MARKS: dict[str, tuple[str, ...]] = {
     AWQ: ("qweight",),
     GPTQ: ("qweight",),
     MXFP4: ("weight_packed",),
+    MXFP4_EXPERTS: (),  # of other matrices than experts none is (`read_expert`)
 }
 _READERS: dict[str, Callable[[StoredFormat, Source, Matrix, torch.dtype], Tensor]] = {
     FP8: _fp8,

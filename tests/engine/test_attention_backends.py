@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from cluster.errors import ConfigError
 from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
+from engine.attention.registry import Needs
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, flash_varlen, torch_varlen
 from engine.ops.team import KernelTeam, Team
@@ -86,11 +88,16 @@ def test_cpu_and_cuda_backends_mean_the_same(window):
         torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-4)
 
 
+# As large as the largest scores, smaller than all, larger by far, and without any weight
+SINKS = torch.tensor([[0.0] * HEADS, [2.5, -60.0, 40.0, -math.inf]])
+
+
+@pytest.mark.parametrize(("cap", "sinks"), [(1.5, None), (0.0, SINKS), (1.5, SINKS)], ids=str)
 @pytest.mark.parametrize("window", [0, 12])
-def test_scores_are_scaled_and_capped(window):
-    """Most of them are several times the cap; single tokens and prompts, by products and by kernels."""
+def test_scores_are_scaled_and_capped_beside_sinks(window, cap, sinks):
+    """Most scores are several times the cap; single tokens and prompts, by products and by kernels."""
     cache, items, q, k, v = step()
-    shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS, scale=0.9, cap=1.5)
+    shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS, scale=0.9, cap=cap, sinks=sinks)
     backends: list[AttentionBackend] = [
         SdpaBackend(shape, cache, Team(1)),
         PagedCpuBackend(shape, cache, KernelTeam(1, torch.float32, DIM)),
@@ -105,21 +112,37 @@ def test_scores_are_scaled_and_capped(window):
             low = max(0, at + 1 - window) if window else 0
             for head in range(HEADS):
                 mine = head // (HEADS // KV)
-                scores = 1.5 * torch.tanh(keys[low : at + 1, mine] @ q[row, head] * 0.9 / 1.5)
-                expected[row, head] = torch.softmax(scores, 0) @ values[low : at + 1, mine]
+                scores = keys[low : at + 1, mine] @ q[row, head] * 0.9
+                scores = cap * torch.tanh(scores / cap) if cap else scores
+                expected[row, head] = with_sink(scores, sinks, head) @ values[low : at + 1, mine]
             row += 1
     for backend in backends:
         backend.begin(buffers_of(items, PAGE))
         torch.testing.assert_close(backend.attend(1, q, k, v).view(q.shape), expected, atol=1e-5, rtol=1e-4)
 
 
+def with_sink(scores: Tensor, sinks: Tensor | None, head: int) -> Tensor:
+    """The weights of the scores beside the sink of layer 1 and this head."""
+    if sinks is None:
+        return torch.softmax(scores, 0)
+    return torch.softmax(torch.cat((scores, sinks[1, head : head + 1].to(scores.dtype))), 0)[:-1]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("window", [0, 25])
 @pytest.mark.parametrize(
-    ("heads", "kv", "dim", "cap"),
-    [(4, 2, 64, 0.0), (4, 2, 64, 1.5), (3, 3, 32, 0.0), (4, 1, 128, 0.0), (2, 1, 40, 0.0)],
+    ("heads", "kv", "dim", "cap", "sinks"),
+    [
+        (4, 2, 64, 0.0, None),
+        (4, 2, 64, 0.0, SINKS),
+        (4, 2, 64, 1.5, SINKS),
+        (3, 3, 32, 0.0, None),
+        (4, 1, 128, 0.0, None),
+        (2, 1, 40, 0.0, SINKS[:, :2].contiguous()),
+    ],
+    ids=str,
 )
-def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, cap, window, threads):
+def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, cap, sinks, window, threads):
     """Fresh ones, later chunks, short ones, and what does not fill a panel; the last shape is not the kernel's, nor are
     capped scores."""
     torch.manual_seed(0)
@@ -140,7 +163,7 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, cap, window, th
             layer[0, :, position % PAGE], layer[1, :, position % PAGE] = k[row], v[row]
             row += 1
     backend = PagedCpuBackend(
-        AttentionShape(heads, kv, dim, PAGE, (0, window), cap=cap),
+        AttentionShape(heads, kv, dim, PAGE, (0, window), cap=cap, sinks=sinks),
         cache,
         KernelTeam(threads, torch.bfloat16, dim),
     )
@@ -158,7 +181,7 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, cap, window, th
                 mine = head // (heads // kv)
                 scores = keys[low : at + 1, mine] @ q[row, head].double() * dim**-0.5
                 scores = cap * torch.tanh(scores / cap) if cap else scores
-                expected = torch.softmax(scores, 0) @ values[low : at + 1, mine]
+                expected = with_sink(scores, sinks, head) @ values[low : at + 1, mine]
                 assert torch.allclose(mixed[row, head], expected, atol=0.02, rtol=0.02), (item.request_id, at)
             row += 1
 
@@ -176,11 +199,10 @@ def test_single_tokens_are_the_same_on_any_number_of_threads(window, dtype):
         for row, end in enumerate(ends)
     ]
     q, k, v = (torch.randn(len(items), n, dim).to(dtype) for n in (heads, kv, kv))
-    found = []
+    found, sinks = [], torch.randn(LAYERS, heads) if window else None
     for threads in (1, 2, 3):
-        backend = PagedCpuBackend(
-            AttentionShape(heads, kv, dim, PAGE, (window,) * LAYERS), cache, KernelTeam(threads, dtype, dim)
-        )
+        shape = AttentionShape(heads, kv, dim, PAGE, (window,) * LAYERS, sinks=sinks)
+        backend = PagedCpuBackend(shape, cache, KernelTeam(threads, dtype, dim))
         backend.begin(buffers_of(items, PAGE))
         found.append([backend.attend(layer, q, k, v) for layer in range(LAYERS)])
         alone = []
@@ -234,6 +256,7 @@ def test_the_torch_adapter_calls_what_torch_has(window, monkeypatch):
             window=a["window_size"],
         )
 
+    recorder.__signature__ = signature  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", recorder)
     cache, items, q, k, v = step()
     shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS)
@@ -250,6 +273,17 @@ def test_the_torch_adapter_calls_what_torch_has(window, monkeypatch):
         assert a["window_size"] == ((window - 1, 0) if window else (-1, 0))
         for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table"):
             assert a[name].dtype is torch.int32 and a[name].is_contiguous()
+
+
+def test_a_torch_whose_kernel_reads_no_paged_cache_is_refused(monkeypatch):
+    """That of 2.11."""
+
+    def without_a_table(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None): ...
+
+    monkeypatch.setattr(varlen, "varlen_attn", without_a_table)
+    with pytest.raises(ConfigError, match="reads no paged cache") as refused:
+        torch_varlen()
+    assert refused.value.field == "attention_backend"
 
 
 def test_a_backend_that_cannot_run_here_is_refused():
@@ -298,19 +332,22 @@ def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
         registry.choose("triton", card, bf16, 512, 16)
 
 
-def test_scores_are_capped_by_backends_that_can(monkeypatch):
+@pytest.mark.parametrize(
+    ("needs", "says"),
+    [(Needs(caps=True), "does not cap scores"), (Needs(sinks=True), "has no attention sinks")],
+)
+def test_what_only_some_families_need_is_computed_by_backends_that_can(needs, says, monkeypatch):
     monkeypatch.setattr(registry, "_probe", lambda *how: "")
     card, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
-    assert registry.choose("auto", cpu, torch.float32, 64, 16, capped=True) == "cpu"
-    assert registry.choose("auto", card, bf16, 64, 16, capped=True) == "triton"
+    assert registry.choose("auto", cpu, torch.float32, 64, 16, needs) == "cpu"
+    assert registry.choose("auto", card, bf16, 64, 16, needs) == "triton"
     assert registry.choose("flash", card, bf16, 64, 16) == "flash"
-    with pytest.raises(
-        ConfigError, match="flash does not cap scores, as this model needs; cpu, sdpa, triton"
-    ):
-        registry.choose("flash", card, bf16, 64, 16, capped=True)
+    for name in ("flash", "varlen"):
+        with pytest.raises(ConfigError, match=f"{name} {says}, .* this model needs; cpu, sdpa, triton"):
+            registry.choose(name, card, bf16, 64, 16, needs)
     monkeypatch.setattr(registry, "_probe", lambda name, *how: "is broken" if name == "triton" else "")
     assert registry.choose("auto", card, bf16, 64, 16) == "flash"
-    assert registry.choose("auto", card, bf16, 64, 16, capped=True) == "sdpa"
+    assert registry.choose("auto", card, bf16, 64, 16, needs) == "sdpa"
 
 
 EACH_KERNEL = """

@@ -27,13 +27,15 @@ FORMS = [
 
 
 class Prompt:
-    def __init__(self, amx: bool, window: int, threads: int = 1, growing: bool = False):
+    def __init__(
+        self, amx: bool, window: int, threads: int = 1, growing: bool = False, sinks: Tensor | None = None
+    ):
         torch.manual_seed(0)
         cache = torch.zeros(1, 1, 2, KV, 16, DIM, dtype=torch.bfloat16)
         shape = AttentionShape(HEADS, KV, DIM, 16, (window,))
         self.backend = PagedCpuBackend(shape, cache, KernelTeam(threads, torch.bfloat16, DIM))
         self.backend._amx, self.backend._least_rows = amx, cpu_tiles.TILE_ROWS if amx else cpu_prompts.ROWS
-        self.window = window
+        self.window, self.sinks = window, sinks
         self.q, self.k, self.v = (torch.randn(TOKENS, heads, DIM).bfloat16() * 3 for heads in (HEADS, KV, KV))
         if growing:  # each block's largest score is above the one before
             self.q, self.k = self.q.abs(), self.k.abs() * torch.linspace(0.1, 4, TOKENS)[:, None, None]
@@ -44,7 +46,7 @@ class Prompt:
         out = torch.empty(last - first, HEADS, DIM, dtype=torch.bfloat16)
         keys, values = (x[:last].transpose(0, 1) for x in (self.k, self.v))
         assert self.backend._by_kernel and last - first >= self.backend._least_rows
-        self.backend._attend_prompt(self.q[first:last], keys, values, first, self.window, out)
+        self.backend._attend_prompt(self.q[first:last], keys, values, first, self.window, out, self.sinks)
         return out
 
     def expected(self) -> Tensor:
@@ -55,14 +57,21 @@ class Prompt:
         if self.window:
             hidden |= at <= at[:, None] - self.window
         scores = (q @ k.transpose(1, 2) * DIM**-0.5).masked_fill(hidden, float("-inf"))
-        return (torch.softmax(scores, -1) @ v).transpose(0, 1)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, TOKENS, 1)), -1)
+        return (torch.softmax(scores, -1)[..., :TOKENS] @ v).transpose(0, 1)
 
 
+# One that most scores exceed sooner or later, one that none does, one without weight
+SINKS = torch.tensor([3.0, 200.0, -1e30, 0.0])
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize("window", [0, 5, 300])
 @pytest.mark.parametrize("amx", FORMS)
-def test_a_prompt_of_several_blocks(amx, window, growing):
-    prompt = Prompt(amx, window, growing=growing)
+def test_a_prompt_of_several_blocks(amx, window, growing, sinks):
+    prompt = Prompt(amx, window, growing=growing, sinks=sinks)
     torch.testing.assert_close(prompt.rows(0, TOKENS).double(), prompt.expected(), atol=0.03, rtol=0.02)
 
 
@@ -70,9 +79,10 @@ def test_a_prompt_of_several_blocks(amx, window, growing):
 @pytest.mark.parametrize("amx", FORMS)
 def test_chunks_and_threads_give_the_same_bits(amx, window):
     """Blocks lie at multiples of their size, so what a row sums up does not depend on its tile."""
-    whole = Prompt(amx, window).rows(0, TOKENS)
-    assert torch.equal(Prompt(amx, window, threads=2).rows(0, TOKENS), whole)
-    prompt = Prompt(amx, window)
+    sinks = SINKS if window else None
+    whole = Prompt(amx, window, sinks=sinks).rows(0, TOKENS)
+    assert torch.equal(Prompt(amx, window, threads=2, sinks=sinks).rows(0, TOKENS), whole)
+    prompt = Prompt(amx, window, sinks=sinks)
     borders = [0, 77, 290, 513, TOKENS]
     chunks = [prompt.rows(first, last) for first, last in pairwise(borders)]
     assert torch.equal(torch.cat(chunks), whole)

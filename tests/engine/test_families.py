@@ -39,6 +39,7 @@ KINDS = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
@@ -47,6 +48,7 @@ KINDS = {
 ELSEWHERE = {
     "rope_local_base_freq",
     "rope_theta",
+    "rope_parameters",
     "sliding_window_pattern",
     "partial_rotary_factor",
     "eos_token_id",

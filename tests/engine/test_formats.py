@@ -140,7 +140,7 @@ class Tensors(dict[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self[name].shape)
 
-    def part(self, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:
+    def part(self, name: str, shape: tuple[int, ...], *parts: slice | int, why: str = "") -> Tensor:
         assert tuple(self[name].shape) == shape, (name, why)
         return self[name][parts[: len(shape)]]
 
@@ -390,4 +390,4 @@ def test_an_id_names_the_form_and_its_settings(tmp_path) -> None:
 def test_every_form_that_is_computed_has_a_golden_checkpoint() -> None:
     read = {name for name, one in FORMATS.items() if name and not isinstance(one.cells[formats.CPU], str)}
     found = {ModelConfig.read(GOLDEN / name).quantization.name for name in NAMES}  # type: ignore[union-attr]
-    assert found | {formats.INT8} == read
+    assert found | {formats.INT8, formats.MXFP4_EXPERTS} == read  # of those there are tests of their own

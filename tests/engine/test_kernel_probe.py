@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from torch import Tensor
 from cluster.errors import ConfigError
 from engine.attention import probe, registry
 from engine.attention.base import AttentionShape
+from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import Kernel, VarlenBackend, flash_varlen
 from engine.ops.base import has_numba
+from engine.ops.team import Team
 from engine.plan import PlanItem
 from tests.engine.steps import buffers_of
 from tests.engine.test_attention_backends import DIM, HEADS, KV, LAYERS, PAGE, reference, step
@@ -25,9 +28,9 @@ from tests.engine.test_attention_backends import DIM, HEADS, KV, LAYERS, PAGE, r
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
 
-def asked(kernel: Kernel, head_dim: int = 64, page: int = 16, *, capped: bool = False) -> str:
+def asked(kernel: Kernel, head_dim: int = 64, page: int = 16, **needs: bool) -> str:
     made = partial(VarlenBackend, kernel=kernel)
-    return probe.why_not(lambda: made, CPU, torch.bfloat16, head_dim, page, capped=capped)
+    return probe.why_not(lambda: made, CPU, torch.bfloat16, head_dim, page, **needs)
 
 
 def test_a_kernel_that_computes_attention_passes() -> None:
@@ -64,6 +67,15 @@ def test_a_kernel_that_is_silently_wrong_is_refused(kernel: Callable[..., Tensor
 
 def test_a_kernel_that_caps_no_scores_is_refused_for_models_that_cap() -> None:
     assert "its output is not attention" in asked(reference, capped=True)
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_kernel_that_ignores_sinks_is_refused_for_models_that_have_them(ignored: bool) -> None:
+    def make(shape: AttentionShape, cache: Tensor) -> SdpaBackend:
+        return SdpaBackend(replace(shape, sinks=None) if ignored else shape, cache, Team(1))
+
+    found = probe.why_not(lambda: make, CPU, torch.bfloat16, 64, 16, sinks=True)
+    assert ("its output is not attention" in found) is ignored
 
 
 @pytest.mark.parametrize(

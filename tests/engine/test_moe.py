@@ -3,6 +3,7 @@ both forms of the grouped product agree. Equality with Hugging Face is in test_p
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -39,10 +40,6 @@ def by_rows(weight: Tensor) -> Linear:
     return lambda x: (x[:, None] * weight).sum(-1)
 
 
-def by_torch(weight: Tensor) -> Linear:
-    return lambda x: F.linear(x, weight)
-
-
 def by_panels(weight: Tensor) -> Linear:
     return PanelLinear(weight, None, KernelTeam(1, torch.bfloat16, 16))
 
@@ -50,6 +47,7 @@ def by_panels(weight: Tensor) -> Linear:
 ROUTINGS = {
     "softmax": Routing(2, "softmax", True, False),
     "rounded": Routing(3, "softmax", False, True),
+    "softmax of chosen": Routing(2, "softmax of chosen", False, False),
     "sigmoid": Routing(2, "sigmoid", True, False, random(COUNT, seed=9) / 5, 4, 2, 1.5),
 }
 needs_instruction = pytest.mark.skipif(
@@ -104,9 +102,17 @@ def test_torchs_grouped_product_gives_what_one_for_each_expert_gives(held, dtype
     downs = random(len(held), HIDDEN, INNER, seed=4, dtype=dtype) / 5
     y, logits = random(TOKENS, HIDDEN, seed=5, dtype=dtype), random(TOKENS, COUNT, seed=6)
     weights, chosen = ROUTINGS["softmax"].choose(logits)
-    each = [LinearOfEach([by_torch(own) for own in one], one.shape[1]) for one in (gates, downs)]
+    biases = [random(*one.shape[:2], seed=7, dtype=dtype) / 5 for one in (gates, downs)]
+    each = [
+        LinearOfEach(
+            [partial(F.linear, weight=w, bias=b) for w, b in zip(one, bias, strict=True)], one.shape[1]
+        )
+        for one, bias in zip((gates, downs), biases, strict=True)
+    ]
     one = Experts(each[0], each[1], held, COUNT)(y, weights, chosen, gate)
-    other = Experts(GroupedMm(gates), GroupedMm(downs), held, COUNT)(y, weights, chosen, gate)
+    other = Experts(GroupedMm(gates, biases[0]), GroupedMm(downs, biases[1]), held, COUNT)(
+        y, weights, chosen, gate
+    )
     close = 1e-5 if dtype is torch.float32 else 3e-2
     torch.testing.assert_close(one, other, atol=close, rtol=close)
     missing = ~((chosen >= held.start) & (chosen < held.stop)).any(-1)

@@ -25,7 +25,7 @@ def rms(errors: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3-moe", "gpt-oss"])
 @torch.inference_mode()
 def test_logits_are_as_near_as_the_references(variant, checkpoint):
     """Medians over all positions: in a mixture a rounded router takes another expert now and then, here or there, and the

@@ -128,7 +128,6 @@ def test_a_valid_config_passes(describe, changes):
             "layer_types",
             "alike",
         ),
-        ({"architectures": ["GptOssForCausalLM"]}, "architectures", "attention sinks"),
         ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts", "from 1 on"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok", "has 8 experts"),
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers", "list"),

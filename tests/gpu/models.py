@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 
@@ -58,7 +59,7 @@ def write(path: Path, variant: str) -> Path:
 def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if "norm" in name:
         return torch.empty(size).uniform_(0.6, 1.4, generator=generator)
-    spread = 1.0 if "embed" in name or "lm_head" in name else 0.2
+    spread = 2.0 if name.endswith("sinks") else 1.0 if "embed" in name or "lm_head" in name else 0.2
     return torch.empty(size).normal_(0.0, spread, generator=generator)
 
 
@@ -88,6 +89,19 @@ class _Wanted(Checkpoint):
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
         return self.get(name, *shape, rows=rows, columns=columns)
+
+    def expert(
+        self,
+        name: str,
+        count: int,
+        outputs: int,
+        inputs: int,
+        *,
+        item: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> Tensor:
+        return self.get(name, count, inputs, outputs, item=item, rows=columns, columns=rows).t()
 
 
 def _unused(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:

@@ -69,6 +69,16 @@ def _longrope(original: int) -> dict[str, Any]:
 # Head widths are those of other variants: kernels are compiled for each.
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 _QWEN2_MOE = {**_MOE, "num_experts": 8, "shared_expert_intermediate_size": 48}
+# A limit that most clamps reach here, and the default rope type: yarn, without `truncate`
+_GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "swiglu_alpha": 1.3,
+    "swiglu_limit": 1.5,
+}
 _GLM_MOE = {**_MOE, "n_routed_experts": 8}
 
 # name → (model type, overrides)
@@ -164,16 +174,35 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "partial_rotary_factor": 1.0,
         },
     ),
+    "gpt-oss": ("gpt_oss", _GPT_OSS),
+    "gpt-oss-plain-mqa": (
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
 }
 FUSED = ("mixtral-window-fused", "qwen3-moe-fused-biases")  # all experts of a layer in one tensor
-EXPERTS = tuple(name for name, (kind, _) in VARIANTS.items() if "moe" in kind or kind == "mixtral")
+
+
+def _is_mixture(kind: str) -> bool:
+    return "moe" in kind or kind in ("mixtral", "gpt_oss")
+
+
+EXPERTS = tuple(name for name, (kind, _) in VARIANTS.items() if _is_mixture(kind))
 # The families of the first engine, which `make test` takes through every path; of the others, those that have most flags,
 # through one path (CHECKED). The rest is long.
 FIRST = tuple(VARIANTS)[: tuple(VARIANTS).index("llama-yarn")]
 CHECKED = (
     *FIRST,
     *("phi3-long-factors", "olmo2", "granite", "glm4", "gemma2", "gemma3"),
-    *("qwen2-moe", "glm4-moe"),
+    *("qwen2-moe", "glm4-moe", "gpt-oss"),
 )
 
 
@@ -227,14 +256,14 @@ def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
             elif "embed" in name or "lm_head" in name:
                 # Gemma's are multiplied by 8: tied ones that are larger repeat the last token.
                 parameter.normal_(0.0, 0.04 if kind.startswith("gemma") else 1.0)
-            else:
-                parameter.normal_(0.0, 0.2)
+            else:  # sinks are as large as scores
+                parameter.normal_(0.0, 2.0 if name.endswith("sinks") else 0.2)
     return model
 
 
 def _experts(kind: str) -> dict[str, str]:
     """The library's plain loop over experts: the only form of theirs that computes in float64."""
-    return {"experts_implementation": "eager"} if "moe" in kind or kind == "mixtral" else {}
+    return {"experts_implementation": "eager"} if _is_mixture(kind) else {}
 
 
 @torch.inference_mode()

@@ -40,10 +40,16 @@ class Case:
         dtype=torch.float32,
         scale: float | None = None,
         cap: float = 0.0,
+        sinks: bool = False,
     ):
         query_heads, kv_heads, dim = heads
         self.shape = AttentionShape(query_heads, kv_heads, dim, page, (0, window), scale, cap)
         torch.manual_seed(0)
+        if sinks:  # from those without any weight to those that leave the keys none
+            of_heads = (
+                torch.linspace(-150, 150, LAYERS * query_heads).view(query_heads, LAYERS).t().contiguous()
+            )
+            self.shape = replaced(self.shape, sinks=of_heads / 10)
         blocks = torch.randperm(sum(-(-end // page) for _, end in spans) + 3).tolist()
         self.cache = torch.full((len(blocks), LAYERS, 2, kv_heads, page, dim), math.nan, dtype=dtype)
         self.items: list[PlanItem] = []
@@ -118,6 +124,29 @@ def test_scores_are_scaled_and_capped(window, dtype):
     assert not torch.allclose(got, case.by_triton(1, case.items, case.q), atol=0.05)
 
 
+@pytest.mark.parametrize(
+    ("heads", "window", "dtype"),
+    [
+        ((3, 3, 64), 12, torch.float32),
+        ((8, 1, 64), 0, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_sinks_take_part_in_the_sums(heads, window, dtype):
+    """In prompts and tokens; the last one of each head is larger than any score."""
+    case = Case(heads, 16, MIXED, window=window, dtype=dtype, sinks=True)
+    got = case.check(1, 1e-5 if dtype is torch.float32 else 2e-2)
+    case.shape = replaced(case.shape, sinks=None)
+    assert not torch.allclose(got, case.by_triton(1, case.items, case.q), atol=0.05)
+
+
+def test_a_sink_that_is_larger_than_scores_by_far_leaves_nothing():
+    """Its power of two would be infinite."""
+    case = Case((4, 2, 32), 16, [(0, 5), (40, 41)])
+    case.shape = replaced(case.shape, sinks=torch.full((LAYERS, 4), 300.0))
+    assert case.check(1).abs().max() < 1e-30
+
+
 def test_a_cap_bounds_scores_however_large():
     """Without an overflow: the powers of two behind it are infinite or 0."""
     case = Case((4, 2, 32), 16, MIXED, scale=1e4, cap=1.5)
@@ -135,9 +164,15 @@ LONG: list[Span] = [(end - 1, end) for end in (1, SPLIT, SPLIT + 1, 2 * SPLIT - 
 
 @pytest.mark.parametrize("window", [0, SPLIT + 3])
 def test_splits_of_long_sequences_are_merged(window, monkeypatch):
+    """To the same bits, whether a sequence's splits have a program each, or a few take them in turn."""
     monkeypatch.setattr(triton_backend, "PROGRAMS", 8)
     assert triton_backend.most_splits(1) == 8
-    Case((2, 1, 16), 256, LONG, window=window).check(1)
+    case = Case((2, 1, 16), 256, LONG, window=window, sinks=window > 0)
+    case.check(1)
+    each = case.by_triton(1, case.items, case.q)
+    for programs in (3, 1):
+        monkeypatch.setattr(triton_backend, "STEP_PROGRAMS", programs * len(LONG))
+        assert torch.equal(case.by_triton(1, case.items, case.q), each)
 
 
 def test_a_sequence_gets_the_same_whatever_the_batch():
