@@ -103,6 +103,10 @@ def same_but_for_ties(path, prompts, found, expected) -> None:
 def test_the_tokens_are_hugging_faces_in_fp32(variant, device, tmp_path):
     pytest.importorskip("transformers", reason="transformers is the reference")
     pytest.importorskip("tokenizers", reason="of the checkpoint")
+    if variant == "gpt-oss" and not hasattr(
+        pytest.importorskip("transformers").GptOssConfig(), "swiglu_alpha"
+    ):
+        pytest.skip("this transformers computes with a swiglu_alpha of 1.702, whatever the checkpoint says")
     from tests.harness.checkpoints import make_checkpoint
     from tests.harness.exactness import assert_greedy
 
@@ -197,7 +201,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, 
     plain = logits(model(variant), dtype="bfloat16", attention_backend="sdpa", **ways)
     got = logits(model(variant), dtype="bfloat16", attention_backend=backend, **ways)
     errors, of_plain = ((one - exact).abs().mean(1) for one in (got, plain))
-    if "moe" in variant or "mixtral" in variant:
+    if any(name in variant for name in ("moe", "mixtral", "gpt-oss")):
         # Where two gates are nearly equal, other experts may be chosen, and that row's logits are other ones.
         errors, of_plain = errors.min(), of_plain.min()
     assert float(errors.mean()) <= 1.5 * float(of_plain.mean())
