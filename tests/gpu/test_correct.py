@@ -22,7 +22,7 @@ from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from tests.engine.steps import buffers_of
-from tests.harness.checkpoints import VARIANTS, prompt_ids
+from tests.harness.checkpoints import EXPERTS, VARIANTS, prompt_ids
 
 pytestmark = pytest.mark.gpu
 NEW = 32
@@ -191,7 +191,10 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, 
     exact = logits(model(variant), dtype="float32", attention_backend="sdpa", **ways)
     plain = logits(model(variant), dtype="bfloat16", attention_backend="sdpa", **ways)
     got = logits(model(variant), dtype="bfloat16", attention_backend=backend, **ways)
-    assert float((got - exact).abs().mean()) <= 1.5 * float((plain - exact).abs().mean())
+    # In a mixture a rounded router takes another expert now and then, and that row differs
+    middle = torch.median if variant in EXPERTS else torch.mean
+    own, theirs = (float(middle((one - exact).abs().mean(-1))) for one in (got, plain))
+    assert own <= 1.5 * theirs
 
 
 def logits(model, **settings) -> Tensor:
