@@ -23,6 +23,7 @@ from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from tests.engine.steps import buffers_of
 from tests.harness.checkpoints import EXPERTS, VARIANTS, prompt_ids
+from tests.harness.mxfp4 import packed
 
 pytestmark = pytest.mark.gpu
 NEW = 32
@@ -77,6 +78,13 @@ def test_the_tokens_are_the_cpus_in_fp32(variant, device, model):
         by_triton = generate(model(variant), prompts, device=device, **ways | {"attention_backend": "triton"})
         same_but_for_ties(model(variant), prompts, by_triton, there)
     assert len({token for answer in here for token in answer}) > 8, "an answer that says something"
+
+
+def test_experts_in_mxfp4_give_the_cpus_tokens(device, model, tmp_path):
+    path, prompts = packed(model("gpt-oss"), tmp_path / "packed"), [prompt_ids(70), prompt_ids(33, seed=1)]
+    here = generate(path, prompts, device=device, dtype="float32", attention_backend="sdpa")
+    there = generate(path, prompts, device="cpu", dtype="float32", attention_backend="sdpa")
+    same_but_for_ties(path, prompts, here, there)
 
 
 def same_but_for_ties(path, prompts, found, expected) -> None:
