@@ -40,6 +40,7 @@ class ModelShape:
     head_dim: int = 64
     intermediate: int = 2816
     vocab: int = 8192
+    context_tokens: int = CONTEXT_TOKENS
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -83,12 +84,12 @@ def write(directory: Path, shape: ModelShape = SHAPE, seed: int = 0) -> Path:
     return directory
 
 
-def write_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
-    """Write what an engine needs: no tokenizer."""
+def write_model(directory: Path, shape: ModelShape, seed: int = 0, device: str = "cpu") -> Path:
+    """Write what an engine needs: no tokenizer. `device` draws the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", _config(shape))
     _write_json(directory / "generation_config.json", {"eos_token_id": shape.vocab - 1})
-    _write_weights(directory / "model.safetensors", shape, seed)
+    _write_weights(directory / "model.safetensors", shape, seed, device)
     return directory
 
 
@@ -105,7 +106,7 @@ def _config(shape: ModelShape) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "max_position_embeddings": CONTEXT_TOKENS,
+        "max_position_embeddings": shape.context_tokens,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -117,14 +118,14 @@ def _config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _write_weights(file: Path, shape: ModelShape, seed: int) -> None:
+def _write_weights(file: Path, shape: ModelShape, seed: int, device: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> torch.Tensor:
-        return (torch.randn(size, generator=generator) * 0.02).to(torch.bfloat16)
+        return (torch.randn(size, generator=generator, device=device) * 0.02).to("cpu", torch.bfloat16)
 
     tensors = {name: normal(*size) for name, size in _matrices(shape)}
     tensors.update({name: torch.ones(shape.hidden, dtype=torch.bfloat16) for name in _norms(shape)})

@@ -16,7 +16,7 @@ from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
-from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear, Weight
+from engine.layers.linear import CardLinear, Linear, MakeLinear, PanelLinear, TorchLinear, Weight
 from engine.model import shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -304,13 +304,18 @@ def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGr
         if int8.has_kernels(team):
             torch.set_num_threads(1)  # torch's operations need no second thread
         return int8.maker(team, group)
-    plain = _plain_linear(_DTYPES[config.dtype], team)
+    plain = _plain_linear(config, team)
     return int8.maker(team, group, plain) if formats.is_int8(model.quantization, "") else plain
 
 
-def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:
-    """Our own product if this CPU has the instruction for it; then torch's operations need no second thread."""
-    if dtype is not torch.bfloat16 or not isinstance(team, KernelTeam):
+def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
+    """Our own product if this CPU has the instruction for it, and then torch's operations need no second thread; on cards
+    our own for single rows, where Triton's kernels run."""
+    if _DTYPES[config.dtype] is not torch.bfloat16:
+        return _torch_linear
+    if config.attention_backend == "triton":
+        return _card_linear
+    if not isinstance(team, KernelTeam):
         return _torch_linear
     from engine.ops import cpu_products
 
@@ -325,6 +330,11 @@ def _plain_linear(dtype: torch.dtype, team: Team) -> MakeLinear:
         return PanelLinear(weight, bias, team, area) if fits else TorchLinear(weight, bias)
 
     return make
+
+
+def _card_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+    assert isinstance(weight, Tensor), "only plain weights come here"
+    return CardLinear(weight, bias)
 
 
 def _torch_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:

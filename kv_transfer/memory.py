@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.config.worker import TransferConfig
+from cluster.config.worker import MAX_SLOT_BYTES, TransferConfig
 from cluster.process import huge_pages
 from cluster.process.huge_pages import PAGE
 
@@ -18,8 +18,8 @@ def staging_bytes(config: TransferConfig) -> int:
 
 
 def largest_part(config: TransferConfig) -> int:
-    """Bytes of the largest part that a rank sends: two of them fit staging."""
-    return staging_bytes(config) // 2
+    """Bytes of the largest part that a rank sends: two of them fit staging, and one fits any slot."""
+    return min(staging_bytes(config) // 2, MAX_SLOT_BYTES)
 
 
 def first_slots(config: TransferConfig) -> int:

@@ -24,6 +24,7 @@ from worker.loaded_engine import LoadedEngine
 from worker.membership import Membership
 from worker.metrics import of_worker
 from worker.model_id import make_model_id
+from worker.ranks.local import sized
 from worker.role import MakeRole, RoleParts
 from worker.self_check import SelfCheck
 from worker.server import WorkerServer
@@ -37,7 +38,7 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, make_role: MakeRole):
         """Load the model. Raises ModelError, ConfigError or SetupError."""
-        self._config = config
+        config = self._config = sized(config)
         host = advertised(config.host, config.advertise_host, config.redis_url)
         locating = Locating(config.topology)  # looks the node's labels up while the model is loaded
         self._health = Health(config.worker_id, config.step_stall_seconds)

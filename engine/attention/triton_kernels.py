@@ -1,8 +1,8 @@
 """Paged attention for CUDA. Importing it needs Triton.
 
     prompts   a program per tile of one sequence's tokens and KV head: all keys that the tile sees, block by block
-    tokens    a program per sequence of one token, KV head and split of its keys: a partial result each; the one that
-              arrives last merges them, in their order
+    tokens    a sequence of one token has splits of its keys, by KV head, and programs that take them in turn: a partial
+              result each; the program that arrives last merges them, in their order
 
 What a token gets depends on its own sequence only: how keys are split follows from their number, tiles begin with their
 item, and key blocks lie at multiples of their size. Queries of a KV head's group are rows of one product.
@@ -26,13 +26,56 @@ def operand(x):
 
 
 @triton.jit
-def see_keys(
-    q, keys, values, table, first, last, at, oldest, scale, block_stride,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAP: tl.constexpr,
+def see_block(
+    q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over keys [first, last) of the sequence in this row of the table. q [ROWS, WIDTH]; row r sees [oldest, at].
-    Scores are binary logarithms; with a CAP they become CAP · tanh(score / CAP).
+    """Keys [start, start + KEYS). Without MASKED every row sees each of them, and all are the sequence's own."""
+    key = start + tl.arange(0, KEYS)
+    column = tl.arange(0, WIDTH)
+    there = key < last
+    if MASKED:
+        block = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + key // PAGE).to(tl.int64)
+    row = block * block_stride + (key % PAGE) * DIM
+    at_k, at_v = keys + row[None, :] + column[:, None], values + row[:, None] + column[None, :]
+    inside = column < DIM
+    if MASKED:
+        k = tl.load(at_k, mask=there[None, :] & inside[:, None], other=0.0)
+        v = tl.load(at_v, mask=there[:, None] & inside[None, :], other=0.0)
+    elif DIM < WIDTH:
+        k = tl.load(at_k, mask=inside[:, None], other=0.0)
+        v = tl.load(at_v, mask=inside[None, :], other=0.0)
+    else:
+        k = tl.load(at_k)
+        v = tl.load(at_v)
+    score = tl.dot(operand(q), operand(k), input_precision="ieee") * scale
+    if CAP > 0:
+        small = tl.exp2(tl.abs(score) * (-2 * LOG2_E / CAP))  # never overflows
+        size = CAP * (1.0 - small) / (1.0 + small)
+        score = tl.where(score < 0.0, -size, size)
+    if MASKED:
+        seen = (key[None, :] <= at[:, None]) & (key[None, :] >= oldest[:, None]) & there[None, :]
+        score = tl.where(seen, score, float("-inf"))
+    new = tl.maximum(largest, tl.max(score, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)  # of rows that have seen no key yet
+    weight = tl.exp2(score - base[:, None])
+    fade = tl.exp2(largest - base)
+    weights = weights * fade + tl.sum(weight, 1)
+    product = tl.dot(operand(weight.to(v.dtype)), operand(v), input_precision="ieee")
+    return mixed * fade[:, None] + product, new, weights
+
+
+@triton.jit
+def see_keys(
+    q, keys, values, table, first, last, at, oldest, nearest, scale, block_stride,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAP: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Walk over keys [first, last) of the sequence in this row of the table. q [ROWS, WIDTH]; row r sees [oldest, at];
+    `nearest` is the least `at`. Scores are binary logarithms; with a CAP they become CAP · tanh(score / CAP).
 
     Returns the weighted values, not divided yet; the largest score; the sum of weights. Of the last block only the
     sequence's own keys are read: the rest may hold NaN.
@@ -40,33 +83,20 @@ def see_keys(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     weights = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    column = tl.arange(0, WIDTH)
-    for start in range(first, last, KEYS):
-        key = start + tl.arange(0, KEYS)
-        there = key < last
-        block = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
-        row = block * block_stride + (key % PAGE) * DIM
-        k = tl.load(
-            keys + row[None, :] + column[:, None], mask=there[None, :] & (column < DIM)[:, None], other=0.0
-        )
-        score = tl.dot(operand(q), operand(k), input_precision="ieee") * scale
-        if CAP > 0:
-            small = tl.exp2(tl.abs(score) * (-2 * LOG2_E / CAP))  # never overflows
-            size = CAP * (1.0 - small) / (1.0 + small)
-            score = tl.where(score < 0.0, -size, size)
-        seen = (key[None, :] <= at[:, None]) & (key[None, :] >= oldest[:, None]) & there[None, :]
-        score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # of rows that have seen no key yet
-        weight = tl.exp2(score - base[:, None])
-        fade = tl.exp2(largest - base)
-        weights = weights * fade + tl.sum(weight, 1)
-        v = tl.load(
-            values + row[:, None] + column[None, :], mask=there[:, None] & (column < DIM)[None, :], other=0.0
-        )
-        product = tl.dot(operand(weight.to(v.dtype)), operand(v), input_precision="ieee")
-        mixed = mixed * fade[:, None] + product
-        largest = new
+    edge = first
+    if not WINDOWED:
+        # Without a window all rows see the blocks before the nearest row's: no comparisons there.
+        edge = first + tl.maximum(tl.minimum(nearest + 1, last) - first, 0) // KEYS * KEYS
+        for start in range(first, edge, KEYS):
+            mixed, largest, weights = see_block(
+                q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
+                DIM, WIDTH, PAGE, KEYS, CAP, False,
+            )  # fmt: skip
+    for start in range(edge, last, KEYS):
+        mixed, largest, weights = see_block(
+            q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
+            DIM, WIDTH, PAGE, KEYS, CAP, True,
+        )  # fmt: skip
     return mixed, largest, weights
 
 
@@ -82,11 +112,12 @@ def attend_prompts(
     q, cache, table, rows, ends, cu_q, sinks, out, items, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Items of more than one token. `cache`: the layer's keys of the first block. `sinks`: as in sink_weight."""
     tokens: tl.constexpr = ROWS // GROUP  # of a tile
-    tile, head = tl.program_id(0), tl.program_id(1)
+    # An item's last tiles see most keys: they begin first, so that none of them ends long after the others.
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     # Tiles of item i begin at cu_q[i] // tokens + i: as many as there may be. The last item that begins here or before:
     low, high = 0, items
     while high - low > 1:
@@ -116,8 +147,8 @@ def attend_prompts(
     of_row = table + tl.load(rows + low).to(tl.int64) * table_stride
     of_head = cache + head.to(tl.int64) * (PAGE * DIM)
     mixed, largest, weights = see_keys(
-        tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, scale, block_stride,
-        DIM, WIDTH, PAGE, ROWS, KEYS, CAP,
+        tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, end - count + done, scale,
+        block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
     )  # fmt: skip
     if SINKS:
         weights += sink_weight(sinks + query_head, there, largest)
@@ -167,45 +198,58 @@ def attend_tokens(
     q_stride, head_stride, table_stride, block_stride, value_offset,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
     SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32;
-    arrived [singles, KV heads]: 0 before and after."""
-    single, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    arrived [singles, KV heads]: 0 before and after. A sequence's programs take its splits in turn."""
+    single, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     item = tl.load(singles + single)
     end = tl.load(ends + item)
     begin, length = split_keys(end, window, KEYS, SPLIT, SPLITS)
-    first = begin + split * length
-    if first >= end:
+    count = (end - begin + length - 1) // length
+    if program >= count:
         return
     row = tl.arange(0, ROWS)
     there = row < GROUP
     query_head = head * GROUP + row
     column = tl.arange(0, WIDTH)
     mask = there[:, None] & (column < DIM)[None, :]
-    at_q = tl.load(cu_q + item).to(tl.int64) * q_stride + query_head * head_stride
-    tile_q = tl.load(q + at_q[:, None] + column[None, :], mask=mask, other=0.0)
+    of_item = tl.load(cu_q + item).to(tl.int64)
+    tile_q = tl.load(
+        q + (of_item * q_stride + query_head * head_stride)[:, None] + column[None, :], mask=mask, other=0.0
+    )
     position = tl.full([ROWS], 0, tl.int32) + (end - 1)
     oldest = tl.maximum(position - window + 1, 0)
     of_row = table + tl.load(rows + item).to(tl.int64) * table_stride
     of_head = cache + head.to(tl.int64) * (PAGE * DIM)
-    mixed, largest, weights = see_keys(
-        tile_q, of_head, of_head + value_offset, of_row, first, tl.minimum(first + length, end),
-        position, oldest, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP,
-    )  # fmt: skip
     heads = tl.num_programs(1) * GROUP
-    part = (single.to(tl.int64) * heads + query_head) * SPLITS + split
-    tl.store(partial + part[:, None] * DIM + column[None, :], mixed, mask=mask)
-    tl.store(sums + 2 * part, largest, mask=there)
-    tl.store(sums + 2 * part + 1, weights, mask=there)
-    # The barrier puts this program's stores before the release of the addition, and the addition's acquire comes before
-    # the loads of the program that arrives last. No program waits for another.
-    tl.debug_barrier()
-    place = arrived + single * tl.num_programs(1) + head
-    before = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu")
-    if before == (end - begin + length - 1) // length - 1:
-        merge_splits(
-            partial, sums, sinks + head * GROUP, out, single.to(tl.int64) * heads + head * GROUP,
-            begin + tl.arange(0, SPLITS) * length < end,
-            tl.load(cu_q + item).to(tl.int64) * heads + head * GROUP, GROUP, DIM, WIDTH, SINKS, SPLITS,
+    for split in range(program, count, tl.num_programs(2)):
+        first = begin + split * length
+        mixed, largest, weights = see_keys(
+            tile_q, of_head, of_head + value_offset, of_row, first, tl.minimum(first + length, end), position, oldest,
+            end - 1, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
         )  # fmt: skip
-        tl.store(place, 0)
+        if count == 1:  # what merging it alone would give
+            if SINKS:
+                weights += sink_weight(sinks + query_head, there, largest)
+            at_out = out + ((of_item * heads + query_head) * DIM)[:, None] + column[None, :]
+            result = mixed / tl.where(there, weights, 1.0)[:, None]
+            tl.store(at_out, result.to(out.dtype.element_ty), mask=mask)
+        else:
+            part = (single.to(tl.int64) * heads + query_head) * SPLITS + split
+            tl.store(partial + part[:, None] * DIM + column[None, :], mixed, mask=mask)
+            tl.store(sums + 2 * part, largest, mask=there)
+            tl.store(sums + 2 * part + 1, weights, mask=there)
+    if count > 1:
+        # The barrier puts this program's stores before the release of the addition, and the addition's acquire comes
+        # before the loads of the program that arrives last. No program waits for another.
+        tl.debug_barrier()
+        place = arrived + single * tl.num_programs(1) + head
+        before = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu")
+        if before == tl.minimum(count, tl.num_programs(2)) - 1:
+            merge_splits(
+                partial, sums, sinks + head * GROUP, out, single.to(tl.int64) * heads + head * GROUP,
+                begin + tl.arange(0, SPLITS) * length < end, of_item * heads + head * GROUP,
+                GROUP, DIM, WIDTH, SINKS, SPLITS,
+            )  # fmt: skip
+            tl.store(place, 0)

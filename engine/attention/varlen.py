@@ -72,8 +72,14 @@ class VarlenBackend:
 
 
 def torch_varlen() -> Kernel:
-    """torch.nn.attention.varlen (torch ≥ 2.11)."""
+    """torch.nn.attention.varlen, of a torch in which it reads a paged cache: that of 2.11 does not."""
     from torch.nn.attention import varlen
+
+    if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
+        raise ConfigError(
+            f"varlen_attn of torch {torch.__version__} reads no paged cache: a newer torch, or triton",
+            field="attention_backend",
+        )
 
     def kernel(**a: Any) -> Tensor:
         # num_splits = 1: automatic splits are silently wrong with a paged cache in FlashAttention 2.

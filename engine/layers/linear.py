@@ -1,4 +1,4 @@
-"""Linear layers: by torch, by oneDNN's prepacked product, by an own kernel."""
+"""Linear layers: by torch, by oneDNN's prepacked product, by own kernels."""
 
 from __future__ import annotations
 
@@ -92,6 +92,22 @@ class TorchLinear:
             return F.linear(x, self._weight, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return out
+
+
+class CardLinear:
+    """bf16 on CUDA: a single row by our own kernel, more by torch. Importing Triton must work."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        from engine.ops.triton_ops import multiply_row
+
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight.contiguous(), bias
+        self._multiply_row = multiply_row
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return self._multiply_row(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self._bias)
 
 
 class PanelLinear:

@@ -49,39 +49,78 @@ def gate_rows(
 
 
 @triton.jit
+def multiply_row(
+    x, weight, bias, out, outputs, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIASED: tl.constexpr
+):
+    """A program per ROWS rows of the weight [outputs, inputs], for one row of x: each weight is read once, in order."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    there = row < outputs
+    at = weight + row.to(tl.int64)[:, None] * inputs + column[None, :]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, inputs, COLUMNS):
+        inside = first + column < inputs
+        w = tl.load(at + first, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        v = tl.load(x + first + column, mask=inside, other=0.0).to(tl.float32)
+        sums += w * v[None, :]
+    result = tl.sum(sums, 1)
+    if BIASED:
+        result += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def rotate_heads(
     qkv, cache, cos, sin, q_norm, k_norm, positions, slots, eps, block_stride, value_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, NORMS: tl.constexpr,
+    PAGE: tl.constexpr, NORMS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and head of qkv [tokens, HEADS + 2 · KV_HEADS, DIM]: norm, rotation in place, the cache.
+    """A program per token and TOGETHER heads of qkv [tokens, HEADS + 2 · KV_HEADS, DIM]: norm, rotation in place, the
+    cache.
 
     `cache`: the layer's keys of the first block. Halves of a head are rotated against each other.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
+    all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
     half: tl.constexpr = DIM // 2
     column = tl.arange(0, HALF_WIDTH)
-    inside = column < half
-    at = qkv + (token * tl.num_programs(1) + head) * DIM + column
+    within = column < half
+    inside = (head < all_heads)[:, None] & within[None, :]
+    at = qkv + (token * all_heads + head)[:, None] * DIM + column[None, :]
     low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-    if head < HEADS + KV_HEADS:
-        if NORMS:
-            weight = (q_norm if head < HEADS else k_norm) + column
-            scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / DIM + eps)
-            low = low * scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-            high = high * scale * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
-        angle = tl.load(positions + token) * half + column
-        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        low, high = low * c - high * s, high * c + low * s
-        tl.store(at, low.to(qkv.dtype.element_ty), mask=inside)
-        tl.store(at + half, high.to(qkv.dtype.element_ty), mask=inside)
-    if head >= HEADS:
-        slot = tl.load(slots + token)
-        is_value = (head >= HEADS + KV_HEADS).to(tl.int64)
-        kv_head = head - HEADS - is_value * KV_HEADS
-        to = cache + slot // PAGE * block_stride + is_value * value_offset
-        to += (kv_head * PAGE + slot % PAGE) * DIM + column
-        tl.store(to, low.to(cache.dtype.element_ty), mask=inside)
-        tl.store(to + half, high.to(cache.dtype.element_ty), mask=inside)
+    turned = (head < HEADS + KV_HEADS)[:, None]
+    new_low, new_high = low, high
+    if NORMS:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        of_query = (head < HEADS)[:, None]
+        for_low = tl.where(
+            of_query,
+            tl.load(q_norm + column, mask=within, other=0.0)[None, :],
+            tl.load(k_norm + column, mask=within, other=0.0)[None, :],
+        )
+        for_high = tl.where(
+            of_query,
+            tl.load(q_norm + half + column, mask=within, other=0.0)[None, :],
+            tl.load(k_norm + half + column, mask=within, other=0.0)[None, :],
+        )
+        new_low, new_high = low * scale * for_low.to(tl.float32), high * scale * for_high.to(tl.float32)
+    angle = tl.load(positions + token) * half + column
+    c = tl.load(cos + angle, mask=within, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=within, other=0.0).to(tl.float32)[None, :]
+    new_low, new_high = new_low * c - new_high * s, new_high * c + new_low * s
+    tl.store(at, new_low.to(qkv.dtype.element_ty), mask=inside & turned)
+    tl.store(at + half, new_high.to(qkv.dtype.element_ty), mask=inside & turned)
+    slot = tl.load(slots + token)
+    is_value = (head >= HEADS + KV_HEADS).to(tl.int64)
+    kv_head = head - HEADS - is_value * KV_HEADS
+    to = (
+        cache
+        + slot // PAGE * block_stride
+        + (is_value * value_offset + (kv_head * PAGE + slot % PAGE) * DIM)[:, None]
+    )
+    to += column[None, :]
+    kept = inside & (head >= HEADS)[:, None]
+    tl.store(to, tl.where(turned, new_low, low).to(cache.dtype.element_ty), mask=kept)
+    tl.store(to + half, tl.where(turned, new_high, high).to(cache.dtype.element_ty), mask=kept)

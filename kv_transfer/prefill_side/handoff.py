@@ -18,6 +18,7 @@ from kv_transfer.prefill_side.check_replies import check_ranks
 from kv_transfer.prefill_side.link import LinkToDecode
 from kv_transfer.prefill_side.stats import SenderStats
 from kv_transfer.ranks import SendingRank
+from kv_transfer.transports.registry import TRANSPORTS
 from wire import common_pb2, handoff_pb2
 
 R = TypeVar("R")
@@ -138,7 +139,7 @@ class OutgoingHandoff:
                     flows=[flow for flow in flows if flow.source_rank == index],
                     held_tokens=self.held_tokens,
                     token_count=self.reserve.token_count,
-                    slot_bytes=agreed.slot_bytes,
+                    slot_bytes=min(agreed.slot_bytes, TRANSPORTS[agreed.transport].best_part_bytes),
                     prefill_epoch=hello.prefill.epoch,
                     decode_epoch=self.link.decode.epoch,
                     acknowledge=rank.is_remote,

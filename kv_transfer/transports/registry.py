@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cluster.config.worker import TransferConfig
+from cluster.config.worker import MAX_SLOT_BYTES, TransferConfig
 from cluster.errors import TransportError
 from kv_transfer.device.base import PartCopier
 from kv_transfer.messages import PeerRank
@@ -23,13 +23,16 @@ class Transport:
     label: str  # in logs
     is_probed: bool  # may not reach a peer although both sides have it: a pair tests it first
     reads_device_memory: bool  # else parts are copied to main memory first
+    # Bytes of a part that it carries best. Larger ones are cut, down to one layer of one block.
+    best_part_bytes: int
 
 
 TRANSPORTS = {  # the preferred one first
     transport.name: transport
     for transport in (
-        Transport("nixl", "NIXL", is_probed=True, reads_device_memory=True),
-        Transport("grpc", "gRPC", is_probed=False, reads_device_memory=False),
+        Transport("nixl", "NIXL", is_probed=True, reads_device_memory=True, best_part_bytes=MAX_SLOT_BYTES),
+        # Messages of 16 MiB were carried at half the rate.
+        Transport("grpc", "gRPC", is_probed=False, reads_device_memory=False, best_part_bytes=4 << 20),
     )
 }
 

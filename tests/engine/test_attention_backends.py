@@ -256,6 +256,7 @@ def test_the_torch_adapter_calls_what_torch_has(window, monkeypatch):
             window=a["window_size"],
         )
 
+    recorder.__signature__ = signature  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", recorder)
     cache, items, q, k, v = step()
     shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS)
@@ -272,6 +273,17 @@ def test_the_torch_adapter_calls_what_torch_has(window, monkeypatch):
         assert a["window_size"] == ((window - 1, 0) if window else (-1, 0))
         for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table"):
             assert a[name].dtype is torch.int32 and a[name].is_contiguous()
+
+
+def test_a_torch_whose_kernel_reads_no_paged_cache_is_refused(monkeypatch):
+    """That of 2.11."""
+
+    def without_a_table(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None): ...
+
+    monkeypatch.setattr(varlen, "varlen_attn", without_a_table)
+    with pytest.raises(ConfigError, match="reads no paged cache") as refused:
+        torch_varlen()
+    assert refused.value.field == "attention_backend"
 
 
 def test_a_backend_that_cannot_run_here_is_refused():

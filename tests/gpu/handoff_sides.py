@@ -31,6 +31,7 @@ from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.registry import open_endpoints
 from wire import common_pb2, handoff_pb2
+from worker.server import OPTIONS
 
 PAGE = 16
 DEADLINE_SECONDS = 60.0
@@ -56,7 +57,8 @@ class Setup:
 
     @property
     def config(self) -> TransferConfig:
-        return TransferConfig(transport=self.transport)
+        config = TransferConfig(transport=self.transport)
+        return config.on_cards() if self.device == "cuda" else config
 
     @property
     def layout(self) -> common_pb2.KvLayout:
@@ -163,7 +165,7 @@ async def serve(setup: Setup) -> None:
         decode_epoch=EPOCH,
     )
     engine = BlocksOnly()
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=OPTIONS)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     engine.receiver = HandoffReceiver(
         worker=common_pb2.WorkerRef(worker_id="decode", epoch=EPOCH, address=address),

@@ -20,6 +20,7 @@ import pytest
 from bench.figures import Figure
 
 pytest.importorskip("xxhash")
+pytest.importorskip("google.rpc", reason="of googleapis-common-protos")
 
 from tests.gpu.handoff_sides import DEADLINE_SECONDS, PrefillSide, Setup, to_json
 

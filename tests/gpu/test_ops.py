@@ -48,3 +48,19 @@ def test_the_operations_are_those_of_torch(heads, norms, activation, dtype, devi
     error = 1e-4 if dtype is torch.float32 else 4e-2
     for expected, got in zip((*found[0], caches[0]), (*found[1], caches[1]), strict=True):
         torch.testing.assert_close(got, expected, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (1000, 14336), (3, 100), (128256, 2048)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_single_row_is_multiplied_as_by_torch(outputs, inputs, biased, device):
+    if device != "cuda":
+        pytest.skip("a kernel for CUDA")
+    pytest.importorskip("triton")
+    from engine.ops.triton_ops import multiply_row
+
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, inputs, device=device).bfloat16() for rows in (1, outputs))
+    bias = torch.randn(outputs, device=device).bfloat16() if biased else None
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    error = (multiply_row(x, weight, bias).double() - exact).abs().max() / exact.abs().max()
+    assert float(error) < 1e-2

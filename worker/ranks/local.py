@@ -82,6 +82,13 @@ def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None
     return config.model_copy(update={"engine": engine.model_copy(update={"memory_bytes": room // ranks})})
 
 
+def sized(config: WorkerConfig) -> WorkerConfig:
+    """With the sizes of hand-offs that this host's device asks for."""
+    if not uses_cuda(config.engine):
+        return config
+    return config.model_copy(update={"transfer": config.transfer.on_cards()})
+
+
 def uses_cuda(config: EngineConfig) -> bool:
     return build.device_name(config.device).startswith("cuda")
 

@@ -164,9 +164,15 @@ LONG: list[Span] = [(end - 1, end) for end in (1, SPLIT, SPLIT + 1, 2 * SPLIT - 
 
 @pytest.mark.parametrize("window", [0, SPLIT + 3])
 def test_splits_of_long_sequences_are_merged(window, monkeypatch):
+    """To the same bits, whether a sequence's splits have a program each, or a few take them in turn."""
     monkeypatch.setattr(triton_backend, "PROGRAMS", 8)
     assert triton_backend.most_splits(1) == 8
-    Case((2, 1, 16), 256, LONG, window=window, sinks=window > 0).check(1)
+    case = Case((2, 1, 16), 256, LONG, window=window, sinks=window > 0)
+    case.check(1)
+    each = case.by_triton(1, case.items, case.q)
+    for programs in (3, 1):
+        monkeypatch.setattr(triton_backend, "STEP_PROGRAMS", programs * len(LONG))
+        assert torch.equal(case.by_triton(1, case.items, case.q), each)
 
 
 def test_a_sequence_gets_the_same_whatever_the_batch():

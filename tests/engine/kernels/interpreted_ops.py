@@ -10,10 +10,11 @@ import torch
 from engine.attention import triton_kernels as attention_kernels
 from engine.attention.base import AttentionShape
 from engine.attention.triton_backend import TritonBackend
+from engine.layers.linear import CardLinear
 from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
 from engine.ops.torch_ops import TorchOps
-from engine.ops.triton_ops import TritonOps
+from engine.ops.triton_ops import TritonOps, multiply_row
 from engine.plan import PlanItem
 from tests.engine.steps import buffers_of
 
@@ -84,6 +85,25 @@ def test_heads_are_normed_rotated_and_written(heads, kv, dim, page, dtype, norms
         close(got, expected)
     close(caches[1], caches[0])
     assert caches[1].isnan().any(), "other slots are as they were"
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(7, 40), (5, 1024), (3, 2500)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_single_row_is_multiplied(outputs, inputs, biased, dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    bias = 10 * torch.randn(outputs).to(dtype) if biased else None
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    close(multiply_row(x, weight, bias).double(), expected)
+
+
+def test_more_rows_are_torchs_and_one_is_ours():
+    layer = CardLinear(torch.randn(9, 24), torch.randn(9))
+    x = torch.randn(3, 24)
+    close(torch.cat([layer(row) for row in x.split(1)]), layer(x))
 
 
 def test_launches_of_a_decode_step(monkeypatch):

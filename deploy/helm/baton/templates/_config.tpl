@@ -74,8 +74,8 @@ tls_ca: /etc/baton/tls/ca.crt
     "transfer" (dict
       "transport" $transfer.transport "require_transport" $transfer.requireTransport
       "ring_bytes" (int64 $transfer.ringBytes) "ring_max_bytes" (int64 $transfer.ringMaxBytes)
-      "slot_bytes" (int64 $transfer.slotBytes)
       "port_range" (printf "%d-%d" (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last))) -}}
+{{- if $transfer.slotBytes }}{{- $_ := set $config.transfer "slot_bytes" (int64 $transfer.slotBytes) }}{{- end }}
 {{- if include "baton.asksExits" . }}{{- $_ := set $config "peer_exits" "kubernetes" }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $config "ray_address" (printf "%s:%d" (include "baton.rayHead" $root) (int $root.Values.ray.ports.gcs)) }}{{- end }}
 {{- $config = merge $config (include "baton.tlsFields" $root | fromYaml) -}}
