@@ -86,7 +86,9 @@ FORMATS: dict[str, Format] = {
     ),
     MXFP4: Format("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
     MXFP4_EXPERTS: Format(
-        "MXFP4 experts as gpt-oss ships them (`quant_method` mxfp4)", _expanded(), "transformers 5.23.0"
+        "MXFP4 experts as gpt-oss ships them (`quant_method` mxfp4)",
+        dict.fromkeys(DEVICES, DTYPE),
+        "transformers 5.23.0",
     ),
 }
 # quant_method → its common name
