@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +16,9 @@ from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
+
+OUTDATED_SECONDS = 86_400.0
+_NAMED = re.compile(r"-[0-9a-f]{16}-\d+\.")  # as `_cached` names code, now or formerly
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
@@ -49,11 +55,36 @@ def cached_function(function: Callable[..., Any], signature: Any, variant: objec
 def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant: object) -> Any:
     """numba names the files of its cache after the function. Versions of one name share an index file, and two processes
     that write it at once may store one version's code under the other's key; so each version has a name of its own."""
-    function.__qualname__ += "-" + _digest(repr((_SOURCES, _processor(), variant)).encode())
+    name = function.__qualname__
     try:
-        return decorator(cache=True)(function)
-    except RuntimeError:  # no directory for a cache: a read-only file system
+        key = _digest(repr((_processor(), variant)).encode())
+        function.__qualname__ = f"{name}-{_SOURCES}-{key}"
+        made = decorator(cache=True)(function)
+    except (
+        RuntimeError
+    ):  # no directory for a cache: a read-only file system; or LLVM can't tell the processor
         return decorator()(function)
+    _remove_outdated(made)
+    return made
+
+
+@functools.cache
+def _remove_outdated_in(directory: Path) -> None:
+    """Remove code of other sources: each installation would leave its own for ever. One that is in use beside this one, as
+    in a rolling update, is younger than a day, or compiles again at its next start; numba reads a file at once, and takes
+    one that is gone for none."""
+    own, before = f"-{_SOURCES}-", time.time() - OUTDATED_SECONDS
+    for file in directory.glob("cpu_*.nb[ic]"):
+        if own not in file.name and _NAMED.search(file.name):
+            with contextlib.suppress(OSError):  # another process has removed it
+                if file.stat().st_mtime < before:
+                    file.unlink()
+
+
+def _remove_outdated(made: Any) -> None:
+    if (path := getattr(made._cache, "cache_path", None)) is not None:
+        with contextlib.suppress(OSError):
+            _remove_outdated_in(Path(path))
 
 
 def digest_of_sources(engine: Path) -> str:

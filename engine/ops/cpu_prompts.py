@@ -158,10 +158,13 @@ def _begin(q, q_stride, height, dim, queries, mixed, state, sink):
     for i in range(height * dim):
         sums[i] = np.float32(0.0)
     tops, sums = floats(state), floats(state + 12 * TILE_ROWS)
+    base, weight = max(sink, LOWEST), np.float32(1.0) if sink > LOWEST else np.float32(0.0)
     for i in range(TILE_ROWS):
-        tops[i] = max(sink, LOWEST)
+        tops[i] = base
     for i in range(height * 16):
-        sums[i] = np.float32(1.0) if sink > LOWEST and i % 16 == 0 else np.float32(0.0)
+        sums[i] = np.float32(0.0)
+    for i in range(height):
+        sums[i * 16] = weight
 
 
 @compiled

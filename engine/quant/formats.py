@@ -86,7 +86,9 @@ FORMATS: dict[str, Format] = {
     ),
     MXFP4: Format("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
     MXFP4_EXPERTS: Format(
-        "MXFP4 experts as gpt-oss ships them (`quant_method` mxfp4)", _expanded(), "transformers 5.23.0"
+        "MXFP4 experts as gpt-oss ships them (`quant_method` mxfp4)",
+        dict.fromkeys(DEVICES, DTYPE),
+        "transformers 5.23.0",
     ),
 }
 # quant_method → its common name
@@ -319,11 +321,15 @@ def _group_size(where: str, found: Any) -> int:
 
 def _block(where: str, found: Any) -> tuple[int, int]:
     sizes = found.split("x") if isinstance(found, str) else found
-    if isinstance(sizes, Sequence) and len(sizes) == 2 and all(str(one).isdecimal() for one in sizes):
-        outputs, inputs = map(int, sizes)
-        if outputs in _SIZES and inputs in _SIZES:
-            return outputs, inputs
+    if isinstance(sizes, Sequence) and len(sizes) == 2 and all(map(_is_size, sizes)):
+        return int(sizes[0]), int(sizes[1])
     raise _refused(f"{where} = {_shown(found)}")
+
+
+def _is_size(one: Any) -> bool:
+    if isinstance(one, str):  # Python converts no text of more than 4,300 digits
+        return one.isdecimal() and len(one) <= 10 and int(one) in _SIZES
+    return type(one) is int and one in _SIZES
 
 
 def _check(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
@@ -26,10 +24,13 @@ from engine.model.make_moe import make_moe
 from engine.model.weights import Checkpoint
 from engine.ops.base import OpsShape
 from engine.ops.torch_ops import TorchOps
+from engine.quant import formats
 from engine.quant.formats import FORMATS, MXFP4_EXPERTS
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, run, runners
-from tests.harness.checkpoints import prompt_ids, reference_greedy
+from tests.gpu.models import write
+from tests.harness import mxfp4
+from tests.harness.checkpoints import prompt_ids
 from tests.harness.exactness import assert_greedy
 from tests.harness.live_bytes import taken
 
@@ -56,6 +57,11 @@ PUBLISHED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gpt-oss"), "gpt-oss")
+
+
 def described(path: Path, **changes: Any) -> Path:
     (path / "config.json").write_text(json.dumps({**PUBLISHED, **changes}))
     return path
@@ -70,6 +76,8 @@ def test_the_published_configuration_is_read(tmp_path) -> None:
     assert (model.experts.count, model.experts.per_token, model.experts.width) == (32, 4, 2880)
     assert model.quantization is not None and model.quantization.name == MXFP4_EXPERTS
     assert resolved.dtype == "bfloat16", "no key names it"
+    assert formats.computed(model.quantization, "auto", formats.CUDA) == formats.DTYPE
+    assert "CPUs only" in str(formats.computed(model.quantization, "int8", formats.CUDA))
     attention = 2880 * 64 * (64 + 8 + 8 + 64) + 2 * 2880
     experts = 32 * (3 * 2880 * 2880 + 2880)
     assert build.weight_bytes(model, EngineConfig(model=tmp_path, dtype="bfloat16")) == 2 * (
@@ -102,25 +110,16 @@ def test_what_is_not_computed_is_refused(changes, field, tmp_path) -> None:
     assert caught.value.field == field
 
 
-def rewritten(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None], **keys: Any) -> Path:
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    raw = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**raw, **keys}))
-    return target
-
-
 def answer(model: Path, ranks: int = 1, **settings: Any) -> list[int]:
     with runners(model, ranks, **settings) as made:
         found: list[int] = run(engine_of(made[0]), EngineRequest("r", prompt_ids(70), GREEDY)).tokens["r", 0]
     return found
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("sdpa", marks=pytest.mark.long)])
-def test_sinks_decide_tokens(backend, checkpoint, tmp_path) -> None:
-    """An engine that ignores them gives what these tensors give: no sink has any weight."""
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_sinks_decide_tokens(backend, model, tmp_path) -> None:
+    """An engine that ignores them gives what these tensors give: no sink has any weight. That the others are right is
+    compared in test_parity.py."""
 
     def remove(tensors: dict[str, Tensor]) -> None:
         sinks = [name for name in tensors if name.endswith("self_attn.sinks")]
@@ -128,10 +127,9 @@ def test_sinks_decide_tokens(backend, checkpoint, tmp_path) -> None:
         for name in sinks:
             tensors[name].fill_(-math.inf)
 
-    model = checkpoint("gpt-oss")
-    expected = reference_greedy(model, prompt_ids(70), GREEDY.max_tokens)
-    without = answer(rewritten(model, tmp_path / "without", remove), attention_backend=backend)
-    assert sum(one != other for one, other in zip(without, expected, strict=True)) > GREEDY.max_tokens // 2
+    given = answer(model, attention_backend=backend)
+    without = answer(mxfp4.rewritten(model, tmp_path / "without", remove), attention_backend=backend)
+    assert sum(one != other for one, other in zip(without, given, strict=True)) > GREEDY.max_tokens // 2
 
 
 def linear(weight: Any, bias: Tensor | None, *, split_inputs: bool = False) -> TorchLinear:
@@ -140,41 +138,25 @@ def linear(weight: Any, bias: Tensor | None, *, split_inputs: bool = False) -> T
 
 @pytest.mark.parametrize("whole", [False, True])
 @torch.inference_mode()
-def test_ranks_add_up_to_one(whole, checkpoint) -> None:
+def test_ranks_add_up_to_one(whole, model) -> None:
     """The bias of an expert's second product counts once, on the rank that has the expert, or on the first of all."""
-    model = ModelConfig.read(checkpoint("gpt-oss"))
-    assert model.experts is not None
-    shape = OpsShape(4, 2, 16, 1e-5, model.activation, (), model.swiglu_alpha, model.swiglu_limit)
+    config = ModelConfig.read(model)
+    assert config.experts is not None
+    shape = OpsShape(4, 2, 16, 1e-5, config.activation, (), config.swiglu_alpha, config.swiglu_limit)
     ops = TorchOps(shape, torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(1, 1, 2, 2, 16, 16))
     y, found = torch.randn(20, 64, generator=torch.Generator().manual_seed(1)), []
-    with Checkpoint(checkpoint("gpt-oss"), torch.float32, torch.device("cpu")) as tensors:
+    with Checkpoint(model, torch.float32, torch.device("cpu")) as tensors:
         for size in (1, 2):
             layer = torch.zeros(20, 64)
             for rank in range(size):
-                weights = LayerWeights(model, tensors, rank, size)
-                own = ExpertWeights(weights, model.experts, 64, "layers.1.", rank, size, whole=whole)
-                layer += make_moe(model.experts, own, linear)(y, ops.gate)
+                weights = LayerWeights(config, tensors, rank, size)
+                own = ExpertWeights(weights, config.experts, 64, "layers.1.", rank, size, whole=whole)
+                layer += make_moe(config.experts, own, linear)(y, ops.gate)
             found.append(layer)
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
 # --- experts in MXFP4 --------------------------------------------------------------------------------
-
-
-def blocks_of(experts: int, outputs: int, inputs: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Any bytes are numbers of FP4; scales are about those of weights, and include the smallest."""
-    draw = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=draw)
-    scales = torch.randint(121, 124, blocks.shape[:-1], dtype=torch.uint8, generator=draw)
-    scales[0, 0, 0] = 0
-    return blocks, scales
-
-
-def in_mxfp4(tensors: dict[str, Tensor]) -> None:
-    for name in [one for one in tensors if one.endswith("proj") and ".experts." in one]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks, scales = blocks_of(experts, outputs, inputs, seed=len(tensors))
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
 
 
 def expanded(tensors: dict[str, Tensor]) -> None:
@@ -187,18 +169,13 @@ def expanded(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.fixture
-def packed(checkpoint, tmp_path) -> Path:
-    return rewritten(
-        checkpoint("gpt-oss"),
-        tmp_path / "packed",
-        in_mxfp4,
-        quantization_config=PUBLISHED["quantization_config"],
-    )
+def packed(model, tmp_path) -> Path:
+    return mxfp4.packed(model, tmp_path / "packed")
 
 
 def test_experts_in_mxfp4_are_those_of_transformers(packed, tmp_path) -> None:
     """To the last bit, in fp32 and bf16, cut in the middle of groups too: both ranks have 16 of 32 inner values."""
-    plain = rewritten(packed, tmp_path / "plain", expanded, quantization_config=None)
+    plain = mxfp4.rewritten(packed, tmp_path / "plain", expanded, quantization_config=None)
     for dtype in (torch.float32, torch.bfloat16):
         for rank, size in ((0, 1), (0, 2), (1, 2)):
             found = []
@@ -213,17 +190,25 @@ def test_experts_in_mxfp4_are_those_of_transformers(packed, tmp_path) -> None:
             assert found[0][0].shape == (64 // size, 64) and found[0][0].dtype is dtype
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_in_mxfp4_is_served(ranks, packed, tmp_path) -> None:
-    plain = rewritten(packed, tmp_path / "plain", expanded, quantization_config=None)
+    plain = mxfp4.rewritten(packed, tmp_path / "plain", expanded, quantization_config=None)
     found = answer(packed, ranks)
     assert_greedy("MXFP4", plain, prompt_ids(70), found)
     assert FORMATS[MXFP4_EXPERTS].writer
 
 
+def test_an_expert_goes_to_the_device(packed) -> None:
+    quantization = ModelConfig.read(packed).quantization
+    with Checkpoint(packed, torch.bfloat16, torch.device("meta"), quantization=quantization) as tensors:
+        found = tensors.expert("model.layers.0.mlp.experts.down_proj", 6, 64, 32, item=5)
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.bfloat16, (64, 32))
+
+
 def test_an_expert_is_expanded_alone(tmp_path) -> None:
     """Beside the file's mapping no more is in memory than one of 64 experts, and what unpacks a part of it."""
-    blocks, scales = blocks_of(64, 512, 256, seed=1)
+    blocks, scales = mxfp4.blocks_of(64, 512, 256, seed=1)
     save_file({"m_blocks": blocks, "m_scales": scales}, tmp_path / "model.safetensors")
     quantization = ModelConfig.read(described(tmp_path)).quantization
     with Checkpoint(tmp_path, torch.bfloat16, torch.device("cpu"), quantization=quantization) as tensors:
@@ -248,6 +233,6 @@ def test_experts_that_do_not_fit_are_named(tensor, value, says, packed, tmp_path
         if value is not None:
             tensors[f"model.layers.0.mlp.experts.{tensor}"] = value
 
-    damaged = rewritten(packed, tmp_path / "damaged", damage)
+    damaged = mxfp4.rewritten(packed, tmp_path / "damaged", damage)
     with pytest.raises(ModelError, match=says):
         build.load_model(EngineConfig(model=damaged, kv_memory_bytes=4 << 20))

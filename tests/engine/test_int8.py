@@ -428,7 +428,6 @@ def group(part: str, **changes: object) -> dict[str, object]:
     ("changes", "says"),
     [
         ({"quant_method": "fbgemm_fp8"}, r"FP8 \(FBGEMM\) is not supported"),
-        ({"quant_method": "mxfp4"}, "MXFP4 with quant_method mxfp4"),
         ({"quant_method": "new"}, "quant_method 'new' is not supported"),
         ({"format": "nvfp4-pack-quantized"}, "NVFP4, compressed-tensors' format 'nvfp4-pack-quantized'"),
         ({"format": "mixed-precision"}, "format 'mixed-precision'"),
