@@ -63,9 +63,9 @@ async def test_parts_are_no_larger_than_their_transport_carries_well(transport, 
 
 
 def test_cards_have_larger_parts_unless_others_are_given():
-    sizes = TransferConfig().on_cards()
+    sizes = TransferConfig().for_gpus()
     assert (sizes.slot_bytes, sizes.part_bytes, sizes.staging_bytes) == (16 << 20, 16 << 20, 256 << 20)
-    given = TransferConfig(slot_bytes=1 << 20, transport="grpc").on_cards()
+    given = TransferConfig(slot_bytes=1 << 20, transport="grpc").for_gpus()
     assert (given.slot_bytes, given.part_bytes, given.transport) == (1 << 20, 16 << 20, "grpc")
     TransferConfig.model_validate(sizes.model_dump())
 
