@@ -67,8 +67,10 @@ def why_not(
     if needs.caps and name not in WITH_FEATURES:
         return f"does not cap scores, as this model needs; {', '.join(WITH_FEATURES)} do"
     if needs.sinks and name not in WITH_FEATURES:
-        return f"has no attention sinks, which this model needs; {', '.join(WITH_FEATURES)} have them, and auto chooses
-        one of these"
+        able = ", ".join(WITH_FEATURES)
+        return (
+            f"has no attention sinks, which this model needs; {able} have them, and auto chooses one of these"
+        )
     if name == "sdpa":
         return ""
     if name == "cpu":

@@ -80,8 +80,8 @@ def table() -> str:
     lines += ["", *formats_table()]
     lines += [
         "",
-        f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}; for gpt-oss, clamped SwiGLU. The attention
-        backends " f"{', '.join(f'`{name}`' for name in WITH_FEATURES)} implement",
+        f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}; for gpt-oss, clamped SwiGLU. "
+        f"The attention backends {', '.join(f'`{name}`' for name in WITH_FEATURES)} implement",
         "soft caps of scores (Gemma 2) and attention sinks (gpt-oss); other backends are refused for these models.",
     ]
     return "\n".join(lines)
