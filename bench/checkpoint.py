@@ -85,7 +85,7 @@ def write(directory: Path, shape: ModelShape = SHAPE, seed: int = 0) -> Path:
 
 
 def write_model(directory: Path, shape: ModelShape, seed: int = 0, device: str = "cpu") -> Path:
-    """Write what an engine needs: no tokenizer. `device` draws the weights."""
+    """Write what an engine needs: no tokenizer. The weights are drawn on `device`."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", _config(shape))
     _write_json(directory / "generation_config.json", {"eos_token_id": shape.vocab - 1})

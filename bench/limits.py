@@ -30,8 +30,8 @@ from bench.figures import Figure, Section, median_of
 from kv_transfer.memory import aligned_bytes
 
 READ_BYTES = 512 << 20
-CARD_READ_BYTES = 4 << 30  # of a card: far more than its cache, and long beside a launch
-CARD_CALLS = 10
+GPU_READ_BYTES = 4 << 30  # far more than a GPU's cache, and far longer than a launch
+GPU_CALLS = 10
 COPY_BYTES = 64 << 20
 COPY_PART_BYTES = 4 << 20
 PROMPT_TOKENS = 2048
@@ -70,8 +70,8 @@ def measure(repeats: int = 7) -> Limits:
 def read_rate(repeats: int, device: str = "cpu") -> float:
     """Bytes per second. On a CPU they lie in huge pages, as weights do."""
     if device != "cpu":
-        on_card = torch.ones(CARD_READ_BYTES // 4, device=device)
-        return CARD_READ_BYTES / median_of(timed(on_card.sum, device), repeats)
+        on_gpu = torch.ones(GPU_READ_BYTES // 4, device=device)
+        return GPU_READ_BYTES / median_of(timed(on_gpu.sum, device), repeats)
     data = aligned_bytes(READ_BYTES).view(torch.float32).fill_(1.0)
     ways: list[Callable[[], Any]] = [data.sum]
     libc: Any = ctypes.CDLL(None)
@@ -181,9 +181,10 @@ def write_to(
 
 
 def timed(work: Callable[[], Any], device: str = "cpu") -> Callable[[], float]:
-    """Measures seconds of one call. On a card: of several in line, so that it never waits for a launch."""
+    """Return a function that measures the seconds of one call of `work`. On a GPU they are the mean of GPU_CALLS calls
+    that are queued at once, so that launches take no part of them."""
     if device != "cpu":
-        return lambda: _seconds_on_card(work)
+        return lambda: _seconds_on_gpu(work)
 
     def run() -> float:
         began = time.perf_counter()
@@ -193,11 +194,11 @@ def timed(work: Callable[[], Any], device: str = "cpu") -> Callable[[], float]:
     return run
 
 
-def _seconds_on_card(work: Callable[[], Any]) -> float:
+def _seconds_on_gpu(work: Callable[[], Any]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
-    for _ in range(CARD_CALLS):
+    for _ in range(GPU_CALLS):
         work()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / CARD_CALLS
+    return float(begin.elapsed_time(end)) / 1e3 / GPU_CALLS

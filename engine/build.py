@@ -16,7 +16,7 @@ from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
-from engine.layers.linear import CardLinear, Linear, MakeLinear, PanelLinear, TorchLinear, Weight
+from engine.layers.linear import CudaLinear, Linear, MakeLinear, PanelLinear, TorchLinear, Weight
 from engine.model import shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -79,13 +79,13 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return math.prod(shape) * _DTYPES[config.dtype].itemsize
 
 
-def weight_bytes(model: ModelConfig, config: EngineConfig, *, own_head: bool = False) -> int:
-    """Bytes of one rank's share of the weights as they are computed with; biases are left out. `own_head`: the output
-    head differs from the embedding, though the configuration ties them."""
+def weight_bytes(model: ModelConfig, config: EngineConfig, *, untied_head: bool = False) -> int:
+    """Bytes of one rank's share of the weights as they are computed with; biases are left out. `untied_head`:
+    the stored output head differs from the embedding, although the configuration ties them."""
     sizes = shares.most_weights(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
     width, hidden = _DTYPES[config.dtype].itemsize, model.hidden_size
     kept = (sizes.kept + sizes.vocabulary * hidden) * width
-    head = 0 if model.tie_embeddings and not own_head else sizes.vocabulary * hidden * width
+    head = 0 if model.tie_embeddings and not untied_head else sizes.vocabulary * hidden * width
     if not formats.is_int8(model.quantization, config.quantization):
         return kept + sizes.matrices * width + head
     # The embedding, the norms and the routers stay as they are, so does the output head of most stored checkpoints; in
@@ -95,15 +95,15 @@ def weight_bytes(model: ModelConfig, config: EngineConfig, *, own_head: bool = F
     return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
 
 
-def _weights_line(model: ModelConfig, config: EngineConfig, own_head: bool) -> str:
+def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -> str:
     """For the log, before the weights are loaded: the bytes that they will take."""
-    line = f"weights take {weight_bytes(model, config, own_head=own_head)} bytes on each rank"
+    line = f"weights take {weight_bytes(model, config, untied_head=untied_head)} bytes on each rank"
     if model.quantization is None:
         return line
     line += f", stored as {model.quantization.title}"
     if formats.is_int8(model.quantization, config.quantization):
         return line
-    if model.experts is not None:  # which are not served in int8
+    if model.experts is not None:  # int8 is refused for them
         return f"{line}, expanded to {config.dtype} while loading"
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
     return f"{line}, expanded to {config.dtype} while loading ({less} with quantization int8)"
@@ -150,7 +150,7 @@ def _choose_backend(
     chosen: list[str] = []
 
     def choose() -> None:
-        needs = registry.Needs(caps=model.attention_cap > 0, sinks=model.family.sinks)
+        needs = registry.Features(caps=model.attention_cap > 0, sinks=model.family.sinks)
         chosen.append(
             registry.choose(config.attention_backend, device, dtype, model.head_dim, config.page_size, needs)
         )
@@ -197,9 +197,9 @@ def load_model(
         torch.set_num_threads(resolved.threads)
     memory, size = memory or memory_of(device), block_bytes(model, resolved)
     with Checkpoint(config.model, dtype, CPU, quantization=model.quantization) as stored:
-        own_head = LayerWeights(model, stored, 0, 1).has_own_head()
-    tell(_weights_line(model, resolved, own_head))
-    weights = weight_bytes(model, resolved, own_head=own_head)
+        untied_head = LayerWeights(model, stored, 0, 1).has_untied_head()
+    tell(_weights_line(model, resolved, untied_head))
+    weights = weight_bytes(model, resolved, untied_head=untied_head)
     kv_cache.check_before_load(resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size))
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
@@ -313,12 +313,13 @@ def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGr
 
 
 def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
-    """Our own product if this CPU has the instruction for it, and then torch's operations need no second thread; on cards
-    our own for single rows, where Triton's kernels run."""
+    """The kind of linear layer for plain weights: our own product if this CPU has the instruction for it, and then torch's
+    operations need no second thread; on CUDA our own for single rows if Triton works, which attention by `triton`
+    shows."""
     if _DTYPES[config.dtype] is not torch.bfloat16:
         return _torch_linear
     if config.attention_backend == "triton":
-        return _card_linear
+        return _cuda_linear
     if not isinstance(team, KernelTeam):
         return _torch_linear
     from engine.ops import cpu_products
@@ -336,9 +337,9 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
     return make
 
 
-def _card_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
+def _cuda_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
     assert isinstance(weight, Tensor), "only plain weights come here"
-    return CardLinear(weight, bias)
+    return CudaLinear(weight, bias)
 
 
 def _torch_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:

@@ -28,7 +28,7 @@ from cluster.security.tls import ClientTls, Peers, make_identity
 RECOMPUTE_LIMIT_TOKENS = 256
 # Prefill steps may be long; a decode worker that prefills delays its running batch by one chunk at most.
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
-DRAFTS = ("speculation", "speculative_tokens")
+DRAFT_SETTINGS = ("speculation", "speculative_tokens")
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
 SECTIONS = ("router", "worker", *ROLES)
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
@@ -288,11 +288,11 @@ class UpOptions(Frozen):
 
 
 def _without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings for both roles, but for those of speculation, which is of decode workers."""
+    """Return settings of both roles without those of speculation, which prefill workers refuse."""
     engine = settings.get("engine")
     if not isinstance(engine, Mapping):
         return settings
-    return {**settings, "engine": {name: engine[name] for name in engine if name not in DRAFTS}}
+    return {**settings, "engine": {name: engine[name] for name in engine if name not in DRAFT_SETTINGS}}
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,10 +132,10 @@ class EngineBench:
 
     def _decode(self, batch: int) -> Decode:
         prompt = 128 if batch > 1 else 16
-        for_prompts = batch * prompt // self._engine._runner.config.max_batch_tokens
+        prompt_steps = batch * prompt // self._engine._runner.config.max_batch_tokens
         for _ in range(batch):
-            self._add(prompt, for_prompts + WARM_STEPS + DECODE_STEPS + 4)
-        for _ in range(for_prompts + WARM_STEPS):
+            self._add(prompt, prompt_steps + WARM_STEPS + DECODE_STEPS + 4)
+        for _ in range(prompt_steps + WARM_STEPS):
             self._engine.step()
         self._forward_seconds = 0.0
         steps = [self._timed_step() for _ in range(DECODE_STEPS)]

@@ -128,7 +128,7 @@ class EngineConfig(Frozen):
 
     @property
     def most_drafts(self) -> int:
-        """Of a request in a step."""
+        """Most draft tokens of a request in a step; 0 without speculation."""
         return 0 if self.speculation == "none" else self.speculative_tokens or 4
 
     @model_validator(mode="after")
@@ -163,10 +163,9 @@ class EngineConfig(Frozen):
 
 SLOT_MULTIPLE = 1 << 8  # keeps every slot aligned
 MAX_SLOT_BYTES = 32 << 20  # leaves room for what surrounds a part in a gRPC message
-# Of hand-offs between cards, where nothing else is set: a part of 4 MiB is copied in microseconds, so that messages, polls
-# and launches would take most of its time. 2,048 tokens of an 8 B model on an H100: 43 ms were left after prefill with
-# parts of 4 MiB, 4 ms with these.
-CARD_TRANSFER = {
+# Defaults of workers on GPUs (docs/adr/0150). A GPU copies a part of 4 MiB in microseconds, so messages, polls and
+# launches would take most of a hand-off's time.
+GPU_TRANSFER = {
     "slot_bytes": 16 << 20,
     "part_bytes": 16 << 20,
     "staging_bytes": 256 << 20,
@@ -190,22 +189,22 @@ class TransferConfig(Frozen):
         pattern=r"^(\d+-\d+)?$",
         description="ports that NIXL may listen on over TCP, e.g. 41000-41063 (for firewalls); default: any",
     )
-    ring_bytes: Bytes = Field(128 << 20, ge=1 << 16, description="landing ring of one rank; on cards 256 MiB")
+    ring_bytes: Bytes = Field(128 << 20, ge=1 << 16, description="landing ring of one rank; on GPUs 256 MiB")
     ring_max_bytes: Bytes = Field(
-        512 << 20, description="limit of the ring's growth while slots are quarantined; on cards 1 GiB"
+        512 << 20, description="limit of the ring's growth while slots are quarantined; on GPUs 1 GiB"
     )
     slot_bytes: Bytes = Field(
         4 << 20,
         ge=1 << 12,
         le=MAX_SLOT_BYTES,
         multiple_of=SLOT_MULTIPLE,
-        description="one landing slot; the largest part, but over gRPC 4 MiB; on cards 16 MiB",
+        description="one landing slot; the largest part, but over gRPC 4 MiB; on GPUs 16 MiB",
     )
     part_bytes: Bytes = Field(
-        4 << 20, ge=1 << 12, description="a part is sent as soon as this much is computed; on cards 16 MiB"
+        4 << 20, ge=1 << 12, description="a part is sent as soon as this much is computed; on GPUs 16 MiB"
     )
     staging_bytes: Bytes = Field(
-        64 << 20, ge=1 << 16, description="send staging of one rank; on cards 256 MiB"
+        64 << 20, ge=1 << 16, description="send staging of one rank; on GPUs 256 MiB"
     )
     digests: Literal["off", "sample", "all"] = Field(
         "all", description="parts whose bytes are verified on arrival; sample: a share, digest_sample_share"
@@ -228,12 +227,12 @@ class TransferConfig(Frozen):
         """Without the sizes that nobody gave: the worker that reads this chooses its device's."""
         written: dict[str, Any] = write(self)
         given = self.model_fields_set
-        return {name: value for name, value in written.items() if name not in CARD_TRANSFER or name in given}
+        return {name: value for name, value in written.items() if name not in GPU_TRANSFER or name in given}
 
-    def on_cards(self) -> TransferConfig:
-        """With the sizes for cards, but for those that were given, and such that a given ring holds four slots and a given
+    def for_gpus(self) -> TransferConfig:
+        """With the sizes for GPUs, but for those that were given, and such that a given ring holds four slots and a given
         staging two."""
-        given, sizes = self.model_fields_set, dict(CARD_TRANSFER)
+        given, sizes = self.model_fields_set, dict(GPU_TRANSFER)
         for name, slots in (("ring_bytes", 4), ("ring_max_bytes", 4), ("staging_bytes", 2)):
             if name in given:
                 most = max(getattr(self, name) // slots, self.slot_bytes) // SLOT_MULTIPLE * SLOT_MULTIPLE

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-MOST_PENDING_CALLS = 1 << 16  # a higher bound would bound nothing: a call that waits takes kilobytes
+MOST_PENDING_CALLS = (
+    1 << 16
+)  # a waiting call takes kilobytes of memory, so a higher bound would not protect it
 
 
 def pending_calls(always: int) -> list[tuple[str, int]]:
-    """Channel arguments of a server that refuses no call while fewer than `always` wait (at most 65,536), and lets a
-    quarter more wait at most.
+    """Channel arguments of a server that refuses no call while fewer than `always` wait, and lets at most a quarter more
+    wait. `always` above MOST_PENDING_CALLS counts as that.
 
     gRPC for Python accepts calls one by one, so a flood makes every other call wait for its whole queue. gRPC's own values
     are 1,000 and 3,000; between the two it refuses at random, more often the more calls wait. A refused call ends with

@@ -22,7 +22,8 @@ class AttentionShape:
     windows: tuple[int, ...]  # per layer; 0 = full attention
     scale: float | None = None  # of scores; None: 1 / √head_dim
     cap: float = 0.0  # scores become cap · tanh(score / cap); 0 = none
-    # float32 [layers, heads]: logits that take part in the sum of each softmax, as of a key whose value is 0; None: none
+    # Attention sinks, float32 [layers, heads]: a logit that each softmax has beside its scores, as of a key whose value is
+    # 0; None: the model has none
     sinks: Tensor | None = field(default=None, compare=False)
 
     @property

@@ -51,7 +51,7 @@ class PagedCpuBackend(SdpaBackend):
             step.singles.data_ptr(), step.cu_q.data_ptr(), step.rows.data_ptr(), step.ends.data_ptr(),
             table.data_ptr(), table.stride(0),
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), s.num_kv_heads, self._group,
-            s.page_size, s.windows[layer], bits_of(self._scale), bits_of(s.cap), _at(self._sinks(layer)),
+            s.page_size, s.windows[layer], bits_of(self._scale), bits_of(s.cap), _address(self._sinks(layer)),
         )  # fmt: skip
         return jobs.ATTEND, step.num_singles * s.num_kv_heads, at
 
@@ -76,17 +76,17 @@ class PagedCpuBackend(SdpaBackend):
         strides = (keys.stride(0) * size, keys.stride(1) * size)  # values have the same
         run(jobs.PACK_HEADS, s.num_kv_heads, (keys.data_ptr(), values.data_ptr(), *strides, tokens, panels))
         at = (q.data_ptr(), q.stride(0) * size, out.data_ptr(), out.stride(0) * size, rows, begin, tokens)
-        how = (self._group, window, bits_of(self._scale), panels, int(self._amx), _at(sinks))
+        how = (self._group, window, bits_of(self._scale), panels, int(self._amx), _address(sinks))
         run(jobs.ATTEND_PROMPT, s.num_heads, (*at, *how))
         return None
 
     def _weights(self, scores: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
         """In place, without computing hidden keys (torch's softmax and mask take twice the time)."""
         rows = piece.rows.stop - piece.rows.start
-        self._softmax(scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window, _at(sinks))
+        self._softmax(scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window, _address(sinks))
         return scores
 
 
-def _at(sinks: Tensor | None) -> int:
-    """The address of a layer's sinks, or of a KV head's; 0: the model has none."""
+def _address(sinks: Tensor | None) -> int:
+    """The address of float32 sinks [heads] for the kernels; 0: the model has none."""
     return 0 if sinks is None else sinks.data_ptr()

@@ -34,8 +34,8 @@ def why_not(
     capped: bool = False,
     sinks: bool = False,
 ) -> str:
-    """Return why the backend cannot be used, or "" if it works. `make` imports it and its kernel; `capped`: it has to cap
-    scores; `sinks`: to have attention sinks."""
+    """Return why the backend cannot be used, or "" if it works. `make` imports it and its kernel; `capped` and
+    `sinks`: it is called with a cap of scores, and with attention sinks."""
     try:
         backend = make()
         for window in (0, page_size // 2):

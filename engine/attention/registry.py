@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 PAGED = ("triton", "flash", "varlen")  # on CUDA
 NAMES = ("cpu", *PAGED, "sdpa")  # in the order in which "auto" tries them; sdpa runs everywhere
 MAX_HEAD_DIM = 256
-OWN = ("cpu", "sdpa", "triton")  # those that compute what only some families need
+WITH_FEATURES = ("cpu", "sdpa", "triton")  # those that implement all of `Features`
 
 
-class Needs(NamedTuple):
-    """What a family's attention has that not all backends compute."""
+class Features(NamedTuple):
+    """Features of a family's attention that only some backends implement."""
 
-    caps: bool = False  # of scores (Gemma 2)
-    sinks: bool = False  # in the sum of the softmax (gpt-oss)
+    caps: bool = False  # soft caps of scores (Gemma 2)
+    sinks: bool = False  # attention sinks (gpt-oss)
 
 
-NOTHING = Needs()
+NO_FEATURES = Features()
 
 
 def choose(
@@ -38,9 +38,9 @@ def choose(
     dtype: torch.dtype,
     head_dim: int,
     page_size: int,
-    needs: Needs = NOTHING,
+    needs: Features = NO_FEATURES,
 ) -> str:
-    """The backend's name, "auto" resolved.
+    """Return the backend's name, "auto" resolved. `needs`: the features that the model needs.
 
     Raises ConfigError for a name that is unknown or can't run here.
     """
@@ -61,13 +61,16 @@ def why_not(
     dtype: torch.dtype,
     head_dim: int,
     page_size: int,
-    needs: Needs = NOTHING,
+    needs: Features = NO_FEATURES,
 ) -> str:
     """Why this backend can't be used here; empty if it can."""
-    if needs.caps and name not in OWN:
-        return f"does not cap scores, as this model needs; {', '.join(OWN)} do"
-    if needs.sinks and name not in OWN:
-        return f"has no attention sinks, which this model needs; {', '.join(OWN)} have, and auto chooses one"
+    if needs.caps and name not in WITH_FEATURES:
+        return f"does not cap scores, as this model needs; {', '.join(WITH_FEATURES)} do"
+    if needs.sinks and name not in WITH_FEATURES:
+        able = ", ".join(WITH_FEATURES)
+        return (
+            f"has no attention sinks, which this model needs; {able} have them, and auto chooses one of these"
+        )
     if name == "sdpa":
         return ""
     if name == "cpu":
@@ -102,7 +105,7 @@ def _flash_refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int)
 
 @cache
 def _probe(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, needs: Needs
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, needs: Features
 ) -> str:
     """Why a call of the kernel fails or gives wrong output; "" if it works."""
     from engine.attention import probe

@@ -195,8 +195,8 @@ class SdpaBackend:
         return Piece(slice(row, stop), slice(low, last), first - low, window)
 
     def _weights(self, scores: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
-        """Softmax over the keys that each row of [group · rows, keys] may see; scores may be overwritten. `sinks`: of
-        the group's heads."""
+        """Softmax over the keys that each row of [group · rows, keys] may see; scores may be overwritten. `sinks`
+        [group]: those of its heads."""
         # Without a window only the last square of keys has something to hide.
         masked = 0 if piece.window else piece.offset
         rows = piece.rows.stop - piece.rows.start
@@ -218,7 +218,8 @@ class SdpaBackend:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension, where `sinks` has one entry: it takes part in the sum and is not in the result."""
+    """Softmax over the last dimension. `sinks` [..., 1]: a further logit of each row, whose weight is left out of the
+    result."""
     if sinks is None:
         return torch.softmax(scores, -1)
     return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)), -1), -1)[..., :-1]

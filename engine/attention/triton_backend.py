@@ -16,10 +16,10 @@ from engine.step_buffers import StepBuffers
 
 NO_WINDOW = 1 << 30  # more than any context
 SPLIT = 256  # keys of a split at least
-# Programs for one sequence of one token, if it is long: about two for each multiprocessor of a large card.
+# Programs for one sequence of one token, if it is long: about two for each multiprocessor of a large GPU.
 PROGRAMS = 256
-# Programs of a step of single tokens: as many as a large card runs at once, and some in line. Where sequences have more
-# splits, their programs take several; more programs would find nothing to do where contexts are short.
+# Programs of a step of single tokens: somewhat more than a large GPU runs at once. If there are more splits than that,
+# each program computes several. Grids are sized for the longest context, so with more programs most would have no split.
 STEP_PROGRAMS = 2048
 
 
@@ -48,8 +48,8 @@ def _float32_tiles(group: int, warps: int) -> Tiles:
 
 
 def prompt_tiles(dtype: torch.dtype, head_dim: int, group: int, *, hopper: bool) -> Tiles:
-    """`hopper`: on sm_90, where they are the fastest of those measured on an H100 at 2,048 and 8,192 tokens. Products of
-    older cards need more registers."""
+    """Tiles of prompt attention. `hopper`: for sm_90, where these are the fastest of those measured on an H100 at 2,048
+    and 8,192 tokens. On older GPUs products need more registers."""
     width = width_of(head_dim)
     if dtype is torch.float32:
         return _float32_tiles(group, 8 if width > 128 else 4)
@@ -60,7 +60,8 @@ def prompt_tiles(dtype: torch.dtype, head_dim: int, group: int, *, hopper: bool)
 
 
 def token_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
-    """The fastest of those measured on an H100 with 1 to 256 sequences of 64 to 32,768 tokens."""
+    """Tiles of token attention: the fastest of those measured on an H100 with 1 to 256 sequences of 64 to 32,768
+    tokens."""
     width = width_of(head_dim)
     if dtype is torch.float32:
         return _float32_tiles(group, 8 if width > 64 else 4)
@@ -99,7 +100,7 @@ class TritonBackend:
             "CAP": shape.cap * kernels.LOG2_E.value,
             "SINKS": shape.sinks is not None,
         }
-        # Kernels of models without sinks do not read theirs
+        # A model without sinks has one row that its kernels do not read
         self._sinks = kv_cache.new_zeros(1, 1, dtype=torch.float32) if shape.sinks is None else shape.sinks
         self._scale = shape.softmax_scale * kernels.LOG2_E.value
         self._step: StepBuffers | None = None
@@ -128,6 +129,7 @@ class TritonBackend:
         return self._shape.windows[layer] or NO_WINDOW
 
     def _sinks_of(self, layer: int) -> Tensor:
+        """float32 [heads]."""
         return self._sinks[layer % len(self._sinks)]
 
     def _places(self, layer: int, q: Tensor, table: Tensor) -> tuple[Tensor, tuple[int, ...]]:

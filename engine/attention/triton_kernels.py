@@ -1,8 +1,8 @@
 """Paged attention for CUDA. Importing it needs Triton.
 
     prompts   a program per tile of one sequence's tokens and KV head: all keys that the tile sees, block by block
-    tokens    a sequence of one token has splits of its keys, by KV head, and programs that take them in turn: a partial
-              result each; the program that arrives last merges them, in their order
+    tokens    for items of one token: the keys are split, and a few programs per item and KV head compute the splits in
+              turn, a partial result each; the program that ends last merges them in the order of the splits
 
 What a token gets depends on its own sequence only: how keys are split follows from their number, tiles begin with their
 item, and key blocks lie at multiples of their size. Queries of a KV head's group are rows of one product.
@@ -26,12 +26,13 @@ def operand(x):
 
 
 @triton.jit
-def see_block(
+def attend_block(
     q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [start, start + KEYS). Without MASKED every row sees each of them, and all are the sequence's own."""
+    """One step of attend_keys, over keys [start, start + KEYS); returns its three results. MASKED: rows see only some of
+    these keys, or some are behind the sequence's last."""
     key = start + tl.arange(0, KEYS)
     column = tl.arange(0, WIDTH)
     there = key < last
@@ -69,13 +70,13 @@ def see_block(
 
 
 @triton.jit
-def see_keys(
+def attend_keys(
     q, keys, values, table, first, last, at, oldest, nearest, scale, block_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAP: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Walk over keys [first, last) of the sequence in this row of the table. q [ROWS, WIDTH]; row r sees [oldest, at];
-    `nearest` is the least `at`. Scores are binary logarithms; with a CAP they become CAP · tanh(score / CAP).
+    `nearest` is the smallest `at`. Scores are binary logarithms; with a CAP they become CAP · tanh(score / CAP).
 
     Returns the weighted values, not divided yet; the largest score; the sum of weights. Of the last block only the
     sequence's own keys are read: the rest may hold NaN.
@@ -85,15 +86,15 @@ def see_keys(
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     edge = first
     if not WINDOWED:
-        # Without a window all rows see the blocks before the nearest row's: no comparisons there.
+        # Without a window, every row sees all keys up to `nearest`: whole blocks of them need no mask.
         edge = first + tl.maximum(tl.minimum(nearest + 1, last) - first, 0) // KEYS * KEYS
         for start in range(first, edge, KEYS):
-            mixed, largest, weights = see_block(
+            mixed, largest, weights = attend_block(
                 q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
                 DIM, WIDTH, PAGE, KEYS, CAP, False,
             )  # fmt: skip
     for start in range(edge, last, KEYS):
-        mixed, largest, weights = see_block(
+        mixed, largest, weights = attend_block(
             q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
             DIM, WIDTH, PAGE, KEYS, CAP, True,
         )  # fmt: skip
@@ -102,8 +103,9 @@ def see_keys(
 
 @triton.jit
 def sink_weight(sinks, there, largest):
-    """What the logits at `sinks`, of the heads' attention sinks, add to sums of weights relative to the largest scores.
-    Not infinite where these are far below: the result is then 0."""
+    """What attention sinks add to sums of weights. `sinks`: addresses of their logits; `largest`: the rows' largest
+    scores, binary logarithms, to which the weights are relative. It is bounded, so that a sum stays finite where all
+    scores are far below the sink; the row's result is then 0."""
     return tl.exp2(tl.minimum(tl.load(sinks, mask=there, other=0.0) * LOG2_E - largest, 126.0))
 
 
@@ -116,7 +118,7 @@ def attend_prompts(
 ):  # fmt: skip
     """Items of more than one token. `cache`: the layer's keys of the first block. `sinks`: as in sink_weight."""
     tokens: tl.constexpr = ROWS // GROUP  # of a tile
-    # An item's last tiles see most keys: they begin first, so that none of them ends long after the others.
+    # An item's last tiles have the most keys, so they are launched first: otherwise they would end long after the others.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     # Tiles of item i begin at cu_q[i] // tokens + i: as many as there may be. The last item that begins here or before:
     low, high = 0, items
@@ -146,7 +148,7 @@ def attend_prompts(
     last = tl.minimum(end, end - count + done + tokens)
     of_row = table + tl.load(rows + low).to(tl.int64) * table_stride
     of_head = cache + head.to(tl.int64) * (PAGE * DIM)
-    mixed, largest, weights = see_keys(
+    mixed, largest, weights = attend_keys(
         tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, end - count + done, scale,
         block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
     )  # fmt: skip
@@ -201,7 +203,7 @@ def attend_tokens(
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32;
-    arrived [singles, KV heads]: 0 before and after. A sequence's programs take its splits in turn."""
+    arrived [singles, KV heads]: 0 before and after. A sequence's programs compute its splits in turn."""
     single, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     item = tl.load(singles + single)
     end = tl.load(ends + item)
@@ -225,11 +227,11 @@ def attend_tokens(
     heads = tl.num_programs(1) * GROUP
     for split in range(program, count, tl.num_programs(2)):
         first = begin + split * length
-        mixed, largest, weights = see_keys(
+        mixed, largest, weights = attend_keys(
             tile_q, of_head, of_head + value_offset, of_row, first, tl.minimum(first + length, end), position, oldest,
             end - 1, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
         )  # fmt: skip
-        if count == 1:  # what merging it alone would give
+        if count == 1:  # the result of a merge with one split
             if SINKS:
                 weights += sink_weight(sinks + query_head, there, largest)
             at_out = out + ((of_item * heads + query_head) * DIM)[:, None] + column[None, :]

@@ -28,7 +28,7 @@ class BlockPool:
         self._parent: dict[bytes, bytes | None] = {}
         # Least recently used first: the next to be allocated. Blocks without a hash come before all cached ones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._free_cached = 0  # of these, blocks with a hash
+        self._free_cached = 0  # free blocks with a hash
         self._evicted = EvictedChains(self._parent, on_evicted)
 
     @property
@@ -41,7 +41,7 @@ class BlockPool:
 
     @property
     def num_free_uncached(self) -> int:
-        """How many can be allocated without evicting a prefix."""
+        """How many blocks can be allocated without evicting a cached prefix."""
         return len(self._free) - self._free_cached
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:

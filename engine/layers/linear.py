@@ -1,4 +1,4 @@
-"""Linear layers: by torch, by oneDNN's prepacked product, by own kernels."""
+"""Linear layers: by torch, by oneDNN's prepacked product, by our own kernels."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class TorchLinear:
         return out
 
 
-class CardLinear:
-    """bf16 on CUDA: a single row by our own kernel, more by torch. Importing Triton must work."""
+class CudaLinear:
+    """bf16 on CUDA, x [rows, inputs] → [rows, outputs]: one row by our own kernel, which needs Triton, more by torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         from engine.ops.triton_ops import multiply_row

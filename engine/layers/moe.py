@@ -56,7 +56,7 @@ class GroupedMm:
     on_host = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        """[experts, out, in], and [experts, out]."""
+        """`weight` [experts, out, in], `bias` [experts, out]."""
         self._weight, self._bias = weight.transpose(1, 2), bias
 
     def __call__(self, x: Tensor, order: Sorted) -> Tensor:

@@ -58,8 +58,8 @@ class ModelConfig:
     logits_cap: float = 0.0
     logits_divisor: float = 1.0
     qk_norm: str = ""  # as in Family
-    swiglu_alpha: float = 0.0  # of the clamped SwiGLU: what a sigmoid takes is multiplied by it
-    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 0.0  # of the clamped SwiGLU: gate · sigmoid(alpha · gate)
+    swiglu_limit: float = 0.0  # of the clamped SwiGLU: gate and up are clamped to it
     experts: ExpertConfig | None = None
     quantization: StoredFormat | None = None  # of stored matrices
 
@@ -153,11 +153,11 @@ class ModelConfig:
 
 
 def _check_experts(quantization: StoredFormat | None, family: Family) -> None:
-    """Raise ModelError if experts are stored in a format that is not read. One is: gpt-oss's own."""
+    """Raise ModelError for quantised experts, except gpt-oss's in MXFP4, and for that format in any other family."""
     if quantization is None:
         return
-    own = family.experts is not None and family.experts.alternating
-    if own != (quantization.name == MXFP4_EXPERTS) or (family.experts and not own):
+    gpt_oss = family.experts is not None and family.experts.interleaved
+    if gpt_oss != (quantization.name == MXFP4_EXPERTS) or (family.experts and not gpt_oss):
         raise ModelError(
             f"quantised experts ({quantization.title}) are not supported in {family.title}: use the unquantised "
             f"checkpoint",

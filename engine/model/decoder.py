@@ -72,7 +72,7 @@ class Decoder:
         self.final_norm = final_norm
         self.head = linear(weights.head(self._vocab, self.embedding), None)
         self.layers = [self._layer(weights, index, linear) for index in range(c.num_layers)]
-        # float32 [layers, heads] of this rank
+        # Attention sinks, float32 [layers, heads of this rank]
         self.sinks = (
             torch.stack([weights.sinks(f"layers.{index}.") for index in range(c.num_layers)])
             if c.family.sinks

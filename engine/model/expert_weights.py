@@ -1,8 +1,8 @@
 """One rank's share of the tensors of a layer's experts.
 
 Checkpoints have a tensor for each expert and matrix, or one of three dimensions for all experts: [experts, 2 · inner,
-hidden] and [experts, hidden, inner]. gpt-oss has the latter the other way round, [experts, hidden, 2 · inner] and
-[experts, inner, hidden], where gate and up alternate; or both in MXFP4, whose outputs come before its inputs.
+hidden] and [experts, hidden, inner]. gpt-oss has the latter transposed, [experts, hidden, 2 · inner] and [experts,
+inner, hidden], or in MXFP4, which is not transposed; in both its outputs of gate and up are interleaved.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class ExpertWeights:
         return weight.float() if self._config.flags.scores == "sigmoid" else weight
 
     def router_bias(self) -> Tensor | None:
+        """[experts]; None if the family has no biases."""
         flags = self._config.flags
         name = f"{self._at}{flags.names.router}.bias"
         return self._weights.get(name, self._config.count) if flags.biases else None
@@ -62,9 +63,9 @@ class ExpertWeights:
     def gate_up(self, expert: int) -> Tensor:
         """[2 · inner, hidden] of this rank."""
         width, own = self._config.width, self._own
-        if self._config.flags.alternating:
+        if self._config.flags.interleaved:
             both = slice(2 * own.start, 2 * own.stop)
-            return _in_turn(self._matrix("gate_up_proj", expert, 2 * width, self._hidden, rows=both))
+            return _deinterleaved(self._matrix("gate_up_proj", expert, 2 * width, self._hidden, rows=both))
         gate, up, _ = self._config.flags.names.parts
         if not self._fused:
             parts = [
@@ -79,7 +80,7 @@ class ExpertWeights:
     def down(self, expert: int) -> Tensor:
         """[hidden, inner] of this rank."""
         width, own = self._config.width, self._own
-        if self._config.flags.alternating:
+        if self._config.flags.interleaved:
             return self._matrix("down_proj", expert, self._hidden, width, columns=own)
         if not self._fused:
             name = f"{self._at}experts.{expert}.{self._config.flags.names.parts[2]}.weight"
@@ -88,15 +89,16 @@ class ExpertWeights:
         return self._weights.get(f"{self._at}experts.down_proj", *shape, item=expert, columns=own)
 
     def gate_up_bias(self, expert: int) -> Tensor | None:
-        """[2 · inner] of this rank."""
+        """[2 · inner] of this rank; None if the family has no biases."""
         if not self._config.flags.biases:
             return None
         shape, own = (self._config.count, 2 * self._config.width), self._own
         name, rows = f"{self._at}experts.gate_up_proj_bias", slice(2 * own.start, 2 * own.stop)
-        return _in_turn(self._weights.get(name, *shape, item=expert, rows=rows))
+        return _deinterleaved(self._weights.get(name, *shape, item=expert, rows=rows))
 
     def down_bias(self, expert: int) -> Tensor | None:
-        """[hidden], on one of the ranks that have a share of the expert: their results are added."""
+        """[hidden]; None if the family has no biases. Where ranks share an expert, only the first one has its bias,
+        because their results are added."""
         if not self._config.flags.biases or not self._adds_down_bias:
             return None
         name = f"{self._at}experts.down_proj_bias"
@@ -125,7 +127,7 @@ class ExpertWeights:
         rows: slice | None = None,
         columns: slice | None = None,
     ) -> Tensor:
-        """Rows or columns of an expert's matrix, from one tensor for all experts."""
+        """Rows or columns of an expert's matrix [outputs, inputs], from one tensor for all experts."""
         shape = (self._config.count, outputs, inputs)
         return self._weights.expert(
             f"{self._at}experts.{name}", *shape, item=expert, rows=rows, columns=columns
@@ -139,6 +141,6 @@ class ExpertWeights:
         return slice(self._rank * share, (self._rank + 1) * share)
 
 
-def _in_turn(outputs: Tensor) -> Tensor:
-    """Outputs of gate and up in turn → those of gate, then those of up."""
+def _deinterleaved(outputs: Tensor) -> Tensor:
+    """[2 · inner, …]: interleaved outputs of gate and up → those of gate, then those of up."""
     return torch.cat((outputs[::2], outputs[1::2]))

@@ -47,14 +47,14 @@ class ExpertFlags:
     """What distinguishes the families' mixtures of experts; sizes and the rest are keys (experts.py)."""
 
     names: ExpertNames = ExpertNames()
-    # sigmoid: with a correction, by groups of experts; softmax of chosen: over the logits of a token's experts only
+    # sigmoid: with a correction, by groups of experts; softmax of chosen: over the logits of the chosen experts only
     scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
     normed: Literal["always", "by key"] = "by key"  # the weights of a token's experts add up to 1
     rounded: bool = False  # those weights, to the dtype of the products
     shared_gate: bool = False  # of the shared experts' output
     biases: bool = False  # of the router and of the experts' products
-    # Always one tensor for all experts of a layer, inputs before outputs; outputs of gate_up are gate and up in turn.
-    alternating: bool = False
+    # One tensor for all experts of a layer, inputs before outputs unless in MXFP4; gate and up are interleaved (gpt-oss).
+    interleaved: bool = False
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     width_key: str = "moe_intermediate_size"
     layers: Literal["all", "by step", "after the first"] = "all"
@@ -75,7 +75,7 @@ class Family:
     qk_norm_key: str = ""  # which says whether a model has it; "": all have
     windows: Literal["none", "all layers", "last layers", "even layers", "layer_types"] = "none"
     window_every: int = 0  # without layer_types: each layer but every so many-th has a window
-    sinks: bool = False  # a learned logit per head in the sum of each softmax
+    sinks: bool = False  # attention sinks: a learned logit per head beside the scores of each softmax
     norm_offset: bool = False  # norms multiply by 1 + w
     interleaved_rope: bool = False  # neighbours are rotated against each other, not halves
     partial_rotary: bool = False  # by a key, a part of each head
@@ -84,10 +84,10 @@ class Family:
     scaled_embedding: bool = False  # by the root of the hidden size, in the dtype of the weights
     multipliers: bool = False  # Granite's four
     soft_caps: bool = False  # of attention scores and logits, by keys
-    clamped_swiglu: bool = False  # gate and up are clamped, by keys; the activation is then fixed
+    clamped_swiglu: bool = False  # gate and up are clamped, by keys; `activation_key` has one allowed value
     activation_key: str = "hidden_act"
     experts: ExpertFlags | None = None
-    stored_dtype: str = "float32"  # of checkpoints whose configuration does not name it
+    stored_dtype: str = "float32"  # of checkpoints whose config.json has no `dtype`
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()  # keys that checkpoints have and that change nothing in this family
@@ -385,7 +385,7 @@ FAMILIES: Mapping[str, Family] = {
             ExpertNames(router="router"),
             scores="softmax of chosen",
             biases=True,
-            alternating=True,
+            interleaved=True,
             count_keys=("num_local_experts", "num_experts"),
             width_key="intermediate_size",
         ),

@@ -49,8 +49,8 @@ class LayerWeights:
             return embedding
         return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
 
-    def has_own_head(self) -> bool:
-        """Whether a stored head differs from the embedding, though the configuration ties them."""
+    def has_untied_head(self) -> bool:
+        """Whether a stored head differs from the embedding, although the configuration ties them. Reads both in parts."""
         c, name = self._config, self._stored_head()
         if not c.tie_embeddings or name is None:
             return False
@@ -126,7 +126,7 @@ class LayerWeights:
         return self.get(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.output_bias else None
 
     def sinks(self, at: str) -> Tensor:
-        """float32 [heads] of this rank."""
+        """Attention sinks, float32 [heads of this rank]."""
         heads = self._config.num_heads
         own = slice(self._q_rows.start // self._config.head_dim, self._q_rows.stop // self._config.head_dim)
         return self.get(f"{at}self_attn.sinks", heads, rows=own, dtype=torch.float32)
@@ -153,7 +153,7 @@ class LayerWeights:
         return self._checkpoint.matrix(self._prefix + name, *shape, rows=rows, columns=columns)
 
     def expert(self, name: str, *shape: int, **part: Any) -> Tensor:
-        """An expert's matrix; `part` as in Checkpoint.expert."""
+        """An expert's matrix; `shape` and `part` as in Checkpoint.expert."""
         return self._checkpoint.expert(self._prefix + name, *shape, **part)
 
     def _matrices(self, at: str, parts: Sequence[_Rows]) -> list[Weight]:

@@ -55,7 +55,7 @@ def _experts(config: ExpertConfig, weights: ExpertWeights, linear: MakeLinear) -
         stacked = first.new_empty(len(held), *first.shape)
         for index, one in enumerate(held):
             stacked[index] = get(one)
-        added = [one for one in biases if one is not None]  # all or none
+        added = [one for one in biases if one is not None]  # of all experts or of none
         return GroupedMm(stacked, torch.stack(added) if added else None)
 
     held = weights.held

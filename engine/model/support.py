@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.protocol.model_limits import WRAPPERS
-from engine.attention.registry import OWN
+from engine.attention.registry import WITH_FEATURES
 from engine.model.families import ACTIVATIONS, FAMILIES
 from engine.quant import formats
 
@@ -80,9 +80,9 @@ def table() -> str:
     lines += ["", *formats_table()]
     lines += [
         "",
-        f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}. Scores are capped (Gemma 2) "
-        f"and have attention sinks (gpt-oss) by the attention backends {', '.join(f'`{name}`' for name in OWN)}; "
-        f"others are refused for such a model.",
+        f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}; for gpt-oss, clamped SwiGLU. "
+        f"The attention backends {', '.join(f'`{name}`' for name in WITH_FEATURES)} implement",
+        "soft caps of scores (Gemma 2) and attention sinks (gpt-oss); other backends are refused for these models.",
     ]
     return "\n".join(lines)
 

@@ -91,10 +91,10 @@ class Checkpoint:
         rows: slice | None = None,
         columns: slice | None = None,
     ) -> torch.Tensor:
-        """The matrix [outputs, inputs] of one of `count` experts, or rows or columns of it. The tensor has those of all of
-        them, [count, inputs, outputs], or they are stored in MXFP4.
+        """The matrix [outputs, inputs] of expert `item`, or rows or columns of it, from the tensor `name` [count, inputs,
+        outputs] of all experts, or from their form in MXFP4 (`stored.read_expert`).
 
-        Raises ModelError naming the tensor if it is missing or has another shape.
+        Raises ModelError naming the tensor if it is missing or has another shape or type.
         """
         if self._quantization is None or not self.has(f"{name}_blocks"):
             return (

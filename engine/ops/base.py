@@ -34,7 +34,7 @@ class OpsShape:
     norm_eps: float
     activation: str = "silu"  # or "gelu_tanh", "clamped_swiglu"
     table_of_layer: tuple[int, ...] = ()  # which rotary table each layer takes; empty: there is one
-    swiglu_alpha: float = 0.0
+    swiglu_alpha: float = 0.0  # of "clamped_swiglu", as in LayerOps.gate
     swiglu_limit: float = 0.0
 
     def table(self, layer: int) -> int:
@@ -56,7 +56,7 @@ class LayerOps(Protocol):
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """[tokens, 2 · inner] = [gate | up] → activation(gate) · up. "clamped_swiglu": g · sigmoid(alpha · g) · (u + 1),
-        where g = min(gate, limit), and u = up from -limit to limit."""
+        where g = min(gate, limit) and u = max(-limit, min(up, limit))."""
 
     def heads(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

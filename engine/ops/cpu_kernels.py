@@ -95,7 +95,7 @@ def gelu_mul(kind, gate_up, out, first, last, width):
 
 @compiled
 def clamped_swiglu(kind, gate_up, out, first, last, width, alpha, limit):
-    """out = g · sigmoid(alpha · g) · (u + 1), gate g at most `limit`, up u from -limit to limit."""
+    """out = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and u = max(-limit, min(up, limit))."""
     both, ys = ptr(gate_up, kind), ptr(out, kind)
     for row in range(first, last):
         base = row * 2 * width
@@ -287,7 +287,7 @@ def _cap_scores(weights, heads, end, cap):
 @compiled
 def _softmax(weights, heads, begin, end, sinks):
     """Softmax over tokens [begin, end). Earlier tokens get weight 0; later ones have no score and are not read. `sinks`:
-    the address of a float32 logit per head that takes part in the sum; 0: there is none."""
+    the address of the heads' attention sinks, float32 [heads]; 0: the model has none."""
     logits = ptr(sinks, 0.0)
     for head in range(heads):
         whole = weights[head]

@@ -18,7 +18,7 @@ from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 OUTDATED_SECONDS = 86_400.0
-_NAMED = re.compile(r"-[0-9a-f]{16}-\d+\.")  # as `_cached` names code, now or formerly
+_NAMED = re.compile(r"-[0-9a-f]{16}-\d+\.")  # names that `_cached` gives now, or gave in earlier versions
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
@@ -62,7 +62,7 @@ def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant
         made = decorator(cache=True)(function)
     except (
         RuntimeError
-    ):  # no directory for a cache: a read-only file system; or LLVM can't tell the processor
+    ):  # no directory for a cache (a read-only file system), or LLVM can't name the processor
         return decorator()(function)
     _remove_outdated(made)
     return made
@@ -70,9 +70,10 @@ def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant
 
 @functools.cache
 def _remove_outdated_in(directory: Path) -> None:
-    """Remove code of other sources: each installation would leave its own for ever. One that is in use beside this one, as
-    in a rolling update, is younger than a day, or compiles again at its next start; numba reads a file at once, and takes
-    one that is gone for none."""
+    """Remove compiled code of other versions of the sources, which would otherwise stay for ever, once it is a day old.
+
+    Another version may be running beside this one, as in a rolling update. If its code is removed, it compiles again at
+    its next start: numba reads a file as a whole, and compiles where there is none."""
     own, before = f"-{_SOURCES}-", time.time() - OUTDATED_SECONDS
     for file in directory.glob("cpu_*.nb[ic]"):
         if own not in file.name and _NAMED.search(file.name):

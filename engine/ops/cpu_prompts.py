@@ -148,8 +148,8 @@ def _softmax(scores, width, height, weights, scale, state, mixed, dim):
 
 @njit(inline="always")
 def _begin(q, q_stride, height, dim, queries, mixed, state, sink):
-    """Copy the queries of one head: rows of q may be 4 KiB apart, which is one set of the first-level cache. `sink`: the
-    base of each row at first, where its sum is then 1: a sink has weight and no value."""
+    """Copy the queries of one head: rows of q may be 4 KiB apart, which is one set of the first-level cache. `sink`, if
+    it is above LOWEST, is the first maximum of each row, and 1 its first sum: a sink has a weight and no value."""
     for i in range(height):
         source, to = words(q + i * q_stride), words(queries + i * dim * 2)
         for pair in range(dim // 2):
@@ -172,8 +172,8 @@ def attend_prompt(
     q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, amx, sinks, first, last
 ):  # fmt: skip
     """The heads [first, last): `rows` queries each, at least a tile's, the first at position `begin`, of `tokens` keys in
-    `panels`; with AMX or without. `sinks`: the address of a float32 logit per head that takes part in the softmax's sum;
-    0: there is none.
+    `panels`; with AMX or without. `sinks`: the address of the heads' attention sinks, float32 [heads]; 0: the
+    model has none.
 
     q and out are [row, head, dim] with strides in bytes between rows.
     """

@@ -92,7 +92,7 @@ class Sorted:
         return found
 
     def experts(self) -> Tensor:
-        """Of each pair, its expert among the held ones; the last one for pairs of experts that are not held."""
+        """[pairs]: the index of each pair's expert among those held; for an expert that is not held, the last index."""
         at = torch.arange(len(self.pairs), device=self.pairs.device)
         return torch.searchsorted(self.counts.cumsum(0), at, right=True).clamp_(max=len(self.counts) - 1)
 

@@ -30,7 +30,7 @@ def norm_rows(x, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.c
 def gate_rows(
     gate_up, out, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """A program per row and block of columns. With a LIMIT both are clamped, and 1 is added to up."""
+    """A program per row and block of columns. With LIMIT > 0 it is the clamped SwiGLU of LayerOps.gate."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -52,7 +52,8 @@ def gate_rows(
 def multiply_row(
     x, weight, bias, out, outputs, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIASED: tl.constexpr
 ):
-    """A program per ROWS rows of the weight [outputs, inputs], for one row of x: each weight is read once, in order."""
+    """out [1, outputs] = x [1, inputs] times weight [outputs, inputs] transposed. A program per ROWS rows of the weight,
+    which are read once, in order."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     there = row < outputs

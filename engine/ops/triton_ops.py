@@ -12,12 +12,9 @@ from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
 
 GATE_BLOCK = 1024
-HEADS_TOGETHER = 8
-ROW_SIZES = {
-    "ROWS": 2,
-    "COLUMNS": 1024,
-    "num_warps": 4,
-}  # the fastest of twelve for 1B and 8B shapes on an H100
+HEADS_TOGETHER = 8  # of one token, by one program
+# Of multiply_row: the fastest of twelve choices for 1B and 8B shapes on an H100
+ROW_SIZES = {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4}
 # How all kernels are compiled, those of attention as well. Named, because the default differs between versions of Triton.
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -28,8 +25,8 @@ def norm_sizes(width: int) -> dict[str, int]:
 
 
 def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1, inputs] times weight [outputs, inputs] transposed, plus bias, which limits a decode step of one sequence: the
-    weight is read at 0.85 to 1.0 of the memory's rate where cuBLAS reads it at 0.7 to 0.9."""
+    """x [1, inputs] times weight [outputs, inputs] transposed, plus bias [outputs] → [1, outputs]. These products are
+    most of a decode step of one sequence, and read weights faster here than in cuBLAS (docs/results.md)."""
     outputs, inputs = weight.shape
     out = x.new_empty(1, outputs)
     kernels.multiply_row[(triton.cdiv(outputs, ROW_SIZES["ROWS"]),)](
@@ -39,7 +36,7 @@ def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gate_kind(shape: OpsShape) -> dict[str, Any]:
-    """What the gate's kernel is compiled for."""
+    """The constants that gate_rows is compiled with."""
     clamped = shape.activation == "clamped_swiglu"
     return {
         "GELU": shape.activation == "gelu_tanh",

@@ -291,7 +291,8 @@ def _gptq(config: Mapping[str, Any]) -> StoredFormat:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> StoredFormat:
-    """Settings beside the method say what is not quantised, which the tensors show, and how it is computed elsewhere."""
+    """The other settings are not needed: they say which layers are not quantised, which the tensors show too, and how
+    other engines compute."""
     return StoredFormat(MXFP4_EXPERTS, (1, MX_GROUP), 4)
 
 
@@ -327,7 +328,7 @@ def _block(where: str, found: Any) -> tuple[int, int]:
 
 
 def _is_size(one: Any) -> bool:
-    if isinstance(one, str):  # Python converts no text of more than 4,300 digits
+    if isinstance(one, str):  # int() raises ValueError for more than 4,300 digits
         return one.isdecimal() and len(one) <= 10 and int(one) in _SIZES
     return type(one) is int and one in _SIZES
 

@@ -182,8 +182,9 @@ def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) 
 
 
 def read_expert(source: Source, m: Matrix, expert: int, count: int, dtype: torch.dtype) -> Tensor:
-    """The share of one of `count` experts' matrices in MXFP4. Of all of them there are uint8 `m.name`_blocks [experts,
-    outputs, groups, 16] and `m.name`_scales [experts, outputs, groups]. Raises ModelError as `read`."""
+    """The share [rows, columns], in `dtype`, of the matrix of expert `expert`, of `count`. The file has them in MXFP4,
+    as uint8 `m.name`_blocks [experts, outputs, groups, 16] and `m.name`_scales [experts, outputs, groups]. Raises
+    ModelError as `read`."""
     name, scale = f"{m.name}_blocks", f"{m.name}_scales"
     what = f"{count} experts, {m.whole} each in groups of {MX_GROUP}"
     shape = (count, m.outputs, _count(m.inputs, MX_GROUP))
@@ -214,7 +215,7 @@ _MARKS: dict[str, tuple[str, ...]] = {
     AWQ: ("qweight",),
     GPTQ: ("qweight",),
     MXFP4: ("weight_packed",),
-    MXFP4_EXPERTS: (),  # of other matrices than experts none is (`read_expert`)
+    MXFP4_EXPERTS: (),  # only experts are stored so; `read_expert` reads them
 }
 _READERS: dict[str, Callable[[StoredFormat, Source, Matrix, torch.dtype], Tensor]] = {
     FP8: _fp8,

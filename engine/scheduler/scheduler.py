@@ -59,7 +59,7 @@ class Scheduler:
         self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
         self._first: list[Sequence] | None = None  # waiting; None once a sequence has come, paused or left
         self._first_need = 0  # blocks that these need at most
-        self._spare: dict[Sequence, int] = {}  # how many blocks had those that got spare ones in this step
+        self._spare: dict[Sequence, int] = {}  # sequence → its blocks before this step's spare ones
         self._victims: Victims | None = None  # of the present step, once one is preempted
         self.short_of_blocks = False  # in the last step, for waiting sequences
 
@@ -359,8 +359,8 @@ class Scheduler:
         return True
 
     def grow_spare(self, sequence: Sequence, tokens: int) -> int:
-        """Allocate blocks for the first `tokens` tokens of a scheduled sequence, until the end of the step, of those that
-        hold no prefix and that no other one needs next. Returns how many of the tokens have blocks."""
+        """Allocate spare blocks, until the end of the step, for the first `tokens` tokens of a scheduled sequence, as
+        far as there are any. Returns how many of the tokens have blocks."""
         held = len(sequence.blocks)
         if (wanted := self.blocks_for(tokens) - held) <= 0:
             return tokens
@@ -372,6 +372,8 @@ class Scheduler:
         return tokens
 
     def _spare_blocks(self) -> int:
+        """How many free blocks drafts may take: those without a cached prefix, as long as one for each running sequence
+        and all that are claimed stay free. None while sequences wait."""
         if self.waiting or self.short_of_blocks:
             return 0
         lowest = max(one.rank for one in self.running)
@@ -379,7 +381,7 @@ class Scheduler:
         return min(self._pool.num_free_uncached, self._pool.num_free - len(self.running) - claimed)
 
     def release_spare(self) -> None:
-        """Free what `grow_spare` has allocated in this step, but for blocks of tokens that sequences have now."""
+        """Free the blocks that `grow_spare` has allocated in this step, except those of accepted tokens."""
         for sequence, held in self._spare.items():
             self._blocks.shrink(sequence, max(held, self.blocks_for(len(sequence.tokens))))
         self._spare.clear()

@@ -45,10 +45,10 @@ class DraftState:
     resume_at: int = 0  # length of the sequence from which it gets drafts again
 
     def record(self, length: int, drafted: int, accepted: int, most: int) -> None:
-        """Of `drafted` drafts the first `accepted` were accepted; the sequence has `length` tokens now.
+        """Record that of `drafted` drafts the first `accepted` were accepted; the sequence has `length` tokens now.
 
-        The count doubles up to `most` while all are accepted; otherwise it is one more than were. Pauses double while none
-        is.
+        If all were, the count doubles, up to `most`; otherwise it becomes `accepted` + 1. A pause follows a step that
+        accepted none; it doubles with each such step in a row.
         """
         if accepted:
             self.failures = 0
@@ -59,7 +59,8 @@ class DraftState:
         self.resume_at = length + min(LONGEST_PAUSE, 1 << self.failures)
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
-        """Drafts from the proposer. Pauses double from the third empty search in a row on: a search takes about 0.1 ms."""
+        """Up to `count` drafts from the proposer. From the third empty search in a row on, a pause follows each one and
+        doubles: a search takes about 0.1 ms."""
         drafts = self.proposer.propose(tokens, count)
         self.empty_searches = 0 if drafts else self.empty_searches + 1
         if pause := min(LONGEST_SEARCH_PAUSE, (1 << self.empty_searches) >> 3):
@@ -112,5 +113,5 @@ class Drafter:
         return drafts[:room]
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Of the sequence's `drafted` drafts the first `accepted` were accepted."""
+        """Record that the first `accepted` of the sequence's `drafted` drafts were accepted."""
         self._states[sequence].record(len(sequence.tokens), drafted, accepted, self._most)

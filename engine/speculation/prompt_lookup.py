@@ -20,21 +20,21 @@ class PromptLookup:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        self._end = 0  # tokens of the sequence that were seen
+        self._end = 0  # length of the sequence at the last call
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that may follow `tokens`, which must begin with those of the last call; [] if their end
         occurs nowhere before."""
         self._append(tokens)
         if len(tokens) <= SHORTEST or (shortest := self._after_last_match(SHORTEST)) < 0:
-            return []  # what is longer does not occur either
+            return []  # then longer ones do not occur either
         for length in range(min(LONGEST, len(tokens) - 1), SHORTEST, -1):
             if (at := self._after_last_match(length)) >= 0:
                 return self._tokens_at(at, count)
         return self._tokens_at(shortest, count)
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """The tokens since the last call, at most as many as a search looks at: converting 130,000 takes 10 ms."""
+        """Append the tokens since the last call, but no more than a search covers: converting 130,000 takes 10 ms."""
         held, most = self._bytes, WINDOW_TOKENS * _SIZE
         held += array("i", tokens[max(self._end, len(tokens) - WINDOW_TOKENS) :]).tobytes()
         self._end = len(tokens)

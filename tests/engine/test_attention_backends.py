@@ -17,7 +17,7 @@ from cluster.errors import ConfigError
 from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
-from engine.attention.registry import Needs
+from engine.attention.registry import Features
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, flash_varlen, torch_varlen
 from engine.ops.team import KernelTeam, Team
@@ -334,7 +334,7 @@ def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
 
 @pytest.mark.parametrize(
     ("needs", "says"),
-    [(Needs(caps=True), "does not cap scores"), (Needs(sinks=True), "has no attention sinks")],
+    [(Features(caps=True), "does not cap scores"), (Features(sinks=True), "has no attention sinks")],
 )
 def test_what_only_some_families_need_is_computed_by_backends_that_can(needs, says, monkeypatch):
     monkeypatch.setattr(registry, "_probe", lambda *how: "")

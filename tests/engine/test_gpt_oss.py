@@ -1,5 +1,5 @@
-"""gpt-oss beside what all families share: its sinks count, its published configuration is read, and its experts in MXFP4
-are those of transformers' code."""
+"""What gpt-oss alone has: sinks change tokens, its published configuration is read, and its experts in MXFP4 equal those
+of transformers' code. Tests of all families are in test_parity.py and others."""
 
 from __future__ import annotations
 
@@ -118,8 +118,7 @@ def answer(model: Path, ranks: int = 1, **settings: Any) -> list[int]:
 
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])
 def test_sinks_decide_tokens(backend, model, tmp_path) -> None:
-    """An engine that ignores them gives what these tensors give: no sink has any weight. That the others are right is
-    compared in test_parity.py."""
+    """With sinks of -inf, which have no weight, most tokens differ. test_parity.py compares those with sinks."""
 
     def remove(tensors: dict[str, Tensor]) -> None:
         sinks = [name for name in tensors if name.endswith("self_attn.sinks")]

@@ -58,7 +58,7 @@ class Setup:
     @property
     def config(self) -> TransferConfig:
         config = TransferConfig(transport=self.transport)
-        return config.on_cards() if self.device == "cuda" else config
+        return config.for_gpus() if self.device == "cuda" else config
 
     @property
     def layout(self) -> common_pb2.KvLayout:

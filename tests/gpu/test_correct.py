@@ -136,7 +136,7 @@ def test_attention_in_bf16_is_that_of_plain_products(heads, window, page, backen
 
 @pytest.mark.parametrize("window", [0, 24])
 def test_sinks_in_bf16_are_those_of_plain_products(window, backend, device):
-    if backend not in registry.OWN:
+    if backend not in registry.WITH_FEATURES:
         pytest.skip(f"{backend} has no attention sinks")
     shape, cache, items, q, k, v = spread_step((16, 2, 64), window, 16, backend, device)
     shape = replace(shape, sinks=torch.linspace(-3, 6, 32, device=device).view(2, 16))
@@ -202,7 +202,7 @@ def attend(name: str, shape: AttentionShape, cache: Tensor, items, q: Tensor, k:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, backend, device, model):
     config = ModelConfig.read(model(variant))
-    if backend not in registry.OWN and (config.attention_cap or config.family.sinks):
+    if backend not in registry.WITH_FEATURES and (config.attention_cap or config.family.sinks):
         pytest.skip(f"{backend} is refused for {variant}")
     ways = {"device": device, "page_size": TORCH_PAGE_SIZES[0] if backend == "varlen" else 16}
     exact = logits(model(variant), dtype="float32", attention_backend="sdpa", **ways)
@@ -210,7 +210,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, 
     got = logits(model(variant), dtype="bfloat16", attention_backend=backend, **ways)
     errors, of_plain = ((one - exact).abs().mean(1) for one in (got, plain))
     if variant in EXPERTS:
-        # Where two gates are nearly equal, other experts may be chosen, and that row's logits are other ones.
+        # Where two gates are nearly equal, other experts may be chosen, which changes that row's logits.
         errors, of_plain = errors.min(), of_plain.min()
     assert float(errors.mean()) <= 1.5 * float(of_plain.mean())
 

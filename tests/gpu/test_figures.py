@@ -1,8 +1,8 @@
-"""The engine beside the card's limits, in bf16, by the backend that `auto` chooses and the settings that a worker has by
-default. It prints figures and has no bounds.
+"""The engine beside the GPU's limits, in bf16, by the backend that `auto` chooses and a worker's default settings. It
+prints figures beside their targets and asserts none.
 
-decode: (weights + KV read) a step ÷ the memory's bandwidth; prefill: operations of all products, those of causal attention
-too, ÷ the rate of the model's own products. Both limits are measured in the same run.
+decode: bytes of weights and KV read per second ÷ the memory's bandwidth; prefill: operations of all products and of causal
+attention per second ÷ the rate of the model's own products. Both limits are measured in the same run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_figures(name, device, tmp_path, show):
     )
     path = write_model(tmp_path, shape, device=device)
     bench, backend = engine_of(path, shape, device)
-    shutil.rmtree(path)  # 16 GB of a card's
+    shutil.rmtree(path)  # the 8B model has 16 GB
     figures = [
         Figure("memory read", read / 1e9, "GB/s"),
         Figure("GEMM", gemm / 1e12, "TFLOP/s", note="bf16, the model's own shapes"),
@@ -109,7 +109,7 @@ def prefill_figure(tokens: int, seconds: float, shape: ModelShape, gemm: float, 
 
 
 def launches(bench: EngineBench) -> Iterator[Figure]:
-    """Of a decode step: kernels and copies. The profiler slows what comes after it: last."""
+    """Kernels and copies per decode step. Must come last, because the profiler slows what follows it."""
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -31,8 +31,8 @@ def _short_pauses(monkeypatch):
 
 
 @pytest.fixture
-def patient_probes(monkeypatch) -> None:
-    """A busy machine may take a second for a message: no probe ends before the test has answered it."""
+def long_probes(monkeypatch) -> None:
+    """No probe times out before the test has answered it: on a busy machine a message may take a second."""
     monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 60.0)
 
 
@@ -56,7 +56,7 @@ def noting(connected: list[m.Connect], handle: Callable[[Any], None]) -> Callabl
     return noted
 
 
-async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(monkeypatch, patient_probes):
+async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(monkeypatch, long_probes):
     """A ring grows when a peer was lost: just then others come."""
     connected: list[m.Connect] = []
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
@@ -77,7 +77,7 @@ async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(mo
         await handoff.abort("enough")
 
 
-async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch, patient_probes):
+async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch, long_probes):
     connected: list[m.Connect] = []
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
     async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:

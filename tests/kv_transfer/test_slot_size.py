@@ -63,9 +63,9 @@ async def test_parts_are_no_larger_than_their_transport_carries_well(transport, 
 
 
 def test_cards_have_larger_parts_unless_others_are_given():
-    sizes = TransferConfig().on_cards()
+    sizes = TransferConfig().for_gpus()
     assert (sizes.slot_bytes, sizes.part_bytes, sizes.staging_bytes) == (16 << 20, 16 << 20, 256 << 20)
-    given = TransferConfig(slot_bytes=1 << 20, transport="grpc").on_cards()
+    given = TransferConfig(slot_bytes=1 << 20, transport="grpc").for_gpus()
     assert (given.slot_bytes, given.part_bytes, given.transport) == (1 << 20, 1 << 20, "grpc")
     assert TransferConfig.model_validate(sizes.model_dump(mode="json")) == sizes
 
@@ -74,7 +74,7 @@ def test_sizes_that_nobody_gave_are_not_written():
     """`baton up`, Ray and the chart's files reach a worker as text."""
     given = TransferConfig(ring_bytes=1 << 30)
     read = TransferConfig.model_validate_json(given.model_dump_json())
-    assert read == given and read.on_cards().slot_bytes == 16 << 20 and read.on_cards().ring_bytes == 1 << 30
+    assert read == given and read.for_gpus().slot_bytes == 16 << 20 and read.for_gpus().ring_bytes == 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_sizes_that_nobody_gave_are_not_written():
     ids=str,
 )
 def test_given_sizes_bound_the_others(given, expected):
-    sizes = TransferConfig(**given).on_cards()
+    sizes = TransferConfig(**given).for_gpus()
     assert {name: getattr(sizes, name) for name in {**given, **expected}} == {**given, **expected}
     TransferConfig.model_validate(sizes.model_dump())
 

@@ -44,7 +44,7 @@ def test_what_is_given_stays_and_cards_are_not_divided(here, given):
 def test_hand_offs_of_cards_have_sizes_of_their_own():
     on_cpu, on_card = config_of(device="cpu"), config_of(device="cuda")
     assert local.sized(on_cpu) == on_cpu
-    assert local.sized(on_card).transfer == on_card.transfer.on_cards() != on_card.transfer
+    assert local.sized(on_card).transfer == on_card.transfer.for_gpus() != on_card.transfer
 
 
 def test_a_full_host_is_refused_by_the_rule():

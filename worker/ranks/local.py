@@ -83,10 +83,10 @@ def divided(config: WorkerConfig, ranks: int, memory: DeviceMemory | None = None
 
 
 def sized(config: WorkerConfig) -> WorkerConfig:
-    """With the sizes of hand-offs that this host's device asks for."""
+    """Return `config` with the sizes of hand-offs for the device of this host (`TransferConfig.for_gpus`)."""
     if not uses_cuda(config.engine):
         return config
-    return config.model_copy(update={"transfer": config.transfer.on_cards()})
+    return config.model_copy(update={"transfer": config.transfer.for_gpus()})
 
 
 def uses_cuda(config: EngineConfig) -> bool:

@@ -45,7 +45,7 @@ class Case:
         query_heads, kv_heads, dim = heads
         self.shape = AttentionShape(query_heads, kv_heads, dim, page, (0, window), scale, cap)
         torch.manual_seed(0)
-        if sinks:  # from those without any weight to those that leave the keys none
+        if sinks:  # from sinks of no weight to sinks that take all of it
             of_heads = (
                 torch.linspace(-150, 150, LAYERS * query_heads).view(query_heads, LAYERS).t().contiguous()
             )
@@ -141,7 +141,7 @@ def test_sinks_take_part_in_the_sums(heads, window, dtype):
 
 
 def test_a_sink_that_is_larger_than_scores_by_far_leaves_nothing():
-    """Its power of two would be infinite."""
+    """An unbounded power of two would be infinite."""
     case = Case((4, 2, 32), 16, [(0, 5), (40, 41)])
     case.shape = replaced(case.shape, sinks=torch.full((LAYERS, 4), 300.0))
     assert case.check(1).abs().max() < 1e-30
@@ -164,7 +164,7 @@ LONG: list[Span] = [(end - 1, end) for end in (1, SPLIT, SPLIT + 1, 2 * SPLIT - 
 
 @pytest.mark.parametrize("window", [0, SPLIT + 3])
 def test_splits_of_long_sequences_are_merged(window, monkeypatch):
-    """To the same bits, whether a sequence's splits have a program each, or a few take them in turn."""
+    """To the same bits, whether each split of a sequence has its own program, or a few programs compute them in turn."""
     monkeypatch.setattr(triton_backend, "PROGRAMS", 8)
     assert triton_backend.most_splits(1) == 8
     case = Case((2, 1, 16), 256, LONG, window=window, sinks=window > 0)

@@ -72,8 +72,8 @@ def runner_of(model: Path, backend: str, recorder: RerunRecorder | None = None) 
 
 @pytest.mark.parametrize(("variant", "recorded"), [("qwen3", False), ("mistral", True), ("gpt-oss", False)])
 def test_an_engine_says_the_same_with_these_kernels(variant, recorded, checkpoint, monkeypatch) -> None:
-    """Three requests that begin and end at different steps, one with a prompt of two chunks. Interpreting takes 0.2 s for
-    a token, so the prompts are no longer than what they are to exceed: a step, a block, and mistral's window of 24."""
+    """Three requests that begin and end at different steps, one with a prompt of two chunks. The interpreter takes 0.2 s
+    per token, so the prompts are just long enough to exceed a step, a block, and mistral's window of 24."""
     model, recorder = checkpoint(variant), RerunRecorder() if recorded else None
     requests = [
         EngineRequest(f"r{index}", prompt_ids(length, index), SamplingParams(temperature=0.0, max_tokens=new))

@@ -10,7 +10,7 @@ import torch
 from engine.attention import triton_kernels as attention_kernels
 from engine.attention.base import AttentionShape
 from engine.attention.triton_backend import TritonBackend
-from engine.layers.linear import CardLinear
+from engine.layers.linear import CudaLinear
 from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
 from engine.ops.torch_ops import TorchOps
@@ -101,7 +101,7 @@ def test_a_single_row_is_multiplied(outputs, inputs, biased, dtype):
 
 
 def test_more_rows_are_torchs_and_one_is_ours():
-    layer = CardLinear(torch.randn(9, 24), torch.randn(9))
+    layer = CudaLinear(torch.randn(9, 24), torch.randn(9))
     x = torch.randn(3, 24)
     close(torch.cat([layer(row) for row in x.split(1)]), layer(x))
 

@@ -57,7 +57,7 @@ DATA = (
 )
 
 
-# Bytes of attention, a thread: a few numbers that are needed around the loops over keys, not in them.
+# Bytes per thread, of attention kernels: values that are used before and after the loops over keys, not in them.
 SPILLED_AROUND_LOOPS = 64
 
 
