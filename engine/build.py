@@ -20,6 +20,7 @@ from engine.layers.linear import CardLinear, Linear, MakeLinear, PanelLinear, To
 from engine.model import shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
+from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.team import KernelTeam, Team
@@ -29,6 +30,7 @@ from engine.quant import formats, int8
 from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
+CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -77,12 +79,13 @@ def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return math.prod(shape) * _DTYPES[config.dtype].itemsize
 
 
-def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of one rank's share of the weights as they are computed with; biases are left out."""
+def weight_bytes(model: ModelConfig, config: EngineConfig, *, own_head: bool = False) -> int:
+    """Bytes of one rank's share of the weights as they are computed with; biases are left out. `own_head`: the output
+    head differs from the embedding, though the configuration ties them."""
     sizes = shares.most_weights(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
     width, hidden = _DTYPES[config.dtype].itemsize, model.hidden_size
     kept = (sizes.kept + sizes.vocabulary * hidden) * width
-    head = 0 if model.tie_embeddings else sizes.vocabulary * hidden * width
+    head = 0 if model.tie_embeddings and not own_head else sizes.vocabulary * hidden * width
     if not formats.is_int8(model.quantization, config.quantization):
         return kept + sizes.matrices * width + head
     # The embedding, the norms and the routers stay as they are, so does the output head of most stored checkpoints; in
@@ -92,9 +95,9 @@ def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
 
 
-def _weights_line(model: ModelConfig, config: EngineConfig) -> str:
+def _weights_line(model: ModelConfig, config: EngineConfig, own_head: bool) -> str:
     """For the log, before the weights are loaded: the bytes that they will take."""
-    line = f"weights take {weight_bytes(model, config)} bytes on each rank"
+    line = f"weights take {weight_bytes(model, config, own_head=own_head)} bytes on each rank"
     if model.quantization is None:
         return line
     line += f", stored as {model.quantization.title}"
@@ -193,10 +196,11 @@ def load_model(
     if device.type == "cpu":
         torch.set_num_threads(resolved.threads)
     memory, size = memory or memory_of(device), block_bytes(model, resolved)
-    tell(_weights_line(model, resolved))
-    kv_cache.check_before_load(
-        resolved, size, memory, kv_cache.Needs(weight_bytes(model, resolved), 0, handoff_bytes, size)
-    )
+    with Checkpoint(config.model, dtype, CPU, quantization=model.quantization) as stored:
+        own_head = LayerWeights(model, stored, 0, 1).has_own_head()
+    tell(_weights_line(model, resolved, own_head))
+    weights = weight_bytes(model, resolved, own_head=own_head)
+    kv_cache.check_before_load(resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size))
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
@@ -319,7 +323,7 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
         return _torch_linear
     from engine.ops import cpu_products
 
-    if not cpu_products.supported():
+    if not cpu_products.has_instruction():
         return _torch_linear
     torch.set_num_threads(1)
     area = cpu_products.Area()

@@ -77,7 +77,7 @@ class Flight:
 def predictable(flight: Flight) -> bool:
     """Whether the next step can be planned without this one's tokens: each sequence gets one, and nothing that depends on
     which one it is has to be computed on the host."""
-    if flight.decision.drafts:  # how many of them are kept is known afterwards only
+    if flight.decision.drafts:  # how many of them are accepted is known afterwards only
         return False
     return flight.pending.all_begun and all(
         item.num_logits == len(item.token_ids) == 1 and _plain(sequence)

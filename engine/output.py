@@ -68,7 +68,7 @@ class OutputProcessor:
             self._verify(flight, span)
 
     def _verify(self, flight: Flight, span: StepSpan) -> None:
-        """Keep drafts up to the first that differs from the token drawn at its position.
+        """Accept drafts up to the first that differs from the token drawn at its position.
 
         Each draw is that of a step of its own, and its row is computed from the same tokens: so penalties, stops and
         random numbers are those without drafts."""
@@ -76,25 +76,26 @@ class OutputProcessor:
         rows = dict[Sequence, int]()  # the row of the logits of each sequence's first draft
         for sequence, tokens in drafts.items():
             rows[sequence], first = first, first + len(tokens)
-        kept = dict.fromkeys(drafts, 0)
+        accepted = dict.fromkeys(drafts, 0)
         live = list(drafts)
-        while live := [s for s in live if self._keeps_draft(flight, s, drafts[s], kept[s])]:
+        while live := [s for s in live if self._accepts_draft(flight, s, drafts[s], accepted[s])]:
             for sequence in live:
                 if flight.keeps(sequence):  # else another choice of its request has failed
                     self._computed(sequence, 1, span, flight.output)
-            draws = [Draws(s, rows[s] + kept[s], 1) for s in live if flight.keeps(s)]
+            draws = [Draws(s, rows[s] + accepted[s], 1) for s in live if flight.keeps(s)]
             for sequence in live:
-                kept[sequence] += 1
+                accepted[sequence] += 1
             self._take(PendingTokens(draws, flight.logits, self._limits, self._sampler), flight)
         for sequence, tokens in drafts.items():
             self._counters.draft_tokens += len(tokens)
-            self._counters.draft_tokens_kept += kept[sequence]
+            self._counters.draft_tokens_accepted += accepted[sequence]
             if flight.keeps(sequence):
-                self._drafter.record(sequence, len(tokens), kept[sequence])
+                self._drafter.record(sequence, len(tokens), accepted[sequence])
+        self._scheduler.release_spare()
 
     @staticmethod
-    def _keeps_draft(flight: Flight, sequence: Sequence, drafts: list[int], kept: int) -> bool:
-        return kept < len(drafts) and flight.keeps(sequence) and sequence.tokens[-1] == drafts[kept]
+    def _accepts_draft(flight: Flight, sequence: Sequence, drafts: list[int], accepted: int) -> bool:
+        return accepted < len(drafts) and flight.keeps(sequence) and sequence.tokens[-1] == drafts[accepted]
 
     def _computed(self, sequence: Sequence, count: int, span: StepSpan, output: StepOutput) -> None:
         """`count` more tokens have their KV: blocks that they fill are cached. A failure ends the request."""

@@ -144,7 +144,7 @@ class EngineStats:
     prompt_tokens_cached: int = 0
     output_tokens: int = 0
     draft_tokens: int = 0
-    draft_tokens_kept: int = 0
+    draft_tokens_accepted: int = 0
     prefill_chunks: int = 0
     preemptions: int = 0
     reservations_evicted: int = 0

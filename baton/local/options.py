@@ -28,6 +28,7 @@ from cluster.security.tls import ClientTls, Peers, make_identity
 RECOMPUTE_LIMIT_TOKENS = 256
 # Prefill steps may be long; a decode worker that prefills delays its running batch by one chunk at most.
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
+DRAFTS = ("speculation", "speculative_tokens")
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
 SECTIONS = ("router", "worker", *ROLES)
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
@@ -242,7 +243,10 @@ class UpOptions(Frozen):
         return _merged({"engine": defaults}, self._given(role), fixed)
 
     def _given(self, role: Role) -> dict[str, Any]:
-        return _merged(self.sections.get("worker", {}), self.sections.get(role, {}), self.worker)
+        shared, own = self.sections.get("worker", {}), self.sections.get(role, {})
+        if role == "prefill":
+            return _merged(_without_drafts(shared), own, _without_drafts(self.worker))
+        return _merged(shared, own, self.worker)
 
     def _given_engine(self, role: Role) -> Mapping[str, Any]:
         engine: Mapping[str, Any] = self._given(role).get("engine", {})
@@ -281,6 +285,14 @@ class UpOptions(Frozen):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
+
+
+def _without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings for both roles, but for those of speculation, which is of decode workers."""
+    engine = settings.get("engine")
+    if not isinstance(engine, Mapping):
+        return settings
+    return {**settings, "engine": {name: engine[name] for name in engine if name not in DRAFTS}}
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
+from cluster.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -83,7 +84,9 @@ class EngineConfig(Frozen):
         "request's last token. ngram: prompt lookup, the tokens that followed its last ones earlier in its prompt or "
         "output. The output does not change; needs overlap auto or off",
     )
-    speculative_tokens: int = Field(4, ge=1, le=15, description="most draft tokens of a request in a step")
+    speculative_tokens: int = Field(
+        0, ge=0, le=15, description="with speculation, most draft tokens of a request in a step; 0 = 4"
+    )
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
     expert_parallel: bool = Field(
         False,
@@ -120,6 +123,21 @@ class EngineConfig(Frozen):
             raise ValueError(
                 f"overlap on launches a step before the tokens of the last one are known, but speculation "
                 f"{self.speculation} needs them: use overlap auto or speculation none"
+            )
+        return self
+
+    @property
+    def most_drafts(self) -> int:
+        """Of a request in a step."""
+        return 0 if self.speculation == "none" else self.speculative_tokens or 4
+
+    @model_validator(mode="after")
+    def _drafts_come_from_speculation(self) -> EngineConfig:
+        if self.speculative_tokens and self.speculation == "none":
+            raise ConfigError(
+                f"--speculative-tokens {self.speculative_tokens} has no effect with speculation none: add --speculation "
+                "ngram, or leave it out",
+                field="speculative_tokens",
             )
         return self
 
@@ -297,6 +315,16 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
         if isinstance(values, dict) and not values.get("worker_id"):
             return {**values, "worker_id": f"{values.get('role', 'worker')}-{secrets.token_hex(3)}"}
         return values
+
+    @model_validator(mode="after")
+    def _speculation_is_of_decode_workers(self) -> Self:
+        if self.role == "prefill" and self.engine.speculation != "none":
+            raise ConfigError(
+                f"--speculation {self.engine.speculation} has no effect on a prefill worker, which generates no tokens: "
+                "set it on decode workers only",
+                field="speculation",
+            )
+        return self
 
     @model_validator(mode="after")
     def _tls_is_mutual(self) -> Self:

@@ -43,7 +43,7 @@ class WorkerStatus:
     prefix_hit_ratio: Number = 0
     output_tokens: Number = _shown(metrics.GENERATION_TOKENS)
     draft_tokens: Number = _shown(metrics.DRAFT_TOKENS)
-    draft_tokens_kept: Number = _shown(metrics.DRAFT_TOKENS_KEPT)
+    draft_tokens_accepted: Number = _shown(metrics.DRAFT_TOKENS_ACCEPTED)
     prefill_chunks: Number = _shown(metrics.PREFILL_CHUNKS)
     preemptions: Number = _shown(metrics.PREEMPTIONS)
     reservations_evicted: Number = _shown(metrics.RESERVATIONS_EVICTED)

@@ -28,6 +28,7 @@ class BlockPool:
         self._parent: dict[bytes, bytes | None] = {}
         # Least recently used first: the next to be allocated. Blocks without a hash come before all cached ones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free_cached = 0  # of these, blocks with a hash
         self._evicted = EvictedChains(self._parent, on_evicted)
 
     @property
@@ -37,6 +38,11 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_free_uncached(self) -> int:
+        """How many can be allocated without evicting a prefix."""
+        return len(self._free) - self._free_cached
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest cached prefix of `hashes`; adds no references."""
@@ -53,6 +59,7 @@ class BlockPool:
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
+                self._free_cached -= self._hash_of[block] is not None
                 self._payer[block] = tenant
                 self.charged[tenant] += 1
             self._refs[block] += 1
@@ -83,6 +90,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self._free_cached += 1
                 self._uncharge(block)
 
     def _uncharge(self, block: int) -> None:
@@ -151,6 +160,7 @@ class BlockPool:
         if block_hash is not None:
             self._evicted.evicted(block_hash)
             self._hash_of[block] = None
+            self._free_cached -= self._refs[block] == 0
             del self._block_of[block_hash]
             del self._parent[block_hash]
 
@@ -159,6 +169,8 @@ class BlockPool:
         held = sum(count > 0 for count in self._refs)
         assert held + len(self._free) == self.total, f"{held} held + {len(self._free)} free != {self.total}"
         assert all(self._refs[block] == 0 for block in self._free), "a free block has references"
+        cached = sum(self._hash_of[block] is not None for block in self._free)
+        assert self._free_cached == cached, f"{self._free_cached} free blocks counted as cached, not {cached}"
         for block, count in enumerate(self._refs):
             owners = references.get(block, 0)
             assert count == owners, f"block {block} has {count} references, and {owners} holders"

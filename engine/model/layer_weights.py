@@ -44,11 +44,23 @@ class LayerWeights:
     def head(self, rows: slice, embedding: Tensor) -> Weight:
         """The output head [rows, hidden]: `embedding`, of the same rows, where the configuration ties them. A stored head
         that differs is taken even so, as by Hugging Face, which warns of it."""
-        c, has = self._config, self._checkpoint.has
-        name = next((one for one in _HEADS if has(one)), None)
+        c, name = self._config, self._stored_head()
         if c.tie_embeddings and (name is None or self._equals_embedding(name, rows, embedding)):
             return embedding
         return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
+
+    def has_own_head(self) -> bool:
+        """Whether a stored head differs from the embedding, though the configuration ties them."""
+        c, name = self._config, self._stored_head()
+        if not c.tie_embeddings or name is None:
+            return False
+        parts = (
+            slice(at, min(at + _COMPARED_ROWS, c.vocab_size)) for at in range(0, c.vocab_size, _COMPARED_ROWS)
+        )
+        return not all(self._equals_embedding(name, rows, self.embedding(rows)) for rows in parts)
+
+    def _stored_head(self) -> str | None:
+        return next((one for one in _HEADS if self._checkpoint.has(one)), None)
 
     def _equals_embedding(self, name: str, rows: slice, embedding: Tensor) -> bool:
         """Compared in parts, so that a model that fits without a head of its own needs no room for one."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +16,9 @@ from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
+
+OUTDATED_SECONDS = 86_400.0
+_NAMED = re.compile(r"-[0-9a-f]{16}-\d+\.")  # as `_cached` names code, now or formerly
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
@@ -48,11 +55,36 @@ def cached_function(function: Callable[..., Any], signature: Any, variant: objec
 def _cached(decorator: Callable[..., Any], function: Callable[..., Any], variant: object) -> Any:
     """numba names the files of its cache after the function. Versions of one name share an index file, and two processes
     that write it at once may store one version's code under the other's key; so each version has a name of its own."""
-    function.__qualname__ += "-" + _digest(repr((_SOURCES, _processor(), variant)).encode())
+    name = function.__qualname__
     try:
-        return decorator(cache=True)(function)
-    except RuntimeError:  # no directory for a cache: a read-only file system
+        key = _digest(repr((_processor(), variant)).encode())
+        function.__qualname__ = f"{name}-{_SOURCES}-{key}"
+        made = decorator(cache=True)(function)
+    except (
+        RuntimeError
+    ):  # no directory for a cache: a read-only file system; or LLVM can't tell the processor
         return decorator()(function)
+    _remove_outdated(made)
+    return made
+
+
+@functools.cache
+def _remove_outdated_in(directory: Path) -> None:
+    """Remove code of other sources: each installation would leave its own for ever. One that is in use beside this one, as
+    in a rolling update, is younger than a day, or compiles again at its next start; numba reads a file at once, and takes
+    one that is gone for none."""
+    own, before = f"-{_SOURCES}-", time.time() - OUTDATED_SECONDS
+    for file in directory.glob("cpu_*.nb[ic]"):
+        if own not in file.name and _NAMED.search(file.name):
+            with contextlib.suppress(OSError):  # another process has removed it
+                if file.stat().st_mtime < before:
+                    file.unlink()
+
+
+def _remove_outdated(made: Any) -> None:
+    if (path := getattr(made._cache, "cache_path", None)) is not None:
+        with contextlib.suppress(OSError):
+            _remove_outdated_in(Path(path))
 
 
 def digest_of_sources(engine: Path) -> str:
@@ -113,11 +145,11 @@ def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Ty
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int = 3) -> None:
-    """Load one cache line for reading, into all caches or (2) into all but the first."""
+def prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int = 3, *, to_write: bool = False) -> None:
+    """Load one cache line for reading or writing, into all caches or (2) into all but the first."""
     pointer = ir.IntType(8).as_pointer()
     function = declare(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
-    flags = [ir.Constant(I32, flag) for flag in (0, locality, 1)]
+    flags = [ir.Constant(I32, flag) for flag in (int(to_write), locality, 1)]
     builder.call(function, [builder.inttoptr(address, pointer), *flags])
 
 
@@ -140,6 +172,25 @@ def keep(typing, array):
     return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
 
 
+@contextlib.contextmanager
+def counted(builder, begin, end):
+    """Build what is done with each number of [begin, end)."""
+    entry, head, body, done = (
+        builder.block,
+        *(builder.append_basic_block(name) for name in ("head", "body", "done")),
+    )
+    builder.branch(head)
+    builder.position_at_end(head)
+    number = builder.phi(I64)
+    number.add_incoming(begin, entry)
+    builder.cbranch(builder.icmp_signed("<", number, end), body, done)
+    builder.position_at_end(body)
+    yield number
+    number.add_incoming(builder.add(number, ir.Constant(I64, 1)), builder.block)
+    builder.branch(head)
+    builder.position_at_end(done)
+
+
 def load(builder, kind, address, align):
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
@@ -154,3 +205,16 @@ def spread(builder, word):
         ir.Constant(ir.VectorType(word.type, 16), ir.Undefined), word, ir.Constant(I32, 0)
     )
     return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(I32, 16), [0] * 16))
+
+
+def store_lanes(builder, name, value, to, align, columns, first=0):
+    """Lane i is stored if first + i < `columns`; `name`: LLVM's of the vector's type."""
+    lanes, pointer = value.type.count, value.type.as_pointer()
+    wide = ir.VectorType(I32, lanes)
+    lane = builder.insert_element(ir.Constant(wide, ir.Undefined), columns, ir.Constant(I32, 0))
+    limit = builder.shuffle_vector(lane, lane, ir.Constant(wide, [0] * lanes))
+    mask = builder.icmp_signed("<", ir.Constant(wide, [first + i for i in range(lanes)]), limit)
+    function = declare(
+        builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), value.type, pointer, I32, mask.type
+    )
+    builder.call(function, [value, builder.inttoptr(to, pointer), ir.Constant(I32, align), mask])

@@ -321,11 +321,15 @@ def _group_size(where: str, found: Any) -> int:
 
 def _block(where: str, found: Any) -> tuple[int, int]:
     sizes = found.split("x") if isinstance(found, str) else found
-    if isinstance(sizes, Sequence) and len(sizes) == 2 and all(str(one).isdecimal() for one in sizes):
-        outputs, inputs = map(int, sizes)
-        if outputs in _SIZES and inputs in _SIZES:
-            return outputs, inputs
+    if isinstance(sizes, Sequence) and len(sizes) == 2 and all(map(_is_size, sizes)):
+        return int(sizes[0]), int(sizes[1])
     raise _refused(f"{where} = {_shown(found)}")
+
+
+def _is_size(one: Any) -> bool:
+    if isinstance(one, str):  # Python converts no text of more than 4,300 digits
+        return one.isdecimal() and len(one) <= 10 and int(one) in _SIZES
+    return type(one) is int and one in _SIZES
 
 
 def _check(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

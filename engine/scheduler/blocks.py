@@ -77,14 +77,11 @@ class Blocks:
         self.shares.grew(tenant)
         return copy
 
-    def grow_spare(self, sequence: Sequence, tokens: int, spare: int) -> int:
-        """Allocate blocks for the first `tokens` tokens, but at most `spare` blocks; returns how many of the tokens have
-        blocks."""
-        held = len(sequence.blocks)
-        tokens = min(tokens, (held + spare) * self._page)
-        if self.count(tokens) > held:
-            self.grow(sequence, tokens)
-        return tokens
+    def shrink(self, sequence: Sequence, count: int) -> None:
+        """Free all blocks but the first `count`."""
+        self._pool.free(sequence.blocks[count:])
+        del sequence.blocks[count:]
+        sequence.blocks_in_row = min(sequence.blocks_in_row, len(sequence.blocks))
 
     def release(self, sequence: Sequence) -> None:
         self._pool.free(sequence.blocks)

@@ -59,6 +59,7 @@ class Scheduler:
         self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
         self._first: list[Sequence] | None = None  # waiting; None once a sequence has come, paused or left
         self._first_need = 0  # blocks that these need at most
+        self._spare: dict[Sequence, int] = {}  # how many blocks had those that got spare ones in this step
         self._victims: Victims | None = None  # of the present step, once one is preempted
         self.short_of_blocks = False  # in the last step, for waiting sequences
 
@@ -358,9 +359,30 @@ class Scheduler:
         return True
 
     def grow_spare(self, sequence: Sequence, tokens: int) -> int:
-        """`Blocks.grow_spare` for a scheduled sequence, from free blocks that no other one needs next."""
-        spare = 0 if self.waiting or self.short_of_blocks else self._pool.num_free - len(self.running)
-        return self._blocks.grow_spare(sequence, tokens, max(0, spare))
+        """Allocate blocks for the first `tokens` tokens of a scheduled sequence, until the end of the step, of those that
+        hold no prefix and that no other one needs next. Returns how many of the tokens have blocks."""
+        held = len(sequence.blocks)
+        if (wanted := self.blocks_for(tokens) - held) <= 0:
+            return tokens
+        if (more := min(wanted, self._spare_blocks())) <= 0:
+            return min(tokens, held * self._page)
+        self._spare.setdefault(sequence, held)
+        tokens = min(tokens, (held + more) * self._page)
+        self._blocks.grow(sequence, tokens)
+        return tokens
+
+    def _spare_blocks(self) -> int:
+        if self.waiting or self.short_of_blocks:
+            return 0
+        lowest = max(one.rank for one in self.running)
+        claimed = sum(count for _, count in self._refusals.claims()) + sum(self._claims.of(lowest).values())
+        return min(self._pool.num_free_uncached, self._pool.num_free - len(self.running) - claimed)
+
+    def release_spare(self) -> None:
+        """Free what `grow_spare` has allocated in this step, but for blocks of tokens that sequences have now."""
+        for sequence, held in self._spare.items():
+            self._blocks.shrink(sequence, max(held, self.blocks_for(len(sequence.tokens))))
+        self._spare.clear()
 
     # --- when blocks are short -------------------------------------------------------------------------
 

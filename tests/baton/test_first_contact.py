@@ -21,7 +21,7 @@ from baton.local.state import ClusterState, RedisState, check_writable
 from cluster.config import sources
 from cluster.config.router import RouterConfig
 from cluster.config.shared import ClusterFields
-from cluster.config.worker import WorkerConfig
+from cluster.config.worker import ROLES, WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import limits
 from cluster.redis.connect import why_silent
@@ -154,6 +154,18 @@ def test_a_flag_of_up_that_no_process_would_take_is_named(flag, section, values,
             UpOptions(checkpoint("llama"), **given)
         assert caught.value.field == flag
         assert caught.value.message.startswith("--" + flag.replace("_", "-"))
+
+
+def test_speculation_is_passed_to_decode_workers_only(checkpoint):
+    drafts = {"engine": {"speculation": "ngram", "speculative_tokens": 6}}
+    for given in ({"worker": drafts}, {"sections": {"worker": drafts}}, {"sections": {"decode": drafts}}):
+        options = UpOptions(checkpoint("llama"), **given)
+        most = {role: options.worker_config(role).engine.most_drafts for role in ROLES}
+        assert most == {"prefill": 0, "decode": 6}
+    with pytest.raises(ConfigError, match="--speculation ngram has no effect on a prefill worker"):
+        UpOptions(checkpoint("llama"), sections={"prefill": {"engine": {"speculation": "ngram"}}})
+    with pytest.raises(ConfigError, match="--speculative-tokens 6 has no effect"):
+        UpOptions(checkpoint("llama"), worker={"engine": {"speculative_tokens": 6}})
 
 
 def test_the_last_router_s_port_is_a_port_too(checkpoint):

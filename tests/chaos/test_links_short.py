@@ -19,7 +19,6 @@ from tests.harness.bounds import REDISPATCH_SECONDS, allowed
 SEED = "short links"
 ROWS_OF_LINKS = (
     "link reset 0.2 s",
-    "link reset 0.5 s",
     "link reset 1 s",
     "link silent both ways 1 s",
     "link silent from the worker 3 s",

@@ -63,6 +63,11 @@ def test_a_router_lets_as_many_wait_as_it_may_serve(requests: int, always: int) 
     assert set(pending_calls(always)) <= set(options)
 
 
+def test_no_setting_lets_calls_wait_without_bound() -> None:
+    assert pending_calls(2**31 - 1) == pending_calls(1 << 16) != pending_calls((1 << 16) - 1)
+    assert [most for _, most in pending_calls(2**31 - 1)] == [65_536, 81_920]
+
+
 async def test_a_worker_lets_several_routers_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     make = grpc.aio.server

@@ -130,8 +130,8 @@ def test_a_killed_rank_costs_a_pause_and_its_worker_is_replaced(role, checkpoint
         injected = time.monotonic()
         os.kill(rank, signal.SIGKILL)
         wait_for(lambda: not psutil.pid_exists(worker["status"]["pid"]), 30.0, "its worker has ended")
-        after = [one["id"] for one in whole(cluster)]
-        assert worker["id"] not in after
+    # The streams have ended, so that what starts again has the processors: beside them it takes half a minute longer.
+    assert worker["id"] not in [one["id"] for one in whole(cluster)]
     assert running.longest_silence(injected) <= allowed(KILL_SECONDS)
     assert_all_free(cluster)
 

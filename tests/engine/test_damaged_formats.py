@@ -54,6 +54,8 @@ def rewritten(name: str, path: Path, **tensors: Tensor) -> Checkpoint:
         ("fp8-deepseek", {"kv_cache_scheme": "static"}, "fp8.kv_cache_scheme"),
         ("fp8-deepseek", {"weight_block_size": [1 << 31, 128]}, "weight_block_size"),
         ("fp8-deepseek", {"weight_block_size": f"128x{10**30}"}, "weight_block_size"),
+        ("fp8-deepseek", {"weight_block_size": f"128x{'9' * 5000}"}, "weight_block_size"),
+        ("fp8-deepseek", {"weight_block_size": ["1" * 5000, 128]}, "weight_block_size"),
         # GPTQModel's: inputs of down_proj are rotated when the model runs
         ("gptq-8", {"rotation": "hadamard"}, "gptq.rotation = 'hadamard'"),
         ("gptq-8", {"adapter": {"name": "lora", "rank": 8}}, "gptq.adapter"),

@@ -60,6 +60,53 @@ def test_a_change_of_any_source_changes_the_names_of_all_cached_code(tmp_path):
     assert len(seen) == len(files) + 1
 
 
+def test_code_of_other_sources_is_removed_a_day_later(tmp_path, monkeypatch):
+    """Also that of another process; not this source's, whatever its age, and no files of others."""
+    old, new = "0" * 16, "1" * 16
+    own = f"cpu_jobs.work-{cpu_llvm._SOURCES}-{old}-9.py311.nbi"
+    gone = [f"cpu_jobs.work-{old}-{new}-9.py311.nbi", f"cpu_cuts.f-{old}-9.py311.1.nbc"]
+    kept = [
+        own,
+        "cpu_jobs.work-9.py311.nbi",
+        f"other.work-{old}-{new}-9.py311.nbi",
+        f"cpu_jobs.work-{old}-9.txt",
+    ]
+    young = f"cpu_jobs.work-{new}-{new}-9.py311.nbi"
+    for name in (*gone, *kept, young):
+        (tmp_path / name).touch()
+        if name != young:
+            os.utime(tmp_path / name, (1.0, 1.0))
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda one: (unlink(one), unlink(one)))  # another one has removed it
+    cpu_llvm._remove_outdated_in(tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([*kept, young])
+
+
+def test_the_directory_of_a_cache_is_looked_through(tmp_path, monkeypatch):
+    looked: list[Path] = []
+    monkeypatch.setattr(cpu_llvm, "_remove_outdated_in", looked.append)
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+
+    def added(a, b):
+        return a + b
+
+    made = cpu_llvm.cached(added)
+    assert looked == [Path(made.stats.cache_path)] and Path(made.stats.cache_path).is_relative_to(tmp_path)
+
+
+def test_a_processor_that_llvm_does_not_know_has_no_cache(monkeypatch):
+    def unknown() -> tuple[str, str]:
+        raise RuntimeError("getHostCPUFeatures() failed")
+
+    monkeypatch.setattr(cpu_llvm, "_processor", unknown)
+
+    def added(a, b):
+        return a + b
+
+    made = cpu_llvm.cached(added)
+    assert made.stats.cache_path is None and made(1, 2) == 3
+
+
 @pytest.mark.long
 def test_processes_that_compile_at_once_do_not_mix_up_their_code(tmp_path, monkeypatch):
     """Both find no index, write one each, and then their code, the first one last."""

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from engine.build import load_model
+from engine.build import load_model, weight_bytes
 from engine.layers.linear import TorchLinear
+from engine.model.config import ModelConfig
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
@@ -80,11 +81,16 @@ def test_a_stored_head_counts_though_the_configuration_ties(equal, checkpoint, t
     tokens = prompt_ids(20)
     expected = reference_logits(tmp_path, tokens)
     assert torch.equal(expected, reference_logits(source, tokens)) is equal
-    runner = ModelRunner(load_model(EngineConfig(model=tmp_path, dtype="float32", kv_memory_bytes=KV_BYTES)))
+    said: list[str] = []
+    config = EngineConfig(model=tmp_path, dtype="float32", kv_memory_bytes=KV_BYTES)
+    runner = ModelRunner(load_model(config, tell=said.append))
     got = logits_of(runner, [PlanItem("r", tokens, 0, [0, 1], 0, 1)])
     torch.testing.assert_close(got, expected[-1:], atol=1e-3, rtol=0)
     head = runner._decoder.head
     assert isinstance(head, TorchLinear) and (head._weight is runner._decoder.embedding) is equal
+    model = ModelConfig.read(tmp_path)
+    weights = weight_bytes(model, config) + (0 if equal else embedding.nbytes)
+    assert f"weights take {weights} bytes" in said[0], "the memory rule counts the head"
 
 
 @pytest.mark.parametrize("variant", variants())

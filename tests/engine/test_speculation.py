@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from cluster.config.worker import EngineConfig
+from cluster.config.worker import EngineConfig, WorkerConfig
+from cluster.errors import BlocksExhaustedError, ConfigError
 from engine.build import load_model
 from engine.engine import Engine
+from engine.ops import cpu_products
+from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from engine.runner import ModelRunner
 from engine.speculation import drafts, prompt_lookup
 from engine.speculation.drafts import LONGEST_PAUSE, DraftState
 from engine.speculation.prompt_lookup import PromptLookup
 from tests.engine.fake_model import CONTEXT, PAGE, FakeRunner, continuation
+from tests.engine.parts import Parts, request
 from tests.engine.ranks import KV_BYTES, engine_of, run
 from tests.engine.served import serve
 from tests.harness.checkpoints import prompt_ids
@@ -35,6 +40,11 @@ class MostlyRight:
     def propose(self, tokens: list[int], count: int) -> list[int]:
         rng = random.Random(len(tokens) * 100 + tokens[-1])
         return [token if rng.random() < 0.7 else 3 for token in continuation(tokens, count)]
+
+
+class Empty:
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        return []
 
 
 class Wrong:
@@ -77,7 +87,7 @@ def test_streams_are_the_same(seed, device, monkeypatch):
     assert drafted.tokens == plain.tokens and drafted.errors == plain.errors
     assert drafted.chains == plain.chains
     stats = engine.stats()
-    assert 0 < stats.draft_tokens_kept < stats.draft_tokens
+    assert 0 < stats.draft_tokens_accepted < stats.draft_tokens
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -88,7 +98,7 @@ def test_streams_are_the_same_where_blocks_are_short(seed):
         "off", seed, blocks=18, max_batch_tokens=16, speculation="ngram", proposer=MostlyRight
     )
     assert drafted.streams() == plain.streams()
-    assert engine.stats().draft_tokens_kept > 0 < engine.stats().preemptions
+    assert engine.stats().draft_tokens_accepted > 0 < engine.stats().preemptions
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
@@ -114,12 +124,12 @@ def test_a_real_models_tokens_are_those_without_drafts(checkpoint, dtype):
         )
         for way in ("none", "ngram")
     )
-    for request in requests:
-        expected = run(plain, request).tokens
-        streams = [[*request.prompt_tokens, *tokens] for tokens in expected.values()]
+    for one in requests:
+        expected = run(plain, one).tokens
+        streams = [[*one.prompt_tokens, *tokens] for tokens in expected.values()]
         engine._drafter.proposer = partial(Seen, streams)
-        assert run(engine, request).tokens == expected, request.request_id
-    assert engine.stats().draft_tokens_kept > 100 and engine.steps < plain.steps - 80
+        assert run(engine, one).tokens == expected, one.request_id
+    assert engine.stats().draft_tokens_accepted > 100 and engine.steps < plain.steps - 80
 
 
 # --- ends ------------------------------------------------------------------------------------------------
@@ -135,14 +145,14 @@ def ends_of(engine: Engine, request: EngineRequest) -> list[TokenOutput]:
     return tokens
 
 
-def test_an_end_inside_kept_drafts_ends_the_choice():
+def test_an_end_inside_accepted_drafts_ends_the_choice():
     expected = continuation([5] * 6, 8)
     stop = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(expected[-1],))
     engine = engine_with(Right)
     tokens = ends_of(engine, EngineRequest("r", [5] * 6, stop))
     assert [one.token_id for one in tokens] == expected
     assert [one.finish for one in tokens] == [None] * 7 + [FinishReason.STOP]
-    assert (engine.stats().draft_tokens, engine.stats().draft_tokens_kept) == (2 + 4, 2 + 3)
+    assert (engine.stats().draft_tokens, engine.stats().draft_tokens_accepted) == (2 + 4, 2 + 3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
@@ -150,14 +160,14 @@ def test_no_draft_goes_beyond_max_tokens(count):
     engine = engine_with(Right)
     tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(count)))
     assert [one.token_id for one in tokens] == continuation([5] * 6, count)
-    assert engine.stats().draft_tokens == engine.stats().draft_tokens_kept <= max(0, count - 2)
+    assert engine.stats().draft_tokens == engine.stats().draft_tokens_accepted <= max(0, count - 2)
 
 
 def test_no_draft_goes_beyond_the_context():
     engine = engine_with(Right)
     tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(500)))
     assert len(tokens) == CONTEXT - 6 and tokens[-1].finish is FinishReason.LENGTH
-    assert engine.stats().draft_tokens == engine.stats().draft_tokens_kept > 30
+    assert engine.stats().draft_tokens == engine.stats().draft_tokens_accepted > 30
 
 
 def answered_beside_sick(engine: Engine) -> list[int]:
@@ -181,7 +191,7 @@ def test_logits_that_are_no_numbers_end_their_request_only():
     assert answered_beside_sick(engine) == continuation([6] * 6, 30)[1:] and engine.stats().blocks_held == 0
 
 
-def test_a_failure_among_kept_drafts_ends_its_request_only(monkeypatch):
+def test_a_failure_among_accepted_drafts_ends_its_request_only(monkeypatch):
     """With all its choices, which cache what they have computed one after the other."""
     engine = engine_with(Right)
     engine.add(EngineRequest("sick", [5] * 6, greedy(30), n=2))
@@ -207,24 +217,36 @@ def test_useless_drafts_become_rare():
     engine._max_len = engine._drafter._max_len = 4000
     request = EngineRequest("r", [5] * 6, greedy(50))
     assert len(ends_of(engine, request)) == 50
-    assert engine.stats().draft_tokens_kept == 0 < engine.stats().draft_tokens <= 8
+    assert engine.stats().draft_tokens_accepted == 0 < engine.stats().draft_tokens <= 8
 
 
 def test_counts_grow_with_success_and_pauses_with_failure():
     state = DraftState(Right())
-    state.record(10, drafted=2, kept=2, most=4)
+    state.record(10, drafted=2, accepted=2, most=4)
     assert state.count == 4
-    state.record(15, drafted=4, kept=4, most=4)
+    state.record(15, drafted=4, accepted=4, most=4)
     assert state.count == 4
-    state.record(20, drafted=4, kept=1, most=4)
+    state.record(20, drafted=4, accepted=1, most=4)
     assert state.count == 2 and state.resume_at <= 20
     pauses = []
     for _ in range(10):
-        state.record(100, drafted=1, kept=0, most=4)
+        state.record(100, drafted=1, accepted=0, most=4)
         pauses.append(state.resume_at - 100)
     assert pauses[:3] == [2, 4, 8] and pauses[-1] == LONGEST_PAUSE and state.count == 1
-    state.record(100, drafted=1, kept=1, most=4)
+    state.record(100, drafted=1, accepted=1, most=4)
     assert state.failures == 0 and state.count == 2
+
+
+def test_searches_that_find_nothing_become_rare():
+    """The first two cost no pause: a text that quotes goes on with few words of its own."""
+    state, calls = DraftState(Empty()), []
+    for length in range(100):
+        if length >= state.resume_at:
+            assert state.propose([1] * length, 4) == []
+            calls.append(length)
+    assert calls == [0, 1, 2, 4, 7, 12, 21, 38, 55, 72, 89]
+    state.proposer = Wrong()
+    assert state.propose([1] * 200, 1) == [1] and state.empty_searches == 0
 
 
 def test_drafts_are_for_steps_of_few_single_tokens():
@@ -276,6 +298,19 @@ def test_a_step_without_room_for_drafts_is_refused(field):
         EngineConfig(model=Path("/none"), speculation="ngram", **{field: 1})
 
 
+@pytest.mark.parametrize(
+    ("role", "settings", "flag"),
+    [
+        ("decode", {"speculative_tokens": 6}, "--speculative-tokens 6 has no effect"),
+        ("prefill", {"speculation": "ngram"}, "--speculation ngram has no effect on a prefill worker"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(role, settings, flag):
+    with pytest.raises(ConfigError, match=flag) as caught:
+        WorkerConfig(role=role, engine={"model": "/none", **settings})
+    assert caught.value.field == next(iter(settings))
+
+
 def test_drafts_leave_free_blocks_to_others():
     """Each running sequence may need a block of its own next."""
     drafted = {}
@@ -286,6 +321,42 @@ def test_drafts_leave_free_blocks_to_others():
             engine.step()
         drafted[blocks] = engine.stats().draft_tokens
     assert drafted == {4: 2, 5: 2 + 4}
+
+
+def test_drafts_evict_no_prefix():
+    """The blocks that are left hold one: a request's own tokens evict it, drafts do not."""
+    engine = engine_with(Right, blocks=6, speculative_tokens=8)
+    ends_of(engine, EngineRequest("before", [6] * (3 * PAGE), greedy(2)))
+    before = engine._pool.chains()
+    engine.add(EngineRequest("r", [5] * (2 * PAGE), greedy(30)))
+    for _ in range(3):  # then its third block is full, and it is to have four drafts
+        engine.step()
+        engine.check_integrity()
+    assert engine.stats().draft_tokens == 2
+    assert [len(one) for one in before] == [3] and before[0] in engine._pool.chains()
+
+
+def test_drafts_leave_blocks_to_a_refused_hand_off():
+    parts = Parts(8)
+    running = parts.hand_off("r", tokens=PAGE)
+    with pytest.raises(BlocksExhaustedError):
+        parts.scheduler.reserve(request("refused", [3] * PAGE * 8), [], max_tokens=8 * PAGE)
+    assert (
+        parts.scheduler.grow_spare(running, 6 * PAGE) == (1 + 7 - 1 - 4) * PAGE
+    )  # the claim is to half of the cache
+    parts.scheduler.release_spare()
+    assert len(running.blocks) == 2  # for PAGE + 1 tokens
+    parts.check()
+
+
+def test_blocks_of_drafts_are_freed_at_the_end_of_their_step():
+    """So that none is missing to a hand-off that is offered between steps, or to the growth of others."""
+    engine = engine_with(Wrong)
+    engine.add(EngineRequest("r", [5] * (2 * PAGE - 2), greedy(30)))
+    for _ in range(2):  # the second of two drafts is behind the second block
+        engine.step()
+        engine.check_integrity()
+    assert engine.stats().draft_tokens == 2 and engine.stats().blocks_held == 2
 
 
 def test_it_excludes_steps_launched_ahead():
@@ -299,7 +370,7 @@ def test_no_step_is_launched_ahead(monkeypatch):
     engine = engine_with(Right)
     tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(20)))
     assert [one.token_id for one in tokens] == continuation([5] * 6, 20)
-    assert engine._runner.ahead == 0 < engine.stats().draft_tokens_kept  # type: ignore[attr-defined]
+    assert engine._runner.ahead == 0 < engine.stats().draft_tokens_accepted  # type: ignore[attr-defined]
 
 
 # --- prompt lookup ---------------------------------------------------------------------------------------
@@ -333,6 +404,25 @@ def test_a_search_is_bounded(monkeypatch):
     text = [1, 2, 50, *range(100, 110), 1, 2]
     assert PromptLookup().propose(text, 1) == []
     assert PromptLookup().propose([*text[6:-2], 1, 2, 50, 1, 2], 1) == [50]
+
+
+def test_only_tokens_within_the_window_are_converted(monkeypatch):
+    """Of a long prompt at once, and of what follows it."""
+    monkeypatch.setattr(prompt_lookup, "WINDOW_TOKENS", 8)
+    taken: list[int] = []
+
+    class Text(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            taken.append(len(found) if isinstance(found := super().__getitem__(index), list) else 1)
+            return found
+
+    lookup, rng = PromptLookup(), random.Random(1)
+    text = Text(rng.randrange(3) for _ in range(1000))
+    for _ in range(60):
+        assert lookup.propose(text, 3) == searched(list(text)[-8:], 3), text
+        assert 8 * 4 <= len(lookup._bytes) <= 16 * 4
+        text.append(rng.randrange(3))
+    assert taken == [8] + [1] * 59
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -379,3 +469,22 @@ def test_drafts_are_single_tokens_in_their_sequences_row(checkpoint, monkeypatch
         assert [item.begin for item in plan.items] == list(
             range(plan.items[0].begin, plan.items[0].begin + len(plan.items))
         )
+
+
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_logits_of_drafts_are_those_of_steps_of_their_own(checkpoint, count):
+    """To the last bit, with our own products: on CPUs with AMX and with AVX512-BF16 alone."""
+    if not cpu_products.has_instruction():
+        pytest.skip("torch's products may round rows otherwise that are multiplied together")
+    settings = EngineConfig(model=checkpoint("llama"), dtype="bfloat16", kv_memory_bytes=KV_BYTES)
+    runner = ModelRunner(load_model(settings))
+    tokens, blocks = prompt_ids(20 + count, seed=5), list(range(8))
+    prompt = StepPlan([PlanItem("r", tokens[:20], 0, blocks, 0, 0)], [])
+    drafts = [PlanItem("r", [tokens[at]], at, blocks, 0, 1) for at in range(20, 20 + count)]
+    for plan in (prompt, *(StepPlan([one], []) for one in drafts)):
+        runner.execute(plan)  # keys and values; what is compiled
+    alone = torch.cat([runner.execute(StepPlan([one], [])) for one in drafts])
+    for at in range(20, 20 + count):
+        block, within = divmod(at, runner.page_size)
+        runner.kv_cache[blocks[block], ..., within, :] = 7.0
+    assert torch.equal(runner.execute(StepPlan(drafts, [])), alone)

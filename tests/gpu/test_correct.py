@@ -111,6 +111,10 @@ def same_but_for_ties(path, prompts, found, expected) -> None:
 def test_the_tokens_are_hugging_faces_in_fp32(variant, device, tmp_path):
     pytest.importorskip("transformers", reason="transformers is the reference")
     pytest.importorskip("tokenizers", reason="of the checkpoint")
+    if variant == "gpt-oss" and not hasattr(
+        pytest.importorskip("transformers").GptOssConfig(), "swiglu_alpha"
+    ):
+        pytest.skip("this transformers computes with a swiglu_alpha of 1.702, whatever the checkpoint says")
     from tests.harness.checkpoints import make_checkpoint
     from tests.harness.exactness import assert_greedy
 

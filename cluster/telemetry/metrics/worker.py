@@ -54,8 +54,10 @@ PROMPT_TOKENS_WAITING = gauge("baton_waiting_prefill_tokens", "tokens", "Prompt 
 PREFILL_CHUNKS = counter("baton_prefill_chunks_total", "chunks", "Chunks of prompts that took several steps")
 GENERATION_TOKENS = counter("baton_worker_generation_tokens_total", "tokens", "Tokens sampled here")
 DRAFT_TOKENS = counter("baton_draft_tokens_total", "tokens", "Draft tokens of speculation that were verified")
-DRAFT_TOKENS_KEPT = counter(
-    "baton_draft_tokens_kept_total", "tokens", "Draft tokens that were kept, because the model drew the same"
+DRAFT_TOKENS_ACCEPTED = counter(
+    "baton_draft_tokens_accepted_total",
+    "tokens",
+    "Draft tokens that were accepted, because the model drew the same",
 )
 PREFIX_CACHE_QUERIES = counter(
     "baton_worker_prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache"

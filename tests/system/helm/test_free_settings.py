@@ -123,8 +123,16 @@ def test_speculation_is_of_decode_workers(renderer: Renderer) -> None:
         "prefill": None,
         "decode": "ngram",
     }
-    again = renderer.render(ValueSet(values={"decode": {"config": {"engine": {"speculation": "ngram"}}}}))
-    assert "use decode.speculation" in again.error
+    for role, setting in (
+        ("decode", "speculation"),
+        ("decode", "speculative_tokens"),
+        ("prefill", "speculation"),
+        ("prefill", "speculative_tokens"),
+    ):
+        again = renderer.render(ValueSet(values={role: {"config": {"engine": {setting: 7}}}}))
+        assert f"{role}.config.engine.{setting} would go behind" in again.error
+    both = {"speculation": "ngram", "config": {"engine": {"speculative_tokens": 7}}}
+    assert renderer.render(ValueSet(values={"decode": both})).code == 0
 
 
 def test_addresses_of_foreign_nodes_are_not_the_charts(renderer: Renderer) -> None:

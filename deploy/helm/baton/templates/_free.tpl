@@ -30,8 +30,11 @@
     "transfer.slot_bytes" "transfer.slotBytes" "transfer.port_range" "transfer.nixlPorts" }}
 {{- if eq $role "decode" }}
 {{- $_ := set $worker "engine.recompute_limit_tokens" "decode.recomputeLimitTokens" }}
-{{- $_ := set $worker "engine.speculation" "decode.speculation" }}
+{{- if eq $.Values.decode.speculation "none" }}{{- $_ := set $worker "engine.speculative_tokens" "decode.speculation ngram beside it" }}{{- end }}
+{{- else }}
+{{- $_ := set $worker "engine.speculative_tokens" "decode.config.engine.speculative_tokens" }}
 {{- end }}
+{{- $_ := set $worker "engine.speculation" "decode.speculation" }}
 {{- /* On nodes that are not the chart's, addresses are not its business. */}}
 {{- if ne $.Values.ray.mode "external" }}{{- $_ := set $worker "host" "nothing: it is the pod's address" }}{{- end }}
 {{- include "baton.checkConfig" (dict "where" $role "config" (index $.Values $role).config "taken" (merge $worker $tls $names)) }}
