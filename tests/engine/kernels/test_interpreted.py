@@ -24,16 +24,16 @@ def run_interpreted(file: str, *more: str) -> None:
     assert " passed" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "interpreted_attention.py",
-        "interpreted_ops.py",
-        pytest.param("interpreted_engine.py", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("file", ["interpreted_attention.py", "interpreted_ops.py"])
 def test_kernels_interpreted(file):
     run_interpreted(file)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variants", ["not gpt-oss", "gpt-oss"])
+def test_engines_interpreted(variants):
+    """Apart: one process must not take longer than a test may."""
+    run_interpreted("interpreted_engine.py", "-k", variants)
 
 
 def test_every_file_is_run():
