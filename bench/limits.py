@@ -117,7 +117,7 @@ def _our_product(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     from engine.ops import cpu_products
     from engine.ops.team import KernelTeam
 
-    if not cpu_products.supported() or weight.shape[1] % 2:
+    if not cpu_products.has_instruction() or weight.shape[1] % 2:
         return None
     return PanelLinear(weight, None, KernelTeam(1, weight.dtype, SHAPE.head_dim))
 

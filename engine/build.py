@@ -324,7 +324,7 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
         return _torch_linear
     from engine.ops import cpu_products
 
-    if not cpu_products.supported():
+    if not cpu_products.has_instruction():
         return _torch_linear
     torch.set_num_threads(1)
     area = cpu_products.Area()

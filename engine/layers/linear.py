@@ -111,20 +111,25 @@ class CudaLinear:
 
 
 class PanelLinear:
-    """bf16 on a CPU with AVX512-BF16: our own kernel (engine/ops/cpu_products), on the team's threads."""
+    """bf16 on a CPU with AVX512-BF16 or AMX: our own kernels (engine/ops/cpu_products, cpu_tile_products), on the team's
+    threads."""
 
     row_bytes = 0
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
-        from engine.ops import cpu_jobs, cpu_products
+        from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
 
-        self._run, self._code = team.run, cpu_jobs.MULTIPLY
+        self._run = team.run
         self.out_features, self._inputs = weight.shape
         self._panels = cpu_products.pack(weight, area)
         self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
         if bias is not None:
             self._bias[: self.out_features] = bias
         self._at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
+        # For any number of rows the same: a row's numbers do not depend on what is computed beside it.
+        self._tiled = cpu_tile_products.takes(self._inputs)
+        self._code = cpu_jobs.MULTIPLY_TILES if self._tiled else cpu_jobs.MULTIPLY
+        self._blocks = cpu_tile_products.blocks
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -136,4 +141,8 @@ class PanelLinear:
         return [self._job(rows, x, out)]
 
     def _job(self, rows: int, x: int, out: int) -> Job:
-        return self._code, len(self._panels), (x, rows, *self._at, out, self.out_features)
+        arguments = (x, rows, *self._at, out, self.out_features)
+        if not self._tiled:
+            return self._code, len(self._panels), arguments
+        blocks = self._blocks(rows, self._inputs)
+        return self._code, blocks * len(self._panels), (*arguments, blocks)

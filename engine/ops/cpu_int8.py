@@ -15,8 +15,6 @@ A product's items are (block of rows, panel), block by block: a block stays in t
 
 from __future__ import annotations
 
-import contextlib
-
 import llvmlite.binding
 import numpy as np
 import torch
@@ -36,6 +34,7 @@ from engine.ops.cpu_llvm import (
     as_f32,
     as_u32,
     compiled_exactly,
+    counted,
     declare,
     floats,
     halves,
@@ -44,6 +43,7 @@ from engine.ops.cpu_llvm import (
     octets,
     prefetch,
     spread,
+    store_lanes,
     words,
 )
 from engine.ops.cpu_tiles import (
@@ -194,10 +194,10 @@ def _store(builder, totals, row_scale, parts, kind, to, columns):
         lanes = [ir.Constant(I32, i) for i in range(PANEL)]
         both = [_rounded(builder, value) for value in values]
         whole = builder.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, PANEL), lanes))
-        _masked_store(builder, "v32i16", builder.trunc(whole, _HALVES), to, columns, 0)
+        store_lanes(builder, "v32i16", builder.trunc(whole, _HALVES), to, 2, columns)
         return
     for half, value in enumerate(values):
-        _masked_store(builder, "v16f32", value, after(builder, to, 64 * half), columns, 16 * half)
+        store_lanes(builder, "v16f32", value, after(builder, to, 64 * half), 4, columns, 16 * half)
 
 
 def _rounded(builder, value):
@@ -206,20 +206,6 @@ def _rounded(builder, value):
     shift = ir.Constant(_WORDS, [16] * 16)
     odd = builder.and_(builder.lshr(word, shift), ir.Constant(_WORDS, [1] * 16))
     return builder.lshr(builder.add(builder.add(word, ir.Constant(_WORDS, [0x7FFF] * 16)), odd), shift)
-
-
-def _masked_store(builder, name, value, to, columns, first):
-    """Lane i is stored if first + i < columns."""
-    lanes, pointer = value.type.count, value.type.as_pointer()
-    wide = ir.VectorType(I32, lanes)
-    lane = builder.insert_element(ir.Constant(wide, ir.Undefined), columns, ir.Constant(I32, 0))
-    limit = builder.shuffle_vector(lane, lane, ir.Constant(wide, [0] * lanes))
-    mask = builder.icmp_signed("<", ir.Constant(wide, [first + i for i in range(lanes)]), limit)
-    function = declare(
-        builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), value.type, pointer, I32, mask.type
-    )
-    align = ir.Constant(I32, 2 if value.type is _HALVES else 4)
-    builder.call(function, [value, builder.inttoptr(to, pointer), align, mask])
 
 
 def _beside(builder, beside):
@@ -320,7 +306,7 @@ def _multiply_tiles(
 
         def within() -> None:
             line, begin = builder.load(line_at), builder.load(row_at)
-            with _loop(builder, ir.Constant(I64, 0), lines) as number:
+            with counted(builder, ir.Constant(I64, 0), lines) as number:
                 address = builder.add(line, builder.mul(number, ir.Constant(I64, 64)))
                 prefetch(builder, address, 2)
             builder.store(builder.add(line, builder.mul(lines, ir.Constant(I64, 64))), line_at)
@@ -355,31 +341,12 @@ def _store_sums(typing, kind, of_rows, stored, scales, beside, out, out_stride, 
 
 def _store_rows(builder, kind, begin, end, sums, scales, beside, out, out_stride, columns):
     parts, width = _beside(builder, beside), builder.trunc(columns, I32)
-    with _loop(builder, begin, end) as row:
+    with counted(builder, begin, end) as row:
         at = after(builder, sums, builder.mul(row, ir.Constant(I64, PANEL_STRIDE)))
         totals = [load(builder, _WORDS, after(builder, at, 64 * half), 4) for half in (0, 1)]
         scale = load(builder, F32, after(builder, scales, builder.mul(row, ir.Constant(I64, 4))), 4)
         to = after(builder, out, builder.mul(row, out_stride))
         _store(builder, totals, spread(builder, scale), parts, kind, to, width)
-
-
-@contextlib.contextmanager
-def _loop(builder, begin, end):
-    """Build what is done with each number of [begin, end)."""
-    entry, head, body, done = (
-        builder.block,
-        *(builder.append_basic_block(name) for name in ("head", "body", "done")),
-    )
-    builder.branch(head)
-    builder.position_at_end(head)
-    number = builder.phi(I64)
-    number.add_incoming(begin, entry)
-    builder.cbranch(builder.icmp_signed("<", number, end), body, done)
-    builder.position_at_end(body)
-    yield number
-    number.add_incoming(builder.add(number, ir.Constant(I64, 1)), builder.block)
-    builder.branch(head)
-    builder.position_at_end(done)
 
 
 @njit(inline="always")
@@ -393,7 +360,7 @@ def _multiply_by_tiles(
     kept = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
     stride = outputs * size
     of_rows, stored, its_scales, own, to, columns = 0, kept, scales, beside, out, 0  # of the tile before
-    begin_tiles()
+    begin_tiles(REGISTER_ROWS, REGISTER_ROWS)
     for item in range(first, last):
         block, panel = item // wide, item % wide
         top, bottom = tall * block // blocks, tall * (block + 1) // blocks

@@ -23,6 +23,7 @@ from engine.ops import cpu_int8 as int8
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
+from engine.ops import cpu_tile_products as tile_products
 from engine.ops.cpu_llvm import as_f32, cached, cached_function, integers, prefetch_line
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
@@ -36,9 +37,9 @@ WEIGHTS = 3  # index among a product's arguments
 AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
-    GATE_CLAMPED,
-) = range(12)  # fmt: skip
-PRODUCTS = (MULTIPLY, MULTIPLY_INT8)
+    GATE_CLAMPED, MULTIPLY_TILES,
+) = range(13)  # fmt: skip
+PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES)
 OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT)
 _LOW = 0xFFFFFFFF
 
@@ -221,6 +222,10 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
         a = integers(job)
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
 
+    def multiply_tiles(job, first, last):
+        a = integers(job)
+        tile_products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], first, last)
+
     def quantize(job, first, last):
         a = integers(job)
         int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
@@ -234,6 +239,7 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
     return {
         ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,
         MULTIPLY_INT8: multiply_int8, GATE_GELU: gate_gelu, GATE_CLAMPED: gate_clamped,
+        MULTIPLY_TILES: multiply_tiles,
     }  # fmt: skip
 
 

@@ -146,11 +146,11 @@ def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Ty
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int = 3) -> None:
-    """Load one cache line for reading, into all caches or (2) into all but the first."""
+def prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int = 3, *, to_write: bool = False) -> None:
+    """Load one cache line for reading or writing, into all caches or (2) into all but the first."""
     pointer = ir.IntType(8).as_pointer()
     function = declare(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
-    flags = [ir.Constant(I32, flag) for flag in (0, locality, 1)]
+    flags = [ir.Constant(I32, flag) for flag in (int(to_write), locality, 1)]
     builder.call(function, [builder.inttoptr(address, pointer), *flags])
 
 
@@ -173,6 +173,25 @@ def keep(typing, array):
     return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
 
 
+@contextlib.contextmanager
+def counted(builder, begin, end):
+    """Build what is done with each number of [begin, end)."""
+    entry, head, body, done = (
+        builder.block,
+        *(builder.append_basic_block(name) for name in ("head", "body", "done")),
+    )
+    builder.branch(head)
+    builder.position_at_end(head)
+    number = builder.phi(I64)
+    number.add_incoming(begin, entry)
+    builder.cbranch(builder.icmp_signed("<", number, end), body, done)
+    builder.position_at_end(body)
+    yield number
+    number.add_incoming(builder.add(number, ir.Constant(I64, 1)), builder.block)
+    builder.branch(head)
+    builder.position_at_end(done)
+
+
 def load(builder, kind, address, align):
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
@@ -187,3 +206,16 @@ def spread(builder, word):
         ir.Constant(ir.VectorType(word.type, 16), ir.Undefined), word, ir.Constant(I32, 0)
     )
     return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(I32, 16), [0] * 16))
+
+
+def store_lanes(builder, name, value, to, align, columns, first=0):
+    """Lane i is stored if first + i < `columns`; `name`: LLVM's of the vector's type."""
+    lanes, pointer = value.type.count, value.type.as_pointer()
+    wide = ir.VectorType(I32, lanes)
+    lane = builder.insert_element(ir.Constant(wide, ir.Undefined), columns, ir.Constant(I32, 0))
+    limit = builder.shuffle_vector(lane, lane, ir.Constant(wide, [0] * lanes))
+    mask = builder.icmp_signed("<", ir.Constant(wide, [first + i for i in range(lanes)]), limit)
+    function = declare(
+        builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), value.type, pointer, I32, mask.type
+    )
+    builder.call(function, [value, builder.inttoptr(to, pointer), ir.Constant(I32, align), mask])

@@ -1,4 +1,5 @@
-"""Products with bf16 weights by the CPU's own instruction for them (AVX512-BF16), compiled by numba.
+"""Products with bf16 weights by the CPU's own instruction for them (AVX512-BF16), compiled by numba. Those by AMX are in
+engine/ops/cpu_tile_products.
 
 A weight [outputs, inputs] is stored in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
 memory. A tile multiplies up to 12 rows with one panel: 24 sums stay in registers, two vectors of weights are read for
@@ -32,12 +33,8 @@ _PAIR_BYTES = PANEL * 2 * 2
 SUMS = ir.VectorType(F32, 16)
 
 
-def supported() -> bool:
-    """Whether this CPU has the instruction, and not the better ones of AMX, which oneDNN uses."""
-    return has_instruction() and not llvmlite.binding.get_host_cpu_features().get("amx-bf16")
-
-
 def has_instruction() -> bool:
+    """Whether this CPU has AVX512-BF16; those with AMX have it too."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
@@ -63,11 +60,13 @@ def pack(weight: Tensor, area: Area | None = None) -> Tensor:
     """bf16 [outputs, inputs], inputs even → its panels, in huge pages: processors
     prefetch within a page only (docs/adr/0141)."""
     outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
-    panels = padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
-    size = panels.numel() * panels.element_size()
+    # As words of two inputs, which torch moves five times as fast; a view of such needs memory of its own.
+    padded = F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
+    pairs = padded.view(-1, PANEL, inputs // 2).transpose(1, 2)
+    size = pairs.numel() * pairs.element_size()
     memory = huge_pages.zeroed(size) if area is None else area.take(size)
-    return torch.frombuffer(memory, dtype=panels.dtype).view(panels.shape).copy_(panels)
+    packed = torch.frombuffer(memory, dtype=torch.int32).view(pairs.shape).copy_(pairs)
+    return packed.view(torch.bfloat16).view(*pairs.shape, 2)
 
 
 class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]

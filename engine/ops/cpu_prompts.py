@@ -21,7 +21,14 @@ from numba.extending import intrinsic
 from engine.ops.cpu_llvm import after, compiled, floats, keep, load, words
 from engine.ops.cpu_products import MOST_ROWS, PANEL, SUMS, accumulate, has_instruction
 from engine.ops.cpu_softmax import HIDDEN, LOWEST, bases, divide, fade_row, most, powers
-from engine.ops.cpu_tiles import TILE_ROWS, begin_tiles, end_tiles, multiply_tiles, multiply_tiles_onto
+from engine.ops.cpu_tiles import (
+    REGISTER_ROWS,
+    TILE_ROWS,
+    begin_tiles,
+    end_tiles,
+    multiply_tiles,
+    multiply_tiles_onto,
+)
 
 ROWS = MOST_ROWS  # of a tile without AMX
 BLOCK = 256  # keys: scores and weights of 12 rows are 18 KiB
@@ -181,7 +188,7 @@ def attend_prompt(
     queries = mixed + HEADS * TILE_ROWS * dim * 4
     states = queries + HEADS * TILE_ROWS * dim * 2
     if amx:
-        begin_tiles()
+        begin_tiles(REGISTER_ROWS, REGISTER_ROWS)
     head = first
     while head < last:
         together = min(HEADS, last - head, group - head % group)

@@ -16,7 +16,7 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import llvmlite.binding
@@ -34,6 +34,7 @@ BF16, INT8 = "amx-bf16", "amx-int8"
 _I8 = ir.IntType(8)
 _POINTER = _I8.as_pointer()
 _ROW_BYTES = 64
+_REGISTERS_OF_ROWS = (0, 1, 4), (2, 3, 5)  # the upper 16, the lower
 # Linux: programs ask before their threads get room for tile registers.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
@@ -53,25 +54,33 @@ def supported(kind: str = BF16) -> bool:
 
 
 def _shape() -> list[int]:
-    """What ldtilecfg reads (Intel's manual, volume 1, 18.2): palette 1; bytes of a row, then rows, of each register."""
-    data = bytes([1, *[0] * 15, *[_ROW_BYTES, 0] * 8, *[0] * 16, *[REGISTER_ROWS] * 8, *[0] * 8])
+    """What ldtilecfg reads (Intel's manual, volume 1, 18.2), as words: palette 1; bytes of a row of each register. The
+    seventh, their rows, is that of the panel's two registers."""
+    data = bytes([1, *[0] * 15, *[_ROW_BYTES, 0] * 8, *[0] * 16, *[0] * 6, *[REGISTER_ROWS] * 2, *[0] * 8])
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, 64, 8)]
 
 
+def _word(registers: Sequence[int]) -> ir.Constant:
+    return ir.Constant(I64, sum(1 << 8 * number for number in registers))
+
+
 @intrinsic
-def begin_tiles(typing):
-    """Before all products, in the same thread."""
+def begin_tiles(typing, upper, lower):
+    """Before all products, in the same thread. A product is of `upper` + `lower` rows, 1 to 16 each."""
 
     def codegen(context, builder, signature, args):
         if has_instruction():
-            words = _shape()
+            words = [ir.Constant(I64, word) for word in _shape()]
+            for rows, registers in zip(args, _REGISTERS_OF_ROWS, strict=True):
+                words[6] = builder.add(words[6], builder.mul(rows, _word(registers)))
             to = cgutils.alloca_once(builder, ir.ArrayType(I64, len(words)))
-            builder.store(ir.Constant(ir.ArrayType(I64, len(words)), words), to)
+            for at, word in enumerate(words):
+                builder.store(word, cgutils.gep_inbounds(builder, to, 0, at))
             load = declare(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _POINTER)
             builder.call(load, [builder.bitcast(to, _POINTER)])
         return context.get_dummy_value()
 
-    return types.void(), codegen
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -93,7 +102,7 @@ class Source(NamedTuple):
     first: ir.Value
     second: ir.Value
     stride: int | ir.Value
-    step: int
+    step: int | ir.Value
     passing: bool = False
 
 
@@ -111,7 +120,7 @@ def accumulate_tiles(
     step.add_incoming(ir.Constant(I64, 0), entry)
     for second in (False, True):
         for number, source in ((6, panel), (4, rows)):
-            offset = builder.mul(step, ir.Constant(I64, source.step))
+            offset = builder.mul(step, _number(source.step))
             address = after(builder, source.second if second else source.first, offset)
             load_tile(builder, number + second, address, source.stride, passing=source.passing)
     for number, (of_rows, of_columns) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)]):
@@ -133,8 +142,11 @@ def store_tile(builder, number: int, address, stride) -> None:
 
 def _move(builder, name, number, address, stride):
     function = declare(builder, f"llvm.x86.{name}", ir.VoidType(), _I8, _POINTER, I64)
-    stride = ir.Constant(I64, stride) if isinstance(stride, int) else stride
-    builder.call(function, [_register(number), builder.inttoptr(address, _POINTER), stride])
+    builder.call(function, [_register(number), builder.inttoptr(address, _POINTER), _number(stride)])
+
+
+def _number(value: int | ir.Value) -> ir.Value:
+    return ir.Constant(I64, value) if isinstance(value, int) else value
 
 
 def _register(number: int) -> ir.Constant:

@@ -32,7 +32,7 @@ ADDS_BIASES = "llama-rope-scaled-biases"  # after the sum over ranks: not a kern
 BY_ROWS = ("olmo2", "olmo2-biases-mqa")
 NO_LIST = (ADDS_BIASES, *BY_ROWS, "granite-plain-biases", "gemma2-uncapped-biases", *EXPERTS)
 needs_kernels = pytest.mark.skipif(
-    not cpu_products.supported(), reason="the list is for CPUs with our own products"
+    not cpu_products.has_instruction(), reason="the list is for CPUs with our own products"
 )
 
 

@@ -241,7 +241,7 @@ def test_buffers_of_listed_decode_steps_are_counted(checkpoint, monkeypatch) -> 
         model=checkpoint("llama"), device="cpu", dtype="bfloat16", max_model_len=256, max_batch_requests=20
     )
     # whatever instructions this CPU has; nothing is computed
-    monkeypatch.setattr(cpu_products, "supported", lambda: True)
+    monkeypatch.setattr(cpu_products, "has_instruction", lambda: True)
     loaded = load_model(config, memory=memory)
     jobs = ModelRunner(loaded)._decode_jobs
     assert jobs is not None

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import BlocksExhaustedError, ConfigError
 from engine.build import load_model
 from engine.engine import Engine
+from engine.ops import cpu_products
+from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from engine.runner import ModelRunner
 from engine.speculation import drafts, prompt_lookup
@@ -466,3 +469,22 @@ def test_drafts_are_single_tokens_in_their_sequences_row(checkpoint, monkeypatch
         assert [item.begin for item in plan.items] == list(
             range(plan.items[0].begin, plan.items[0].begin + len(plan.items))
         )
+
+
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_logits_of_drafts_are_those_of_steps_of_their_own(checkpoint, count):
+    """To the last bit, with our own products: on CPUs with AMX and with AVX512-BF16 alone."""
+    if not cpu_products.has_instruction():
+        pytest.skip("torch's products may round rows otherwise that are multiplied together")
+    settings = EngineConfig(model=checkpoint("llama"), dtype="bfloat16", kv_memory_bytes=KV_BYTES)
+    runner = ModelRunner(load_model(settings))
+    tokens, blocks = prompt_ids(20 + count, seed=5), list(range(8))
+    prompt = StepPlan([PlanItem("r", tokens[:20], 0, blocks, 0, 0)], [])
+    drafts = [PlanItem("r", [tokens[at]], at, blocks, 0, 1) for at in range(20, 20 + count)]
+    for plan in (prompt, *(StepPlan([one], []) for one in drafts)):
+        runner.execute(plan)  # keys and values; what is compiled
+    alone = torch.cat([runner.execute(StepPlan([one], [])) for one in drafts])
+    for at in range(20, 20 + count):
+        block, within = divmod(at, runner.page_size)
+        runner.kv_cache[blocks[block], ..., within, :] = 7.0
+    assert torch.equal(runner.execute(StepPlan(drafts, [])), alone)
