@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
@@ -161,6 +161,7 @@ class EngineConfig(Frozen):
         return self
 
 
+SLOT_MULTIPLE = 1 << 8  # keeps every slot aligned
 MAX_SLOT_BYTES = 32 << 20  # leaves room for what surrounds a part in a gRPC message
 # Defaults of workers on GPUs (docs/adr/0150). A GPU copies a part of 4 MiB in microseconds, so messages, polls and
 # launches would take most of a hand-off's time.
@@ -192,13 +193,12 @@ class TransferConfig(Frozen):
     ring_max_bytes: Bytes = Field(
         512 << 20, description="limit of the ring's growth while slots are quarantined; on GPUs 1 GiB"
     )
-    # The multiple keeps every slot aligned.
     slot_bytes: Bytes = Field(
         4 << 20,
         ge=1 << 12,
         le=MAX_SLOT_BYTES,
-        multiple_of=1 << 8,
-        description="one landing slot; the largest part; on GPUs 16 MiB",
+        multiple_of=SLOT_MULTIPLE,
+        description="one landing slot; the largest part, but over gRPC 4 MiB; on GPUs 16 MiB",
     )
     part_bytes: Bytes = Field(
         4 << 20, ge=1 << 12, description="a part is sent as soon as this much is computed; on GPUs 16 MiB"
@@ -222,10 +222,25 @@ class TransferConfig(Frozen):
             )
         return self
 
+    @model_serializer(mode="wrap")
+    def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out GPU_TRANSFER's sizes that were not given: the worker that reads this chooses those of its device."""
+        written: dict[str, Any] = write(self)
+        given = self.model_fields_set
+        return {name: value for name, value in written.items() if name not in GPU_TRANSFER or name in given}
+
     def for_gpus(self) -> TransferConfig:
-        """Return these settings with GPU_TRANSFER's sizes, except for sizes that were given."""
-        sizes = {name: size for name, size in GPU_TRANSFER.items() if name not in self.model_fields_set}
-        return self.model_copy(update=sizes)
+        """Return these settings with GPU_TRANSFER's sizes, except for sizes that were given. Slots are as small as needed
+        for a given ring to hold four of them, and a given staging two."""
+        given, sizes = self.model_fields_set, dict(GPU_TRANSFER)
+        for name, slots in (("ring_bytes", 4), ("ring_max_bytes", 4), ("staging_bytes", 2)):
+            if name in given:
+                most = max(getattr(self, name) // slots, self.slot_bytes) // SLOT_MULTIPLE * SLOT_MULTIPLE
+                sizes["slot_bytes"] = min(sizes["slot_bytes"], most)
+        sizes["part_bytes"] = self.slot_bytes if "slot_bytes" in given else sizes["slot_bytes"]
+        if "ring_max_bytes" in given:
+            sizes["ring_bytes"] = min(sizes["ring_bytes"], self.ring_max_bytes)
+        return self.model_copy(update={name: size for name, size in sizes.items() if name not in given})
 
     @property
     def required(self) -> str:

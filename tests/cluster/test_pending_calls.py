@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +32,12 @@ class Echo(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(answer)
 
 
-def burst(address: str, calls: int) -> Counter[str]:
-    """How calls that are sent at once end."""
+def burst(address: str, calls: int, sent: threading.Event) -> Counter[str]:
+    """How calls that are sent at once end; `sent` is set once all are."""
     with grpc.insecure_channel(address) as channel:
         call: Any = channel.unary_unary("/x/y", None, None)
         pending = [call.future(b"", timeout=SECONDS) for _ in range(calls)]
+        sent.set()
         return Counter(one.code().name for one in pending)
 
 
@@ -47,7 +49,9 @@ async def test_what_waits_is_bounded_and_a_burst_within_the_bound_is_answered() 
     await server.start()
     with ThreadPoolExecutor(1) as threads:
         for calls in (ALWAYS, 3 * MOST):
-            ended = threads.submit(burst, address, calls)
+            sent = threading.Event()
+            ended = threads.submit(burst, address, calls, sent)
+            sent.wait(SECONDS)
             time.sleep(0.15)  # noqa: ASYNC251  nothing is accepted meanwhile
             counts = await asyncio.wrap_future(ended)
             if calls == ALWAYS:

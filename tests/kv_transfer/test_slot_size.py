@@ -66,7 +66,33 @@ def test_cards_have_larger_parts_unless_others_are_given():
     sizes = TransferConfig().for_gpus()
     assert (sizes.slot_bytes, sizes.part_bytes, sizes.staging_bytes) == (16 << 20, 16 << 20, 256 << 20)
     given = TransferConfig(slot_bytes=1 << 20, transport="grpc").for_gpus()
-    assert (given.slot_bytes, given.part_bytes, given.transport) == (1 << 20, 16 << 20, "grpc")
+    assert (given.slot_bytes, given.part_bytes, given.transport) == (1 << 20, 1 << 20, "grpc")
+    assert TransferConfig.model_validate(sizes.model_dump(mode="json")) == sizes
+
+
+def test_sizes_that_were_not_given_are_not_written():
+    """`baton up`, Ray and the chart's files reach a worker as text."""
+    given = TransferConfig(ring_bytes=1 << 30)
+    read = TransferConfig.model_validate_json(given.model_dump_json())
+    assert read == given and read.for_gpus().slot_bytes == 16 << 20 and read.for_gpus().ring_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"ring_max_bytes": 128 << 20}, {"ring_bytes": 128 << 20, "slot_bytes": 16 << 20}),
+        (
+            {"ring_bytes": 32 << 20, "ring_max_bytes": 32 << 20},
+            {"slot_bytes": 8 << 20, "part_bytes": 8 << 20},
+        ),
+        ({"staging_bytes": 16 << 20}, {"slot_bytes": 8 << 20}),
+        ({"ring_bytes": 1 << 16}, {"slot_bytes": 4 << 20}),
+    ],
+    ids=str,
+)
+def test_given_sizes_bound_the_others(given, expected):
+    sizes = TransferConfig(**given).for_gpus()
+    assert {name: getattr(sizes, name) for name in {**given, **expected}} == {**given, **expected}
     TransferConfig.model_validate(sizes.model_dump())
 
 
