@@ -224,14 +224,14 @@ class TransferConfig(Frozen):
 
     @model_serializer(mode="wrap")
     def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the sizes that nobody gave: the worker that reads this chooses its device's."""
+        """Leave out GPU_TRANSFER's sizes that were not given: the worker that reads this chooses those of its device."""
         written: dict[str, Any] = write(self)
         given = self.model_fields_set
         return {name: value for name, value in written.items() if name not in GPU_TRANSFER or name in given}
 
     def for_gpus(self) -> TransferConfig:
-        """With the sizes for GPUs, but for those that were given, and such that a given ring holds four slots and a given
-        staging two."""
+        """Return these settings with GPU_TRANSFER's sizes, except for sizes that were given. Slots are as small as needed
+        for a given ring to hold four of them, and a given staging two."""
         given, sizes = self.model_fields_set, dict(GPU_TRANSFER)
         for name, slots in (("ring_bytes", 4), ("ring_max_bytes", 4), ("staging_bytes", 2)):
             if name in given:

@@ -70,7 +70,7 @@ def test_cards_have_larger_parts_unless_others_are_given():
     assert TransferConfig.model_validate(sizes.model_dump(mode="json")) == sizes
 
 
-def test_sizes_that_nobody_gave_are_not_written():
+def test_sizes_that_were_not_given_are_not_written():
     """`baton up`, Ray and the chart's files reach a worker as text."""
     given = TransferConfig(ring_bytes=1 << 30)
     read = TransferConfig.model_validate_json(given.model_dump_json())
