@@ -43,6 +43,15 @@ def test_every_field_comes_from_the_environment_and_flags_win(monkeypatch: pytes
     assert config.transfer.port_range == "41000-41063"
 
 
+def test_sizes_of_hand_offs_that_nobody_gave_stay_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through every layer of the settings, and as text for a child process."""
+    config = load(monkeypatch, BATON_TRANSFER__RING_BYTES="314572800")
+    read = WorkerConfig.model_validate(config.model_dump(mode="json"))
+    for transfer in (config.transfer, read.transfer):
+        assert (transfer.for_gpus().slot_bytes, transfer.for_gpus().ring_bytes) == (16 << 20, 300 << 20)
+        assert transfer.slot_bytes == 4 << 20
+
+
 def test_values_that_were_read_already_stand_below_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_ADVERTISE_HOST", "10.9.9.9")
     values = {"role": "prefill", "engine": {"model": "/m"}, "advertise_host": "", "drain_seconds": 7}
