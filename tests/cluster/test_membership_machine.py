@@ -190,8 +190,9 @@ def client(redis_url):
     connection.close()
 
 
-def test_the_registry_in_any_order(client):
+@pytest.mark.parametrize("examples", [16, pytest.param(40, marks=pytest.mark.long)])
+def test_the_registry_in_any_order(client, examples):
     how = settings(
-        max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(machine(client), settings=how)

@@ -290,9 +290,10 @@ class DecodeMachine(PeerRules):
             self.settle(4)
 
 
-def test_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("examples", [160, pytest.param(400, marks=pytest.mark.long)])
+def test_the_decode_worker(monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     for module in (incoming, decode_attempt):
         monkeypatch.setattr(module, "StateMachine", CountedMachine)
     REACHED.counts.update(dict.fromkeys(REACHED.counts, 0))
-    run_state_machine_as_test(DecodeMachine, settings=settings(max_examples=400, stateful_step_count=40))
+    run_state_machine_as_test(DecodeMachine, settings=settings(max_examples=examples, stateful_step_count=40))
     REACHED.check()

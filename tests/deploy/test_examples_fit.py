@@ -120,7 +120,13 @@ def test_an_example_fits_its_card(example: Path, role: Role) -> None:
     check(text, role, card_of(text, role))
 
 
-@pytest.mark.parametrize("limits", [(2048, 256, 4096), (512, 64, 4096), (4096, 16, 4096)])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        (512, 64, 4096),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ((2048, 256, 4096), (4096, 16, 4096))),
+    ],
+)
 def test_the_estimate_is_above_what_a_step_takes_here(
     limits: tuple[int, int, int], tmp_path, monkeypatch
 ) -> None:

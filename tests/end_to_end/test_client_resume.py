@@ -41,7 +41,8 @@ def held(http: str) -> list[int]:
     return [worker["status"]["blocks_held"] for worker in workers]
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkpoint, cluster):
     prompt, pid = prompt_ids(70, seed=4), cluster.state["router"][0]["pid"]
     with Client(cluster.routers, shuffle=lambda addresses: None) as client:  # the first is asked first

@@ -166,6 +166,7 @@ def _check_shape(spans: list[Span]) -> None:
 _OWNERS = {"baton-router": ROUTER, "baton-prefill": PREFILL, "baton-decode": DECODE}
 
 
+@pytest.mark.long
 def test_a_client_that_is_not_sampled_is_not_traced(traced: tuple[Cluster, Collector]) -> None:
     cluster, collector = traced
     with grpc.insecure_channel(cluster.grpc) as channel:
@@ -176,6 +177,7 @@ def test_a_client_that_is_not_sampled_is_not_traced(traced: tuple[Cluster, Colle
     assert without.trace_id not in collector.traces()
 
 
+@pytest.mark.long
 def test_http_clients_bring_their_trace_and_histograms_name_it(traced: tuple[Cluster, Collector]) -> None:
     cluster, collector = traced
     trace_id = secrets.token_hex(16)

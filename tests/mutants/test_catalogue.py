@@ -28,6 +28,7 @@ def test_an_entry_changes_one_place_and_names_tests(mutant: Mutant) -> None:
         assert name.partition("[")[0].rpartition("::")[2] in (ROOT / path).read_text() if name else True, test
 
 
+@pytest.mark.long
 def test_a_change_is_undone_and_judged(tmp_path: Path) -> None:
     (tmp_path / "sign.py").write_text("def sign(x):\n    return x >= 0\n")
     (tmp_path / "test_sign.py").write_text(
