@@ -190,9 +190,8 @@ def client(redis_url):
     connection.close()
 
 
-@pytest.mark.parametrize("examples", [16, pytest.param(40, marks=pytest.mark.long)])
-def test_the_registry_in_any_order(client, examples):
+def test_the_registry_in_any_order(client):
     how = settings(
-        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=16, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(machine(client), settings=how)

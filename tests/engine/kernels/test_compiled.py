@@ -81,11 +81,15 @@ def check_attention(
     }  # fmt: skip
     prompts = backend.prompt_tiles(dtype, dim, group, hopper=capability == 90)
     tokens = backend.token_tiles(dtype, dim, group)
+    # A window changes no tile: it is compiled for the commonest size of a head.
     for kernel, tiles, windowed in (
         (attention.attend_prompts, prompts, False),
-        (attention.attend_prompts, prompts, True),
         (attention.attend_tokens, tokens, False),
-        (attention.attend_tokens, tokens, True),
+        *(
+            ((attention.attend_prompts, prompts, True), (attention.attend_tokens, tokens, True))
+            if dim == 128
+            else ()
+        ),
     ):
         constants: dict[str, object] = {**sizes, "ROWS": tiles.rows, "KEYS": tiles.keys, "WINDOWED": windowed}
         made = check(capability, kernel, kind, constants, tiles.options)
@@ -169,8 +173,9 @@ VARIANTS = [
         (card, *variant)
         for card in CARDS
         for variant in VARIANTS
-        if variant == VARIANTS[0] or card in (89, 90)  # the least and the most shared memory
-    ],
+        if card in (89, 90)  # the least and the most shared memory
+    ]
+    + [(80, "bf16", 4, (64, 128)), (100, "bf16", 4, (64, 128))],
 )
 def test_every_variant_compiles(capability, kind, group, dims):
     for dim in dims:

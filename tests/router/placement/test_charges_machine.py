@@ -11,7 +11,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -226,11 +225,10 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
     return Charges
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(80, marks=pytest.mark.long)])
-def test_charges_in_any_order(redis_url, monkeypatch, examples):
+def test_charges_in_any_order(redis_url, monkeypatch):
     monkeypatch.setattr(place_script, "RETRY_SECONDS", 0.0)
     how = settings(
-        max_examples=examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
     )
     with redis.Redis.from_url(redis_url) as client:
         run_state_machine_as_test(machine(client, redis_url), settings=how)
