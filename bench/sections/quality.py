@@ -130,8 +130,9 @@ def _windows(model: Path, count: int) -> Iterator[list[int]]:
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokens = encode(tokenizer, [*corpus.held_out(), *_library_tests()])
-    for begin in range(0, min(len(tokens), count * (WINDOW - 1)) - WINDOW + 1, WINDOW - 1):
-        yield [BOS, *(int(token) for token in tokens[begin : begin + WINDOW - 1])]
+    each = WINDOW - 1  # beside <|bos|>
+    for begin in range(0, min(len(tokens), count * each) - each + 1, each):
+        yield [BOS, *(int(token) for token in tokens[begin : begin + each])]
 
 
 def _library_tests() -> Iterator[str]:
