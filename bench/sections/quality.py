@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import math
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,7 +49,6 @@ class Measured(NamedTuple):
 
     losses: NDArray[np.float64]
     best: Tensor
-    seconds: float
     weight_bytes: int
 
 
@@ -83,7 +81,6 @@ def measure(engine: Engine, windows: list[list[int]]) -> Measured:
 
     runner = engine._runner
     losses, best = [], []
-    began = time.perf_counter()
     for tokens in windows:
         blocks = list(range(-(-len(tokens) // runner.config.page_size)))
         item = PlanItem("w", tokens, 0, blocks, 0, len(tokens))
@@ -91,10 +88,7 @@ def measure(engine: Engine, windows: list[list[int]]) -> Measured:
         targets = torch.tensor(tokens[1:])
         losses.append(float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum")))
         best.append(logits.argmax(1))
-    seconds = time.perf_counter() - began
-    return Measured(
-        np.array(losses), torch.cat(best), seconds, weight_bytes(runner.model_config, runner.config)
-    )
+    return Measured(np.array(losses), torch.cat(best), weight_bytes(runner.model_config, runner.config))
 
 
 def _figures(form: Form, plain: Measured, found: Measured, windows: int) -> list[Figure]:
@@ -102,7 +96,8 @@ def _figures(form: Form, plain: Measured, found: Measured, windows: int) -> list
     loss = 100 * (_perplexity(found, windows) / _perplexity(plain, windows) - 1)
     agree = 100 * float((found.best == plain.best).float().mean())
     note = f"{low:.2f} to {high:.2f}; perplexity {_perplexity(found, windows):.3f}"
-    size = f"bf16 {plain.weight_bytes / 1e6:.1f} MB; prompts in {found.seconds / plain.seconds:.2f} of bf16's time"
+    stored = (form.model / "model.safetensors").stat().st_size
+    size = f"bf16 {plain.weight_bytes / 1e6:.1f} MB; the file {stored / 1e6:.1f} MB"
     return [
         Figure(f"perplexity lost, {form.name}", loss, "%", WITHIN[form.bits], note),
         Figure(f"same next token, {form.name}", agree, "%", "", f"of {len(plain.best):,}"),

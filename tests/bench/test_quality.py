@@ -52,13 +52,13 @@ def test_figures_compare_with_bf16():
     """Each token of a window costs a hundredth of a nat more, and one in eight is another."""
     count = quality.WINDOW - 1
     best = torch.arange(8)
-    plain = Measured(np.array([3.0, 5.0]) * count, best, 2.0, 100)
-    worse = Measured(plain.losses + 0.01 * count, best.clamp(max=6), 1.0, 50)
+    plain = Measured(np.array([3.0, 5.0]) * count, best, 100)
+    worse = Measured(plain.losses + 0.01 * count, best.clamp(max=6), 50)
     lost, same, size = quality._figures(Form("f", 8, quality.SHIPPED, {}), plain, worse, 2)
     assert lost.value == pytest.approx(100 * np.expm1(0.01)) and lost.met is False
     assert lost.note.startswith("1.01 to 1.01; ")
     assert same.value == 87.5
-    assert (size.value, size.note) == (50e-6, "bf16 0.0 MB; prompts in 0.50 of bf16's time")
+    assert (size.value, size.note) == (50e-6, "bf16 0.0 MB; the file 15.9 MB")
 
 
 def test_windows_of_the_demo_model_begin_texts():
