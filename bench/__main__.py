@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 SECTIONS = (
     "engine",
     "int8",
+    "quality",
     "speculation",
     "steps",
     "handoff",

@@ -39,21 +39,23 @@ def read(seed: int = 0) -> Corpus:
     rng = random.Random(seed)
     sources: list[str] = []
     chats: list[str] = []
-    held_out: list[str] = []
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(root.rglob("*.py")) if not _SKIP & set(path.parts)]
-    for index, path in enumerate(files):
-        text = _read(path)
-        if text is None:
-            continue
-        if index % HELD_OUT_EVERY == HELD_OUT_AT:
-            held_out.append(text)
-            continue
-        sources.append(text)
-        chats += _conversations(list(_pairs(text, path.stem, rng)), rng)
+    for path in _files(held_out=False):
+        if (text := _read(path)) is not None:
+            sources.append(text)
+            chats += _conversations(list(_pairs(text, path.stem, rng)), rng)
     texts = sources + chats
     rng.shuffle(texts)
-    return Corpus(texts, held_out)
+    return Corpus(texts, held_out())
+
+
+def held_out() -> list[str]:
+    return [text for path in _files(held_out=True) if (text := _read(path)) is not None]
+
+
+def _files(*, held_out: bool) -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(root.rglob("*.py")) if not _SKIP & set(path.parts)]
+    return [path for at, path in enumerate(files) if (at % HELD_OUT_EVERY == HELD_OUT_AT) == held_out]
 
 
 def _read(path: Path) -> str | None:

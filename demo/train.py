@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -52,15 +52,31 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
     return np.array([token for row in rows for token in row], dtype=np.int32)
 
 
-def make_model() -> Any:
+# demo: shipped. bench: 46 MB of bf16, to measure what formats cost (bench/sections/quality.py).
+SIZES: dict[str, dict[str, Any]] = {
+    "demo": {
+        "hidden_size": 320,
+        "intermediate_size": 896,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "bench": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+
+
+def make_model(size: str = "demo") -> Any:
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=320,
-        intermediate_size=896,
-        num_hidden_layers=6,
-        num_attention_heads=10,
-        num_key_value_heads=2,
-        head_dim=32,
+        **SIZES[size],
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=BOS,
@@ -127,6 +143,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="How long to train.")] = 80.0,
     out: Annotated[Path, typer.Option(help="Where the model directory is written.")] = Path("out/demo-model"),
     seed: Annotated[int, typer.Option(help="Of the weights and the corpus.")] = 0,
+    size: Annotated[Literal["demo", "bench"], typer.Option(help="8 M or 23 M parameters.")] = "demo",
 ) -> None:
     """Train the demo model again."""
     console = Console()
@@ -135,9 +152,9 @@ def main(
     corpus: Corpus = read(seed)
     tokenizer = make_tokenizer(corpus.train)
     tokens, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
-    model = make_model()
-    size = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"{size / 1e6:.1f} M parameters, {len(tokens):,} tokens, {len(held_out):,} held out")
+    model = make_model(size)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"{count / 1e6:.1f} M parameters, {len(tokens):,} tokens, {len(held_out):,} held out")
     fit(model, tokens, minutes, console)
     loss = evaluate(model, held_out)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,93 @@
+"""Checkpoints rounded to a stored format in the plainest way.
+
+Each scale is that of its largest weight, and each weight becomes the nearest code. Tools that calibrate (GPTQ, AWQ) lose
+less.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 64  # inputs that share a scale of 4 bits
+_FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
+_INT4_MOST = 7
+_PER_WORD = 8
+_HEAD = "lm_head"
+
+
+class Rounded(NamedTuple):
+    """`weights`: as compressed-tensors describes them; `store`: a matrix → its tensors, named as beside the product."""
+
+    layout: str
+    weights: dict[str, Any]
+    store: Callable[[Tensor], dict[str, Tensor]]
+
+
+def write(source: Path, target: Path, form: Rounded) -> Path:
+    """`source`, with every matrix of its layers in `form`; embedding and head stay as they are."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix == ".json":
+            shutil.copy(path, target)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".layers." in name and tensor.dim() == 2:
+            at = name.removesuffix(".weight")
+            tensors |= {f"{at}.{key}": value for key, value in form.store(tensor).items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    group = {"weights": form.weights, "input_activations": None, "targets": ["Linear"]}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": form.layout,
+        "ignore": [_HEAD],
+        "config_groups": {"group_0": group},
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def _weights(**changes: Any) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "channel",
+    } | changes
+
+
+def _fp8(matrix: Tensor) -> dict[str, Tensor]:
+    scale = (matrix.float().abs().amax(1, keepdim=True) / _FP8_MOST).to(matrix.dtype)
+    return {"weight": (matrix.float() / scale.float()).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def _int4(matrix: Tensor) -> dict[str, Tensor]:
+    outputs, inputs = matrix.shape
+    groups = matrix.float().view(outputs, -1, GROUP)
+    scale = (groups.abs().amax(2, keepdim=True) / _INT4_MOST).to(matrix.dtype)
+    codes = (groups / scale.float()).round().clamp(-_INT4_MOST - 1, _INT4_MOST).to(torch.int32) + 8
+    words = codes.view(outputs, -1, _PER_WORD) << (4 * torch.arange(_PER_WORD, dtype=torch.int32))
+    return {
+        "weight_packed": words.sum(2, dtype=torch.int32),  # the codes' bits are apart: a sum joins them
+        "weight_scale": scale.squeeze(2),
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }
+
+
+FORMS = {
+    "FP8, a scale per channel": Rounded("float-quantized", _weights(), _fp8),
+    f"4 bits, groups of {GROUP}": Rounded(
+        "pack-quantized", _weights(num_bits=4, type="int", strategy="group", group_size=GROUP), _int4
+    ),
+}
