@@ -35,6 +35,7 @@ from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
 from engine.speculation.drafts import Drafter
+from engine.speculation.registry import method_for
 
 
 class StepTimes:
@@ -93,7 +94,8 @@ class Engine:
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
         sampler = sampler_for(runner.device)
-        self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len)
+        method = method_for(config)
+        self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len, method)
         self._outputs = OutputProcessor(
             self._scheduler, prefixes, limits, self._counters, sampler, self._drafter
         )

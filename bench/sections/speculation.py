@@ -54,17 +54,19 @@ class Scripted:
 
 
 def run(context: Context) -> Section:
+    from engine.speculation.prompt_lookup import PromptLookup
+
     plain = load(context.model, "cpu")
     drafting = load(context.model, "cpu", speculation="ngram", speculative_tokens=DRAFTS)
     source = random.Random(0)
     prompt = [source.randrange(1000, 4000) for _ in range(PROMPT)]
-    pairs, lookup = context.repeats(PAIRS), drafting._drafter.proposer
+    pairs = context.repeats(PAIRS)
     figures = []
     for right, bound in CASES.items():
         request = Request(prompt, {REPEATED: 100.0})
         case = Case(f"α = {right:g}", request, partial(Scripted, right), bound, _tau(right))
         figures.append(_figure(plain, drafting, case, pairs))
-    case = Case("random text", Request(prompt, {}), lookup, "≥ 1.0")
+    case = Case("random text", Request(prompt, {}), PromptLookup, "≥ 1.0")
     figures.append(_figure(plain, drafting, case, pairs))
     return Section("speculation", f"Speculation, up to {DRAFTS} drafts, batch 1", figures)
 
@@ -75,7 +77,9 @@ def _tau(right: float) -> str:
 
 
 def _figure(plain: Any, drafting: Any, case: Case, pairs: int) -> Figure:
-    drafting._drafter.proposer = case.proposer
+    from engine.speculation.per_sequence import PerSequence
+
+    drafting._drafter.method = PerSequence(case.proposer)
     ratios, seconds = list[float](), list[float]()
     steps = drafting.steps
     for number in range(pairs + 1):

@@ -12,7 +12,7 @@ import torch
 from engine.engine import Engine
 from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
 from engine.sampling.device_sampler import DeviceSampler
-from engine.speculation.drafts import Proposer
+from engine.speculation.per_sequence import PerSequence, Proposer
 from engine.speculation.prompt_lookup import PromptLookup
 from tests.engine.fake_model import FakeRunner
 
@@ -69,7 +69,8 @@ def serve(
             seen.chains.add(tuple(report.hashes[: report.held]))
 
     engine = Engine(runner, runner.config, secret=b"o", on_chain=on_chain)
-    engine._drafter.proposer = proposer
+    if engine._drafter.method is not None:
+        engine._drafter.method = PerSequence(proposer)
     if device:
         engine._outputs._sampler = DeviceSampler(CPU)
     rng, requests, count = random.Random(seed), some_requests(seed), 0
