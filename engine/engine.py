@@ -34,6 +34,7 @@ from engine.scheduler.aging import Clock
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
+from engine.speculation.draft_model import DraftRunner
 from engine.speculation.drafts import Drafter
 from engine.speculation.registry import method_for
 
@@ -82,7 +83,9 @@ class Engine:
         secret: bytes,
         on_chain: Callable[[ChainReport], None] = lambda report: None,
         clock: Clock = time.monotonic,
+        draft: DraftRunner | None = None,
     ):
+        """`draft`: the runner of the draft model, if the settings name one."""
         self._clock = clock
         self._runner = runner
         self._max_len = config.max_model_len or runner.model_config.max_model_len
@@ -94,14 +97,12 @@ class Engine:
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
         sampler = sampler_for(runner.device)
-        method = method_for(config)
+        method = method_for(config, draft)
         self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len, method)
         self._outputs = OutputProcessor(
             self._scheduler, prefixes, limits, self._counters, sampler, self._drafter
         )
-        self._overlap = config.speculation == "none" and overlaps(
-            config.overlap, runner.device, runner.num_ranks
-        )
+        self._overlap = not config.drafts_by and overlaps(config.overlap, runner.device, runner.num_ranks)
         self._flight: Flight | None = None
         self._collected_at = 0.0
         self.steps = 0
@@ -273,6 +274,7 @@ class Engine:
         return replace(
             self._counters,
             steps=self.steps,
+            draft_failures=self._drafter.failures,
             running=len(running),
             waiting=len(waiting),
             waiting_for_kv=sum(s.state is S.WAITING_FOR_KV for s in self._scheduler.sequences()),

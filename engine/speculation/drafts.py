@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -13,6 +15,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.speculation.base import DraftMethod
 
+log = logging.getLogger(__name__)
 # Rows of a step, drafts included, up to which another row costs little beside reading the weights.
 MOST_ROWS = 16
 
@@ -60,6 +63,7 @@ class Drafter:
     ):
         """Without a method no sequence gets drafts."""
         self.method = method
+        self.failures = 0  # of the method; it is not used again
         self._most = config.most_drafts
         self._scheduler = scheduler
         self._max_len = max_len
@@ -69,9 +73,9 @@ class Drafter:
 
     def draft(self, decision: StepDecision) -> None:
         """Add drafts to a step of single tokens, with blocks for them."""
-        scheduled, method = decision.scheduled, self.method
+        scheduled = decision.scheduled
         left = self._rows - len(scheduled)
-        if method is None or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
+        if self.method is None or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
             return
         each = left // len(scheduled)
         attended = max(MOST_ATTENDED, sum(len(one.tokens) for one in scheduled)) // len(scheduled)
@@ -80,13 +84,24 @@ class Drafter:
             affordable = each if len(scheduled) == 1 else min(each, attended // len(sequence.tokens))
             if (most := self._most_of(sequence, min(affordable, self._most))) > 0:
                 asked[sequence] = most
-        if not asked:
-            return
-        for sequence, drafts in method.propose(asked).items():
+        for sequence, drafts in self._proposed(asked).items():
             length = len(sequence.tokens)
             room = self._scheduler.grow_spare(sequence, length + len(drafts)) - length
             if drafts := drafts[:room]:
                 decision.drafts[sequence] = drafts
+
+    def _proposed(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """An error ends drafting, and no request: the steps go on without drafts."""
+        if self.method is None or not asked:
+            return {}
+        try:
+            return self.method.propose(asked)
+        except Exception as error:
+            name = type(error).__name__
+            log.error("speculation has failed and stays off until this worker restarts: %s: %s", name, error)
+            self.failures += 1
+            self.method = None
+            return {}
 
     def _most_of(self, sequence: Sequence, most: int) -> int:
         """The most drafts of a sequence in this step, of up to `most`; 0 or less if it gets none."""
