@@ -90,7 +90,7 @@ class DraftModel:
                 cached.length += 1
             lasts.append(len(items) - 1)
         while True:
-            tokens = _most_likely(self._runner.execute(StepPlan(items, [])))
+            tokens = self.most_likely(self._runner.execute(StepPlan(items, [])))
             for sequence, last in zip(live, lasts, strict=True):
                 drafts[sequence].append(tokens[last])
             live = [one for one in live if len(drafts[one]) < counts[one]]
@@ -101,6 +101,14 @@ class DraftModel:
                 cached, token = ready[sequence], drafts[sequence][-1]
                 items.append(_item(sequence, cached, [token], 1))
                 cached.drafted.append(token)
+
+    def most_likely(self, logits: Tensor) -> list[int]:
+        """The token of each row."""
+        best = logits.argmax(-1, keepdim=True)  # NaN wins argmax
+        if not bool(logits.gather(-1, best).isfinite().all()):
+            raise InternalError("logits of the draft model are no numbers")
+        tokens: list[int] = best[:, 0].tolist()
+        return tokens
 
 
 def _item(sequence: Sequence, cached: CachedSequence, tokens: list[int], logits: int) -> PlanItem:
@@ -117,12 +125,3 @@ def _item(sequence: Sequence, cached: CachedSequence, tokens: list[int], logits:
     )
     cached.blocks_in_row = len(cached.blocks)
     return item
-
-
-def _most_likely(logits: Tensor) -> list[int]:
-    best = logits.argmax(-1, keepdim=True)  # NaN wins argmax
-    values = logits.gather(-1, best)
-    if not bool(values.isfinite().all()):
-        raise InternalError("logits of the draft model are no numbers")
-    tokens: list[int] = best[:, 0].tolist()
-    return tokens

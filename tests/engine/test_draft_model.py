@@ -107,11 +107,11 @@ def test_every_draft_of_the_same_model_is_accepted():
 def test_streams_are_those_without_drafts(seed, blocks, monkeypatch):
     """Penalties, stops, choices, logprobs, aborts of none; with 18 blocks sequences are preempted. The draft model's pool
     is too small for all."""
-    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 7)
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 20)
     monkeypatch.setattr(drafts, "MOST_ROWS", 64)
     tokens = {"max_batch_tokens": 16} if blocks < 100 else {}
     plain, _, _ = serve("off", seed, blocks=blocks, **tokens)
-    drafted, _, engine = serve("off", seed, blocks=blocks, draft=FakeRunner(20), draft_model=DRAFT, **tokens)
+    drafted, _, engine = serve("off", seed, blocks=blocks, draft=FakeRunner(150), draft_model=DRAFT, **tokens)
     assert drafted.streams() == plain.streams() and drafted.errors == plain.errors
     stats = engine.stats()
     assert stats.draft_tokens_accepted > 0 == stats.draft_failures
@@ -367,7 +367,8 @@ def test_a_real_models_tokens_are_those_without_drafts(checkpoint, dtype, name, 
     for one in some_requests():
         assert run(engine, one).tokens == run(plain, one).tokens, one.request_id
     stats = engine.stats()
-    assert stats.draft_failures == 0 and stats.draft_tokens_accepted >= least * stats.draft_tokens > 0
+    assert stats.draft_failures == 0 < stats.draft_tokens
+    assert stats.draft_tokens_accepted >= least * stats.draft_tokens
     assert least == 0.0 or engine.steps < 0.6 * plain.steps
 
 
