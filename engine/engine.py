@@ -254,7 +254,9 @@ class Engine:
         self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
         flight.release(self._pool)
         self._collected_at = self._clock()
-        self.step_times.add(flight.tokens, len(flight.decision.scheduled), self._collected_at - began)
+        seconds = self._collected_at - began
+        self.step_times.add(flight.tokens, len(flight.decision.scheduled), seconds)
+        self._drafter.step_ended(flight.decision, seconds, len(flight.output.tokens))
         if following is None:
             return
         following.hold_left(self._pool, self._runner.page_size)

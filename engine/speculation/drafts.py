@@ -14,6 +14,7 @@ from engine.scheduler.decision import StepDecision
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.speculation.base import DraftMethod
+from engine.speculation.draft_gate import DraftGate
 
 log = logging.getLogger(__name__)
 # Rows of a step, drafts included, up to which another row costs little beside reading the weights.
@@ -63,6 +64,9 @@ class Drafter:
     ):
         """Without a method no sequence gets drafts."""
         self.method = method
+        # Prompt lookup costs next to nothing, beside rows that cost little.
+        self.gate = DraftGate() if config.draft_model is not None else None
+        self._asked = False  # whether the method was asked for drafts of the last step
         self.failures = 0  # of the method; it is not used again
         self._most = config.most_drafts
         self._scheduler = scheduler
@@ -73,7 +77,7 @@ class Drafter:
 
     def draft(self, decision: StepDecision) -> None:
         """Add drafts to a step of single tokens, with blocks for them."""
-        scheduled = decision.scheduled
+        scheduled, self._asked = decision.scheduled, False
         left = self._rows - len(scheduled)
         if self.method is None or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
             return
@@ -84,6 +88,9 @@ class Drafter:
             affordable = each if len(scheduled) == 1 else min(each, attended // len(sequence.tokens))
             if (most := self._most_of(sequence, min(affordable, self._most))) > 0:
                 asked[sequence] = most
+        if not asked or (self.gate is not None and not self.gate.allows(len(scheduled))):
+            return
+        self._asked = True
         for sequence, drafts in self._proposed(asked).items():
             length = len(sequence.tokens)
             room = self._scheduler.grow_spare(sequence, length + len(drafts)) - length
@@ -92,8 +99,7 @@ class Drafter:
 
     def _proposed(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """An error ends drafting, and no request: the steps go on without drafts."""
-        if self.method is None or not asked:
-            return {}
+        assert self.method is not None, "`draft` has checked it"
         try:
             return self.method.propose(asked)
         except Exception as error:
@@ -118,6 +124,17 @@ class Drafter:
             return 0
         # The last token that the request may have is no draft, because no token is drawn after it.
         return min(most, state.count, request.sampling.max_tokens - output - 1, self._max_len - length - 1)
+
+    def step_ended(self, decision: StepDecision, seconds: float, tokens: int) -> None:
+        """A step, the last one that was given drafts or none, took so long and yielded so many tokens. One that only
+        helped the draft model to catch up is neither with nor without drafts."""
+        sequences = len(decision.scheduled)
+        if self.gate is None or not tokens:
+            return
+        if decision.drafts:
+            self.gate.record_drafted(sequences, seconds, tokens)
+        elif not self._asked and sum(decision.scheduled.values()) == sequences <= self._rows:
+            self.gate.record_plain(sequences, seconds)
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of the sequence's `drafted` drafts were accepted."""

@@ -70,6 +70,7 @@ def serve(
             seen.chains.add(tuple(report.hashes[: report.held]))
 
     engine = Engine(runner, runner.config, secret=b"o", on_chain=on_chain, draft=draft)
+    engine._drafter.gate = None
     if proposer is not None:
         engine._drafter.method = PerSequence(proposer)
     if device:

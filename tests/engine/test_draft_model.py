@@ -24,6 +24,7 @@ from engine.runner import ModelRunner
 from engine.scheduler.sequence import Sequence, SequenceState
 from engine.speculation import draft_model, drafts
 from engine.speculation.draft_cache import DraftCache
+from engine.speculation.draft_gate import DraftGate
 from engine.speculation.draft_model import DraftModel
 from tests.engine.fake_model import CONTEXT, PAGE, FakeRunner, continuation
 from tests.engine.ranks import KV_BYTES, engine_of, run, runners
@@ -59,7 +60,9 @@ def greedy(count: int, **more: Any) -> SamplingParams:
 
 def drafting(draft: FakeRunner, blocks: int = 100, **settings: Any) -> Engine:
     runner = FakeRunner(blocks, draft_model=DRAFT, **settings)
-    return Engine(runner, runner.config, secret=b"s", draft=draft)
+    engine = Engine(runner, runner.config, secret=b"s", draft=draft)
+    engine._drafter.gate = None  # its drafts take as long as its tokens
+    return engine
 
 
 def cache_of(engine: Engine) -> DraftCache:
@@ -222,6 +225,63 @@ def test_stopped_sequences_are_dropped():
     cache_of(engine).check_integrity()
 
 
+# --- whether it pays -------------------------------------------------------------------------------------
+
+
+class Timed(Observed):
+    """Each step takes `seconds`."""
+
+    def __init__(self, now: list[float], seconds: float):
+        super().__init__(400)
+        self.now, self.seconds = now, seconds
+
+    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
+        self.now[0] += self.seconds
+        return super().execute(plan, drawn)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.1, 1000), (2.0, 4 * (16 + 1) + 4)])
+def test_a_draft_model_that_takes_too_long_is_switched_off(seconds, most):
+    """Steps of the target take 1 s. A slow draft model, though all its drafts are right, has 16 steps of each trial."""
+    now, total = [0.0], 0
+    target = Timed(now, 1.0)
+    target.config = target.config.model_copy(update={"draft_model": DRAFT})
+    engine = Engine(target, target.config, secret=b"s", clock=lambda: now[0], draft=Timed(now, seconds))
+    for number in range(3):  # 120 tokens in all
+        prompt = [5 + number] * 20
+        engine.add(EngineRequest(f"r{number}", prompt, greedy(40)))
+        got = answers(engine)
+        assert got == {f"r{number}": continuation(prompt, 40)}
+        total += 40
+    stats = engine.stats()
+    assert stats.draft_tokens_accepted == stats.draft_tokens
+    assert 40 < stats.draft_tokens <= most
+    assert (now[0] < 0.7 * total) == (seconds < 1)
+
+
+def test_a_gate_compares_seconds_per_token():
+    gate = DraftGate()
+
+    def run_steps(count: int, drafted: float, tokens: int) -> int:
+        """Steps of 4 sequences that had drafts; one without takes 1 s."""
+        allowed = 0
+        for _ in range(count):
+            if gate.allows(4):
+                allowed += 1
+                gate.record_drafted(4, drafted, tokens)
+            else:
+                gate.record_plain(4, 1.0)
+        return allowed
+
+    assert run_steps(104, 2.0, 12) == 100, "four steps show what one without takes"
+    assert run_steps(1000, 2.0, 12) > 980
+    assert run_steps(100, 2.0, 4) < 30, "more seconds than tokens"
+    assert not gate.allows(4)
+    assert run_steps(10_000, 2.0, 4) < 300
+    assert run_steps(2000, 2.0, 12) > 900, "it is tried again"
+    assert not gate.allows(5), "another number of sequences is measured for itself"
+
+
 # --- failures --------------------------------------------------------------------------------------------
 
 
@@ -364,6 +424,7 @@ def test_a_real_models_tokens_are_those_without_drafts(checkpoint, dtype, name, 
     plain = engine_of(ModelRunner(load_model(settings_for(model, None, dtype))))
     runner = ModelRunner(load_model(config))
     engine = Engine(runner, runner.config, secret=b"test", draft=draft)
+    engine._drafter.gate = None
     for one in some_requests():
         assert run(engine, one).tokens == run(plain, one).tokens, one.request_id
     stats = engine.stats()
@@ -381,6 +442,7 @@ def test_ranks_get_the_same_drafts(checkpoint):
     plain = engine_of(ModelRunner(load_model(settings_for(model, None, "float32"))))
     with runners(model, 2, max_model_len=256, draft_model=model) as (leader, _):
         engine = Engine(leader, leader.config, secret=b"test", draft=draft)
+        engine._drafter.gate = None
         for one in some_requests():
             assert run(engine, one).tokens == run(plain, one).tokens, one.request_id
     assert engine.stats().draft_tokens_accepted > 50
