@@ -122,6 +122,8 @@ class Drafter:
             state = self._states[sequence] = DraftState()
         if length < state.resume_at:
             return 0
+        if self.gate is not None:  # drafting takes time: none that would be dropped
+            most = min(most, self._scheduler.spare_tokens(sequence) - length)
         # The last token that the request may have is no draft, because no token is drawn after it.
         return min(most, state.count, request.sampling.max_tokens - output - 1, self._max_len - length - 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,31 @@ def test_drafts_end_where_the_draft_models_context_or_pool_does():
         assert answers(engine) == {"r": continuation([5] * 6, 40)}
         assert 5 < engine.stats().draft_tokens <= most
         assert max(item.end for plan in draft.plans for item in plan.items) <= most
+
+
+@pytest.mark.parametrize("blocks", [3, 4, 5])
+def test_no_draft_is_computed_that_has_no_room(blocks):
+    """A gate that lets all through shows that drafts cost time."""
+    engine = drafting(Observed(), blocks)
+    engine._drafter.gate = OpenGate()
+    engine.add(EngineRequest("one", [5] * (2 * PAGE), greedy(blocks * PAGE - 2 * PAGE - 1)))
+    method, computed = engine._drafter.method, list[int]()
+    assert method is not None
+    propose = method.propose
+
+    def counted(asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        found = propose(asked)
+        computed.append(sum(len(drafts) for drafts in found.values()))
+        return found
+
+    method.propose = counted  # type: ignore[method-assign]
+    answers(engine)
+    assert all(computed) and sum(computed) == engine.stats().draft_tokens > 0
+
+
+class OpenGate(DraftGate):
+    def allows(self, sequences: int) -> bool:
+        return True
 
 
 def sequence(name: str, tokens: int) -> Sequence:
