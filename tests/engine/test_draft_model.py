@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError
-from engine import load_draft
+from engine import build, load_draft
 from engine.build import load_model
 from engine.engine import Engine
 from engine.plan import StepPlan
@@ -112,7 +112,7 @@ def test_streams_are_those_without_drafts(seed, blocks, monkeypatch):
     is too small for all."""
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 20)
     monkeypatch.setattr(drafts, "MOST_ROWS", 64)
-    tokens = {"max_batch_tokens": 16} if blocks < 100 else {}
+    tokens: dict[str, Any] = {"max_batch_tokens": 16} if blocks < 100 else {}
     plain, _, _ = serve("off", seed, blocks=blocks, **tokens)
     drafted, _, engine = serve("off", seed, blocks=blocks, draft=FakeRunner(150), draft_model=DRAFT, **tokens)
     assert drafted.streams() == plain.streams() and drafted.errors == plain.errors
@@ -405,18 +405,18 @@ def test_settings_of_the_draft_models_runner(checkpoint, tmp_path):
 def test_the_leader_loads_the_draft_model_first(rank, monkeypatch):
     """So that the KV pool is sized by what it leaves."""
     order = list[str]()
-    target = FakeLoaded()
-    monkeypatch.setattr(local.load_draft, "load", lambda *_: order.append("draft") or "draft")
-    monkeypatch.setattr(local.build, "load_model", lambda *_, **__: order.append("target") or target)
+
+    def loaded(name: str) -> Any:
+        order.append(name)
+        return name
+
+    monkeypatch.setattr(load_draft, "load", lambda *_: loaded("draft"))
+    monkeypatch.setattr(build, "load_model", lambda *_, **__: loaded("target"))
     monkeypatch.setattr(local, "replace", lambda model, draft: (model, draft))
     config = WorkerConfig(role="decode", engine={"model": "/none", "device": "cpu", "draft_model": DRAFT})
-    loaded = local.load(config, rank, "")
+    result: Any = local.load(config, rank, "")
     assert order == (["draft", "target"] if rank == 0 else ["target"])
-    assert loaded == ((target, "draft") if rank == 0 else target)
-
-
-class FakeLoaded:
-    pass
+    assert result == (("target", "draft") if rank == 0 else "target")
 
 
 # --- real models -----------------------------------------------------------------------------------------
