@@ -228,10 +228,10 @@ def test_kv_of_rejected_drafts_is_computed_again():
     cache, one = DraftCache(6, PAGE, 1), sequence("a", 4)
     held = cache.hold(one, PAGE, {one})
     assert held is not None
-    held.length, held.drafted = 4, [8, 9, 9]
+    held.length, held.drafted = 4, [8, 3, 7]
     one.tokens += [8, 9, 7]
-    assert cache.hold(one, 2 * PAGE, {one}) is held and (held.length, held.drafted) == (6, [])
-    held.drafted = [7, 7]
+    assert cache.hold(one, 2 * PAGE, {one}) is held and (held.length, held.drafted) == (5, [])
+    held.drafted = [9, 7, 7]
     one.tokens += [7]
     cache.hold(one, 2 * PAGE, {one})
     assert held.length == 7, "the last token is computed again: the next is drafted from it"
