@@ -34,7 +34,9 @@ from engine.scheduler.aging import Clock
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
+from engine.speculation.draft_model import DraftRunner
 from engine.speculation.drafts import Drafter
+from engine.speculation.registry import method_for
 
 
 class StepTimes:
@@ -81,7 +83,9 @@ class Engine:
         secret: bytes,
         on_chain: Callable[[ChainReport], None] = lambda report: None,
         clock: Clock = time.monotonic,
+        draft: DraftRunner | None = None,
     ):
+        """`draft`: the runner of the draft model, if the settings name one."""
         self._clock = clock
         self._runner = runner
         self._max_len = config.max_model_len or runner.model_config.max_model_len
@@ -93,13 +97,12 @@ class Engine:
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
         sampler = sampler_for(runner.device)
-        self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len)
+        method = method_for(config, draft)
+        self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len, method)
         self._outputs = OutputProcessor(
             self._scheduler, prefixes, limits, self._counters, sampler, self._drafter
         )
-        self._overlap = config.speculation == "none" and overlaps(
-            config.overlap, runner.device, runner.num_ranks
-        )
+        self._overlap = not config.drafts_by and overlaps(config.overlap, runner.device, runner.num_ranks)
         self._flight: Flight | None = None
         self._collected_at = 0.0
         self.steps = 0
@@ -251,7 +254,9 @@ class Engine:
         self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
         flight.release(self._pool)
         self._collected_at = self._clock()
-        self.step_times.add(flight.tokens, len(flight.decision.scheduled), self._collected_at - began)
+        seconds = self._collected_at - began
+        self.step_times.add(flight.tokens, len(flight.decision.scheduled), seconds)
+        self._drafter.step_ended(flight.decision, seconds, len(flight.output.tokens))
         if following is None:
             return
         following.hold_left(self._pool, self._runner.page_size)
@@ -271,6 +276,7 @@ class Engine:
         return replace(
             self._counters,
             steps=self.steps,
+            draft_failures=self._drafter.failures,
             running=len(running),
             waiting=len(waiting),
             waiting_for_kv=sum(s.state is S.WAITING_FOR_KV for s in self._scheduler.sequences()),

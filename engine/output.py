@@ -87,6 +87,7 @@ class OutputProcessor:
                 accepted[sequence] += 1
             self._take(PendingTokens(draws, flight.logits, self._limits, self._sampler), flight)
         for sequence, tokens in drafts.items():
+            self._counters.draft_steps += 1
             self._counters.draft_tokens += len(tokens)
             self._counters.draft_tokens_accepted += accepted[sequence]
             if flight.keeps(sequence):

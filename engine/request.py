@@ -143,8 +143,10 @@ class EngineStats:
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
     output_tokens: int = 0
+    draft_steps: int = 0  # of one sequence each
     draft_tokens: int = 0
     draft_tokens_accepted: int = 0
+    draft_failures: int = 0
     prefill_chunks: int = 0
     preemptions: int = 0
     reservations_evicted: int = 0

@@ -40,6 +40,7 @@ class LoadedModel:
     kv_cache: Tensor  # the pool; `ops` and `attention` have one block more, the null block
     group: TpGroup
     team: Team
+    draft: ModelRunner | None = None  # the leader's, where a draft model is set
 
     @property
     def kv_head_range(self) -> tuple[int, int]:

@@ -36,7 +36,9 @@ class LoadedEngine:
         health.to(Phase.WARMING_UP)
         self.ranks.warm_up(health.describe)
         runner = self.ranks.runner
-        self.engine = Engine(runner, runner.config, secret=config.secret.encode(), on_chain=on_chain)
+        self.engine = Engine(
+            runner, runner.config, secret=config.secret.encode(), on_chain=on_chain, draft=self.ranks.draft
+        )
         self.host = EngineHost(
             self.engine,
             config.worker_id,

@@ -19,6 +19,7 @@ from cluster.config.router import RouterConfig
 from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import limits
+from cluster.protocol.draft_model import check_draft_model
 from cluster.redis.connect import check_url
 from cluster.redis.urls import split_password, with_hash_tag
 from cluster.security.tls import ClientTls, Peers, make_identity
@@ -28,7 +29,7 @@ from cluster.security.tls import ClientTls, Peers, make_identity
 RECOMPUTE_LIMIT_TOKENS = 256
 # Prefill steps may be long; a decode worker that prefills delays its running batch by one chunk at most.
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
-DRAFT_SETTINGS = ("speculation", "speculative_tokens")
+DRAFT_SETTINGS = ("speculation", "speculative_tokens", "draft_model", "draft_kv_memory_bytes")
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
 SECTIONS = ("router", "worker", *ROLES)
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
@@ -128,6 +129,8 @@ class UpOptions(Frozen):
                     f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
                     field="config",
                 )
+        if (draft := self._draft_model) is not None:
+            check_draft_model(self.model, draft)
         self._check_settings()
         for url in (self.redis_url, self.index_url):
             if url:
@@ -239,6 +242,8 @@ class UpOptions(Frozen):
             "model": self.model.absolute(),
             "tensor_parallel": self.prefill_tp if role == "prefill" else self.decode_tp,
         }
+        if role == "decode" and self._draft_model is not None:
+            engine["draft_model"] = self._draft_model
         fixed = {"role": role, **self.tls.worker(), "engine": engine}
         return _merged({"engine": defaults}, self._given(role), fixed)
 
@@ -247,6 +252,12 @@ class UpOptions(Frozen):
         if role == "prefill":
             return _merged(_without_drafts(shared), own, _without_drafts(self.worker))
         return _merged(shared, own, self.worker)
+
+    @property
+    def _draft_model(self) -> Path | None:
+        """Of decode workers, as an absolute path."""
+        given = self._given_engine("decode").get("draft_model")
+        return Path(given).absolute() if given is not None else None
 
     def _given_engine(self, role: Role) -> Mapping[str, Any]:
         engine: Mapping[str, Any] = self._given(role).get("engine", {})

@@ -6,6 +6,9 @@ because products of one row and of several round differently.) τ is the number 
 (1 − α^(γ+1)) / (1 − α), which γ drafts in every step would give.
 
 In random text prompt lookup finds little, and it should cost nothing there.
+
+With a draft model the drafts cost time too: those of a model with a twentieth of the weights are computed, and replaced by
+scripted tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.checkpoint import ModelShape, write
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.pairs.ratios import interval
@@ -27,6 +32,7 @@ PROMPT, TOKENS = 64, 96
 DRAFTS = 4
 REPEATED = 7  # the token that the bias makes the model repeat
 CASES = {0.6: "", 0.8: "≥ 1.8", 0.9: "≥ 1.8", 1.0: "≥ 1.8"}  # α → target
+DRAFT_SHAPE = ModelShape(layers=2, hidden=512, heads=8, kv_heads=4, head_dim=64, intermediate=1408)
 
 
 class Request(NamedTuple):
@@ -37,36 +43,69 @@ class Request(NamedTuple):
 class Case(NamedTuple):
     name: str
     request: Request
-    proposer: Callable[[], Any]
+    method: Callable[[], Any]
     bound: str = ""
     tau: str = ""
 
 
-class Scripted:
-    """Drafts that are right with probability `right`."""
+class Script:
+    """Tokens that are right with probability `right`."""
 
     def __init__(self, right: float):
         self._right = right
         self._source = random.Random(1)
 
-    def propose(self, tokens: list[int], count: int) -> list[int]:
+    def tokens(self, count: int) -> list[int]:
         return [REPEATED if self._source.random() < self._right else REPEATED + 1 for _ in range(count)]
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        return self.tokens(count)
 
 
 def run(context: Context) -> Section:
+    from engine.speculation.per_sequence import PerSequence
+    from engine.speculation.prompt_lookup import PromptLookup
+
     plain = load(context.model, "cpu")
     drafting = load(context.model, "cpu", speculation="ngram", speculative_tokens=DRAFTS)
     source = random.Random(0)
     prompt = [source.randrange(1000, 4000) for _ in range(PROMPT)]
-    pairs, lookup = context.repeats(PAIRS), drafting._drafter.proposer
-    figures = []
-    for right, bound in CASES.items():
-        request = Request(prompt, {REPEATED: 100.0})
-        case = Case(f"α = {right:g}", request, partial(Scripted, right), bound, _tau(right))
-        figures.append(_figure(plain, drafting, case, pairs))
-    case = Case("random text", Request(prompt, {}), lookup, "≥ 1.0")
-    figures.append(_figure(plain, drafting, case, pairs))
+    pairs = context.repeats(PAIRS)
+    request, text = Request(prompt, {REPEATED: 100.0}), Request(prompt, {})
+    draft = _draft_runner(context.model)
+    cases = [
+        Case(f"α = {right:g}", request, partial(PerSequence, partial(Script, right)), bound, _tau(right))
+        for right, bound in CASES.items()
+    ]
+    cases.append(Case("random text", text, partial(PerSequence, PromptLookup), "≥ 1.0"))
+    cases += [
+        Case(f"draft model, α = {right:g}", request, partial(_scripted_model, draft, right), tau=_tau(right))
+        for right in CASES
+    ]
+    cases.append(Case("draft model, none right", text, partial(_scripted_model, draft, 0.0)))
+    figures = [_figure(plain, drafting, case, pairs) for case in cases]
     return Section("speculation", f"Speculation, up to {DRAFTS} drafts, batch 1", figures)
+
+
+def _draft_runner(model: Path) -> Any:
+    from cluster.config.worker import EngineConfig
+    from engine import load_draft
+
+    directory = write(model.parent / "draft", DRAFT_SHAPE)
+    return load_draft.load(EngineConfig(model=model, draft_model=directory, dtype="bfloat16", device="cpu"))
+
+
+def _scripted_model(runner: Any, right: float) -> Any:
+    """A draft model whose tokens are scripted."""
+    from engine.speculation.draft_model import DraftModel
+
+    script = Script(right)
+
+    class Scripted(DraftModel):
+        def most_likely(self, logits: Any) -> list[int]:
+            return script.tokens(len(super().most_likely(logits)))
+
+    return Scripted(runner)
 
 
 def _tau(right: float) -> str:
@@ -75,7 +114,7 @@ def _tau(right: float) -> str:
 
 
 def _figure(plain: Any, drafting: Any, case: Case, pairs: int) -> Figure:
-    drafting._drafter.proposer = case.proposer
+    drafting._drafter.method = case.method()
     ratios, seconds = list[float](), list[float]()
     steps = drafting.steps
     for number in range(pairs + 1):

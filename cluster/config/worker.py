@@ -84,6 +84,18 @@ class EngineConfig(Frozen):
         "request's last token. ngram: prompt lookup, the tokens that followed its last ones earlier in its prompt or "
         "output. The output does not change; needs overlap auto or off",
     )
+    draft_model: Path | None = Field(
+        None,
+        description="directory of a small model with the same tokenizer: speculative decoding with the drafts of this "
+        "model instead of prompt lookup. The output does not change; needs overlap auto or off",
+    )
+    draft_kv_memory_bytes: Bytes = Field(
+        0,
+        ge=0,
+        description="KV pool of the draft model, e.g. 1GiB; 0 = eight requests of 4096 tokens, or of the longest context "
+        "if that is less",
+        json_schema_extra={"flag": "draft_kv_memory"},
+    )
     speculative_tokens: int = Field(
         0, ge=0, le=15, description="with speculation, most draft tokens of a request in a step; 0 = 4"
     )
@@ -117,26 +129,47 @@ class EngineConfig(Frozen):
         """KV blocks of the longest context, once max_model_len is resolved."""
         return -(-self.max_model_len // self.page_size)
 
+    @property
+    def drafts_by(self) -> str:
+        """The setting that asks for speculation; empty: none does."""
+        if self.draft_model is not None:
+            return "draft_model"
+        return "" if self.speculation == "none" else f"speculation {self.speculation}"
+
+    @model_validator(mode="after")
+    def _drafts_have_one_source(self) -> EngineConfig:
+        if self.draft_model is not None and self.speculation != "none":
+            raise ConfigError(
+                f"--draft-model and --speculation {self.speculation} exclude each other: drafts come from one of them",
+                field="draft_model",
+            )
+        if self.draft_kv_memory_bytes and self.draft_model is None:
+            raise ConfigError(
+                "--draft-kv-memory has no effect without --draft-model: leave it out", field="draft_kv_memory"
+            )
+        return self
+
     @model_validator(mode="after")
     def _speculation_excludes_overlap(self) -> EngineConfig:
-        if self.overlap == "on" and self.speculation != "none":
+        if self.overlap == "on" and self.drafts_by:
+            instead = "no draft_model" if self.draft_model is not None else "speculation none"
             raise ValueError(
-                f"overlap on launches a step before the tokens of the last one are known, but speculation "
-                f"{self.speculation} needs them: use overlap auto or speculation none"
+                f"overlap on launches a step before the tokens of the last one are known, but {self.drafts_by} needs "
+                f"them: use overlap auto or {instead}"
             )
         return self
 
     @property
     def most_drafts(self) -> int:
         """Most draft tokens of a request in a step; 0 without speculation."""
-        return 0 if self.speculation == "none" else self.speculative_tokens or 4
+        return self.speculative_tokens or 4 if self.drafts_by else 0
 
     @model_validator(mode="after")
     def _drafts_come_from_speculation(self) -> EngineConfig:
-        if self.speculative_tokens and self.speculation == "none":
+        if self.speculative_tokens and not self.drafts_by:
             raise ConfigError(
                 f"--speculative-tokens {self.speculative_tokens} has no effect with speculation none: add --speculation "
-                "ngram, or leave it out",
+                "ngram or --draft-model, or leave it out",
                 field="speculative_tokens",
             )
         return self
@@ -144,10 +177,10 @@ class EngineConfig(Frozen):
     @model_validator(mode="after")
     def _drafts_have_room(self) -> EngineConfig:
         name = "max_batch_requests" if self.max_batch_requests < 2 else "max_batch_tokens"
-        if self.speculation != "none" and getattr(self, name) < 2:
+        if self.drafts_by and getattr(self, name) < 2:
             raise ValueError(
-                f"{name} {getattr(self, name)} leaves a step no room for drafts: speculation {self.speculation} needs 2 "
-                "or more; 16 for all that speculative_tokens may allow"
+                f"{name} {getattr(self, name)} leaves a step no room for drafts: {self.drafts_by} needs 2 or more; 16 for "
+                "all that speculative_tokens may allow"
             )
         return self
 
@@ -332,11 +365,13 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
 
     @model_validator(mode="after")
     def _speculation_is_of_decode_workers(self) -> Self:
-        if self.role == "prefill" and self.engine.speculation != "none":
+        if self.role == "prefill" and self.engine.drafts_by:
+            name, _, value = self.engine.drafts_by.partition(" ")
+            value = value or str(self.engine.draft_model)
             raise ConfigError(
-                f"--speculation {self.engine.speculation} has no effect on a prefill worker, which generates no tokens: "
-                "set it on decode workers only",
-                field="speculation",
+                f"--{name.replace('_', '-')} {value} has no effect on a prefill worker, which generates no tokens: set it "
+                "on decode workers only",
+                field=name,
             )
         return self
 

@@ -42,8 +42,10 @@ class WorkerStatus:
     prompt_tokens_asked: Number = _shown(metrics.PREFIX_CACHE_QUERIES)
     prefix_hit_ratio: Number = 0
     output_tokens: Number = _shown(metrics.GENERATION_TOKENS)
+    draft_steps: Number = _shown(metrics.DRAFT_STEPS)
     draft_tokens: Number = _shown(metrics.DRAFT_TOKENS)
     draft_tokens_accepted: Number = _shown(metrics.DRAFT_TOKENS_ACCEPTED)
+    draft_failures: Number = _shown(metrics.DRAFT_FAILURES)
     prefill_chunks: Number = _shown(metrics.PREFILL_CHUNKS)
     preemptions: Number = _shown(metrics.PREEMPTIONS)
     reservations_evicted: Number = _shown(metrics.RESERVATIONS_EVICTED)

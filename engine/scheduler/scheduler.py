@@ -371,6 +371,10 @@ class Scheduler:
         self._blocks.grow(sequence, tokens)
         return tokens
 
+    def spare_tokens(self, sequence: Sequence) -> int:
+        """As many tokens of a scheduled sequence as would have blocks after `grow_spare`, were it the only one."""
+        return (len(sequence.blocks) + max(0, self._spare_blocks())) * self._page
+
     def _spare_blocks(self) -> int:
         """How many free blocks drafts may take: those without a cached prefix, as long as one for each running sequence
         and all that are claimed stay free. None while sequences wait."""

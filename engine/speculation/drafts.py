@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from cluster.config.worker import EngineConfig
@@ -13,16 +13,10 @@ from engine.plan import table_rows
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.speculation.prompt_lookup import PromptLookup
+from engine.speculation.base import DraftMethod
+from engine.speculation.draft_gate import DraftGate
 
-
-class Proposer(Protocol):
-    """Proposes the draft tokens of one sequence."""
-
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        """Up to `count` tokens that may follow `tokens`, which begin with those of the last call."""
-
-
+log = logging.getLogger(__name__)
 # Rows of a step, drafts included, up to which another row costs little beside reading the weights.
 MOST_ROWS = 16
 
@@ -31,17 +25,14 @@ MOST_ROWS = 16
 MOST_ATTENDED = 65_536
 
 LONGEST_PAUSE = 64  # tokens without drafts, after steps that accepted none
-LONGEST_SEARCH_PAUSE = 16  # tokens without a search, after searches that found nothing
 
 
 @dataclass
 class DraftState:
-    """The proposer of a sequence, and how many drafts the sequence gets next."""
+    """How many drafts a sequence gets next."""
 
-    proposer: Proposer
     count: int = 2
     failures: int = 0  # steps in a row that accepted no draft
-    empty_searches: int = 0  # in a row
     resume_at: int = 0  # length of the sequence from which it gets drafts again
 
     def record(self, length: int, drafted: int, accepted: int, most: int) -> None:
@@ -58,23 +49,26 @@ class DraftState:
         self.count = 1
         self.resume_at = length + min(LONGEST_PAUSE, 1 << self.failures)
 
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        """Up to `count` drafts from the proposer. From the third empty search in a row on, a pause follows each one and
-        doubles: a search takes about 0.1 ms."""
-        drafts = self.proposer.propose(tokens, count)
-        self.empty_searches = 0 if drafts else self.empty_searches + 1
-        if pause := min(LONGEST_SEARCH_PAUSE, (1 << self.empty_searches) >> 3):
-            self.resume_at = len(tokens) + 1 + pause
-        return drafts
-
 
 class Drafter:
     """Gives drafts to the sequences of a step. They use spare capacity: they take no block that another sequence needs,
     and preempt and evict nothing."""
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, pool: BlockPool, max_len: int):
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        max_len: int,
+        method: DraftMethod | None,
+    ):
+        """Without a method no sequence gets drafts."""
+        self.method = method
+        # Prompt lookup costs next to nothing, beside rows that cost little.
+        self.gate = DraftGate() if config.draft_model is not None else None
+        self._asked = False  # whether the method was asked for drafts of the last step
+        self.failures = 0  # of the method; it is not used again
         self._most = config.most_drafts
-        self.proposer: Callable[[], Proposer] = PromptLookup
         self._scheduler = scheduler
         self._max_len = max_len
         rows = table_rows(config.max_batch_tokens, pool.total)
@@ -83,34 +77,66 @@ class Drafter:
 
     def draft(self, decision: StepDecision) -> None:
         """Add drafts to a step of single tokens, with blocks for them."""
-        scheduled = decision.scheduled
+        scheduled, self._asked = decision.scheduled, False
         left = self._rows - len(scheduled)
-        if not self._most or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
+        if self.method is None or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
             return
         each = left // len(scheduled)
         attended = max(MOST_ATTENDED, sum(len(one.tokens) for one in scheduled)) // len(scheduled)
+        asked = dict[Sequence, int]()
         for sequence in scheduled:
             affordable = each if len(scheduled) == 1 else min(each, attended // len(sequence.tokens))
-            if drafts := self._drafts_for(sequence, min(affordable, self._most)):
+            if (most := self._most_of(sequence, min(affordable, self._most))) > 0:
+                asked[sequence] = most
+        if not asked or (self.gate is not None and not self.gate.allows(len(scheduled))):
+            return
+        self._asked = True
+        for sequence, drafts in self._proposed(asked).items():
+            length = len(sequence.tokens)
+            room = self._scheduler.grow_spare(sequence, length + len(drafts)) - length
+            if drafts := drafts[:room]:
                 decision.drafts[sequence] = drafts
 
-    def _drafts_for(self, sequence: Sequence, most: int) -> list[int]:
+    def _proposed(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """An error ends drafting, and no request: the steps go on without drafts."""
+        assert self.method is not None, "`draft` has checked it"
+        try:
+            return self.method.propose(asked)
+        except Exception as error:
+            name = type(error).__name__
+            log.error("speculation has failed and stays off until this worker restarts: %s: %s", name, error)
+            self.failures += 1
+            self.method = None
+            return {}
+
+    def _most_of(self, sequence: Sequence, most: int) -> int:
+        """The most drafts of a sequence in this step, of up to `most`; 0 or less if it gets none."""
         request, length = sequence.request, len(sequence.tokens)
         output = length - sequence.num_prompt
         # Not before its choices are forked, which the first token does.
         begun = output > len(request.output_tokens) or (request.n == 1 and sequence.num_computed)
         if request.prefill_only or request.export or not begun:
-            return []
+            return 0
         state = self._states.get(sequence)
         if state is None:
-            state = self._states[sequence] = DraftState(self.proposer())
+            state = self._states[sequence] = DraftState()
+        if length < state.resume_at:
+            return 0
+        if self.gate is not None:  # drafting takes time: none that would be dropped
+            most = min(most, self._scheduler.spare_tokens(sequence) - length)
         # The last token that the request may have is no draft, because no token is drawn after it.
-        most = min(most, state.count, request.sampling.max_tokens - output - 1, self._max_len - length - 1)
-        if length < state.resume_at or most <= 0:
-            return []
-        drafts = state.propose(sequence.tokens, most)
-        room = self._scheduler.grow_spare(sequence, length + len(drafts)) - length
-        return drafts[:room]
+        return min(most, state.count, request.sampling.max_tokens - output - 1, self._max_len - length - 1)
+
+    def step_ended(self, decision: StepDecision, seconds: float, tokens: int) -> None:
+        """A step, the last one that was given drafts or none, took so long and yielded so many tokens. One that only
+        helped the draft model to catch up is neither with nor without drafts."""
+        sequences = len(decision.scheduled)
+        if self.gate is None or not tokens:
+            return
+        if decision.drafts:
+            self.gate.record_drafted(sequences, seconds, tokens)
+        elif not self._asked and sum(decision.scheduled.values()) == sequences <= self._rows:
+            self.gate.record_plain(sequences, seconds)
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of the sequence's `drafted` drafts were accepted."""

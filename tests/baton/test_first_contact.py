@@ -168,6 +168,28 @@ def test_speculation_is_passed_to_decode_workers_only(checkpoint):
         UpOptions(checkpoint("llama"), worker={"engine": {"speculative_tokens": 6}})
 
 
+def test_a_draft_model_is_passed_to_decode_workers_only(checkpoint, tmp_path, monkeypatch):
+    model = checkpoint("llama")
+    monkeypatch.chdir(model.parent)
+    drafts = {"engine": {"draft_model": model.name, "draft_kv_memory_bytes": "1MiB"}}
+    for given in ({"worker": drafts}, {"sections": {"worker": drafts}}, {"sections": {"decode": drafts}}):
+        options = UpOptions(model, **given)
+        engines = {role: options.worker_config(role).engine for role in ROLES}
+        assert engines["prefill"].draft_model is None and not engines["prefill"].draft_kv_memory_bytes
+        assert engines["decode"].draft_model == model.absolute(), "workers run in other directories"
+    (tmp_path / "config.json").write_text(
+        (model / "config.json").read_text().replace('"vocab_size": 512', '"vocab_size": 8')
+    )
+    for draft, message in (
+        (tmp_path / "none", r"--draft-model .*none: no config.json there"),
+        (tmp_path, r"--draft-model .* has a vocabulary of 8 tokens, --model .* one of 512"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            UpOptions(model, worker={"engine": {"draft_model": draft}})
+    with pytest.raises(ConfigError, match=r"--draft-model .* has no effect on a prefill worker"):
+        UpOptions(model, sections={"prefill": {"engine": {"draft_model": str(model)}}})
+
+
 def test_the_last_router_s_port_is_a_port_too(checkpoint):
     last = {"http_port": 65534}
     assert UpOptions(checkpoint("llama"), router=last, routers=2).routers == 2

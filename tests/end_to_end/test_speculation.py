@@ -12,9 +12,12 @@ from tests.harness.waiting import wait_for
 
 
 @pytest.mark.long
-def test_answers_with_drafts_are_the_references(checkpoint, start_cluster):
+@pytest.mark.parametrize("way", ["ngram", "draft model"])
+def test_answers_with_drafts_are_the_references(checkpoint, start_cluster, way):
+    """The draft model is the model itself."""
     model = checkpoint("llama")
-    cluster = start_cluster(model, *PROCESS, "--speculation", "ngram", "--speculative-tokens", "6")
+    flags = ("--speculation", "ngram") if way == "ngram" else ("--draft-model", str(model))
+    cluster = start_cluster(model, *PROCESS, *flags, "--speculative-tokens", "6")
     with Client(cluster.grpc) as client:
         for length in (70, 5, 129):
             prompt = prompt_ids(length)

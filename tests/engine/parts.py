@@ -60,7 +60,7 @@ class Parts:
         self.now, self.step_seconds = 100.0, STEP_SECONDS
         self.scheduler = Scheduler(config, self.pool, prefixes, lambda: self.now)
         limits = StopLimits((EOS,), CONTEXT)
-        drafter = Drafter(config, self.scheduler, self.pool, CONTEXT)
+        drafter = Drafter(config, self.scheduler, self.pool, CONTEXT, None)
         self.outputs = OutputProcessor(
             self.scheduler, prefixes, limits, self.counters, HostSampler(), drafter
         )

@@ -12,8 +12,8 @@ import torch
 from engine.engine import Engine
 from engine.request import ChainReport, EngineRequest, FinishReason, SamplingParams, TokenOutput
 from engine.sampling.device_sampler import DeviceSampler
-from engine.speculation.drafts import Proposer
-from engine.speculation.prompt_lookup import PromptLookup
+from engine.speculation.draft_model import DraftRunner
+from engine.speculation.per_sequence import PerSequence, Proposer
 from tests.engine.fake_model import FakeRunner
 
 CPU = torch.device("cpu")
@@ -57,7 +57,8 @@ def serve(
     blocks: int = 400,
     device: bool = False,
     aborted: bool = False,
-    proposer: Callable[[], Proposer] = PromptLookup,
+    proposer: Callable[[], Proposer] | None = None,
+    draft: DraftRunner | None = None,
     **settings: Any,
 ) -> tuple[Seen, FakeRunner, Engine]:
     runner = FakeRunner(blocks, overlap=overlap, **settings)
@@ -68,8 +69,10 @@ def serve(
             assert report.held <= len(report.hashes)
             seen.chains.add(tuple(report.hashes[: report.held]))
 
-    engine = Engine(runner, runner.config, secret=b"o", on_chain=on_chain)
-    engine._drafter.proposer = proposer
+    engine = Engine(runner, runner.config, secret=b"o", on_chain=on_chain, draft=draft)
+    engine._drafter.gate = None
+    if proposer is not None:
+        engine._drafter.method = PerSequence(proposer)
     if device:
         engine._outputs._sampler = DeviceSampler(CPU)
     rng, requests, count = random.Random(seed), some_requests(seed), 0

@@ -18,6 +18,7 @@ from engine.sampling.host_sampler import HostDraw, HostSampler
 from engine.sampling.row import Row
 from engine.sampling.sampler import Result
 from engine.scheduler.sequence import NO_ROW
+from engine.speculation.per_sequence import PerSequence
 from tests.engine.fake_model import PAGE, FakeRunner, continuation
 from tests.engine.parts import STEP_SECONDS
 
@@ -107,7 +108,8 @@ class World:
         self.now = 0.0
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET, clock=lambda: self.now)
         self.engine._outputs._sampler = LateSampler(self.runner)
-        self.engine._drafter.proposer = HalfRight
+        if speculation:
+            self.engine._drafter.method = PerSequence(HalfRight)
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.reserved: dict[str, list[int]] = {}

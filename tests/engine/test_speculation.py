@@ -21,6 +21,7 @@ from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOut
 from engine.runner import ModelRunner
 from engine.speculation import drafts, prompt_lookup
 from engine.speculation.drafts import LONGEST_PAUSE, DraftState
+from engine.speculation.per_sequence import PerSequence, Searches
 from engine.speculation.prompt_lookup import PromptLookup
 from tests.engine.fake_model import CONTEXT, PAGE, FakeRunner, continuation
 from tests.engine.parts import Parts, request
@@ -71,7 +72,7 @@ def greedy(count: int, **more: Any) -> SamplingParams:
 def engine_with(proposer: Any, blocks: int = 60, **settings: Any) -> Engine:
     runner = FakeRunner(blocks, speculation="ngram", **settings)
     engine = Engine(runner, runner.config, secret=b"s")
-    engine._drafter.proposer = proposer
+    engine._drafter.method = PerSequence(proposer)
     return engine
 
 
@@ -127,7 +128,7 @@ def test_a_real_models_tokens_are_those_without_drafts(checkpoint, dtype):
     for one in requests:
         expected = run(plain, one).tokens
         streams = [[*one.prompt_tokens, *tokens] for tokens in expected.values()]
-        engine._drafter.proposer = partial(Seen, streams)
+        engine._drafter.method = PerSequence(partial(Seen, streams))
         assert run(engine, one).tokens == expected, one.request_id
     assert engine.stats().draft_tokens_accepted > 100 and engine.steps < plain.steps - 80
 
@@ -221,7 +222,7 @@ def test_useless_drafts_become_rare():
 
 
 def test_counts_grow_with_success_and_pauses_with_failure():
-    state = DraftState(Right())
+    state = DraftState()
     state.record(10, drafted=2, accepted=2, most=4)
     assert state.count == 4
     state.record(15, drafted=4, accepted=4, most=4)
@@ -239,14 +240,19 @@ def test_counts_grow_with_success_and_pauses_with_failure():
 
 def test_searches_that_find_nothing_become_rare():
     """The first two cost no pause: a text that quotes goes on with few words of its own."""
-    state, calls = DraftState(Empty()), []
+    calls = list[int]()
+
+    class Counted(Empty):
+        def propose(self, tokens: list[int], count: int) -> list[int]:
+            calls.append(len(tokens))
+            return super().propose(tokens, count)
+
+    searches = Searches(Counted())
     for length in range(100):
-        if length >= state.resume_at:
-            assert state.propose([1] * length, 4) == []
-            calls.append(length)
+        assert searches.propose([1] * length, 4) == []
     assert calls == [0, 1, 2, 4, 7, 12, 21, 38, 55, 72, 89]
-    state.proposer = Wrong()
-    assert state.propose([1] * 200, 1) == [1] and state.empty_searches == 0
+    searches.proposer = Wrong()
+    assert searches.propose([1] * 200, 1) == [1] and searches.empty == 0
 
 
 def test_drafts_are_for_steps_of_few_single_tokens():
@@ -452,7 +458,7 @@ def test_drafts_are_single_tokens_in_their_sequences_row(checkpoint, monkeypatch
     )
     runner = ModelRunner(load_model(settings))
     engine = engine_of(runner)
-    engine._drafter.proposer = Wrong
+    engine._drafter.method = PerSequence(Wrong)
     plans: list[Any] = []
     execute = runner.execute
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
 from cluster.process.memory import room_bytes
-from engine import build
+from engine import build, load_draft
 from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
@@ -28,6 +29,8 @@ from kv_transfer.transports.registry import open_endpoints
 def check(config: WorkerConfig) -> None:
     """Check config.json and the settings before any weight is read. Raises ModelError or ConfigError."""
     model, engine = build.check(config.engine)
+    if config.engine.draft_model is not None:
+        load_draft.settings(config.engine)
     if config.role == "decode":
         check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, engine) // model.num_layers)
 
@@ -39,16 +42,19 @@ def load(
     listener: socket.socket | None = None,
     tell: Tell = say,
 ) -> LoadedModel:
-    """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
+    """Load the rank's share of the model, on the leader the draft model first. `address` is the process group's. Raises
+    ModelError, ConfigError or SetupError."""
     device = build.rank_device(config.engine.device, rank)
     if device.type == "cuda":
         # The current card of this thread: else pinning or registering memory would open a context on the node's first.
         torch.cuda.set_device(device)
         check_pinned(config, HostMemory())
     handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=device.type == "cuda")
-    return build.load_model(
-        config.engine, _group(config, rank, address, device, listener), handoff_bytes=handoff_bytes, tell=tell
-    )
+    group = _group(config, rank, address, device, listener)
+    drafts = rank == 0 and config.engine.draft_model is not None
+    draft = load_draft.load(config.engine, tell) if drafts else None
+    model = build.load_model(config.engine, group, handoff_bytes=handoff_bytes, tell=tell)
+    return model if draft is None else replace(model, draft=draft)
 
 
 def check_pinned(config: WorkerConfig, host: DeviceMemory) -> None:

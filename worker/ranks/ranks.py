@@ -37,6 +37,7 @@ class Ranks:
     addresses: list[list[int]]
     remote: list[RemoteRank[Any, Any]]
     watch: RankWatch
+    draft: ModelRunner | None = None  # of the draft model
 
     def warm_up(self, tell: Tell) -> None:
         """Run every kernel once, on all ranks. Raises SetupError if one was lost meanwhile, or was silent too long, or if
@@ -100,4 +101,5 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports, tell: Tel
         [addresses, *(rank.addresses for rank in remote)],
         remote,
         RankWatch(remote, runner.arrivals),
+        model.draft,
     )

@@ -53,11 +53,22 @@ PROMPT_TOKENS_COMPUTED = counter(
 PROMPT_TOKENS_WAITING = gauge("baton_waiting_prefill_tokens", "tokens", "Prompt tokens not computed yet")
 PREFILL_CHUNKS = counter("baton_prefill_chunks_total", "chunks", "Chunks of prompts that took several steps")
 GENERATION_TOKENS = counter("baton_worker_generation_tokens_total", "tokens", "Tokens sampled here")
+DRAFT_STEPS = counter(
+    "baton_draft_steps_total",
+    "steps",
+    "Steps that verified draft tokens, counted for each request in them; 1 + accepted tokens / these is the mean number "
+    "of tokens that such a step gives a request",
+)
 DRAFT_TOKENS = counter("baton_draft_tokens_total", "tokens", "Draft tokens of speculation that were verified")
 DRAFT_TOKENS_ACCEPTED = counter(
     "baton_draft_tokens_accepted_total",
     "tokens",
     "Draft tokens that were accepted, because the model drew the same",
+)
+DRAFT_FAILURES = counter(
+    "baton_draft_failures_total",
+    "failures",
+    "Failures of speculation: each turns it off until the worker restarts",
 )
 PREFIX_CACHE_QUERIES = counter(
     "baton_worker_prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache"

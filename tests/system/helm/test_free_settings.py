@@ -135,6 +135,25 @@ def test_speculation_is_of_decode_workers(renderer: Renderer) -> None:
     assert renderer.render(ValueSet(values={"decode": both})).code == 0
 
 
+def test_a_draft_model_is_of_decode_workers(renderer: Renderer) -> None:
+    more = {"engine": {"speculative_tokens": 7, "draft_kv_memory_bytes": 1 << 20}}
+    rendered = renderer.render(ValueSet(values={"decode": {"draftModel": "/models/small", "config": more}}))
+    texts = [one["data"]["worker.yaml"] for one in rendered.of("ConfigMap") if "worker.yaml" in one["data"]]
+    workers = [yaml.safe_load(text) for text in texts]
+    assert {one["role"]: one["engine"].get("draft_model") for one in workers} == {
+        "prefill": None,
+        "decode": "/models/small",
+    }
+    for role in ("prefill", "decode"):
+        for setting in ("draft_model", "draft_kv_memory_bytes"):
+            again = renderer.render(ValueSet(values={role: {"config": {"engine": {setting: 7}}}}))
+            assert f"{role}.config.engine.{setting} would go behind" in again.error
+    both = renderer.render(
+        ValueSet(values={"decode": {"draftModel": "/models/small", "speculation": "ngram"}})
+    )
+    assert "decode.draftModel and decode.speculation ngram exclude each other" in both.error
+
+
 def test_addresses_of_foreign_nodes_are_not_the_charts(renderer: Renderer) -> None:
     values = {
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},

@@ -31,6 +31,9 @@
 {{- $role := .role -}}
 {{- $pool := .pool -}}
 {{- $gpus := mul (int $pool.gpus) (int $pool.nodes) | int -}}
+{{- if and (eq $role "decode") $pool.draftModel (ne $pool.speculation "none") }}
+{{- fail (printf "decode.draftModel and decode.speculation %s exclude each other: drafts come from one of them" $pool.speculation) }}
+{{- end }}
 {{- if and (gt $gpus 0) (ne $gpus (int $pool.tensorParallel)) }}
 {{- fail (printf "%s: %d GPUs × %d nodes are not %s.tensorParallel = %d: a worker needs one GPU per rank, set %s.gpus × %s.nodes equal to it" $role (int $pool.gpus) (int $pool.nodes) $role (int $pool.tensorParallel) $role $role) }}
 {{- end }}

@@ -65,6 +65,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
 {{- if $pool.expertParallel }}{{- $_ := set $engine "expert_parallel" true }}{{- end }}
 {{- if and (eq .role "decode") (ne $root.Values.decode.speculation "none") }}{{- $_ := set $engine "speculation" $root.Values.decode.speculation }}{{- end }}
+{{- if and (eq .role "decode") $root.Values.decode.draftModel }}{{- $_ := set $engine "draft_model" $root.Values.decode.draftModel }}{{- end }}
 {{- $recompute := int (include "baton.recomputeLimit" $root) }}
 {{- if and (eq .role "decode") $recompute }}{{- $_ := set $engine "recompute_limit_tokens" $recompute }}{{- end }}
 {{- $config := dict

@@ -30,11 +30,14 @@
     "transfer.slot_bytes" "transfer.slotBytes" "transfer.port_range" "transfer.nixlPorts" }}
 {{- if eq $role "decode" }}
 {{- $_ := set $worker "engine.recompute_limit_tokens" "decode.recomputeLimitTokens" }}
-{{- if eq $.Values.decode.speculation "none" }}{{- $_ := set $worker "engine.speculative_tokens" "decode.speculation ngram beside it" }}{{- end }}
+{{- if and (eq $.Values.decode.speculation "none") (not $.Values.decode.draftModel) }}{{- $_ := set $worker "engine.speculative_tokens" "decode.speculation ngram or decode.draftModel beside it" }}{{- end }}
+{{- if not $.Values.decode.draftModel }}{{- $_ := set $worker "engine.draft_kv_memory_bytes" "decode.draftModel beside it" }}{{- end }}
 {{- else }}
 {{- $_ := set $worker "engine.speculative_tokens" "decode.config.engine.speculative_tokens" }}
+{{- $_ := set $worker "engine.draft_kv_memory_bytes" "decode.config.engine.draft_kv_memory_bytes" }}
 {{- end }}
 {{- $_ := set $worker "engine.speculation" "decode.speculation" }}
+{{- $_ := set $worker "engine.draft_model" "decode.draftModel" }}
 {{- /* On nodes that are not the chart's, addresses are not its business. */}}
 {{- if ne $.Values.ray.mode "external" }}{{- $_ := set $worker "host" "nothing: it is the pod's address" }}{{- end }}
 {{- include "baton.checkConfig" (dict "where" $role "config" (index $.Values $role).config "taken" (merge $worker $tls $names)) }}

@@ -1,0 +1,31 @@
+"""What a draft model must have in common with its target, as their config.json say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cluster.errors import ConfigError
+from cluster.protocol.model_limits import vocab_size
+
+
+def check_draft_model(model: Path, draft: Path) -> None:
+    """Raise ConfigError if `draft` is no model directory, or its vocabulary has another size than that of `model`.
+    Whether it can be computed is for the engine to say."""
+    if not (draft / "config.json").is_file():
+        raise ConfigError(f"--draft-model {draft}: no config.json there", field="draft_model")
+    own, target = (_vocabulary(one) for one in (draft, model))
+    if own != target and own is not None and target is not None:
+        raise ConfigError(
+            f"--draft-model {draft} has a vocabulary of {own} tokens, --model {model} one of {target}: a draft model "
+            f"needs the same tokenizer",
+            field="draft_model",
+        )
+
+
+def _vocabulary(directory: Path) -> int | None:
+    try:
+        raw = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # the engine says what is wrong with it
+    return vocab_size(raw) if isinstance(raw, dict) else None

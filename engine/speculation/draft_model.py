@@ -1,0 +1,127 @@
+"""Drafts by a small model with the target's vocabulary. It runs in the leader's process and has a KV pool of its own.
+
+    missing tokens of each sequence ─► chunks, up to CATCH_UP_TOKENS ─► last tokens ─► first drafts ─► second drafts …
+
+A sequence has no drafts until its chunks have reached its last token, so a long prompt delays no step by more than one
+chunk. Each draft is the most likely token, whatever the request's sampling is: the target's own draw decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from cluster.config.worker import EngineConfig
+from cluster.errors import InternalError
+from engine.plan import PlanItem, StepPlan, table_rows
+from engine.scheduler.sequence import Sequence
+from engine.speculation.draft_cache import CachedSequence, DraftCache
+
+# Of all sequences, in one step of the target; a short one, because running requests wait for it.
+CATCH_UP_TOKENS = 128
+# Missing tokens that are computed as single tokens, by the kernels of decode steps: two if all drafts were accepted.
+MOST_SINGLE = 2
+
+
+class DraftRunner(Protocol):
+    """Runs the draft model; engine/load_draft.py makes a ModelRunner with these settings."""
+
+    num_blocks: int
+    page_size: int
+    config: EngineConfig
+
+    def execute(self, plan: StepPlan) -> Tensor:
+        """float32 logits [tokens that want them, vocab]."""
+
+
+class DraftModel:
+    """Implements DraftMethod."""
+
+    def __init__(self, runner: DraftRunner):
+        self._runner = runner
+        self._max_len = runner.config.max_model_len
+        rows = table_rows(runner.config.max_batch_tokens, runner.num_blocks)
+        self.cache = DraftCache(runner.num_blocks, runner.page_size, rows)
+
+    def propose(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Raises InternalError if the model's logits are no numbers."""
+        self.cache.drop_stopped()
+        held, counts = dict[Sequence, CachedSequence](), dict[Sequence, int]()
+        for sequence, most in asked.items():
+            # Of the last draft nothing is computed.
+            count = min(most, self._max_len - len(sequence.tokens) + 1)
+            if count < 1:
+                self.cache.drop(sequence)
+            elif cached := self.cache.hold(sequence, len(sequence.tokens) + count - 1, asked):
+                held[sequence], counts[sequence] = cached, count
+        self._catch_up(held)
+        ready = {
+            one: cached for one, cached in held.items() if len(one.tokens) - cached.length <= MOST_SINGLE
+        }
+        return self._draft(ready, counts) if ready else {}
+
+    def _catch_up(self, held: Mapping[Sequence, CachedSequence]) -> None:
+        """Compute missing tokens up to the last one, in the order of the sequences, as far as a step allows."""
+        left, items = CATCH_UP_TOKENS, list[PlanItem]()
+        for sequence, cached in held.items():
+            missing = len(sequence.tokens) - 1 - cached.length
+            if missing < MOST_SINGLE or not left:
+                continue
+            count = min(missing, left)
+            left -= count
+            items.append(_item(sequence, cached, sequence.tokens[cached.length : cached.length + count], 0))
+            cached.length += count
+        if items:
+            self._runner.execute(StepPlan(items, []))
+
+    def _draft(
+        self, ready: Mapping[Sequence, CachedSequence], counts: Mapping[Sequence, int]
+    ) -> dict[Sequence, list[int]]:
+        drafts: dict[Sequence, list[int]] = {one: [] for one in ready}
+        live = list(ready)
+        items, lasts = list[PlanItem](), list[int]()
+        for sequence, cached in ready.items():
+            # Single tokens of one row, each with logits, as drafts are in the target's steps: a step of such tokens is
+            # recorded, or a list of jobs.
+            for token in sequence.tokens[cached.length :]:
+                items.append(_item(sequence, cached, [token], 1))
+                cached.length += 1
+            lasts.append(len(items) - 1)
+        while True:
+            tokens = self.most_likely(self._runner.execute(StepPlan(items, [])))
+            for sequence, last in zip(live, lasts, strict=True):
+                drafts[sequence].append(tokens[last])
+            live = [one for one in live if len(drafts[one]) < counts[one]]
+            if not live:
+                return drafts
+            items, lasts = [], list(range(len(live)))
+            for sequence in live:
+                cached, token = ready[sequence], drafts[sequence][-1]
+                items.append(_item(sequence, cached, [token], 1))
+                cached.drafted.append(token)
+
+    def most_likely(self, logits: Tensor) -> list[int]:
+        """The token of each row."""
+        best = logits.argmax(-1, keepdim=True)  # NaN wins argmax
+        if not bool(logits.gather(-1, best).isfinite().all()):
+            raise InternalError("logits of the draft model are no numbers")
+        tokens: list[int] = best[:, 0].tolist()
+        return tokens
+
+
+def _item(sequence: Sequence, cached: CachedSequence, tokens: list[int], logits: int) -> PlanItem:
+    """The tokens behind those that are cached, which they are from now on."""
+    begin = cached.length + len(cached.drafted)
+    item = PlanItem(
+        sequence.request.request_id,
+        tokens,
+        begin,
+        cached.blocks,
+        cached.row,
+        logits,
+        blocks_in_row=cached.blocks_in_row,
+    )
+    cached.blocks_in_row = len(cached.blocks)
+    return item
