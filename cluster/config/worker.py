@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,6 +18,18 @@ from cluster.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+_DRAFT_SETTINGS = ("speculation", "speculative_tokens")
+
+
+def without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a worker's settings that were given for both roles without those of speculation: a prefill worker refuses
+    them where they were given for it."""
+    engine = settings.get("engine")
+    if not isinstance(engine, Mapping):
+        return settings
+    return {**settings, "engine": {name: engine[name] for name in engine if name not in _DRAFT_SETTINGS}}
 
 
 class EngineConfig(Frozen):

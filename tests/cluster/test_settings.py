@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,26 @@ def test_sizes_of_hand_offs_that_nobody_gave_stay_the_devices(monkeypatch: pytes
     for transfer in (config.transfer, read.transfer):
         assert (transfer.for_gpus().slot_bytes, transfer.for_gpus().ring_bytes) == (16 << 20, 300 << 20)
         assert transfer.slot_bytes == 4 << 20
+
+
+@pytest.mark.parametrize("layer", ["flags", "values", "file"])
+def test_prefill_workers_ignore_an_environment_with_speculation(layer, tmp_path, monkeypatch) -> None:
+    """`baton up` passes its own on to every worker."""
+    monkeypatch.setenv("BATON_ENGINE__SPECULATION", "ngram")
+    monkeypatch.setenv("BATON_ENGINE__SPECULATIVE_TOKENS", "6")
+    monkeypatch.setenv("BATON_ENGINE__PAGE_SIZE", "32")
+
+    def of(role: str, **engine: str) -> WorkerConfig:
+        given = {"role": role, "engine": {"model": "/m", **engine}}
+        if layer == "file":
+            (tmp_path / "worker.yaml").write_text(json.dumps(given))
+            return sources.load(WorkerConfig, {}, tmp_path / "worker.yaml")
+        return sources.load(WorkerConfig, given if layer == "flags" else {}, values=given)
+
+    assert (of("decode").engine.most_drafts, of("decode").engine.page_size) == (6, 32)
+    assert (of("prefill").engine.most_drafts, of("prefill").engine.page_size) == (0, 32)
+    with pytest.raises(ConfigError, match="--speculation ngram has no effect on a prefill worker"):
+        of("prefill", speculation="ngram")
 
 
 def test_values_that_were_read_already_stand_below_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
