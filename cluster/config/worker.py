@@ -46,7 +46,7 @@ class EngineConfig(Frozen):
     )
     device: str = Field(
         "auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
         description="auto, cpu, cuda (rank n on the node's n-th card) or cuda:N, that one card",
     )
     max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
@@ -71,7 +71,9 @@ class EngineConfig(Frozen):
         json_schema_extra={"flag": "memory"},
     )
     page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
-    max_batch_tokens: int = Field(2048, ge=1, description="token budget of one step (prefill chunk size)")
+    max_batch_tokens: int = Field(
+        2048, ge=1, le=1 << 24, description="token budget of one step (prefill chunk size)"
+    )
     max_batch_requests: int = Field(256, ge=1, description="requests in one step")
     chunked_prefill: bool = Field(True, description="split long prompts over steps")
     prefix_caching: bool = Field(

@@ -118,6 +118,8 @@ def test_secrets_are_read_from_files(
         ({"BATON_INDEX_PASSWORD": "two"}, "index_url"),
         ({"BATON_INDEX_URL": "http://r"}, "index_url"),
         ({"BATON_TRANSFER__PORT_RANGE": "many"}, "transfer.port_range"),
+        ({"BATON_ENGINE__DEVICE": "cuda:99999999999"}, "engine.device"),
+        ({"BATON_ENGINE__MAX_BATCH_TOKENS": "1000000000"}, "engine.max_batch_tokens"),
     ],
 )
 def test_a_mistake_is_named(environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch) -> None:

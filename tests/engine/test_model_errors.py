@@ -143,7 +143,7 @@ def test_a_stored_head_of_tied_embeddings_is_read_once_and_its_ends_before(check
     with Checkpoint(model, torch.float32, torch.device("cpu")) as tensors:
         weights = layer_weights.LayerWeights(config, tensors, 0, 1)
         embedding = weights.embedding(slice(0, raw["vocab_size"]))
-        weights._equals_embedding = lambda name, rows, own: True  # type: ignore[method-assign]
+        weights._equals_embedding = lambda name, rows, embedding: True  # type: ignore[method-assign]
         assert not weights.has_untied_head()
         assert weights.head(slice(0, raw["vocab_size"]), embedding) is embedding
     assert read == {"model.embed_tokens.weight": raw["vocab_size"] + 32}
