@@ -21,7 +21,7 @@ KEEP_SECONDS = 1.0
 _TIMES = int(FORGET_SECONDS * 1000), int((FORGET_SECONDS + scripts.NODE_TTL_SECONDS) * 1000)
 
 
-# Slots are packed in 32 bits. The registry never goes back below a number that it was told, so a wrong one is not passed on.
+# Slots are packed in 32 bits. The registry never goes back below a number that it was told: a wrong one is not passed on.
 MOST_SLOT = 1 << 30
 
 

@@ -51,8 +51,8 @@ class LayerWeights:
         return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
 
     def has_untied_head(self) -> bool:
-        """Whether a stored head differs from the embedding, although the configuration ties them. By the first and the last
-        rows: `head` compares all, and both are large."""
+        """Whether a stored head differs from the embedding, although the configuration ties them. By the first and the
+        last rows: `head` compares all, and both are large."""
         c, name = self._config, self._stored_head()
         if not c.tie_embeddings or name is None:
             return False

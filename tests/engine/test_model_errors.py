@@ -100,7 +100,7 @@ def test_a_file_that_an_index_names_is_a_regular_one(model):
     index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     os.mkfifo(model / "other.safetensors")
-    with pytest.raises(ModelError, match="other.safetensors: it is not a regular file"):
+    with pytest.raises(ModelError, match=r"other\.safetensors: it is not a regular file"):
         make_model_id(model)
 
 
