@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelError
+from cluster.protocol import model_limits
 from engine.build import compute_dtype
 from engine.model import keys
 from engine.model.config import ModelConfig
@@ -100,7 +101,7 @@ def make_model_id(
     `max_model_len`: the worker's context, 0 = the model's. Raises ModelError naming the key or the file.
     """
     config = ModelConfig.read(model)
-    facts = keys.hashed(json.loads((model / "config.json").read_text()))
+    facts = keys.hashed(json.loads(model_limits.text_of(model / "config.json")))
     resolved: dict[str, Any] = {
         "compute": compute_dtype(dtype, config.dtype),
         "eos": sorted(config.eos_token_ids),

@@ -16,7 +16,7 @@ from baton.local import memory
 from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import RouterConfig
-from cluster.config.worker import ROLES, Role, WorkerConfig
+from cluster.config.worker import ROLES, Role, WorkerConfig, without_drafts
 from cluster.errors import ConfigError
 from cluster.process.memory import limits
 from cluster.protocol.draft_model import check_draft_model
@@ -29,7 +29,6 @@ from cluster.security.tls import ClientTls, Peers, make_identity
 RECOMPUTE_LIMIT_TOKENS = 256
 # Prefill steps may be long; a decode worker that prefills delays its running batch by one chunk at most.
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
-DRAFT_SETTINGS = ("speculation", "speculative_tokens", "draft_model", "draft_kv_memory_bytes")
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
 SECTIONS = ("router", "worker", *ROLES)
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
@@ -250,7 +249,7 @@ class UpOptions(Frozen):
     def _given(self, role: Role) -> dict[str, Any]:
         shared, own = self.sections.get("worker", {}), self.sections.get(role, {})
         if role == "prefill":
-            return _merged(_without_drafts(shared), own, _without_drafts(self.worker))
+            return _merged(without_drafts(shared), own, without_drafts(self.worker))
         return _merged(shared, own, self.worker)
 
     @property
@@ -296,14 +295,6 @@ class UpOptions(Frozen):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
-
-
-def _without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return settings of both roles without those of speculation, which prefill workers refuse."""
-    engine = settings.get("engine")
-    if not isinstance(engine, Mapping):
-        return settings
-    return {**settings, "engine": {name: engine[name] for name in engine if name not in DRAFT_SETTINGS}}
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

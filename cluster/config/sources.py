@@ -23,6 +23,7 @@ from pydantic_settings import (
 
 from cluster.config.base import Frozen
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields
+from cluster.config.worker import without_drafts
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.redis.connect import check_url
@@ -40,9 +41,13 @@ def load(
     """A validated configuration. `flags` holds only what was given, nested like the model; `values` is what a file
     would say that has been read already.
 
-    Nested fields are `BATON_ENGINE__DTYPE` in the environment. Raises ConfigError naming field and source's value.
+    Nested fields are `BATON_ENGINE__DTYPE` in the environment. Processes of both roles may share one, as those of `baton
+    up` do, so a prefill worker takes nothing about speculation from there. Raises ConfigError naming field and source's
+    value.
     """
     written = read_settings(file) if file is not None else {}
+    layers = (flags, values or {}, written)
+    prefills = next((one["role"] for one in layers if "role" in one), "") == "prefill"
 
     class Sources(config, BaseSettings):  # type: ignore[valid-type, misc]
         model_config = SettingsConfigDict(
@@ -59,7 +64,10 @@ def load(
             **__: Any,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             given = InitSettingsSource(settings_cls, dict(values or {}))
-            return init_settings, env_settings, given, InitSettingsSource(settings_cls, written)
+            shared = env_settings
+            if prefills:
+                shared = InitSettingsSource(settings_cls, dict(without_drafts(env_settings())))
+            return init_settings, shared, given, InitSettingsSource(settings_cls, written)
 
     try:
         merged = Sources(**flags)

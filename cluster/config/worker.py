@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,6 +18,18 @@ from cluster.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+_DRAFT_SETTINGS = ("speculation", "speculative_tokens")
+
+
+def without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a worker's settings that were given for both roles without those of speculation: a prefill worker refuses
+    them where they were given for it."""
+    engine = settings.get("engine")
+    if not isinstance(engine, Mapping):
+        return settings
+    return {**settings, "engine": {name: engine[name] for name in engine if name not in _DRAFT_SETTINGS}}
 
 
 class EngineConfig(Frozen):
@@ -33,7 +46,7 @@ class EngineConfig(Frozen):
     )
     device: str = Field(
         "auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
         description="auto, cpu, cuda (rank n on the node's n-th card) or cuda:N, that one card",
     )
     max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
@@ -58,7 +71,9 @@ class EngineConfig(Frozen):
         json_schema_extra={"flag": "memory"},
     )
     page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
-    max_batch_tokens: int = Field(2048, ge=1, description="token budget of one step (prefill chunk size)")
+    max_batch_tokens: int = Field(
+        2048, ge=1, le=1 << 24, description="token budget of one step (prefill chunk size)"
+    )
     max_batch_requests: int = Field(256, ge=1, description="requests in one step")
     chunked_prefill: bool = Field(True, description="split long prompts over steps")
     prefix_caching: bool = Field(

@@ -21,6 +21,19 @@ KEEP_SECONDS = 1.0
 _TIMES = int(FORGET_SECONDS * 1000), int((FORGET_SECONDS + scripts.NODE_TTL_SECONDS) * 1000)
 
 
+# Slots are packed in 32 bits. The registry never goes back below a number that it was told: a wrong one is not passed on.
+MOST_SLOT = 1 << 30
+
+
+def _slot_of(answer: bytes) -> int:
+    """Raises redis.InvalidResponse."""
+    if not answer.isdigit() or len(answer) > 10 or int(answer) > MOST_SLOT:
+        raise redis.InvalidResponse(
+            f"the prefix index names {answer[:40]!r} as its highest slot: a key of it was overwritten; empty that Redis"
+        )
+    return int(answer)
+
+
 class SlotClaim:
     """Every call but `release` raises redis.RedisError."""
 
@@ -52,7 +65,7 @@ class SlotClaim:
         owner = f"{name}:{self._process}.{registration}"
         answer = self._call(slot, owner, "claim", *(self._mine or ()))
         if answer != b"ok":
-            self.highest = int(answer)
+            self.highest = _slot_of(answer)
             return False
         self._mine, self._kept = (slot, owner), self._clock()
         return True
@@ -65,7 +78,7 @@ class SlotClaim:
         answer = self._call(*self._mine, "keep")
         if answer == b"lost":
             return False
-        self.highest = int(answer)
+        self.highest = _slot_of(answer)
         return True
 
     def release(self) -> None:
@@ -75,4 +88,4 @@ class SlotClaim:
 
     def _call(self, slot: int, owner: str, what: str, *former: str | int) -> bytes:
         answer = self._script(keys=self._keys, args=[slot, owner, what, *_TIMES, *former])
-        return answer if isinstance(answer, bytes) else b"%d" % answer
+        return answer if isinstance(answer, bytes) else str(answer).encode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelError
@@ -31,6 +33,23 @@ _VOCABULARIES = {
     "Gemma3ForCausalLM": 262_208,
     "Gemma3ForConditionalGeneration": 262_208,
 }
+
+
+MOST_TEXT_BYTES = 256 << 20  # tokenizers of 262,000 tokens have 35 MB, an index of 100,000 tensors 10 MB
+
+
+def text_of(file: Path) -> str:
+    """The text of a file of a model directory. Raises OSError or ValueError."""
+    check_file(file)
+    if (size := file.stat().st_size) > MOST_TEXT_BYTES:
+        raise ValueError(f"{size} bytes are more than the {MOST_TEXT_BYTES} that such a file may have")
+    return file.read_text()
+
+
+def check_file(file: Path) -> None:
+    """Raise OSError if it is missing, ValueError if it is a directory, a pipe or a device, whose reading may not end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError("it is not a regular file")
 
 
 def architecture(raw: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,12 @@ LOOK_SECONDS = 1.0  # between two queries; the Sentinels take turns
 # A master that no Sentinel has named for so long may be replaced by one of a lower epoch: Sentinels that were set up again
 # count epochs from 0.
 CONFIRM_SECONDS = 5.0
+# A master whose epoch is higher is believed at once. If most Sentinels have gone on naming another one for so long, its
+# epoch is wrong: they tell each other within seconds of a failover.
+OUTVOTED_SECONDS = 10.0
+_FRESH_SECONDS = (
+    3.0  # per Sentinel: an answer is as old as a round of queries, and some of these are not answered
+)
 
 
 class NotFoundError(redis.ConnectionError):
@@ -47,12 +54,17 @@ class Sentinels:
         self._lock = threading.Lock()
         self._master: Master | None = None
         self._confirmed = 0.0  # when a Sentinel last named it
+        self._answers: dict[Address, tuple[Master, float]] = {}  # of each Sentinel the last one, and when
+        self._outvoted_since: float | None = None  # most Sentinels have named one other master since then
+        self._doubted: set[Address] = (
+            set()
+        )  # Sentinels that most others contradicted, until they agree with them
         self._thread: threading.Thread | None = None
 
     def ask(self, seed: Address) -> Address:
         """Ask this Sentinel; return the newest master known. Raises NotFoundError or redis.RedisError."""
         with contextlib.closing(_SentinelConnection(seed, self._options)) as connection:
-            return self.newest(connection.master(self._seeds.name))
+            return self.newest(seed, connection.master(self._seeds.name))
 
     def replaced(self, address: Address) -> bool:
         """Whether another server is the master now."""
@@ -69,17 +81,47 @@ class Sentinels:
                 )
                 self._thread.start()
 
-    def newest(self, answer: Master) -> Address:
-        """Take a Sentinel's answer, unless it is older than the known master; return the master's address."""
+    def newest(self, seed: Address, answer: Master) -> Address:
+        """Take the answer of the Sentinel `seed`; return the address of the master that is to be believed.
+
+        It is the one with the highest epoch, unless most Sentinels have named another one for OUTVOTED_SECONDS.
+        """
         with self._lock:
-            known, now = self._master, time.monotonic()
-            if known is None or answer.epoch > known.epoch or now - self._confirmed > CONFIRM_SECONDS:
-                if known is not None and known.address != answer.address:
-                    log.info("the Sentinels name another Redis master: %s", answer.address)
-                self._master = known = answer
-            if answer == known:
+            now = time.monotonic()
+            self._answers[seed] = answer, now
+            before, known = self._master, self._believed(seed, answer, now)
+            if before is not None and before.address != known.address:
+                log.info("the Sentinels name another Redis master: %s", known.address)
+                self._outvoted_since = None
+            if answer.address == known.address:
+                self._doubted.discard(seed)
+            if answer == known or known != before:
                 self._confirmed = now
+            self._master = known
             return known.address
+
+    def _believed(self, seed: Address, answer: Master, now: float) -> Master:
+        known = self._master
+        if known is None or now - self._confirmed > CONFIRM_SECONDS:
+            return answer
+        other = self._named_by_most(now)
+        if other is None or other.address == known.address:
+            self._outvoted_since = None
+        elif self._outvoted_since is None:
+            self._outvoted_since = now
+        elif now - self._outvoted_since >= OUTVOTED_SECONDS:
+            self._doubted |= {
+                one for one, (last, _) in self._answers.items() if last.address == known.address
+            }
+            return other
+        return answer if answer.epoch > known.epoch and seed not in self._doubted else known
+
+    def _named_by_most(self, now: float) -> Master | None:
+        """The master that more than half of the Sentinels have named lately; None if there is no such."""
+        count = len(self._seeds.addresses)
+        lately = [last for last, at in self._answers.values() if at >= now - _FRESH_SECONDS * count]
+        address, votes = Counter(one.address for one in lately).most_common(1)[0]
+        return max(one for one in lately if one.address == address) if 2 * votes > count else None
 
 
 _shared: weakref.WeakValueDictionary[Any, Sentinels] = weakref.WeakValueDictionary()
@@ -100,6 +142,7 @@ class _SentinelConnection:
     """A connection to one Sentinel."""
 
     def __init__(self, seed: Address, options: Mapping[str, Any]):
+        self.seed = seed
         self._sentinel = Sentinel([seed], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
 
     def master(self, name: str) -> Master:
@@ -109,13 +152,22 @@ class _SentinelConnection:
             state = state.get(name)
             if not state or not self._sentinel.check_master_state(state, name):  # type: ignore[no-untyped-call]
                 raise NotFoundError("no live master of this name")
-            return Master(Address(state["ip"], int(state["port"])), int(state.get("config-epoch", 0)))
+            address = _checked(str(state["ip"]), int(state["port"]))
+            return Master(address, int(state.get("config-epoch", 0)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise NotFoundError(f"its answer is none of a Sentinel's: {type(error).__name__}") from error
 
     def close(self) -> None:
         for client in self._sentinel.sentinels:
             client.close()
+
+
+def _checked(host: str, port: int) -> Address:
+    """Raises ValueError for what sockets do not take; they would raise errors that are none of a connection's."""
+    if not host or "\0" in host or not 0 < port < 1 << 16:
+        raise ValueError("no address")
+    host.encode("idna")  # UnicodeError: a part of the name is too long
+    return Address(host, port)
 
 
 def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]) -> None:
@@ -134,7 +186,7 @@ def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]
                 continue
             if (sentinels := of()) is None:
                 return
-            sentinels.newest(answer)
+            sentinels.newest(connections[-1].seed, answer)
             del sentinels
     finally:
         for connection in connections:

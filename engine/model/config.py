@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from engine.quant.formats import MXFP4_EXPERTS, StoredFormat, stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _MOST_LAYERS = 65_536
+_MOST_HEAD_DIM = 65_536
+_NUMBERS = (
+    "norm_eps", "embedding_scale", "attention_scale", "attention_cap", "logits_cap", "logits_divisor", "swiglu_alpha",
+    "swiglu_limit",
+)  # fmt: skip
 _MALFORMED = (
     TypeError,
     ValueError,
@@ -67,7 +73,7 @@ class ModelConfig:
     def read(cls, directory: Path) -> ModelConfig:
         """Raises ModelError naming the key."""
         try:
-            raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
+            raw: dict[str, Any] = json.loads(model_limits.text_of(directory / "config.json"))
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{directory}/config.json: {error}", field="config.json") from error
         try:
@@ -108,11 +114,17 @@ class ModelConfig:
                 f"config.json: {self.num_heads} heads are not a multiple of {self.num_kv_heads} KV heads",
                 field="num_key_value_heads",
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 or self.head_dim > _MOST_HEAD_DIM:
             raise ModelError(
-                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one",
+                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one of up to {_MOST_HEAD_DIM}",
                 field="head_dim",
             )
+        for key in _NUMBERS:
+            value = getattr(self, key)
+            if value and not 0 < torch.tensor(value, dtype=torch.float64).float().item() < math.inf:
+                raise ModelError(
+                    f"config.json: {key} is {value!r} by its keys, 0 or infinite in fp32", field=key
+                )
         part = self.rope.get("partial_rotary_factor", 1.0)
         if part != 1.0 and not self.family.partial_rotary:
             raise ModelError(
@@ -121,12 +133,15 @@ class ModelConfig:
             )
         for one in (self.rope, self.local_rope):
             if one is not None:
-                rope.check(one, self.head_dim)
+                rope.check(one, self.head_dim, self.max_model_len)
         for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
             if not all(type(value) is int for value in values):
                 raise ModelError(f"config.json: {key} is not a number or a list of numbers", field=key)
-        if any(window < 0 for window in self.windows):
-            raise ModelError("config.json: sliding_window is negative", field="sliding_window")
+        if any(not 0 <= window < 2**31 for window in self.windows):
+            raise ModelError(
+                f"config.json: sliding_window is {max(self.windows, key=abs)}, negative or above 2**31 - 1",
+                field="sliding_window",
+            )
         if len(self.windows) != self.num_layers:
             raise ModelError(
                 f"config.json: {len(self.windows)} layer_types for {self.num_layers} layers",
@@ -354,7 +369,7 @@ def _eos(directory: Path, raw: dict[str, Any], of_text: Any, vocab: int) -> tupl
     generation = directory / "generation_config.json"
     if generation.exists():
         try:
-            eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+            eos = json.loads(model_limits.text_of(generation)).get("eos_token_id", eos)
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ModelError(f"{generation}: {error!r}", field=generation.name) from error
     if eos is None:

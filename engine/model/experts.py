@@ -103,4 +103,5 @@ def _layers(
     step, dense = number("decoder_sparse_step"), get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(one) is int for one in dense):
         raise ModelError("config.json: mlp_only_layers is not a list of numbers", field="mlp_only_layers")
-    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
+    without = frozenset(dense)
+    return tuple((layer + 1) % step == 0 and layer not in without for layer in range(layers))

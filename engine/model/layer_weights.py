@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.errors import ModelError
 from cluster.protocol.kv_heads import head_range
 from engine.layers.linear import Int8Weight, Weight, join
 from engine.model.config import ModelConfig
@@ -50,13 +51,13 @@ class LayerWeights:
         return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
 
     def has_untied_head(self) -> bool:
-        """Whether a stored head differs from the embedding, although the configuration ties them. Reads both in parts."""
+        """Whether a stored head differs from the embedding, although the configuration ties them. By the first and the
+        last rows: `head` compares all, and both are large."""
         c, name = self._config, self._stored_head()
         if not c.tie_embeddings or name is None:
             return False
-        parts = (
-            slice(at, min(at + _COMPARED_ROWS, c.vocab_size)) for at in range(0, c.vocab_size, _COMPARED_ROWS)
-        )
+        last = max(0, c.vocab_size - _COMPARED_ROWS)
+        parts = (slice(at, min(at + _COMPARED_ROWS, c.vocab_size)) for at in sorted({0, last}))
         return not all(self._equals_embedding(name, rows, self.embedding(rows)) for rows in parts)
 
     def _stored_head(self) -> str | None:
@@ -129,7 +130,13 @@ class LayerWeights:
         """Attention sinks, float32 [heads of this rank]."""
         heads = self._config.num_heads
         own = slice(self._q_rows.start // self._config.head_dim, self._q_rows.stop // self._config.head_dim)
-        return self.get(f"{at}self_attn.sinks", heads, rows=own, dtype=torch.float32)
+        name = f"{at}self_attn.sinks"
+        found = self.get(name, heads, rows=own, dtype=torch.float32)
+        if not (found < torch.inf).all():  # -inf is no sink; beside the other two no score has a weight
+            raise ModelError(
+                f"tensor {self._prefix}{name} has sinks that are NaN or infinite", field=self._prefix + name
+            )
+        return found
 
     def down(self, at: str) -> Weight:
         c = self._config

@@ -31,6 +31,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 _SETS = ("short_factor", "long_factor")
 _ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_MOST = 2**63
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
@@ -58,8 +59,9 @@ def rotated(rope: Rope, head_dim: int) -> int:
     return int(head_dim * rope.get("partial_rotary_factor", 1.0))
 
 
-def check(rope: Rope, head_dim: int) -> None:
-    """Raise ModelError naming the key that `frequencies` does not support or misses."""
+def check(rope: Rope, head_dim: int, longest: int) -> None:
+    """Raise ModelError naming the key that `frequencies` does not support or misses, or whose value gives no angles of
+    positions up to `longest`."""
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise ModelError(
             f"rope_parameters differ between layers ({', '.join(nested)}); this family has one setting for all layers",
@@ -98,6 +100,22 @@ def check(rope: Rope, head_dim: int) -> None:
             f"rope type {kind}: {more[0]} = {rope[more[0]]!r} is unknown: it may change the output",
             field=f"rope_parameters.{more[0]}",
         )
+    _check_angles(rope, kind, rotated(rope, head_dim), longest)
+
+
+def _check_angles(rope: Rope, kind: str, dim: int, longest: int) -> None:
+    for length in (1, longest):  # by the two sets of longrope
+        try:
+            inverse, scaling = frequencies(rope, dim, length)
+            fits = bool((inverse * longest).isfinite().all()) and math.isfinite(scaling)
+        except (ArithmeticError, ValueError) as error:  # a logarithm of 1, for example, divides
+            raise ModelError(
+                f"rope type {kind}: its numbers give no angles: {error}", field="rope_parameters"
+            ) from error
+        if not fits:
+            raise ModelError(
+                f"rope type {kind}: angles of {longest} positions are not finite", field="rope_parameters"
+            )
 
 
 def _check_numbers(rope: Rope, kind: str, dim: int) -> None:
@@ -119,7 +137,7 @@ def _check_numbers(rope: Rope, kind: str, dim: int) -> None:
 
 
 def _positive(kind: str, key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
         raise ModelError(
             f"rope type {kind}: {key} is {value!r}, not a positive number", field=f"rope_parameters.{key}"
         )

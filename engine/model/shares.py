@@ -67,17 +67,25 @@ def most_weights(model: ModelConfig, size: int, *, expert_parallel: bool = False
     hidden, layers, experts = model.hidden_size, model.num_layers, model.experts
     first, end = head_range(0, size, model.num_kv_heads)
     heads, kv = model.num_heads // size * model.head_dim, (end - first) * model.head_dim
-    mlps = [model.intermediate_size // size] * layers  # inner sizes of all gated MLPs
+    mlps, inner = (
+        layers,
+        layers * (model.intermediate_size // size),
+    )  # gated MLPs, and their inner sizes together
     kept = 2 * layers
     if experts is not None:
         held = max(len(experts.held(rank, size, expert_parallel)) for rank in range(size))
         sparse = sum(experts.layers)
-        mlps = mlps[sparse:] + [experts.width // (1 if expert_parallel else size)] * held * sparse
-        mlps += [experts.shared_width // size] * sparse if experts.shared_width else []
+        mlps += (held - 1) * sparse
+        inner += sparse * (
+            held * (experts.width // (1 if expert_parallel else size)) - model.intermediate_size // size
+        )
+        if experts.shared_width:
+            mlps += sparse
+            inner += sparse * (experts.shared_width // size)
         kept += sparse * (experts.count + int(experts.flags.shared_gate))
     return Sizes(
-        matrices=(layers * (2 * heads + 2 * kv) + 3 * sum(mlps)) * hidden,
-        outputs=layers * (heads + 2 * kv + hidden) + 2 * sum(mlps) + len(mlps) * hidden,
+        matrices=(layers * (2 * heads + 2 * kv) + 3 * inner) * hidden,
+        outputs=layers * (heads + 2 * kv + hidden) + 2 * inner + mlps * hidden,
         kept=kept * hidden,
         vocabulary=model.vocab_size // size,
     )

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from cluster.errors import ModelError
+from cluster.protocol import model_limits
 from engine.layers.linear import Int8Weight, Weight
 from engine.quant import stored
 from engine.quant.formats import INT8, StoredFormat
@@ -156,10 +157,13 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = json.loads(index.read_text())["weight_map"]
-            return {name: _inside(directory, file) for name, file in names.items()}
+            names = json.loads(model_limits.text_of(index))["weight_map"]
+            found = {name: _inside(directory, file) for name, file in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index}: {error!r}", field=index.name) from error
+        for file in set(found.values()):
+            _check_file(file)
+        return found
     single = directory / "model.safetensors"
     if not single.exists():
         raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
@@ -174,7 +178,15 @@ def _inside(directory: Path, file: str) -> Path:
     return directory / file
 
 
+def _check_file(file: Path) -> None:
+    try:
+        model_limits.check_file(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: {error}", field=file.name) from error
+
+
 def _open(file: Path) -> safe_open:
+    _check_file(file)
     try:
         return safe_open(str(file), "pt")
     except Exception as error:  # safetensors raises types of its own for damaged files

@@ -84,9 +84,11 @@ def _two_to(typing, exponent):
 
 @njit(inline="always")
 def exp(x):
-    """e^x, x ≤ 0, to one or two units in the last place (Cephes' expf). No floor, no 64-bit integers: it vectorises."""
-    x = x if x > F(-87.0) else F(-87.0)
-    whole = np.int32(x * _LOG2E - F(0.5))  # truncated towards zero: the nearest, as x is not positive
+    """e^x, x ≤ 0, to one or two units in the last place (Cephes' expf). No floor, no 64-bit integers: it vectorises. NaN
+    stays NaN."""
+    finite = x if x > F(-87.0) else F(-87.0)  # the integer of a NaN is undefined
+    x = F(-87.0) if x < F(-87.0) else x
+    whole = np.int32(finite * _LOG2E - F(0.5))  # truncated towards zero: the nearest, as x is not positive
     n = F(whole)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     y = _EXP[0]

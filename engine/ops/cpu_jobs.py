@@ -27,7 +27,15 @@ from engine.ops import cpu_tile_products as tile_products
 from engine.ops.cpu_llvm import as_f32, cached, cached_function, integers, prefetch_line
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
-NEXT, FINISHED, STOP, LISTED, LEFT, KERNEL = 0, 8, 16, 17, 18, 24  # NEXT: shares · 2³² + next share
+NEXT, FINISHED, STOP, LISTED, LEFT, FAILED, KERNEL = (
+    0,
+    8,
+    16,
+    17,
+    18,
+    19,
+    24,
+)  # NEXT: shares · 2³² + next share
 TOTAL, SHARES, AHEAD, READS, ARGUMENTS = range(KERNEL + 1, KERNEL + 6)  # READS: the job is a product
 SIZE = 64
 # Numbers of one job: its kernel's address, total, shares, where to prefetch from, whether it is a product, arguments.
@@ -42,6 +50,7 @@ AHEAD_BYTES = 16 << 10
 PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES)
 OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT)
 _LOW = 0xFFFFFFFF
+DONE = 1  # returned by a kernel; numba's callbacks that raise write the error to stderr and return 0
 
 
 def _address(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -96,29 +105,30 @@ def _number(bits):
 
 @intrinsic
 def _call(typing, function, arguments, first, last):
-    """The kernel at address `function`, on items [first, last)."""
+    """DONE from the kernel at address `function`, on items [first, last); 0 if it raised."""
 
     def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 3)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
 
 
 @njit
-def _share(job, first, last):
+def _share(team, job, first, last):
     """Items [first, last) of the job. Its last share prefetches weights of the next product, so that memory is read while
-    small jobs are computed; a product reads its own weights first."""
+    small jobs are computed; a product reads its own weights first. FAILED of the team is set if the kernel raises."""
     numbers = integers(job)
-    function, address = numbers[KERNEL], numbers[AHEAD]
+    function, address, done = numbers[KERNEL], numbers[AHEAD], DONE
     if numbers[READS]:
-        _call(function, job + ARGUMENTS * 8, first, last)
+        done = _call(function, job + ARGUMENTS * 8, first, last)
     if address and last == numbers[TOTAL]:
         for line in range(0, AHEAD_BYTES, 64):
             prefetch_line(address + line)
     if not numbers[READS]:
-        _call(function, job + ARGUMENTS * 8, first, last)
+        done = _call(function, job + ARGUMENTS * 8, first, last)
+    if done != DONE:
+        _write(team + FAILED * 8, 1)
 
 
 @njit
@@ -133,7 +143,7 @@ def _lead(team):
         number = _add(team + NEXT * 8, 1) & _LOW
         if number >= led:
             break
-        _share(team, total * number // led, total * (number + 1) // led)
+        _share(team, team, total * number // led, total * (number + 1) // led)
         done += 1
     while _read(team + FINISHED * 8) + done < led:
         _pause()
@@ -153,7 +163,7 @@ def _help(team, polls):
             number, shares = taken & _LOW, taken >> 32
             if number < shares:
                 total = numbers[TOTAL]
-                _share(team, total * number // shares, total * (number + 1) // shares)
+                _share(team, team, total * number // shares, total * (number + 1) // shares)
                 idle = 0
                 _add(team + FINISHED * 8, 1)
                 continue
@@ -183,7 +193,7 @@ def work(team, polls, jobs, count):
         job = jobs + number * JOB * 8
         own = integers(job)
         if own[SHARES - KERNEL] == 1:  # no other thread has to see it
-            _share(job - KERNEL * 8, np.int64(0), own[TOTAL - KERNEL])
+            _share(team, job - KERNEL * 8, np.int64(0), own[TOTAL - KERNEL])
             continue
         for i in range(JOB):
             numbers[KERNEL + i] = own[i]
@@ -197,44 +207,53 @@ def work(team, polls, jobs, count):
 # a process compiles what it uses, and what does not depend on the width once for all widths.
 
 
-def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
+def _of_rows(kind: int | float) -> dict[int, Callable[..., int]]:
     def add_norm(job, first, last):
         a = integers(job)
         kernels.add_norm(kind, a[0], a[1], a[2], a[3], first, last, a[4], _number(a[5]), a[6])
+        return DONE
 
     def gate(job, first, last):
         a = integers(job)
         kernels.silu_mul(kind, a[0], a[1], first, last, a[2])
+        return DONE
 
     def gate_gelu(job, first, last):
         a = integers(job)
         kernels.gelu_mul(kind, a[0], a[1], first, last, a[2])
+        return DONE
 
     def gate_clamped(job, first, last):
         a = integers(job)
         kernels.clamped_swiglu(kind, a[0], a[1], first, last, a[2], _number(a[3]), _number(a[4]))
+        return DONE
 
     def embed(job, first, last):
         a = integers(job)
         kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
+        return DONE
 
     def multiply(job, first, last):
         a = integers(job)
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+        return DONE
 
     def multiply_tiles(job, first, last):
         a = integers(job)
         tile_products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], first, last)
+        return DONE
 
     def quantize(job, first, last):
         a = integers(job)
         int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+        return DONE
 
     def multiply_int8(job, first, last):
         a = integers(job)
         int8.multiply(
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], first, last
         )  # fmt: skip
+        return DONE
 
     return {
         ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,
@@ -243,13 +262,14 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., None]]:
     }  # fmt: skip
 
 
-def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..., None]]:
+def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..., int]]:
     def heads(job, first, last):
         a = integers(job)
         kernels.rotate_and_store(
             kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
             a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]), a[14],
         )  # fmt: skip
+        return DONE
 
     def attend(job, first, last):
         a = integers(job)
@@ -257,10 +277,12 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
             a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]), a[18],
         )  # fmt: skip
+        return DONE
 
     def pack_heads(job, first, last):
         a = integers(job)
         prompts.pack_head(a[0], a[1], a[2], a[3], a[4], dim8, a[5], first, last)
+        return DONE
 
     def attend_prompt(job, first, last):
         a = integers(job)
@@ -268,6 +290,7 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
             a[0], a[1], a[2], a[3], a[4], a[5], a[6], dim8, a[7], a[8], _number(a[9]), a[10], a[11], a[12],
             first, last,
         )  # fmt: skip
+        return DONE
 
     return {HEADS: heads, ATTEND: attend, PACK_HEADS: pack_heads, ATTEND_PROMPT: attend_prompt}
 
@@ -281,4 +304,4 @@ def kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> int:
 @functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
 def _kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> Any:
     makers = _of_heads(kind, dim8) if code in OF_HEADS else _of_rows(kind)
-    return cached_function(makers[code], types.void(types.int64, types.int64, types.int64), (kind, dim8))
+    return cached_function(makers[code], types.int64(types.int64, types.int64, types.int64), (kind, dim8))

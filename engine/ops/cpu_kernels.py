@@ -95,15 +95,16 @@ def gelu_mul(kind, gate_up, out, first, last, width):
 
 @compiled
 def clamped_swiglu(kind, gate_up, out, first, last, width, alpha, limit):
-    """out = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and u = max(-limit, min(up, limit))."""
+    """out = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and u = max(-limit, min(up, limit)). NaN stays
+    NaN: the logits' check for numbers that are not finite finds it."""
     both, ys = ptr(gate_up, kind), ptr(out, kind)
     for row in range(first, last):
         base = row * 2 * width
         for i in range(width):
             gate, up = load(both, base + i), load(both, base + width + i)
-            gate = gate if gate <= limit else limit
-            up = up if up <= limit else limit
-            up = up if up >= -limit else -limit
+            gate = limit if gate > limit else gate
+            up = limit if up > limit else up
+            up = -limit if up < -limit else up
             store(ys, row * width + i, gate * _sigmoid(alpha * gate) * (up + F(1.0)))
 
 

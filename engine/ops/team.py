@@ -64,18 +64,24 @@ class KernelTeam(Team):
         self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
         self._at = ctypes.addressof(self._row)
         self._begin, self._stop = cpu_jobs.KERNEL * 8, cpu_jobs.STOP
-        self._listed, self._left = cpu_jobs.LISTED, cpu_jobs.LEFT
+        self._listed, self._left, self._raised = cpu_jobs.LISTED, cpu_jobs.LEFT, cpu_jobs.FAILED
         self._started = 0  # helpers so far
         self._serving: list[Future[Any]] = []
 
     def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
-        """Run a job over the items [0, total); returns when it is done."""
+        """Run a job over the items [0, total); returns when it is done. Raises RuntimeError if its kernel does."""
         shares = self._shares(total)
         job = (self._kernel(code), total, shares, 0, 0, *arguments)
         struct.pack_into(f"{len(job)}q", self._row, self._begin, *job)
         if shares > 1:
             self._wake()
         self._work(self._at, 0, 0, 0)
+        self._check()
+
+    def _check(self) -> None:
+        if self._row[self._raised]:
+            self._row[self._raised] = 0
+            raise RuntimeError("a CPU kernel raised an error, which is on stderr: its results are wrong")
 
     def _kernel(self, code: int) -> int:
         found = self._kernels.get(code)
@@ -97,11 +103,12 @@ class KernelTeam(Team):
         return listed
 
     def run_all(self, listed: NDArray[np.int64]) -> None:
-        """Run the jobs one after the other; returns when all are done."""
+        """Run the jobs one after the other; returns when all are done. Raises RuntimeError if a kernel does."""
         if self._helpers is not None:
             self._row[self._listed] = 1  # first: helpers that are there stay
             self._wake()
         self._work(self._at, 0, listed.ctypes.data, len(listed))
+        self._check()
 
     def _wake(self) -> None:
         assert self._helpers is not None, "only helpers are woken"

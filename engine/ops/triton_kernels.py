@@ -38,8 +38,8 @@ def gate_rows(
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
     if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN; tl.minimum would return the limit
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
     steep = gate * ALPHA  # x · sigmoid(x) is silu
     if GELU:  # and x · sigmoid(2u) gelu by tanh
         steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)

@@ -55,7 +55,7 @@ class TpGroup(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def largest(self, x: Tensor) -> Tensor:
-        """The ranks' largest values, element by element; may write to x."""
+        """The ranks' largest values, element by element; not finite where that of a rank is not. May write to x."""
 
     def gather_last(self, x: Tensor) -> Tensor:
         """Concatenate the ranks' last dimensions, in order of rank."""
@@ -156,6 +156,7 @@ class DistributedGroup:
         return x
 
     def largest(self, x: Tensor) -> Tensor:
+        x.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # gloo's maximum of NaN and a number may be the number
         with self._together:
             dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x

@@ -26,6 +26,10 @@ _FP4_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8,
 _E8M0_HALVED = torch.tensor([*(2.0 ** (e - 128) for e in range(255)), float("nan")])
 
 
+class NotFiniteError(ValueError):
+    """A stored scale or code is infinite, no number, or too large."""
+
+
 def expand(
     codes: Codes,
     shape: tuple[int, int],
@@ -38,7 +42,7 @@ def expand(
     """(codes − zeros) · scales, in float32 and rounded once.
 
     shape: [outputs, inputs]; scales and zeros [rows, columns], of which output o and input i have
-    [row_of[o], column_of[i]]. None: output o has row o; the only column.
+    [row_of[o], column_of[i]]. None: output o has row o; the only column. Raises NotFiniteError.
     """
     out = torch.empty(shape, dtype=dtype)
     scales = scales.float()
@@ -49,6 +53,9 @@ def expand(
         if zeros is not None:
             numbers -= _columns(zeros[rows].float(), column_of)
         out[part] = numbers.mul_(_columns(scales[rows], column_of))
+        # A sum is quicker, but may be too large
+        if not out[part].sum(dtype=torch.float32).isfinite() and not out[part].isfinite().all():
+            raise NotFiniteError(f"its codes and scales give weights that are not finite in {dtype}")
     return out
 
 

@@ -6,7 +6,8 @@ So a share may begin and end anywhere, also in the middle of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,8 +69,18 @@ def is_stored(stored: StoredFormat, source: Source, name: str) -> bool:
 
 
 def read(stored: StoredFormat, source: Source, matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """The share [rows, columns] in `dtype`. Raises ModelError naming a tensor that is missing or does not fit others."""
-    return _READERS[stored.name](stored, source, matrix, dtype)
+    """The share [rows, columns] in `dtype`. Raises ModelError naming a tensor that is missing or does not fit others, or
+    the matrix if it has weights that are not finite."""
+    with _finite(matrix.name):
+        return _READERS[stored.name](stored, source, matrix, dtype)
+
+
+@contextlib.contextmanager
+def _finite(name: str) -> Iterator[None]:
+    try:
+        yield
+    except expand.NotFiniteError as error:
+        raise ModelError(f"matrix {name}: {error}", field=name) from None
 
 
 def _fp8(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
@@ -195,7 +206,8 @@ def read_expert(source: Source, m: Matrix, expert: int, count: int, dtype: torch
     _expect(scale, scales, torch.uint8)
     begin = m.columns.start - columns.start * MX_GROUP
     inside = slice(begin, begin + len(column_of))
-    return expand.mxfp4(blocks.flatten(1), scales, dtype, inside, column_of)
+    with _finite(f"{m.name} of expert {expert}"):
+        return expand.mxfp4(blocks.flatten(1), scales, dtype, inside, column_of)
 
 
 def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
@@ -203,7 +215,10 @@ def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
     name = f"{m.name}.weight"
     codes = source.part(name, (m.outputs, m.inputs), m.rows, m.columns)
     _expect(name, codes, torch.int8)
-    return codes, _scales(source, f"{name}_scale", (m.outputs, 1), m.rows)[:, 0]
+    scales = _scales(source, f"{name}_scale", (m.outputs, 1), m.rows)[:, 0]
+    if not scales.float().isfinite().all():
+        raise ModelError(f"tensor {name}_scale has scales that are not finite", field=f"{name}_scale")
+    return codes, scales
 
 
 # Suffixes of tensors; if a matrix has one of them, it is stored in the format.

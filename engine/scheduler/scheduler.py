@@ -212,6 +212,7 @@ class Scheduler:
         return decision
 
     def _begin_step(self) -> None:
+        self.release_spare()  # of a step that has failed
         self._blocks.begin_step()
         self.reservations.begin_step()
         self._refusals.begin_step()

@@ -17,6 +17,7 @@ import redis
 
 from cluster.config.router import RouterConfig
 from cluster.index import scripts, slot_keys
+from cluster.protocol.block_hash import INDEX_KEY_BYTES
 from cluster.redis.connect import connect_async
 from cluster.telemetry.metrics import router as metrics
 from router.placement.candidates import Candidates, Heads
@@ -34,6 +35,7 @@ LATE_SECONDS = 0.05
 LATE_FOR_SECONDS = 1.0
 TENDED = 1 / 8  # of the placements refresh the time to live of their nodes (walked.lua)
 _PAIR = struct.Struct(">dd")
+MOST_ANSWER_BYTES = 4 + 32 * 8  # of holders that the index has found itself (held.lua)
 
 
 def match_source() -> str:
@@ -42,6 +44,19 @@ def match_source() -> str:
 
 def record_source() -> str:
     return scripts.tree() + parts("record.lua")
+
+
+def _check(answer: object, slots: bytes, chain: bytes) -> None:
+    """Raise redis.InvalidResponse if it is not an answer of held.lua about `chain`: the placement script reads it without
+    checks, and charges by its numbers."""
+    most = len(chain) // INDEX_KEY_BYTES
+    if isinstance(answer, bytes) and len(answer) <= max(len(slots), MOST_ANSWER_BYTES):
+        whole = len(answer) == len(slots) if slots else len(answer) % 8 == 4
+        if whole and all(
+            held <= most for held in struct.unpack(f">{len(answer) // 4}I", answer)[:: 1 if slots else 2]
+        ):
+            return
+    raise redis.InvalidResponse("the index's answer to a match is none of its script's")
 
 
 class PrefixIndex:
@@ -93,6 +108,7 @@ class PrefixIndex:
         began = self._clock()
         try:
             answer = await self._match(self._keys, arguments, MATCH_SECONDS)
+            _check(answer, candidates.slots, request.chain)
         except (redis.RedisError, TimeoutError, OSError) as error:
             self._late(began)
             self._failed(error)

@@ -39,7 +39,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(model_limits.text_of(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: {error}", field=path.name) from error
     if not isinstance(content, dict):
@@ -60,6 +60,7 @@ class ModelText:
         if not path.exists():
             raise ModelError(f"{directory} has no tokenizer.json", field="tokenizer.json")
         try:
+            model_limits.check_file(path)
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
@@ -88,7 +89,7 @@ class ModelText:
     def _template_source(directory: Path, settings: Mapping[str, Any]) -> str:
         file = directory / "chat_template.jinja"
         try:
-            source = file.read_text() if file.exists() else settings.get("chat_template")
+            source = model_limits.text_of(file) if file.exists() else settings.get("chat_template")
         except (OSError, ValueError) as error:
             raise ModelError(f"{file}: {error}", field=file.name) from error
         if isinstance(source, list):  # several named templates: the default one

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -17,7 +18,7 @@ from cluster.redis import sentinels
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.failover import FailoverError
 from cluster.redis.finder import Finder
-from cluster.redis.sentinels import NotFoundError
+from cluster.redis.sentinels import Master, NotFoundError
 from cluster.redis.urls import Address, seeds_of
 from router.placement.script_call import ScriptCall
 from tests.harness.fake_redis import Answer, FakeRedis, names_master, names_owner
@@ -164,6 +165,49 @@ def test_sentinels_that_were_set_up_anew_are_believed_after_a_while(fake, monkey
     assert finder.find().port == 1
     monkeypatch.setattr(sentinels, "CONFIRM_SECONDS", 0.0)
     assert finder.find().port == 2 and finder.replaced(Address("127.0.0.1", 1))
+
+
+def test_a_sentinel_whose_epoch_is_wrong_is_outvoted(fake, monkeypatch) -> None:
+    """It is believed again only once it agrees with the others."""
+    monkeypatch.setattr(sentinels, "LOOK_SECONDS", 1e3)
+    now = 0.0
+    monkeypatch.setattr(sentinels, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
+    seeds = seeds_of("redis+sentinel://a,b,c/m")
+    assert seeds is not None
+    found, right, wrong = sentinels.Sentinels(seeds, {}), Address("right", 1), Address("wrong", 1)
+
+    def round_of(of_a: Address, epoch: int) -> Address:
+        nonlocal now
+        for seed, answer in zip(
+            seeds.addresses, [Master(of_a, epoch), Master(right, 7), Master(right, 7)], strict=True
+        ):
+            now += 1.0
+            found.newest(seed, answer)
+        return found._master.address if found._master is not None else Address("", 0)
+
+    assert round_of(right, 7) == right
+    rounds = [round_of(wrong, 1000 + number) for number in range(30)]
+    assert rounds[0] == wrong, "as after a failover that only this one knows of yet"
+    assert set(rounds[5:]) == {right}
+    assert round_of(right, 7) == right and round_of(Address("next", 1), 8) == Address("next", 1)
+
+
+def test_two_sentinels_of_different_epochs_do_not_outvote_each_other(fake) -> None:
+    old, new = fake(says(names_master(1, epoch=4))), fake(says(names_master(2, epoch=5)))
+    finder = finder_of(old, new)
+    finder.find()
+    found = finder._sentinels
+    assert found is not None
+    found._outvoted_since = -1e9
+    assert [finder.find().port for _ in range(4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("", 5), ("a\0b", 5), ("x" * 64, 5), ("127.0.0.1", 0), ("127.0.0.1", 65536)]
+)
+def test_an_address_that_no_socket_takes_is_none(fake, host: str, port: int) -> None:
+    with pytest.raises(NotFoundError, match="none of a Sentinel's"):
+        finder_of(fake(says(names_master(port, host=host)))).find()
 
 
 def test_the_thread_that_asks_sentinels_ends_with_its_last_connection(fake, monkeypatch) -> None:

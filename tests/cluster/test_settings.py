@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_sizes_of_hand_offs_that_nobody_gave_stay_the_devices(monkeypatch: pytes
         assert transfer.slot_bytes == 4 << 20
 
 
+@pytest.mark.parametrize("layer", ["flags", "values", "file"])
+def test_prefill_workers_ignore_an_environment_with_speculation(layer, tmp_path, monkeypatch) -> None:
+    """`baton up` passes its own on to every worker."""
+    monkeypatch.setenv("BATON_ENGINE__SPECULATION", "ngram")
+    monkeypatch.setenv("BATON_ENGINE__SPECULATIVE_TOKENS", "6")
+    monkeypatch.setenv("BATON_ENGINE__PAGE_SIZE", "32")
+
+    def of(role: str, **engine: str) -> WorkerConfig:
+        given = {"role": role, "engine": {"model": "/m", **engine}}
+        if layer == "file":
+            (tmp_path / "worker.yaml").write_text(json.dumps(given))
+            return sources.load(WorkerConfig, {}, tmp_path / "worker.yaml")
+        return sources.load(WorkerConfig, given if layer == "flags" else {}, values=given)
+
+    assert (of("decode").engine.most_drafts, of("decode").engine.page_size) == (6, 32)
+    assert (of("prefill").engine.most_drafts, of("prefill").engine.page_size) == (0, 32)
+    with pytest.raises(ConfigError, match="--speculation ngram has no effect on a prefill worker"):
+        of("prefill", speculation="ngram")
+
+
 def test_values_that_were_read_already_stand_below_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_ADVERTISE_HOST", "10.9.9.9")
     values = {"role": "prefill", "engine": {"model": "/m"}, "advertise_host": "", "drain_seconds": 7}
@@ -97,6 +118,8 @@ def test_secrets_are_read_from_files(
         ({"BATON_INDEX_PASSWORD": "two"}, "index_url"),
         ({"BATON_INDEX_URL": "http://r"}, "index_url"),
         ({"BATON_TRANSFER__PORT_RANGE": "many"}, "transfer.port_range"),
+        ({"BATON_ENGINE__DEVICE": "cuda:99999999999"}, "engine.device"),
+        ({"BATON_ENGINE__MAX_BATCH_TOKENS": "1000000000"}, "engine.max_batch_tokens"),
     ],
 )
 def test_a_mistake_is_named(environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch) -> None:

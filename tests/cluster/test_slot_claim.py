@@ -112,3 +112,14 @@ def test_a_sign_of_life_is_shown_once_a_second(client, namespace):
     assert one.keep(), "not asked"
     now[0] += slot_claim.KEEP_SECONDS
     assert one.due and not one.keep()
+
+
+@pytest.mark.parametrize("answer", [5_000_000_000, -(1 << 63), b"ok", b"9" * 60, [1]])
+def test_a_highest_slot_that_is_none_is_not_believed(make, client, namespace, monkeypatch, answer):
+    """The registry would never assign a lower one again, and slots are packed in 32 bits."""
+    one = make()
+    assert one.claim(1, "a@1", 1)
+    monkeypatch.setattr(one, "_script", lambda **arguments: answer)
+    with pytest.raises(redis.InvalidResponse, match="a key of it was overwritten"):
+        one.keep()
+    assert one.highest == 0

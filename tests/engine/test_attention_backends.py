@@ -121,6 +121,28 @@ def test_scores_are_scaled_and_capped_beside_sinks(window, cap, sinks):
         torch.testing.assert_close(backend.attend(1, q, k, v).view(q.shape), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+def test_no_softmax_hides_a_nan(cap):
+    """Of a key, whose value is finite: all later queries of its heads see it, and no others."""
+    cache, items, q, k, v = step()
+    shape = AttentionShape(HEADS, KV, DIM, PAGE, (0,) * LAYERS, cap=cap)
+    first = 0  # row of the item
+    for item in items:
+        for at in (0, item.end - 1):
+            damaged, own = cache.clone(), k.clone()
+            damaged[item.block_ids[at // PAGE], 1, 0, 1, at % PAGE, 3] = math.nan
+            row = first + max(0, at - item.begin)
+            if at >= item.begin:
+                own[row, 1, 3] = math.nan
+            backend = PagedCpuBackend(shape, damaged, KernelTeam(1, torch.float32, DIM))
+            backend.begin(buffers_of(items, PAGE))
+            found = backend.attend(1, q, own, v).view(q.shape).isnan()
+            expected = torch.zeros_like(found)
+            expected[row : first + len(item.token_ids), HEADS // 2 :] = True
+            assert torch.equal(found, expected), (item.request_id, at)
+        first += len(item.token_ids)
+
+
 def with_sink(scores: Tensor, sinks: Tensor | None, head: int) -> Tensor:
     """The weights of the scores beside the sink of layer 1 and this head."""
     if sinks is None:

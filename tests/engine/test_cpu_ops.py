@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+import sys
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
+from numba import cfunc, types
 from torch import Tensor
 
 from engine.layers.linear import PanelLinear
 from engine.model.rope import tables
 from engine.ops import cpu_jobs, cpu_products
 from engine.ops.base import LayerOps, OpsShape
+from engine.ops.cpu_llvm import integers
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.team import KernelTeam, bits_of
 from engine.ops.torch_ops import ACTIVATIONS, TorchOps
@@ -65,6 +70,45 @@ def test_kernels_equal_torch(dtype, threads, activation):
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other, atol=atol, rtol=CLOSE[dtype])
     assert outputs[0][-1].count_nonzero() > 0 and outputs[0][-1][:, 0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu"])
+def test_no_gate_hides_a_nan(dtype, activation):
+    ops, _ = make("cpu", dtype, 1, activation)
+    gate_up = random(TOKENS, 2 * WIDTH, dtype=dtype)
+    gate_up[0, 3] = gate_up[1, WIDTH + 5] = math.nan
+    found = ops.gate(gate_up).isnan()
+    assert found.nonzero().tolist() == [[0, 3], [1, 5]]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_in_a_kernel_is_raised(threads, monkeypatch):
+    """numba gives it to `sys.unraisablehook`, which writes it to stderr, and the kernel's caller goes on."""
+    written: list[type] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: written.append(one.exc_type))
+    team, kernel = KernelTeam(threads, torch.float32, DIM), raising()
+    team._kernels[cpu_jobs.GATE] = kernel.address
+    jobs = [(cpu_jobs.GATE, items, (at,)) for at, items in ((0, 1), (1, 9), (0, 1))]
+    for _ in range(2):
+        for attempt in (partial(team.run, *jobs[1]), partial(team.run_all, team.compile(jobs))):
+            with pytest.raises(RuntimeError, match="a CPU kernel raised an error"):
+                attempt()
+        team.run(*jobs[0])  # what follows is computed
+        team.run_all(team.compile([jobs[0]] * 2))
+    assert set(written) == {MemoryError}
+
+
+@cache
+def raising() -> Any:
+    """A kernel that raises if its first argument is not 0."""
+
+    def kernel(job, first, last):
+        if integers(job)[0]:
+            raise MemoryError
+        return cpu_jobs.DONE
+
+    return cfunc(types.int64(types.int64, types.int64, types.int64))(kernel)
 
 
 @pytest.mark.parametrize("kind", ["torch", "cpu"])

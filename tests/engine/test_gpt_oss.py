@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
@@ -108,6 +109,21 @@ def test_what_is_not_computed_is_refused(changes, field, tmp_path) -> None:
     with pytest.raises(ModelError) as caught:
         ModelConfig.read(described(tmp_path, **changes))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_sinks_that_are_no_numbers_are_refused(number, model, tmp_path) -> None:
+    name = "model.layers.1.self_attn.sinks"
+    copied = Path(shutil.copytree(model, tmp_path / "model"))
+    tensors = load_file(copied / "model.safetensors")
+    tensors[name][1] = number
+    save_file(tensors, copied / "model.safetensors")
+    config = ModelConfig.read(copied)
+    with Checkpoint(copied, torch.float32, torch.device("cpu")) as checkpoint:
+        weights = LayerWeights(config, checkpoint, 0, 1)
+        weights.sinks("layers.0.")
+        with pytest.raises(ModelError, match=f"tensor {name} has sinks that are NaN or infinite"):
+            weights.sinks("layers.1.")
 
 
 def answer(model: Path, ranks: int = 1, **settings: Any) -> list[int]:

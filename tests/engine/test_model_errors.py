@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -13,9 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
+from cluster.protocol import model_limits
 from engine.build import load_model
+from engine.model import layer_weights
+from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.runner import ModelRunner
+from worker.model_id import make_model_id
 
 
 @pytest.fixture
@@ -52,6 +58,95 @@ def test_a_wrong_config_names_its_key(changes, field, model):
     with pytest.raises(ModelError) as caught:
         load(model)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_parameters.rope_theta"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e-300}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "beta_fast": 5e-324}},
+         "rope_parameters"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 2**70}, "sliding_window"),
+        ({"head_dim": 2**30}, "head_dim"),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 1e-160}, "norm_eps"),
+        ({"architectures": ["GraniteForCausalLM"], "embedding_multiplier": 1e-50}, "embedding_scale"),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_computed_with_are_named(changes, field, model):
+    edit(model, **changes)
+    with pytest.raises(ModelError) as caught:
+        ModelConfig.read(model)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_only_regular_files_are_read(kind, file, model):
+    """Reading others may never end."""
+    (model / file).unlink(missing_ok=True)
+    if kind == "device":
+        (model / file).symlink_to("/dev/zero")
+    else:
+        {"pipe": os.mkfifo, "directory": os.mkdir}[kind](model / file)
+    for read in (load, make_model_id):
+        with pytest.raises(ModelError, match=f"{file}.*not a regular file") as caught:
+            read(model)
+        assert caught.value.field == file
+
+
+def test_a_file_that_an_index_names_is_a_regular_one(model):
+    index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.mkfifo(model / "other.safetensors")
+    with pytest.raises(ModelError, match=r"other\.safetensors: it is not a regular file"):
+        make_model_id(model)
+
+
+def test_a_text_that_is_too_large_is_not_read(model, monkeypatch):
+    os.truncate(model / "config.json", model_limits.MOST_TEXT_BYTES + 1)
+    with pytest.raises(ModelError, match="are more than"):
+        ModelConfig.read(model)
+
+
+def test_a_checkpoint_with_links_to_its_files_is_read(model):
+    """As in Hugging Face's cache."""
+    for file in ("config.json", "model.safetensors"):
+        (model / file).rename(model / f"blob-{file}")
+        (model / file).symlink_to(f"blob-{file}")
+    load(model)
+
+
+def test_any_number_of_experts_is_counted_at_once(checkpoint, tmp_path):
+    model = Path(shutil.copytree(checkpoint("mixtral"), tmp_path / "model"))
+    edit(model, num_local_experts=2**31 - 1)
+    with pytest.raises(ConfigError, match="weights") as caught:
+        load(model)
+    assert caught.value.field == "kv_memory"
+
+
+def test_a_stored_head_of_tied_embeddings_is_read_once_and_its_ends_before(checkpoint, monkeypatch):
+    read = dict[str, int]()
+    part = Checkpoint.part
+
+    def counted(self, name, shape, *parts, why=""):
+        found = part(self, name, shape, *parts, why=why)
+        read[name] = read.get(name, 0) + len(found)
+        return found
+
+    monkeypatch.setattr(Checkpoint, "part", counted)
+    monkeypatch.setattr(layer_weights, "_COMPARED_ROWS", 16)
+    model = checkpoint("llama")
+    raw = json.loads((model / "config.json").read_text())
+    config = dataclasses.replace(ModelConfig.read(model), tie_embeddings=True)
+    with Checkpoint(model, torch.float32, torch.device("cpu")) as tensors:
+        weights = layer_weights.LayerWeights(config, tensors, 0, 1)
+        embedding = weights.embedding(slice(0, raw["vocab_size"]))
+        weights._equals_embedding = lambda name, rows, embedding: True  # type: ignore[method-assign]
+        assert not weights.has_untied_head()
+        assert weights.head(slice(0, raw["vocab_size"]), embedding) is embedding
+    assert read == {"model.embed_tokens.weight": raw["vocab_size"] + 32}
 
 
 def test_a_missing_tensor_is_named(model):

@@ -55,7 +55,7 @@ def test_frequencies_are_the_librarys(given, length, part):
     )  # fmt: skip
     expected, scaling = ROPE_INIT_FUNCTIONS[own["rope_type"]](config, torch.device("cpu"), seq_len=length)
     found = rope.read({"rope_parameters": own}, 1e4, 1.0, 1024)
-    rope.check(found, DIM)
+    rope.check(found, DIM, 1024)
     frequencies, scale = rope.frequencies(found, rotated, length)
     torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
     assert scale == pytest.approx(scaling)

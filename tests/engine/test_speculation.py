@@ -365,6 +365,21 @@ def test_blocks_of_drafts_are_freed_at_the_end_of_their_step():
     assert engine.stats().draft_tokens == 2 and engine.stats().blocks_held == 2
 
 
+def test_blocks_of_drafts_are_freed_after_a_step_that_failed(monkeypatch):
+    engine = engine_with(Wrong)
+    engine.add(EngineRequest("r", [5] * (2 * PAGE - 2), greedy(30)))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "execute", lambda plan, drawn=None: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.stats().blocks_held == 3
+    engine._drafter._most = 0
+    engine.step()
+    engine.check_integrity()
+    assert engine.stats().blocks_held == 2
+
+
 def test_it_excludes_steps_launched_ahead():
     with pytest.raises(ValidationError, match="overlap on launches a step before"):
         EngineConfig(model=Path("/none"), overlap="on", speculation="ngram")

@@ -65,13 +65,15 @@ def bulk(*words: str | int) -> bytes:
     return b"".join(b"$%d\r\n%s\r\n" % (len(str(word).encode()), str(word).encode()) for word in words)
 
 
-def names_master(port: int, name: str = "m", flags: str = "master", epoch: int = 0) -> bytes:
+def names_master(
+    port: int, name: str = "m", flags: str = "master", epoch: int = 0, host: str = "127.0.0.1"
+) -> bytes:
     """A Sentinel's answer to SENTINEL MASTERS. `epoch` grows with each failover."""
     facts: list[str | int] = [
         "name",
         name,
         "ip",
-        "127.0.0.1",
+        host,
         "port",
         port,
         "flags",

@@ -17,6 +17,7 @@ from router.placement.types import PlacementRequest
 
 CANDIDATES: Any = SimpleNamespace(model_id="m", slots=b"")
 REQUEST = PlacementRequest(b"t", b"12345678", 16, 1)
+HELD = b"\0\0\0\1"  # a block, at workers that it does not name
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Index:
             self.now += seconds
             if fails:
                 raise TimeoutError
-            return b"held"
+            return HELD
 
         self.index._match = answer  # type: ignore[assignment]
         return await self.index.match(REQUEST, CANDIDATES, 0.5)
@@ -56,8 +57,8 @@ LATE = LATE_SECONDS + 0.01
 async def test_one_that_only_answers_late_is_left_after_a_while(index):
     began = index.now
     while index.now + LATE < began + LATE_FOR_SECONDS:
-        assert await index.match(LATE) == b"held" and index.index.up
-    assert await index.match(LATE) == b"held", "what was waited for is used"
+        assert await index.match(LATE) == HELD and index.index.up
+    assert await index.match(LATE) == HELD, "what was waited for is used"
     assert not index.index.up and index.index.errors["match"] == 1
     asked = index.asked
     assert await index.match(LATE) == b"" and index.asked == asked, "the next placement does not wait"
@@ -65,8 +66,8 @@ async def test_one_that_only_answers_late_is_left_after_a_while(index):
 
 async def test_answers_in_time_between_late_ones_keep_it(index):
     for _ in range(int(4 * LATE_FOR_SECONDS / LATE)):
-        assert await index.match(LATE) == b"held"
-        assert await index.match(LATE_SECONDS) == b"held" and index.index.up
+        assert await index.match(LATE) == HELD
+        assert await index.match(LATE_SECONDS) == HELD and index.index.up
     assert index.index.errors["match"] == 0
 
 
@@ -76,6 +77,33 @@ async def test_it_is_back_with_an_answer_in_time_and_not_before(index, lost):
         await index.match(LATE_FOR_SECONDS, fails=lost == "silent")
         index.now += RETRY_SECONDS
     assert not index.index.up
-    assert await index.match(LATE) == b"held" and not index.index.up
+    assert await index.match(LATE) == HELD and not index.index.up
     index.now += RETRY_SECONDS
-    assert await index.match(LATE_SECONDS / 2) == b"held" and index.index.up
+    assert await index.match(LATE_SECONDS / 2) == HELD and index.index.up
+
+
+@pytest.mark.parametrize(
+    ("slots", "answer"),
+    [
+        (0, 10**12), (0, None), (0, [HELD]), (0, b""), (0, b"\0\0\0"), (0, b"\0\0\0\2"),
+        (0, HELD + (b"\0\0\0\7" + b"\0\0\0\2")), (0, HELD * (1 + 2 * 33)), (2, HELD), (2, HELD + b"\0\0\0\2"),
+    ],
+)  # fmt: skip
+async def test_an_answer_of_another_form_is_none(index, slots, answer):
+    async def said(*_: Any) -> Any:
+        return answer
+
+    index.index._match = said
+    candidates: Any = SimpleNamespace(model_id="m", slots=b"\0\0\0\7" * slots)
+    assert await index.index.match(REQUEST, candidates, 0.5) == b""
+    assert not index.index.up and index.index.errors["match"] == 1
+
+
+@pytest.mark.parametrize(("slots", "answer"), [(0, HELD), (0, HELD + b"\0\0\0\7" + HELD), (2, HELD * 2)])
+async def test_answers_of_both_forms_are_taken(index, slots, answer):
+    async def said(*_: Any) -> Any:
+        return answer
+
+    index.index._match = said
+    candidates: Any = SimpleNamespace(model_id="m", slots=b"\0\0\0\7" * slots)
+    assert await index.index.match(REQUEST, candidates, 0.5) == answer
