@@ -35,5 +35,8 @@ class Conversion:
         for span in place.spans(cache.shape[4]):
             count = span.tokens // span.blocks
             inside = numbers[span.token * row : (span.token + span.tokens) * row]
-            shape = (span.blocks, len(layers), 2, len(heads), count, self.head_dim)
-            self.write(own[span.block : span.block + span.blocks], span.offset, inside.view(shape))
+            # Block by block: what lies between stays in the second-level cache, and takes no more memory than that.
+            for index, one in enumerate(
+                inside.view(span.blocks, len(layers), 2, len(heads), count, self.head_dim)
+            ):
+                self.write(own[span.block + index], span.offset, one)
