@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -10,12 +9,14 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
+from cluster.protocol.kv_format import INT8, PAGE_MULTIPLE
 from cluster.protocol.kv_heads import head_range
 from engine import kv_cache, largest_step, warm_up
 from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
+from engine.kv_blocks import CPUS_ONLY, KvSpec
 from engine.layers.linear import CudaLinear, Linear, MakeLinear, PanelLinear, TorchLinear, Weight
 from engine.model import shares
 from engine.model.config import ModelConfig
@@ -75,8 +76,12 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
 def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one KV block on one rank."""
     first, end = head_range(0, config.tensor_parallel, model.num_kv_heads)
-    shape = (model.num_layers, 2, end - first, config.page_size, model.head_dim)
-    return math.prod(shape) * _DTYPES[config.dtype].itemsize
+    return _kv_spec(model, config, end - first).block_bytes
+
+
+def _kv_spec(model: ModelConfig, config: EngineConfig, kv_heads: int) -> KvSpec:
+    dtype = torch.int8 if config.kv_dtype == INT8 else _DTYPES[config.dtype]
+    return KvSpec.of(model.num_layers, kv_heads, config.page_size, model.head_dim, dtype)
 
 
 def weight_bytes(model: ModelConfig, config: EngineConfig, *, untied_head: bool = False) -> int:
@@ -112,7 +117,7 @@ def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """A new configuration without "auto", except the KV pool's size, which depends on what the weights leave.
 
-    Raises ConfigError.
+    `kv_dtype` auto stays: it is `dtype`. Raises ConfigError.
     """
     name = device_name(config.device)
     device = torch.device(name)
@@ -126,13 +131,14 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
             field="quantization",
         )
+    dtype = compute_dtype(config.dtype, model.dtype)
+    check_kv_dtype(config, dtype, device)
     _check_card(device)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the model's {model.max_model_len}",
             field="max_model_len",
         )
-    dtype = compute_dtype(config.dtype, model.dtype)
     return config.model_copy(
         update={
             "device": name,
@@ -161,6 +167,21 @@ def _choose_backend(
     else:
         choose()
     return chosen[0]
+
+
+def check_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> None:
+    """Raises ConfigError if KV can't be kept so where `dtype` is computed in."""
+    reason = ""
+    if ">" in config.kv_dtype:
+        reason = "names the formats of two roles, an engine has one"
+    elif config.kv_dtype == "bf16" and dtype != "bfloat16":
+        reason = f"the model is computed in {dtype}: use auto, or dtype bfloat16"
+    elif config.kv_dtype == INT8 and device.type != "cpu":
+        reason = f"{CPUS_ONLY}, not on {device}: use auto"
+    elif config.kv_dtype == INT8 and config.page_size % PAGE_MULTIPLE:
+        reason = f"needs a page_size that {PAGE_MULTIPLE} divides, not {config.page_size}"
+    if reason:
+        raise ConfigError(f"kv_dtype {config.kv_dtype}: {reason}", field="kv_dtype")
 
 
 def _check_card(device: torch.device) -> None:
@@ -213,7 +234,7 @@ def load_model(
             _linear_of(resolved, model, team, group),
             expert_parallel=config.expert_parallel,
         )
-    block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
+    spec = _kv_spec(model, resolved, decoder.num_kv_heads)
     shape = AttentionShape(
         decoder.num_heads,
         decoder.num_kv_heads,
@@ -223,6 +244,7 @@ def load_model(
         model.attention_scale,
         model.attention_cap,
         decoder.sinks,
+        dtype,
     )
 
     def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
@@ -230,7 +252,7 @@ def load_model(
         return ops, registry.make(resolved.attention_backend, shape, cache, team)
 
     step_bytes, recorded_bytes = 0, size  # the null block
-    one_block = torch.zeros((1, *block), dtype=dtype, device=device)
+    one_block = torch.zeros((1, *spec.shape), dtype=spec.dtype, device=device)
     small = backends(one_block)  # in use until the pool has its size, as those of the pool are later
     if not resolved.kv_memory_bytes:
         _compile(resolved, decoder, small, tell)
@@ -244,7 +266,7 @@ def load_model(
     del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
-    cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
+    cache = kv_cache.allocate(resolved.kv_memory_bytes, spec.shape, spec.dtype, device)
     ops, attention = backends(cache)
     trim_allocator()
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
@@ -290,6 +312,7 @@ def _make_ops(
         model.table_of_layer,
         model.swiglu_alpha,
         model.swiglu_limit,
+        _DTYPES[config.dtype],
     )
     cos, sin = model.rotary_tables(config.max_model_len)
     if isinstance(team, KernelTeam):

@@ -11,6 +11,7 @@ from cluster.errors import StaleEpochError
 from cluster.kubernetes.pod import Pod, own_pod
 from cluster.membership.topology import Location
 from cluster.membership.types import WorkerInfo
+from cluster.protocol import kv_format
 from cluster.protocol.wire_version import WIRE_VERSION
 from engine.runner import ModelRunner
 from wire import common_pb2
@@ -47,10 +48,12 @@ class WorkerIdentity:
     def layout(self) -> common_pb2.KvLayout:
         """The facts that a pair compares field by field before KV moves."""
         config, model = self.runner.config, self.runner.model_config
+        # As KV is handed over: a decode worker converts it.
+        sent = kv_format.side(self.config.engine.kv_dtype, of_decode=False)
         return common_pb2.KvLayout(
             wire_version=WIRE_VERSION,
             model_id=self.model_id,
-            dtype=config.dtype,
+            dtype=kv_format.dtype_name(sent, config.dtype),
             page_size=self.page_size,
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,

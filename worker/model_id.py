@@ -94,9 +94,15 @@ def _stored(entry: dict[str, Any], data: int, size: int) -> _Stored:
 
 
 def make_model_id(
-    model: Path, dtype: str = "auto", quantization: str = "auto", *, max_model_len: int = 0
+    model: Path,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    *,
+    max_model_len: int = 0,
+    kv_dtype: str = "auto",
 ) -> str:
-    """The model id of the checkpoint in `model`, computed in `dtype` and `quantization`: equal ids mean equal output.
+    """The model id of the checkpoint in `model`, computed in `dtype` and `quantization` with KV in `kv_dtype`: equal ids
+    mean equal output.
 
     `max_model_len`: the worker's context, 0 = the model's. Raises ModelError naming the key or the file.
     """
@@ -111,6 +117,8 @@ def make_model_id(
         resolved["rope factors"] = factors
     if quantization != "auto":
         resolved["quantization"] = quantization
+    if kv_dtype not in ("auto", "bf16"):  # bf16 is what auto means where it is allowed
+        resolved["kv"] = kv_dtype
     digest = hashlib.blake2b(digest_size=8)
     digest.update(json.dumps([facts, resolved], sort_keys=True).encode())
     for sample in samples(tensor_files(model)):

@@ -49,7 +49,11 @@ class Worker:
         try:
             engine = config.engine
             model_id = make_model_id(
-                engine.model, engine.dtype, engine.quantization, max_model_len=engine.max_model_len
+                engine.model,
+                engine.dtype,
+                engine.quantization,
+                max_model_len=engine.max_model_len,
+                kv_dtype=engine.kv_dtype,
             )
             self._engine = LoadedEngine(
                 config,

@@ -38,7 +38,15 @@ class EngineConfig(Frozen):
     panel = "Engine"
 
     model: Path = Field(description="Hugging Face model directory")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of weights, and of the KV cache if kv_dtype is auto"
+    )
+    kv_dtype: Literal["auto", "bf16", "int8", "bf16>int8"] = Field(
+        "auto",
+        description="of the KV cache and of hand-offs; auto: dtype; int8: a byte per number, a scale per token and head, "
+        "about half the memory of bf16 (CPUs only); bf16>int8: bf16 at prefill workers, int8 at decode workers, which "
+        "convert what arrives. One value per deployment",
+    )
     quantization: Literal["auto", "int8"] = Field(
         "auto",
         description="of matrices, output head included; auto: as they are stored; int8: int8 weights with a scale per "

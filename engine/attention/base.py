@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.step_buffers import StepBuffers
@@ -25,6 +26,7 @@ class AttentionShape:
     # Attention sinks, float32 [layers, heads]: a logit that each softmax has beside its scores, as of a key whose value is
     # 0; None: the model has none
     sinks: Tensor | None = field(default=None, compare=False)
+    dtype: torch.dtype | None = None  # of queries and results; None: the cache's
 
     @property
     def softmax_scale(self) -> float:
@@ -43,7 +45,8 @@ class AttentionBackend(Protocol):
         """Prepare what all layers of the step share. The buffers stay as they are until its last layer."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [tokens, heads, dim]; k, v [tokens, kv_heads, dim], rotated, already in the cache.
+        """q [tokens, heads, dim]; k, v [tokens, kv_heads, dim], rotated, already in the cache, and as they are
+        read from there.
 
         Returns [tokens, heads · dim]: each token attends to its own sequence up to itself.
         """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine import kv_blocks
 from engine.attention.base import AttentionShape
 from engine.attention.sdpa import Piece, SdpaBackend
 from engine.ops import cpu_jobs as jobs
@@ -24,13 +25,15 @@ class PagedCpuBackend(SdpaBackend):
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
         self._kernels = team
-        self._softmax = kernels.softmax_rows(kind_of(kv_cache.dtype))
+        self._softmax = kernels.softmax_rows(kind_of(self._dtype))
+        self._quantized = kv_blocks.is_quantized(kv_cache)
+        self._tokens = jobs.ATTEND_INT8 if self._quantized else jobs.ATTEND
         self._step: StepBuffers | None = None
-        fits = kv_cache.dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0 and not shape.cap
+        fits = self._dtype is torch.bfloat16 and shape.head_dim % products.PANEL == 0 and not shape.cap
         self._by_kernel = fits and products.has_instruction()
         self._amx = tiles.supported()
         self._least_rows = tiles.TILE_ROWS if self._amx else prompts.ROWS
-        self._panels = kv_cache.new_empty(0)
+        self._panels = self._flat.new_empty(0)
 
     def begin(self, step: StepBuffers) -> None:
         super().begin(step)
@@ -53,7 +56,17 @@ class PagedCpuBackend(SdpaBackend):
             cache.data_ptr(), layer * cache.stride(1), cache.stride(0), s.num_kv_heads, self._group,
             s.page_size, s.windows[layer], bits_of(self._scale), bits_of(s.cap), _address(self._sinks(layer)),
         )  # fmt: skip
-        return jobs.ATTEND, step.num_singles * s.num_kv_heads, at
+        return self._tokens, step.num_singles * s.num_kv_heads, at
+
+    def _gather(self, layer: int, blocks: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        if not self._quantized:
+            return super()._gather(layer, blocks, end)
+        s, cache = self._shape, self._cache
+        both = self._flat[: 2 * s.num_kv_heads * end * s.head_dim].view(2, s.num_kv_heads, end, s.head_dim)
+        of_layer = (cache.data_ptr(), layer * cache.stride(1), cache.stride(0))
+        at = (*of_layer, blocks.data_ptr(), s.page_size, end, both.data_ptr())
+        self._kernels.run(jobs.GATHER_INT8, 2 * s.num_kv_heads, at)
+        return both[0], both[1]
 
     def _attend_prompt(
         self,
@@ -71,7 +84,7 @@ class PagedCpuBackend(SdpaBackend):
         s, tokens, run = self._shape, begin + rows, self._kernels.run
         numbers = 2 * s.num_kv_heads * prompts.padded(tokens) * s.head_dim
         if numbers > self._panels.numel():
-            self._panels = self._cache.new_empty(numbers)
+            self._panels = self._flat.new_empty(numbers)
         panels, size = self._panels.data_ptr(), keys.element_size()
         strides = (keys.stride(0) * size, keys.stride(1) * size)  # values have the same
         run(jobs.PACK_HEADS, s.num_kv_heads, (keys.data_ptr(), values.data_ptr(), *strides, tokens, panels))

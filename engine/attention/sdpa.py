@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine import kv_blocks
 from engine.attention.base import AttentionShape
 from engine.ops.team import Team
 from engine.step_buffers import Chunk, StepBuffers
@@ -55,8 +56,9 @@ class SdpaBackend:
         self._scale = shape.softmax_scale
         self._group = shape.num_heads // shape.num_kv_heads
         self._spans: list[_Span] = []
+        self._dtype = shape.dtype or kv_cache.dtype
         self._pages = kv_cache.new_empty(0)
-        self._flat = kv_cache.new_empty(0)
+        self._flat = kv_cache.new_empty(0, dtype=self._dtype)
         # Of this step: all its layers need the same few.
         self._masks: dict[tuple[int, int, int, int], Tensor] = {}
 
@@ -72,10 +74,9 @@ class SdpaBackend:
                 blocks = step.table[chunk.row, :used]
             self._spans.append(_Span(chunk.tokens, chunk.begin, chunk.end, blocks))
         if longest > self._pages.shape[0]:
-            s = self._shape
-            shape = (longest + 64, 2, s.num_kv_heads, page, s.head_dim)
-            self._pages = self._cache.new_empty(shape)
-            self._flat = self._cache.new_empty(self._pages.numel())
+            self._pages = self._cache.new_empty(longest + 64, *self._cache.shape[2:])
+            tokens = (longest + 64) * page
+            self._flat = self._flat.new_empty(2 * self._shape.num_kv_heads * tokens * self._shape.head_dim)
 
     def _chunks(self, step: StepBuffers) -> list[Chunk]:
         """Those that are computed here, one after the other."""
@@ -123,9 +124,9 @@ class SdpaBackend:
         both = self._flat[: 2 * s.num_kv_heads * end * s.head_dim].view(2, s.num_kv_heads, end, s.head_dim)
         if whole:
             filled = both[:, :, : end - rest].view(2, s.num_kv_heads, whole, s.page_size, s.head_dim)
-            filled.copy_(pages[:whole].permute(1, 2, 0, 3, 4))
+            filled.copy_(kv_blocks.read(pages[:whole], self._dtype).permute(1, 2, 0, 3, 4))
         if rest:
-            both[:, :, end - rest :] = pages[whole, :, :, :rest]
+            both[:, :, end - rest :] = kv_blocks.read(pages[whole], self._dtype)[:, :, :rest]
         return both[0], both[1]
 
     def _attend_token(
@@ -212,7 +213,7 @@ class SdpaBackend:
             hidden = to > at
             if window:
                 hidden |= to <= at - window
-            mask = self._cache.new_zeros(rows, keys).masked_fill_(hidden, float("-inf"))
+            mask = self._flat.new_zeros(rows, keys).masked_fill_(hidden, float("-inf"))
             self._masks[key] = mask.repeat(self._group, 1)
         return self._masks[key]
 

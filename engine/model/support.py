@@ -7,7 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.protocol.kv_format import SCALE_BYTES
 from cluster.protocol.model_limits import WRAPPERS
+from engine import kv_blocks
 from engine.attention.registry import WITH_FEATURES
 from engine.model.families import ACTIVATIONS, FAMILIES
 from engine.quant import formats
@@ -84,6 +86,12 @@ def table() -> str:
         f"Activations: {', '.join(f'`{name}`' for name in ACTIVATIONS)}; for gpt-oss, clamped SwiGLU. "
         f"The attention backends {', '.join(f'`{name}`' for name in WITH_FEATURES)} implement",
         "soft caps of scores (Gemma 2) and attention sinks (gpt-oss); other backends are refused for these models.",
+        "",
+        "| KV cache | CPU | CUDA |",
+        "|---|---|---|",
+        "| as `--dtype` (`--kv-dtype` auto; bf16 also by name) | 2 or 4 bytes | 2 or 4 bytes |",
+        f"| `--kv-dtype int8`, every family | 1 byte and {SCALE_BYTES} for each token, head and layer, K and V | "
+        f"✗ {kv_blocks.CPUS_ONLY} |",
     ]
     return "\n".join(lines)
 

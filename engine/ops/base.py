@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class OpsShape:
     table_of_layer: tuple[int, ...] = ()  # which rotary table each layer takes; empty: there is one
     swiglu_alpha: float = 0.0  # of "clamped_swiglu", as in LayerOps.gate
     swiglu_limit: float = 0.0
+    dtype: torch.dtype | None = None  # of the rows; None: the cache's
 
     def table(self, layer: int) -> int:
         return self.table_of_layer[layer] if self.table_of_layer else 0
@@ -62,4 +64,5 @@ class LayerOps(Protocol):
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[tokens, (heads + 2 · kv_heads) · dim] → q, k, v [tokens, heads, dim], normed and rotated; keys and
-        values are in the cache when this returns. May work in place."""
+        values are in the cache when this returns, and k and v are what a later step will read there. May work in
+        place."""

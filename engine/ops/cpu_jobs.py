@@ -24,6 +24,7 @@ from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
 from engine.ops import cpu_tile_products as tile_products
+from engine.ops.cpu_elements import CODES
 from engine.ops.cpu_llvm import as_f32, cached, cached_function, integers, prefetch_line
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
@@ -45,10 +46,10 @@ WEIGHTS = 3  # index among a product's arguments
 AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
-    GATE_CLAMPED, MULTIPLY_TILES,
-) = range(13)  # fmt: skip
+    GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8,
+) = range(16)  # fmt: skip
 PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES)
-OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT)
+OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT, HEADS_INT8, ATTEND_INT8, GATHER_INT8)
 _LOW = 0xFFFFFFFF
 DONE = 1  # returned by a kernel; numba's callbacks that raise write the error to stderr and return 0
 
@@ -262,22 +263,40 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., int]]:
     }  # fmt: skip
 
 
-def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..., int]]:
+@njit(inline="always")
+def _store_heads(kind, stored, dim8, job, first, last):
+    a = integers(job)
+    kernels.rotate_and_store(
+        kind, stored, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
+        a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]), a[14],
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def _attend(kind, stored, dim8, job, first, last):
+    a = integers(job)
+    kernels.attend_tokens(
+        kind, stored, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
+        a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]), a[18],
+    )  # fmt: skip
+
+
+def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..., None]]:
     def heads(job, first, last):
-        a = integers(job)
-        kernels.rotate_and_store(
-            kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
-            a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]), a[14],
-        )  # fmt: skip
-        return DONE
+        _store_heads(kind, kind, dim8, job, first, last)
+
+    def heads_int8(job, first, last):
+        _store_heads(kind, CODES, dim8, job, first, last)
 
     def attend(job, first, last):
+        _attend(kind, kind, dim8, job, first, last)
+
+    def attend_int8(job, first, last):
+        _attend(kind, CODES, dim8, job, first, last)
+
+    def gather_int8(job, first, last):
         a = integers(job)
-        kernels.attend_tokens(
-            kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last,
-            a[9], a[10], a[11], a[12], a[13], a[14], dim8, a[15], _number(a[16]), _number(a[17]), a[18],
-        )  # fmt: skip
-        return DONE
+        kernels.gather_int8(kind, a[0], a[1], a[2], a[3], a[4], a[5], dim8, a[6], first, last)
 
     def pack_heads(job, first, last):
         a = integers(job)
@@ -292,7 +311,10 @@ def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..
         )  # fmt: skip
         return DONE
 
-    return {HEADS: heads, ATTEND: attend, PACK_HEADS: pack_heads, ATTEND_PROMPT: attend_prompt}
+    return {
+        HEADS: heads, ATTEND: attend, PACK_HEADS: pack_heads, ATTEND_PROMPT: attend_prompt,
+        HEADS_INT8: heads_int8, ATTEND_INT8: attend_int8, GATHER_INT8: gather_int8,
+    }  # fmt: skip
 
 
 def kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> int:

@@ -1,7 +1,7 @@
 """Kernels for the CPU, compiled by numba for the machine and cached on disk.
 
 They take addresses of contiguous tensors, not arrays: then a call costs 0.3 µs, and a decode step makes a hundred.
-`kind` is the dtype behind the addresses (engine/ops/cpu_elements.py).
+`kind` is the dtype behind the addresses, `stored` that of the KV cache (engine/ops/cpu_elements.py).
 `dim8` is a tuple of length head_dim / 8: the length is part of its type, so that loops over it have a constant length.
 All sums are float32. Arguments are not checked: engine/ops/cpu_ops.py and engine/attention/paged_cpu.py own the
 tensors that they pass.
@@ -15,8 +15,19 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from engine.ops.cpu_elements import F, element_size, exp, load, ptr, store
-from engine.ops.cpu_llvm import cached, compiled, compiled_exactly, indices, integers, prefetch_line
+from engine.ops.cpu_elements import (
+    CODES,
+    F,
+    element_size,
+    exp,
+    load,
+    ptr,
+    row_elements,
+    scale_tokens,
+    store,
+    store_row,
+)
+from engine.ops.cpu_llvm import cached, compiled, compiled_exactly, halves, indices, integers, prefetch_line
 
 # --- between the products ---------------------------------------------------------------------------------
 
@@ -110,7 +121,7 @@ def clamped_swiglu(kind, gate_up, out, first, last, width, alpha, limit):
 
 @compiled
 def rotate_and_store(
-    kind, qkv, first, last, heads, kv, dim8,
+    kind, stored, qkv, first, last, heads, kv, dim8,
     cosine, sine, positions, slots, cache, layer, block_stride, page,
     q_norm, k_norm, eps, wide,
 ):  # fmt: skip
@@ -121,14 +132,14 @@ def rotate_and_store(
     slots[row] = block · page + offset; `layer` is the element offset of the layer in a block.
     """
     dim, half = 8 * len(dim8), 4 * len(dim8)
-    rows, stored = ptr(qkv, kind), ptr(cache, kind)
+    rows, plane = ptr(qkv, kind), page * row_elements(stored, dim)
     cos, sin = ptr(cosine, 0.0), ptr(sine, 0.0)
     where, places = integers(positions), integers(slots)
     for row in range(first, last):
         base = row * (heads + 2 * kv) * dim
         angle = where[row] * half
         block, offset = places[row] // page, places[row] % page
-        target = block * block_stride + layer + offset * dim
+        target = block * block_stride + layer
         for head in range(heads + kv):
             at = base + head * dim
             weight = q_norm if head < heads else k_norm
@@ -151,12 +162,8 @@ def rotate_and_store(
                 store(rows, at + half + i, high * c + low * s)
         for head in range(kv):
             key, value = base + (heads + head) * dim, base + (heads + kv + head) * dim
-            to = target + head * page * dim
-            for i in range(dim):
-                stored[to + i] = rows[key + i]
-            to += kv * page * dim
-            for i in range(dim):
-                stored[to + i] = rows[value + i]
+            store_row(stored, rows, key, cache, target + head * plane, page, offset, dim)
+            store_row(stored, rows, value, cache, target + (kv + head) * plane, page, offset, dim)
 
 
 # --- attention of single tokens -----------------------------------------------------------------------------
@@ -169,12 +176,12 @@ def _prefetch_range(address, size):
 
 
 @compiled
-def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
+def _scores(keys, coming, size, plane, kv, group, tokens, dim8, q, out):
     """out[head, token] = q[head] · key[token] for the first `tokens` of a block; prefetches block `coming`."""
     dim = 8 * len(dim8)
     for head in range(kv):
         for token in range(tokens):
-            row = (head * page + token) * dim
+            row = head * plane + token * dim
             _prefetch_range(coming + row * size, dim * size)
             for g in range(0, group - 1, 2):
                 one, two = F(0.0), F(0.0)
@@ -192,20 +199,20 @@ def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
 
 
 @compiled
-def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
+def _mix(values, coming, size, plane, kv, group, tokens, dim8, p, acc):
     """acc[head] += p[head, token] · value[token] for the first `tokens` of a block; prefetches block `coming`.
     Four at a time: fewer loads and stores of the sums. Nothing behind them is read: 0 · NaN of stale KV is NaN."""
     dim = 8 * len(dim8)
     fours = tokens // 4 * 4
     for head in range(kv):
         for token in range(fours, tokens):
-            row = (head * page + token) * dim
+            row = head * plane + token * dim
             for g in range(head * group, head * group + group):
                 a = p[g, token]
                 for i in range(dim):
                     acc[g, i] += a * load(values, row + i)
         for token in range(0, fours, 4):
-            row = (head * page + token) * dim
+            row = head * plane + token * dim
             _prefetch_range(coming + row * size, 4 * dim * size)
             for g in range(head * group, head * group + group):
                 a, b, c, d = p[g, token], p[g, token + 1], p[g, token + 2], p[g, token + 3]
@@ -220,7 +227,7 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
 
 @compiled
 def attend_tokens(
-    kind, q, q_stride, out, singles, starts, rows, ends, table, width, first, last,
+    kind, stored, q, q_stride, out, singles, starts, rows, ends, table, width, first, last,
     cache, layer, block_stride, kv, group, page, dim8, window, scale, cap, sinks,
 ):  # fmt: skip
     """One query row for each of `singles`, against its own blocks, oldest first: [first, last) of all their KV heads.
@@ -230,11 +237,11 @@ def attend_tokens(
     the outer loop over those heads of an item that are in the range. `sinks`: as in _softmax, of all heads.
     """
     dim, heads = 8 * len(dim8), kv * group
-    size = element_size(kind)
+    size, plane = element_size(stored), page * row_elements(stored, dim)
     queries, mixed = ptr(q, kind), ptr(out, kind)
     item_of, row_of, end_of = indices(singles), indices(starts), indices(ends)
     table_row, table = indices(rows), indices(table)
-    values = kv * page * dim
+    values = kv * plane
     scaled = np.empty((heads, dim), np.float32)
     acc = np.empty((heads, dim), np.float32)
     unit = first
@@ -252,13 +259,14 @@ def attend_tokens(
             for i in range(dim):
                 scaled[one, i] = load(queries, row * q_stride + (head * group + one) * dim + i) * F(scale)
                 acc[one, i] = F(0.0)
-        keys = layer + head * page * dim
+        keys = layer + head * plane
         for index in range(low, high):
             block = cache + (np.int64(table[own + index]) * block_stride + keys) * size
             following = np.int64(table[own + (index + 1 if index + 1 < high else low)]) * block_stride + keys
             coming = cache + (following + (0 if index + 1 < high else values)) * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
-            _scores(ptr(block, kind), coming, size, some, group, page, used, dim8, scaled, part)
+            _scores(ptr(block, stored), coming, size, plane, some, group, used, dim8, scaled, part)
+            scale_tokens(stored, block, coming, plane, some, group, page, used, dim, part)
         if cap > F(0.0):
             _cap_scores(weights, count, end - low * page, cap)
         _softmax(
@@ -267,8 +275,10 @@ def attend_tokens(
         for index in range(low, high):
             block = cache + (np.int64(table[own + index]) * block_stride + keys + values) * size
             following = np.int64(table[own + min(index + 1, high - 1)]) * block_stride + keys + values
+            coming = cache + following * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
-            _mix(ptr(block, kind), cache + following * size, size, some, group, page, used, dim8, part, acc)
+            scale_tokens(stored, block, coming, plane, some, group, page, used, dim, part)
+            _mix(ptr(block, stored), coming, size, plane, some, group, used, dim8, part, acc)
         for one in range(count):
             for i in range(dim):
                 store(mixed, at + one * dim + i, acc[one, i])
@@ -307,6 +317,23 @@ def _softmax(weights, heads, begin, end, sinks):
 
 
 # --- attention over prompts -----------------------------------------------------------------------------------
+
+
+@compiled
+def gather_int8(kind, cache, layer, block_stride, table, page, end, dim8, out, first, last):
+    """The numbers of the first `end` tokens of a sequence whose blocks are int8: out[item, token, dim]; item: K or V of a
+    KV head."""
+    dim, numbers, blocks = 8 * len(dim8), ptr(out, kind), indices(table)
+    plane = page * row_elements(CODES, dim)
+    for item in range(first, last):
+        for index in range((end + page - 1) // page):
+            head = cache + np.int64(blocks[index]) * block_stride + layer + item * plane
+            codes, scales = ptr(head, CODES), halves(head + page * dim)
+            to = (item * end + index * page) * dim
+            for token in range(min(page, end - index * page)):
+                scale = load(scales, token)
+                for i in range(token * dim, (token + 1) * dim):
+                    store(numbers, to + i, load(codes, i) * scale)
 
 
 @compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine import kv_blocks
 from engine.ops import cpu_jobs as jobs
 from engine.ops.base import OpsShape
 from engine.ops.team import Job, KernelTeam, bits_of
@@ -21,6 +22,7 @@ class CpuOps:
         clamped = (bits_of(shape.swiglu_alpha), bits_of(shape.swiglu_limit))
         self._gate_numbers = clamped if self._gate == jobs.GATE_CLAMPED else ()
         self._cache = kv_cache
+        self._heads = jobs.HEADS_INT8 if kv_blocks.is_quantized(kv_cache) else jobs.HEADS
         self._team = team
         self._eps = bits_of(shape.norm_eps)
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
@@ -83,7 +85,7 @@ class CpuOps:
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), self._eps,
             int(q_norm is not None and _is_wide(q_norm)),
         )  # fmt: skip
-        return jobs.HEADS, rows, at
+        return self._heads, rows, at
 
 
 def _is_wide(weight: Tensor) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine import kv_blocks
 from engine.ops.base import OpsShape
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -26,8 +27,9 @@ class TorchOps:
         self._page = kv_cache.shape[4]
         # Rotation swaps the halves by a roll; its sign is in the table.
         cos, sin = (one.view(-1, *one.shape[-2:]) for one in (cos, sin))
-        self._cos = torch.cat((cos, cos), -1).to(kv_cache)
-        self._sin = torch.cat((-sin, sin), -1).to(kv_cache)
+        dtype = shape.dtype or kv_cache.dtype
+        self._cos = torch.cat((cos, cos), -1).to(kv_cache.device, dtype)
+        self._sin = torch.cat((-sin, sin), -1).to(kv_cache.device, dtype)
         self._rotations = [(self._cos, self._sin)]  # of the step, by table
         self._blocks = self._offsets = torch.empty(0)
 
@@ -67,9 +69,17 @@ class TorchOps:
             k = self._rotate(layer, self.norm(qkv[:, heads : heads + kv], k_norm))
         v = qkv[:, heads + kv :]
         cache = self._cache[:, layer]
-        cache[self._blocks, 0, :, self._offsets] = k
-        cache[self._blocks, 1, :, self._offsets] = v
-        return q, k, v
+        return q, self._store(cache[:, 0], k), self._store(cache[:, 1], v)
+
+    def _store(self, cache: Tensor, rows: Tensor) -> Tensor:
+        """Write keys or values; returns what a later step will read."""
+        if not kv_blocks.is_quantized(cache):
+            cache[self._blocks, :, self._offsets] = rows
+            return rows
+        quantized = kv_blocks.quantize(rows)
+        for plane, own in zip(kv_blocks.split(cache), quantized, strict=True):
+            plane[self._blocks, :, self._offsets] = own
+        return kv_blocks.dequantize(*quantized, rows.dtype)
 
     def _rotate(self, layer: int, x: Tensor) -> Tensor:
         """x [tokens, heads, head_dim]."""

@@ -13,6 +13,7 @@ from cluster.errors import ConfigError
 from cluster.faults.points import Act, FaultPoint
 from kv_transfer import messages as m
 from kv_transfer.device.base import Mark, PartCopier, Pending
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE, Digests
 from kv_transfer.layout.rows import Place
 from kv_transfer.transports.registry import Endpoints
@@ -102,15 +103,17 @@ class CacheShape:
 
     num_layers: int
     page_size: int
-    row_bytes: int  # bytes of one token in one head of one layer, K or V
+    row_bytes: int  # bytes of one token in one head of one layer, K or V, in a part
     first_head: int  # this rank's first KV head, counted over the whole model
     slot_bytes: int
 
     @classmethod
-    def of(cls, kv_cache: Tensor, first_head: int, slot_bytes: int) -> Self:
+    def of(
+        cls, kv_cache: Tensor, first_head: int, slot_bytes: int, conversion: Conversion | None = None
+    ) -> Self:
         """Raises ConfigError if a slot is too short for any part."""
-        _, num_layers, _, num_heads, page_size, head_dim = kv_cache.shape
-        row_bytes = head_dim * kv_cache.element_size()
+        _, num_layers, _, num_heads, page_size, row = kv_cache.shape
+        row_bytes = row * kv_cache.element_size() if conversion is None else conversion.row_bytes
         check_slot_bytes(slot_bytes, 2 * num_heads * page_size * row_bytes)
         return cls(num_layers, page_size, row_bytes, first_head, slot_bytes)
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 
 from google.protobuf.message import DecodeError
 from torch import Tensor
@@ -26,6 +27,7 @@ from kv_transfer.decode_side.part_landing import (
     SlotMemory,
 )
 from kv_transfer.device.registry import OpenCopier, open_copier
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.memory import first_slots
 from kv_transfer.rank_thread import RankThread, pause_between
 from kv_transfer.transports.base import Arrival
@@ -100,9 +102,12 @@ class ReceiverRank:
         config: TransferConfig,
         decode_epoch: int,
         faults: Faults = NO_FAULTS,
-        make_copier: OpenCopier = open_copier,
+        conversion: Conversion | None = None,
+        make_copier: OpenCopier | None = None,
     ):
-        shape = CacheShape.of(kv_cache, kv_head_range[0], config.slot_bytes)
+        """`conversion`: of parts in another format than the cache's; None: they are in the cache's."""
+        make_copier = make_copier or partial(open_copier, conversion=conversion)
+        shape = CacheShape.of(kv_cache, kv_head_range[0], config.slot_bytes, conversion)
         self.rank = rank
         self._endpoints = endpoints
         self._copier = make_copier(kv_cache, config.slot_bytes)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kv_transfer.device.base import REACHED, Done, Mark, ReadPart
 from kv_transfer.layout import digest
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.geometry import gather, pieces, scatter
 from kv_transfer.layout.rows import Place
 from kv_transfer.memory import aligned_bytes
@@ -15,8 +16,9 @@ from kv_transfer.memory import aligned_bytes
 class CpuCopier:
     digest_kinds = (digest.XXH3_128, digest.SUM64)
 
-    def __init__(self, kv_cache: Tensor):
+    def __init__(self, kv_cache: Tensor, conversion: Conversion | None = None):
         self._cache = kv_cache
+        self._conversion = conversion
 
     @property
     def device(self) -> torch.device:
@@ -48,5 +50,8 @@ class CpuCopier:
         return Done(digest.digest([data], kind))
 
     def scatter(self, data: Tensor, place: Place, after: Mark) -> Done[bool]:
-        scatter(self._cache, data.view(self._cache.dtype), place)
+        if self._conversion is None:
+            scatter(self._cache, data.view(self._cache.dtype), place)
+        else:
+            self._conversion.scatter(self._cache, data, place)
         return REACHED

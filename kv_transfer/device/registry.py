@@ -12,13 +12,17 @@ from kv_transfer import memory
 from kv_transfer.device import cuda
 from kv_transfer.device.base import PartCopier
 from kv_transfer.device.cpu import CpuCopier
+from kv_transfer.layout.conversion import Conversion
 
 OpenCopier = Callable[[Tensor, int], PartCopier]  # (KV cache, bytes of the largest part)
 
 
-def open_copier(kv_cache: Tensor, part_bytes: int) -> PartCopier:
-    """`part_bytes`: of the largest part."""
-    return CpuCopier(kv_cache) if kv_cache.device.type == "cpu" else cuda.CudaCopier(kv_cache, part_bytes)
+def open_copier(kv_cache: Tensor, part_bytes: int, conversion: Conversion | None = None) -> PartCopier:
+    """`part_bytes`: of the largest part. `conversion`: of parts that are scattered."""
+    if kv_cache.device.type == "cpu":
+        return CpuCopier(kv_cache, conversion)
+    assert conversion is None, "int8 is on CPUs only"
+    return cuda.CudaCopier(kv_cache, part_bytes)
 
 
 def device_bytes(role: Literal["prefill", "decode"], config: TransferConfig, *, on_cuda: bool) -> int:

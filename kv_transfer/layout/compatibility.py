@@ -25,9 +25,3 @@ def can_share_heads(layout: common_pb2.KvLayout) -> bool:
     """Whether every rank holds the same number of KV heads, or every head is held by the same number of ranks."""
     ranks, heads = layout.tensor_parallel, layout.num_kv_heads
     return 1 <= ranks <= MAX_RANKS and heads >= 1 and not (heads % ranks and ranks % heads)
-
-
-def token_bytes(layout: common_pb2.KvLayout) -> int:
-    """KV bytes of one token, all layers and heads."""
-    width = 4 if layout.dtype == "float32" else 2
-    return layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim * width

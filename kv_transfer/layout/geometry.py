@@ -1,9 +1,9 @@
 """Which rank sends which heads to which rank, and where a part's bytes belong.
 
 A flow is a (source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the
-other, each [layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so,
-and a block of a whole rank is copied at once (with the layers outermost, gathering and scattering took half as long
-again).
+other, each [layer][K|V][head][token][dim] with as many tokens as lie in it, in int8 with their scales after each head's
+codes: what is contiguous in a cache stays so, and a block of a whole rank is copied at once (with the layers outermost,
+gathering and scattering took half as long again).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: byte
 
 def pairs(cache: Tensor, part: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of equal shape [block, layer, K|V, head, token, dim]: (in the cache, in the part)."""
+    assert cache.dtype is not torch.int8, "its tokens are no rows of bytes; rows.py copies it"
     page, dim = cache.shape[4], cache.shape[5]
     layers, heads = place.layers, place.heads
     token = len(layers) * 2 * len(heads) * dim

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.protocol import kv_format
+
 Bytes = NDArray[np.uint8]
 Void = NDArray[np.void]
 FEW_RUNS = 4  # up to here one copy per run of consecutive blocks beats picking rows one by one
@@ -68,17 +70,17 @@ class HostPart:
     cache_shape: tuple[int, ...]
     token_bytes: int  # of one head, K or V
     place: Place
+    quantized: bool
 
     @classmethod
     def of(cls, cache: Tensor, part: Tensor, place: Place) -> HostPart | None:
         """None if the bytes are not contiguous in main memory. Raises IndexError for a block that does not exist."""
         if cache.device.type != "cpu" or not (cache.is_contiguous() and part.is_contiguous()):
             return None
-        ids = place.block_ids
-        if ids and not 0 <= min(ids) <= max(ids) < cache.shape[0]:
-            raise IndexError(f"blocks {min(ids)}…{max(ids)} of a cache of {cache.shape[0]}")
+        check_blocks(cache, place)
         size = cache.shape[5] * cache.element_size()
-        return cls(_bytes(cache), _bytes(part), tuple(cache.shape), size, place)
+        quantized = cache.dtype is torch.int8
+        return cls(_bytes(cache), _bytes(part), tuple(cache.shape), size, place, quantized)
 
     def gather(self) -> None:
         if self._scattered:
@@ -155,7 +157,7 @@ class HostPart:
         return (planes[:, :, :, None] * num_heads + heads).reshape(-1)
 
     def _pairs(self) -> Iterator[tuple[Void, Void]]:
-        """Views of equal shape, runs of whole blocks and cut blocks: (in the cache, in the part)."""
+        """Views of equal shape, runs of whole blocks and planes of cut blocks: (in the cache, in the part)."""
         num_layers = self.cache_shape[1]
         token = len(self.place.layers) * 2 * len(self.place.heads) * self.token_bytes
         layer, head = self._layer_bytes, self._head_bytes
@@ -163,18 +165,33 @@ class HostPart:
             count = span.tokens // span.blocks
             shape: tuple[int, ...] = (span.blocks, len(self.place.layers), 2, len(self.place.heads))
             strides: tuple[int, ...] = (num_layers * layer, layer, layer // 2, head)
+            block = (span.block * num_layers + self.place.layers.start) * layer
+            block += self.place.heads.start * head
             if count < self._page:
-                row = count * self.token_bytes
-            elif self._whole:
+                own = count * self.token_bytes  # of one head in the part
+                together = (own * shape[3] * 2 * shape[1], own * shape[3] * 2, own * shape[3], own)
+                for plane in kv_format.planes(self.token_bytes, quantized=self.quantized):
+                    piece = np.dtype((np.void, count * plane.row))
+                    first = block + self._page * plane.before + span.offset * plane.row
+                    inside_cache: Void = np.ndarray(shape, piece, self.cache.data, first, strides)
+                    first = span.token * token + count * plane.before
+                    yield inside_cache, np.ndarray(shape, piece, self.part.data, first, together)
+                continue
+            if self._whole:
                 row, shape, strides = len(self.place.layers) * layer, shape[:1], strides[:1]
             else:
                 row, shape, strides = len(self.place.heads) * head, shape[:3], strides[:3]
-            first = (span.block * num_layers + self.place.layers.start) * layer
-            first += self.place.heads.start * head + span.offset * self.token_bytes
             piece = np.dtype((np.void, row))
-            inside_cache: Void = np.ndarray(shape, piece, self.cache.data, first, strides)
+            inside_cache = np.ndarray(shape, piece, self.cache.data, block, strides)
             inside_part: Void = np.ndarray(shape, piece, self.part.data, span.token * token)
             yield inside_cache, inside_part
+
+
+def check_blocks(cache: Tensor, place: Place) -> None:
+    """Raise IndexError for a block that does not exist."""
+    ids = place.block_ids
+    if ids and not 0 <= min(ids) <= max(ids) < cache.shape[0]:
+        raise IndexError(f"blocks {min(ids)}…{max(ids)} of a cache of {cache.shape[0]}")
 
 
 def _bytes(tensor: Tensor) -> Bytes:

@@ -98,7 +98,8 @@ def runners(model: Path, tensor_parallel: int, **config: object) -> Iterator[lis
     """The leader first; the others follow it in threads until the end."""
     barrier = threading.Barrier(tensor_parallel, timeout=BARRIER_SECONDS)
     box: list[Any] = [None] * tensor_parallel
-    settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES, **config)  # type: ignore[arg-type]
+    how = {"dtype": "float32", "kv_memory_bytes": KV_BYTES, **config}
+    settings = EngineConfig(model=model, **how)  # type: ignore[arg-type]
 
     def load(rank: int) -> ModelRunner:
         return ModelRunner(load_model(settings, ThreadGroup(rank, tensor_parallel, barrier, box)))

@@ -16,6 +16,7 @@ import torch
 
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
+from cluster.protocol.kv_format import SCALE_BYTES
 from cluster.protocol.kv_heads import head_range
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.contract import HandoffReport, Reservation
@@ -23,6 +24,7 @@ from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.decode_side.ring import SlotState
 from kv_transfer.device.registry import OpenCopier, open_copier
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
@@ -163,8 +165,12 @@ async def decode_side(
     tensor_parallel: int = 1,
     faults: Faults = NO_FAULTS,
     device: Device = HOST,
+    conversion: Conversion | None = None,
 ) -> AsyncIterator[Decode]:
+    """With a `conversion` the caches are int8."""
     caches = [cache(rank, tensor_parallel) for rank in range(tensor_parallel)]
+    if conversion is not None:
+        caches = [one.new_zeros(*one.shape[:-1], DIM + SCALE_BYTES, dtype=torch.int8) for one in caches]
     ranks = [
         ReceiverRank(
             rank=rank,
@@ -173,7 +179,8 @@ async def decode_side(
             endpoints=endpoints(transfer),
             config=transfer,
             decode_epoch=DECODE_EPOCH,
-            make_copier=device.make_copier,
+            conversion=conversion,
+            make_copier=None if conversion else device.make_copier,
         )
         for rank in range(tensor_parallel)
     ]

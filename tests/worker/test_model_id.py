@@ -118,6 +118,13 @@ def test_end_tokens_change_the_id_in_any_config_file(model: Path) -> None:
     assert make_model_id(model) != before
 
 
+def test_the_format_of_kv_changes_the_id(model: Path) -> None:
+    """bf16 is what auto means where it is allowed."""
+    policies = ("auto", "bf16", "int8", "bf16>int8")
+    ids = [make_model_id(model, "bfloat16", kv_dtype=policy) for policy in policies]
+    assert ids[0] == ids[1] and len(set(ids)) == 3
+
+
 def test_the_quantization_changes_the_id(model: Path) -> None:
     assert make_model_id(model, quantization="int8") != make_model_id(model)
 

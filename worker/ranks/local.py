@@ -13,7 +13,8 @@ from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
 from cluster.process.memory import room_bytes
-from engine import build, load_draft
+from cluster.protocol import kv_format
+from engine import build, kv_blocks
 from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
@@ -21,18 +22,39 @@ from engine.warm_up import Tell, say
 from kv_transfer.decode_side.part_landing import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.device.registry import device_bytes, pinned_bytes
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
 from kv_transfer.transports.registry import open_endpoints
 
+CPU = torch.device("cpu")
+
 
 def check(config: WorkerConfig) -> None:
     """Check config.json and the settings before any weight is read. Raises ModelError or ConfigError."""
-    model, engine = build.check(config.engine)
-    if config.engine.draft_model is not None:
-        load_draft.settings(config.engine)
+    model, engine = build.check(own_engine(config))
     if config.role == "decode":
-        check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, engine) // model.num_layers)
+        sent = engine.model_copy(update={"kv_dtype": _side(config, of_decode=False)})
+        if sent.kv_dtype != engine.kv_dtype:
+            build.check_kv_dtype(sent, engine.dtype, CPU)  # as prefill workers do, whatever their device is
+        check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, sent) // model.num_layers)
+
+
+def own_engine(config: WorkerConfig) -> EngineConfig:
+    """The engine's settings, with the KV format of this worker's role."""
+    own = _side(config, of_decode=config.role == "decode")
+    return config.engine.model_copy(update={"kv_dtype": own})
+
+
+def _side(config: WorkerConfig, *, of_decode: bool) -> str:
+    return kv_format.side(config.engine.kv_dtype, of_decode=of_decode)
+
+
+def _conversion(config: WorkerConfig, model: LoadedModel) -> Conversion | None:
+    """Of parts as they arrive at a decode worker; None if they are in its own format."""
+    if _side(config, of_decode=False) == _side(config, of_decode=True):
+        return None
+    return Conversion(model.decoder.embedding.dtype, model.model_config.head_dim, kv_blocks.write)
 
 
 def load(
@@ -50,11 +72,12 @@ def load(
         torch.cuda.set_device(device)
         check_pinned(config, HostMemory())
     handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=device.type == "cuda")
-    group = _group(config, rank, address, device, listener)
-    drafts = rank == 0 and config.engine.draft_model is not None
-    draft = load_draft.load(config.engine, tell) if drafts else None
-    model = build.load_model(config.engine, group, handoff_bytes=handoff_bytes, tell=tell)
-    return model if draft is None else replace(model, draft=draft)
+    return build.load_model(
+        own_engine(config),
+        _group(config, rank, address, device, listener),
+        handoff_bytes=handoff_bytes,
+        tell=tell,
+    )
 
 
 def check_pinned(config: WorkerConfig, host: DeviceMemory) -> None:
@@ -140,5 +163,6 @@ def open_rank(
         config=config.transfer,
         decode_epoch=epoch,
         faults=faults,
+        conversion=_conversion(config, model),
     )
     return ModelRunner(model), receiver, receiver.first_addresses

@@ -54,6 +54,7 @@ NEWER: dict[str, dict[str, Any]] = {
         "peer_exits": "none",
         "engine": {
             "quantization": "auto",
+            "kv_dtype": "auto",
             "memory_utilization": 0.9,
             "expert_parallel": False,
             "nodes": 1,
@@ -88,7 +89,7 @@ def test_a_file_has_newer_settings_only_where_they_are_set(
 def test_newer_settings_that_are_set_reach_the_files(renderer: Renderer) -> None:
     pool = {"gpus": 0, "memoryUtilization": 0.8, "expertParallel": True}
     values = {
-        "model": {"quantization": "int8"},
+        "model": {"quantization": "int8", "kvDtype": "int8"},
         "router": {"processes": 2},
         "prefill": {"gpus": 0},
         "decode": pool,
@@ -96,7 +97,7 @@ def test_newer_settings_that_are_set_reach_the_files(renderer: Renderer) -> None
     rendered = renderer.render(ValueSet(("cpu-demo.yaml",), values))
     worker = WorkerConfig.model_validate(_file(rendered, "t-baton-decode", "worker.yaml"))
     assert (worker.engine.quantization, worker.engine.memory_utilization) == ("int8", 0.8)
-    assert worker.engine.expert_parallel
+    assert worker.engine.expert_parallel and worker.engine.kv_dtype == "int8"
     assert _file(rendered, "t-baton-router", "router.yaml")["processes"] == 2
 
 

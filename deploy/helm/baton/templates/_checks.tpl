@@ -43,6 +43,13 @@
 {{- if and (gt $gpus 0) (eq $values.model.quantization "int8") }}
 {{- fail (printf "model.quantization = int8 runs on CPUs only and %s.gpus is %d: set quantization to auto or gpus to 0" $role (int $pool.gpus)) }}
 {{- end }}
+{{- $kvDtype := $values.model.kvDtype }}
+{{- if and (gt $gpus 0) (or (eq $kvDtype "int8") (and (eq $kvDtype "bf16>int8") (eq $role "decode"))) }}
+{{- fail (printf "model.kvDtype = %s is int8 at %s workers, which runs on CPUs only, and %s.gpus is %d: set kvDtype to auto or gpus to 0" $kvDtype $role $role (int $pool.gpus)) }}
+{{- end }}
+{{- if and (hasSuffix "int8" $kvDtype) (mod (int $values.model.pageSize) 8) }}
+{{- fail (printf "model.kvDtype = %s needs a model.pageSize that 8 divides, not %d" $kvDtype (int $values.model.pageSize)) }}
+{{- end }}
 {{- $limits := $pool.resources.limits | default dict }}
 {{- if and (eq $gpus 0) (eq (int64 $pool.kvMemoryBytes) 0) (not $limits.memory) (ne $values.ray.mode "external") }}
 {{- fail (printf "%s has no GPUs, no %s.resources.limits.memory and no %s.kvMemoryBytes: its KV pool would take %s of the node's memory; set one of them" $role $role $role (toString $pool.memoryUtilization)) }}

@@ -61,6 +61,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- /* Newer settings only where they differ from the process's default: a container of an earlier image that restarts during
        a rolling update reads this file, and refuses settings that it does not have. */}}
 {{- if ne $model.quantization "auto" }}{{- $_ := set $engine "quantization" $model.quantization }}{{- end }}
+{{- if ne $model.kvDtype "auto" }}{{- $_ := set $engine "kv_dtype" $model.kvDtype }}{{- end }}
 {{- if ne (float64 $pool.memoryUtilization) 0.9 }}{{- $_ := set $engine "memory_utilization" (float64 $pool.memoryUtilization) }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
 {{- if $pool.expertParallel }}{{- $_ := set $engine "expert_parallel" true }}{{- end }}

@@ -18,7 +18,7 @@
     "drain_seconds" (printf "%s.drainSeconds" $role) "step_stall_seconds" (printf "%s.livenessSeconds" $role) "ray_address" "ray"
     "load_seconds" "model.loadSeconds"
     "engine.model" "model.source" "engine.dtype" (printf "%s.dtype" $role)
-    "engine.quantization" "model.quantization" "engine.device" (printf "%s.gpus" $role)
+    "engine.quantization" "model.quantization" "engine.kv_dtype" "model.kvDtype" "engine.device" (printf "%s.gpus" $role)
     "engine.max_model_len" "model.maxModelLen" "engine.page_size" "model.pageSize"
     "engine.kv_memory_bytes" (printf "%s.kvMemoryBytes" $role) "engine.memory_utilization" (printf "%s.memoryUtilization" $role)
     "engine.max_batch_tokens" (printf "%s.maxBatchTokens" $role)
