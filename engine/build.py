@@ -202,12 +202,14 @@ def load_model(
     group: TpGroup | None = None,
     *,
     handoff_bytes: int = 0,
+    draft_bytes: int = 0,
     memory: DeviceMemory | None = None,
     tell: Tell = warm_up.say,
 ) -> LoadedModel:
     """Load this rank's share of the model.
 
-    `handoff_bytes`: device memory that the rank allocates later, beside its KV pool. The pool comes last, because it is
+    `handoff_bytes`: device memory that the rank allocates later, beside its KV pool. `draft_bytes`: host memory of the
+    draft model's pool, allocated but not yet in use. The pool comes last, because it is
     sized by what is in use and by what the largest step was measured to take. `tell` gets what is being done. Raises
     ModelError naming the tensor or key, ConfigError naming the setting, or SetupError where compiling takes too long.
     """
@@ -221,7 +223,9 @@ def load_model(
         untied_head = LayerWeights(model, stored, 0, 1).has_untied_head()
     tell(_weights_line(model, resolved, untied_head))
     weights = weight_bytes(model, resolved, untied_head=untied_head)
-    kv_cache.check_before_load(resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size))
+    kv_cache.check_before_load(
+        resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size, draft_bytes)
+    )
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
@@ -264,7 +268,7 @@ def load_model(
             recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
     del one_block
-    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes)
+    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes, draft_bytes)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, spec.shape, spec.dtype, device)
     ops, attention = backends(cache)

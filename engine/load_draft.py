@@ -41,20 +41,22 @@ def settings(config: EngineConfig) -> EngineConfig:
     with _named(config.draft_model):
         model = ModelConfig.read(config.draft_model)
         resolved = build.resolve(EngineConfig.model_validate(given), model)
-    if model.vocab_size != target.vocab_size:
+    if model.vocab_size > target.vocab_size:
         raise ConfigError(
-            f"--draft-model {config.draft_model} has a vocabulary of {model.vocab_size} tokens, the model one of "
+            f"--draft-model {config.draft_model} has a vocabulary of {model.vocab_size} tokens, more than the model's "
             f"{target.vocab_size}: a draft model needs the same tokenizer",
             field="draft_model",
         )
     context = min(config.max_model_len or target.max_model_len, model.max_model_len)
     size = build.block_bytes(model, resolved)
-    default = POOL_REQUESTS * -(-min(context, POOL_TOKENS) // config.page_size)
+    default = max(MOST_ROWS, POOL_REQUESTS * -(-min(context, POOL_TOKENS) // config.page_size))
     blocks = config.draft_kv_memory_bytes // size if config.draft_kv_memory_bytes else default
-    if not blocks:
+    if (
+        blocks < MOST_ROWS
+    ):  # a step of the draft model has as many single tokens, and no more than the pool has blocks
         raise ConfigError(
-            f"--draft-kv-memory: {config.draft_kv_memory_bytes} bytes hold no block of {config.page_size} tokens, which "
-            f"takes {size}",
+            f"--draft-kv-memory: {config.draft_kv_memory_bytes} bytes hold {blocks} blocks of {config.page_size} tokens, "
+            f"{MOST_ROWS} are needed, which take {MOST_ROWS * size} bytes",
             field="draft_kv_memory",
         )
     context = min(context, blocks * config.page_size)

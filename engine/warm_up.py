@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import BatonError, SetupError
+from cluster.protocol.kv_format import INT8
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
 from engine.sampling.registry import sampler_for
@@ -54,6 +55,8 @@ def first_steps(config: EngineConfig, rows: int) -> list[tuple[str, StepPlan]]:
     token = (lengths[0], lengths[0] + 1)
     if rows > 1 and config.max_batch_tokens > 2 and 2 in lengths:
         plans.append(("the kernels of prompts beside tokens", _step([(0, 2), token], config)))
+    if config.kv_dtype == INT8 and 2 in lengths:  # what is cached of a prompt is dequantised first
+        plans.append(("the kernels of prompts behind cached tokens", _step([(1, 3)], config)))
     return [*plans, ("the kernels of single tokens", _step([token], config))]
 
 

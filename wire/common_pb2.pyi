@@ -519,7 +519,7 @@ class KvLayout(_message.Message):
     wire_version: _builtins.int
     model_id: _builtins.str
     dtype: _builtins.str
-    """"float32" | "bfloat16" """
+    """of KV as it is sent: "float32" | "bfloat16" | "int8" """
     page_size: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int

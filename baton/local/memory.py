@@ -37,6 +37,7 @@ class PoolMemory(NamedTuple):
     device: str  # EngineConfig.device
     utilization: float  # EngineConfig.memory_utilization
     kv_bytes: int  # EngineConfig.kv_memory_bytes
+    draft_bytes: int = 0  # EngineConfig.draft_kv_memory_bytes, of a worker's first rank
 
     def locations(self, cards: int) -> Iterator[int]:
         """Yield the location of each rank on a machine with `cards` cards, as engine/build.py places it."""
@@ -88,18 +89,28 @@ def check_given(pools: Mapping[Role, PoolMemory], machine: Machine) -> None:
     The kernel commits host memory on first use, so an oversized pool is allocated without an error and its worker is
     killed later, under load.
     """
-    asked, ranks = Counter[int](), Counter[int]()
+    asked, ranks, drafts = Counter[int](), Counter[int](), Counter[int]()
     for pool in pools.values():
         for location in pool.locations(len(machine.cards)):
             asked[location] += pool.kv_bytes
             ranks[location] += 1
+        first = next(pool._replace(ranks=1, workers=1).locations(len(machine.cards)))
+        drafts[first] += pool.workers * pool.draft_bytes
     for location, total in asked.items():
-        free = min((limit.free for limit in machine.limits(location)), default=total)
+        free = min((limit.free for limit in machine.limits(location)), default=total + drafts[location])
+        where = "" if location == HOST else f" on card {location}"
+        if drafts[location] > free:
+            raise ConfigError(
+                f"--draft-kv-memory: {_in_gib(drafts[location])} in all is more than the {_in_gib(free)} of memory that "
+                f"are free{where}: give less, or omit it",
+                field="draft_kv_memory",
+            )
+        free -= drafts[location]
         if total > free:
-            where = "" if location == HOST else f" on card {location}"
+            beside = " beside --draft-kv-memory" if drafts[location] else ""
             raise ConfigError(
                 f"--kv-memory {_in_gib(total // ranks[location])} for each of {ranks[location]} ranks is more than the "
-                f"{_in_gib(free)} of memory that are free{where}: give less than "
+                f"{_in_gib(free)} of memory that are free{where}{beside}: give less than "
                 f"{_in_gib(free // ranks[location])}, or omit it for a share that fits",
                 field="kv_memory",
             )

@@ -128,6 +128,8 @@ class UpOptions(Frozen):
                     f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
                     field="config",
                 )
+            if not isinstance(section.get("engine") or {}, Mapping):
+                raise ConfigError(f"--config: engine of {name} is no section", field="config")
         if (draft := self._draft_model) is not None:
             check_draft_model(self.model, draft)
         self._check_settings()
@@ -179,6 +181,7 @@ class UpOptions(Frozen):
                 engine.device,
                 engine.memory_utilization,
                 engine.kv_memory_bytes,
+                engine.draft_kv_memory_bytes,
             )
         return pools
 
@@ -256,10 +259,10 @@ class UpOptions(Frozen):
     def _draft_model(self) -> Path | None:
         """Of decode workers, as an absolute path."""
         given = self._given_engine("decode").get("draft_model")
-        return Path(given).absolute() if given is not None else None
+        return Path(str(given)).absolute() if given is not None else None
 
     def _given_engine(self, role: Role) -> Mapping[str, Any]:
-        engine: Mapping[str, Any] = self._given(role).get("engine", {})
+        engine: Mapping[str, Any] = self._given(role).get("engine") or {}
         return engine
 
     def router_config(

@@ -46,8 +46,6 @@ def load(
     value.
     """
     written = read_settings(file) if file is not None else {}
-    layers = (flags, values or {}, written)
-    prefills = next((one["role"] for one in layers if "role" in one), "") == "prefill"
 
     class Sources(config, BaseSettings):  # type: ignore[valid-type, misc]
         model_config = SettingsConfigDict(
@@ -63,11 +61,12 @@ def load(
             *_: Any,
             **__: Any,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            given = InitSettingsSource(settings_cls, dict(values or {}))
-            shared = env_settings
-            if prefills:
-                shared = InitSettingsSource(settings_cls, dict(without_drafts(env_settings())))
-            return init_settings, shared, given, InitSettingsSource(settings_cls, written)
+            given, shared = dict(values or {}), env_settings()
+            layers = (flags, shared, given, written)  # the first that has a setting wins
+            if next((one["role"] for one in layers if "role" in one), "") == "prefill":
+                shared = dict(without_drafts(shared))
+            lower = (InitSettingsSource(settings_cls, one) for one in (shared, given, written))
+            return init_settings, *lower
 
     try:
         merged = Sources(**flags)

@@ -20,7 +20,7 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
-_DRAFT_SETTINGS = ("speculation", "speculative_tokens")
+_DRAFT_SETTINGS = ("speculation", "speculative_tokens", "draft_model", "draft_kv_memory_bytes")
 
 
 def without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,15 +10,16 @@ from cluster.protocol.model_limits import vocab_size
 
 
 def check_draft_model(model: Path, draft: Path) -> None:
-    """Raise ConfigError if `draft` is no model directory, or its vocabulary has another size than that of `model`.
-    Whether it can be computed is for the engine to say."""
+    """Raise ConfigError if `draft` is no model directory, or its vocabulary is larger than that of `model`. A
+    smaller one may be the same with less padding, as sizes of one family differ. Whether the model can be computed is for
+    the engine to say."""
     if not (draft / "config.json").is_file():
         raise ConfigError(f"--draft-model {draft}: no config.json there", field="draft_model")
     own, target = (_vocabulary(one) for one in (draft, model))
-    if own != target and own is not None and target is not None:
+    if own is not None and target is not None and own > target:
         raise ConfigError(
-            f"--draft-model {draft} has a vocabulary of {own} tokens, --model {model} one of {target}: a draft model "
-            f"needs the same tokenizer",
+            f"--draft-model {draft} has a vocabulary of {own} tokens, more than the {target} of --model {model}: a "
+            f"draft model needs the same tokenizer",
             field="draft_model",
         )
 
@@ -26,6 +27,6 @@ def check_draft_model(model: Path, draft: Path) -> None:
 def _vocabulary(directory: Path) -> int | None:
     try:
         raw = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None  # the engine says what is wrong with it
     return vocab_size(raw) if isinstance(raw, dict) else None

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import redis
@@ -26,7 +26,8 @@ from cluster.redis.urls import Address, Seeds
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0  # between two queries; the Sentinels take turns
 # A master that no Sentinel has named for so long may be replaced by one of a lower epoch: Sentinels that were set up again
-# count epochs from 0.
+# count epochs from 0. Of those that were outvoted, one is believed only after OUTVOTED_SECONDS: the others may be
+# away for a moment.
 CONFIRM_SECONDS = 5.0
 # A master whose epoch is higher is believed at once. If most Sentinels have gone on naming another one for so long, its
 # epoch is wrong: they tell each other within seconds of a failover.
@@ -102,7 +103,8 @@ class Sentinels:
 
     def _believed(self, seed: Address, answer: Master, now: float) -> Master:
         known = self._master
-        if known is None or now - self._confirmed > CONFIRM_SECONDS:
+        patience = OUTVOTED_SECONDS if seed in self._doubted else CONFIRM_SECONDS
+        if known is None or now - self._confirmed > patience:
             return answer
         other = self._named_by_most(now)
         if other is None or other.address == known.address:
@@ -144,11 +146,13 @@ class _SentinelConnection:
     def __init__(self, seed: Address, options: Mapping[str, Any]):
         self.seed = seed
         self._sentinel = Sentinel([seed], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        self._most_seconds = 2 * options["socket_timeout"]  # to connect and for the answer
 
     def master(self, name: str) -> Master:
         """Raises NotFoundError, also for an answer that is none of a Sentinel's, or redis.RedisError or OSError."""
         try:
-            state: Any = self._sentinel.sentinels[0].sentinel_masters()
+            with self._closed_when_late():
+                state: Any = self._sentinel.sentinels[0].sentinel_masters()
             state = state.get(name)
             if not state or not self._sentinel.check_master_state(state, name):  # type: ignore[no-untyped-call]
                 raise NotFoundError("no live master of this name")
@@ -156,6 +160,21 @@ class _SentinelConnection:
             return Master(address, int(state.get("config-epoch", 0)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise NotFoundError(f"its answer is none of a Sentinel's: {type(error).__name__}") from error
+
+    @contextlib.contextmanager
+    def _closed_when_late(self) -> Iterator[None]:
+        """redis-py limits the time of each read only: an answer could come a byte at a time for ever."""
+        answered = threading.Event()
+
+        def watch() -> None:
+            while not answered.wait(self._most_seconds):
+                self._sentinel.sentinels[0].connection_pool.disconnect()
+
+        threading.Thread(target=watch, name="redis-sentinel-limit", daemon=True).start()
+        try:
+            yield
+        finally:
+            answered.set()
 
     def close(self) -> None:
         for client in self._sentinel.sentinels:

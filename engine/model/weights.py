@@ -161,7 +161,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             found = {name: _inside(directory, file) for name, file in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index}: {error!r}", field=index.name) from error
-        for file in set(found.values()):
+        for file in sorted(set(found.values())):
             _check_file(file)
         return found
     single = directory / "model.safetensors"
@@ -181,6 +181,10 @@ def _inside(directory: Path, file: str) -> Path:
 def _check_file(file: Path) -> None:
     try:
         model_limits.check_file(file)
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{file} is missing, and the index names it: download it too", field=file.name
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: {error}", field=file.name) from error
 

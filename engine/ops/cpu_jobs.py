@@ -281,22 +281,27 @@ def _attend(kind, stored, dim8, job, first, last):
     )  # fmt: skip
 
 
-def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..., None]]:
+def _of_heads(kind: int | float, dim8: tuple[int, ...]) -> dict[int, Callable[..., int]]:
     def heads(job, first, last):
         _store_heads(kind, kind, dim8, job, first, last)
+        return DONE
 
     def heads_int8(job, first, last):
         _store_heads(kind, CODES, dim8, job, first, last)
+        return DONE
 
     def attend(job, first, last):
         _attend(kind, kind, dim8, job, first, last)
+        return DONE
 
     def attend_int8(job, first, last):
         _attend(kind, CODES, dim8, job, first, last)
+        return DONE
 
     def gather_int8(job, first, last):
         a = integers(job)
         kernels.gather_int8(kind, a[0], a[1], a[2], a[3], a[4], a[5], dim8, a[6], first, last)
+        return DONE
 
     def pack_heads(job, first, last):
         a = integers(job)

@@ -88,9 +88,10 @@ def _remove_outdated(made: Any) -> None:
             _remove_outdated_in(Path(path))
 
 
-def digest_of_sources(engine: Path) -> str:
+def digest_of_sources(root: Path) -> str:
     """A digest of all files from which kernels are compiled."""
-    return _digest(b"".join(file.read_bytes() for file in sorted(engine.glob("*/cpu_*.py"))))
+    files = [*sorted(root.glob("engine/*/cpu_*.py")), root / "cluster" / "protocol" / "kv_format.py"]
+    return _digest(b"".join(file.read_bytes() for file in files))
 
 
 def _processor() -> tuple[str, str]:
@@ -102,7 +103,7 @@ def _digest(data: bytes) -> str:
 
 
 # Read at once: a later installation may replace the files of a running process.
-_SOURCES = digest_of_sources(Path(__file__).parents[1])
+_SOURCES = digest_of_sources(Path(__file__).parents[2])
 
 
 @intrinsic

@@ -3,6 +3,9 @@
 4 steps without ─► drafts ─► 16 steps on, at each one: seconds per token of a sequence, beside those without
                       ▲                                      │ more
                       └────────── 64 to 1024 steps off ◄─────┘
+
+Beside it a ledger of all seconds that drafting has cost more than it has saved, catching up included: the steps on do not
+show those. If it exceeds what MOST_LOST_STEPS steps without drafts take, steps are off too.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ PLAIN_STEPS = 4  # without drafts, before drafts are tried
 TRIED_STEPS = 16  # with drafts, before they are judged
 RENEWED_STEPS = 256  # with drafts, after which those without are measured again: contexts grow
 SHORTEST_OFF, LONGEST_OFF = 64, 1024
+# Less would end drafting while a prompt of 4,096 tokens is caught up with, in 32 chunks, even if each took as long as a
+# step of the target and the drafts after it would make up for that.
+MOST_LOST_STEPS = 32
 
 
 @dataclass
@@ -27,6 +33,15 @@ class _Batch:
     count: int = 0  # steps with drafts since those without were measured
     off: int = 0  # steps that are left without drafts
     next_off: int = SHORTEST_OFF
+    lost: float = (
+        0.0  # seconds that steps took longer than those without drafts, less what drafts have saved since
+    )
+
+    def turn_off(self) -> None:
+        self.off, self.next_off = self.next_off, min(LONGEST_OFF, 2 * self.next_off)
+        self.lost = 0.0
+        self.drafted.clear()
+        self.tokens.clear()
 
 
 class DraftGate:
@@ -51,13 +66,25 @@ class DraftGate:
         batch.drafted.append(seconds)
         batch.tokens.append(tokens / sequences)
         batch.count += 1
+        self._owe(batch, seconds, tokens / sequences)
         if len(batch.drafted) == TRIED_STEPS and batch.plain:
             if median(batch.drafted) > median(batch.plain) * fmean(batch.tokens):
-                batch.off, batch.next_off = batch.next_off, min(LONGEST_OFF, 2 * batch.next_off)
-                batch.drafted.clear()
-                batch.tokens.clear()
-            else:
+                batch.turn_off()
+            elif not batch.lost:
                 batch.next_off = SHORTEST_OFF
         if batch.count >= RENEWED_STEPS:
             batch.count = 0
             batch.plain.clear()
+
+    def record_catching_up(self, sequences: int, seconds: float) -> None:
+        """Record a step for which drafts were asked, and none given."""
+        self._owe(self._batches[sequences], seconds, 1.0)
+
+    def _owe(self, batch: _Batch, seconds: float, tokens: float) -> None:
+        """`tokens` of a sequence: as many steps without drafts yield them."""
+        if not batch.plain:
+            return
+        plain = median(batch.plain)
+        batch.lost = max(0.0, batch.lost + seconds - plain * tokens)
+        if batch.lost > MOST_LOST_STEPS * plain:
+            batch.turn_off()

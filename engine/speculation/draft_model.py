@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
+from weakref import WeakSet
 
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import InternalError
+from engine.model.config import ModelConfig
 from engine.plan import PlanItem, StepPlan, table_rows
 from engine.scheduler.sequence import Sequence
 from engine.speculation.draft_cache import CachedSequence, DraftCache
 
 # Of all sequences, in one step of the target; a short one, because running requests wait for it.
 CATCH_UP_TOKENS = 128
+# Tokens that the chunks of a step attend to, about: 128 tokens behind 8,191, fewer behind more, where attention takes
+# longer than the rest of the model. A step's first chunk has up to LEAST_CHUNK tokens, so that no context is left out.
+CATCH_UP_ATTENDED = 1 << 20
+LEAST_CHUNK = 16
 # Missing tokens that are computed as single tokens, by the kernels of decode steps: two if all drafts were accepted.
 MOST_SINGLE = 2
 
@@ -31,6 +37,7 @@ class DraftRunner(Protocol):
     num_blocks: int
     page_size: int
     config: EngineConfig
+    model_config: ModelConfig
 
     def execute(self, plan: StepPlan) -> Tensor:
         """float32 logits [tokens that want them, vocab]."""
@@ -41,7 +48,9 @@ class DraftModel:
 
     def __init__(self, runner: DraftRunner):
         self._runner = runner
-        self._max_len = runner.config.max_model_len
+        # Sequences with tokens that only the target has: its vocabulary may be larger.
+        self._foreign = WeakSet[Sequence]()
+        self._max_len, self._vocab = runner.config.max_model_len, runner.model_config.vocab_size
         rows = table_rows(runner.config.max_batch_tokens, runner.num_blocks)
         self.cache = DraftCache(runner.num_blocks, runner.page_size, rows)
 
@@ -50,12 +59,18 @@ class DraftModel:
         self.cache.drop_stopped()
         held, counts = dict[Sequence, CachedSequence](), dict[Sequence, int]()
         for sequence, most in asked.items():
+            if sequence in self._foreign:
+                continue
             # Of the last draft nothing is computed.
             count = min(most, self._max_len - len(sequence.tokens) + 1)
             if count < 1:
                 self.cache.drop(sequence)
             elif cached := self.cache.hold(sequence, len(sequence.tokens) + count - 1, asked):
-                held[sequence], counts[sequence] = cached, count
+                if max(sequence.tokens[cached.length :]) < self._vocab:
+                    held[sequence], counts[sequence] = cached, count
+                else:
+                    self._foreign.add(sequence)
+                    self.cache.drop(sequence)
         self._catch_up(held)
         ready = {
             one: cached for one, cached in held.items() if len(one.tokens) - cached.length <= MOST_SINGLE
@@ -63,14 +78,19 @@ class DraftModel:
         return self._draft(ready, counts) if ready else {}
 
     def _catch_up(self, held: Mapping[Sequence, CachedSequence]) -> None:
-        """Compute missing tokens up to the last one, in the order of the sequences, as far as a step allows."""
-        left, items = CATCH_UP_TOKENS, list[PlanItem]()
-        for sequence, cached in held.items():
-            missing = len(sequence.tokens) - 1 - cached.length
-            if missing < MOST_SINGLE or not left:
+        """Compute missing tokens up to the last one, as far as a step allows; the fewest first, so that a long prompt
+        holds back no short one."""
+        left, attended, items = CATCH_UP_TOKENS, CATCH_UP_ATTENDED, list[PlanItem]()
+        missing_of = {one: len(one.tokens) - 1 - cached.length for one, cached in held.items()}
+        for sequence, missing in sorted(missing_of.items(), key=lambda one: one[1]):
+            cached = held[sequence]
+            if missing < MOST_SINGLE:
                 continue
-            count = min(missing, left)
-            left -= count
+            each = cached.length + 1
+            count = min(missing, left, max(attended // each, 0 if items else LEAST_CHUNK))
+            if count < 1:
+                break
+            left, attended = left - count, attended - count * each
             items.append(_item(sequence, cached, sequence.tokens[cached.length : cached.length + count], 0))
             cached.length += count
         if items:

@@ -129,13 +129,15 @@ class Drafter:
 
     def step_ended(self, decision: StepDecision, seconds: float, tokens: int) -> None:
         """A step, the last one that was given drafts or none, took so long and yielded so many tokens. One that only
-        helped the draft model to catch up is neither with nor without drafts."""
+        helped the draft model to catch up has cost time, and is neither with nor without drafts."""
         sequences = len(decision.scheduled)
         if self.gate is None or not tokens:
             return
         if decision.drafts:
             self.gate.record_drafted(sequences, seconds, tokens)
-        elif not self._asked and sum(decision.scheduled.values()) == sequences <= self._rows:
+        elif self._asked:
+            self.gate.record_catching_up(sequences, seconds)
+        elif sum(decision.scheduled.values()) == sequences <= self._rows:
             self.gate.record_plain(sequences, seconds)
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:

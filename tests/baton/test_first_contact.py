@@ -168,6 +168,16 @@ def test_speculation_is_passed_to_decode_workers_only(checkpoint):
         UpOptions(checkpoint("llama"), worker={"engine": {"speculative_tokens": 6}})
 
 
+def test_an_engine_section_may_be_empty_and_no_number(checkpoint):
+    model = checkpoint("llama")
+    assert (
+        UpOptions(model, sections={"decode": {"engine": None}}).worker_config("decode").engine.draft_model
+        is None
+    )
+    with pytest.raises(ConfigError, match="--config: engine of decode is no section"):
+        UpOptions(model, sections={"decode": {"engine": 5}})
+
+
 def test_a_draft_model_is_passed_to_decode_workers_only(checkpoint, tmp_path, monkeypatch):
     model = checkpoint("llama")
     monkeypatch.chdir(model.parent)
@@ -178,14 +188,16 @@ def test_a_draft_model_is_passed_to_decode_workers_only(checkpoint, tmp_path, mo
         assert engines["prefill"].draft_model is None and not engines["prefill"].draft_kv_memory_bytes
         assert engines["decode"].draft_model == model.absolute(), "workers run in other directories"
     (tmp_path / "config.json").write_text(
-        (model / "config.json").read_text().replace('"vocab_size": 512', '"vocab_size": 8')
+        (model / "config.json").read_text().replace('"vocab_size": 512', '"vocab_size": 513')
     )
     for draft, message in (
         (tmp_path / "none", r"--draft-model .*none: no config.json there"),
-        (tmp_path, r"--draft-model .* has a vocabulary of 8 tokens, --model .* one of 512"),
+        (tmp_path, r"--draft-model .* has a vocabulary of 513 tokens, more than the 512 of --model"),
     ):
         with pytest.raises(ConfigError, match=message):
             UpOptions(model, worker={"engine": {"draft_model": draft}})
+    with pytest.raises(ConfigError, match=r"--draft-model .*/5: no config.json there"):
+        UpOptions(model, sections={"decode": {"engine": {"draft_model": 5}}})
     with pytest.raises(ConfigError, match=r"--draft-model .* has no effect on a prefill worker"):
         UpOptions(model, sections={"prefill": {"engine": {"draft_model": str(model)}}})
 

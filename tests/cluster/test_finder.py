@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from cluster.errors import ConfigError
 from cluster.redis import finder as module
@@ -95,6 +98,19 @@ def test_an_answer_that_is_no_sentinels_ends_nothing(fake, monkeypatch, odd: byt
     assert found._thread.is_alive()
 
 
+def test_a_sentinel_that_sends_a_byte_at_a_time_is_given_up(fake) -> None:
+    """Else the thread that follows the master would ask no other one. No read of this answer takes long."""
+    slow = fake(says(names_master(5, epoch=1)))
+    slow.pause = 0.03
+    options = {"socket_timeout": 0.1, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+    connection = sentinels._SentinelConnection(Address("127.0.0.1", slow.port), options)
+    with contextlib.closing(connection):
+        with pytest.raises(redis.RedisError):
+            connection.master("m")
+        slow.pause = 0.0
+        assert connection.master("m") == Master(Address("127.0.0.1", 5), 1), "it can be asked again"
+
+
 def test_the_node_of_the_slot(fake) -> None:
     assert finder_of(fake(says(names_owner(7))), kind="cluster").find() == Address("127.0.0.1", 7)
 
@@ -167,8 +183,8 @@ def test_sentinels_that_were_set_up_anew_are_believed_after_a_while(fake, monkey
     assert finder.find().port == 2 and finder.replaced(Address("127.0.0.1", 1))
 
 
-def test_a_sentinel_whose_epoch_is_wrong_is_outvoted(fake, monkeypatch) -> None:
-    """It is believed again only once it agrees with the others."""
+def test_a_sentinel_whose_epoch_is_wrong_is_outvoted(monkeypatch) -> None:
+    """It is believed again once it agrees with the others, or once they have been away for long."""
     monkeypatch.setattr(sentinels, "LOOK_SECONDS", 1e3)
     now = 0.0
     monkeypatch.setattr(sentinels, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
@@ -189,6 +205,12 @@ def test_a_sentinel_whose_epoch_is_wrong_is_outvoted(fake, monkeypatch) -> None:
     rounds = [round_of(wrong, 1000 + number) for number in range(30)]
     assert rounds[0] == wrong, "as after a failover that only this one knows of yet"
     assert set(rounds[5:]) == {right}
+    alone = []
+    for number in range(15):
+        now += 1.0
+        alone.append(found.newest(seeds.addresses[0], Master(wrong, 1030 + number)))
+    assert alone == [right] * 10 + [wrong] * 5, "a survivor that stays alone is believed in the end"
+    assert [round_of(wrong, 1045 + number) for number in range(9)][5:] == [right] * 4
     assert round_of(right, 7) == right and round_of(Address("next", 1), 8) == Address("next", 1)
 
 

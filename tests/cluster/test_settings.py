@@ -73,6 +73,23 @@ def test_prefill_workers_ignore_an_environment_with_speculation(layer, tmp_path,
         of("prefill", speculation="ngram")
 
 
+@pytest.mark.parametrize(("role", "drafts"), [("prefill", 0), ("decode", 6)])
+@pytest.mark.parametrize("elsewhere", ["", "prefill", "decode"])
+def test_the_role_that_the_environment_names_decides_about_its_speculation(
+    role, drafts, elsewhere, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("BATON_ROLE", role)
+    monkeypatch.setenv("BATON_ENGINE__SPECULATION", "ngram")
+    monkeypatch.setenv("BATON_ENGINE__SPECULATIVE_TOKENS", "6")
+    below = {"role": elsewhere} if elsewhere else {}
+    (tmp_path / "worker.yaml").write_text(json.dumps({"engine": {"model": "/m"}, **below}))
+    config = sources.load(WorkerConfig, {}, tmp_path / "worker.yaml", values=below)
+    assert (config.role, config.engine.most_drafts) == (role, drafts)
+    if elsewhere:
+        above = sources.load(WorkerConfig, below, tmp_path / "worker.yaml")
+        assert (above.role, above.engine.most_drafts) == (elsewhere, 6 if elsewhere == "decode" else 0)
+
+
 def test_values_that_were_read_already_stand_below_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_ADVERTISE_HOST", "10.9.9.9")
     values = {"role": "prefill", "engine": {"model": "/m"}, "advertise_host": "", "drain_seconds": 7}

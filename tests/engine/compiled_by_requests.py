@@ -1,6 +1,6 @@
 """Starts an engine and runs requests of every kind; prints what numba compiled meanwhile, as JSON.
 
-python -m tests.engine.compiled_by_requests MODEL DTYPE
+python -m tests.engine.compiled_by_requests MODEL DTYPE KV_DTYPE
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ def forms() -> set[tuple[str, str]]:
 
 
 def main() -> None:
-    model, dtype = Path(sys.argv[1]), sys.argv[2]
+    model, dtype, kv_dtype = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     began = time.monotonic()
     config = EngineConfig(
         model=model,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device="cpu",
         kv_memory_bytes=64 << 20,
         max_batch_tokens=160,  # type: ignore[arg-type]

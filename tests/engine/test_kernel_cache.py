@@ -48,15 +48,14 @@ def test_functions_that_others_contain_have_no_cache():
 
 
 def test_a_change_of_any_source_changes_the_names_of_all_cached_code(tmp_path):
-    (tmp_path / "engine").mkdir()
-    for name in ("ops", "sampling"):
-        shutil.copytree(ROOT / "engine" / name, tmp_path / "engine" / name)
-    files = sorted((tmp_path / "engine").glob("*/cpu_*.py"))
+    for name in ("engine/ops", "engine/sampling", "cluster/protocol"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    files = [*sorted((tmp_path / "engine").glob("*/cpu_*.py")), tmp_path / "cluster/protocol/kv_format.py"]
     assert {"cpu_llvm.py", "cpu_softmax.py", "cpu_tiles.py", "cpu_cuts.py"} < {one.name for one in files}
-    seen = {cpu_llvm.digest_of_sources(ROOT / "engine")}
+    seen = {cpu_llvm.digest_of_sources(ROOT)}
     for file in files:
         file.write_text(file.read_text() + "\n")
-        seen.add(cpu_llvm.digest_of_sources(tmp_path / "engine"))
+        seen.add(cpu_llvm.digest_of_sources(tmp_path))
     assert len(seen) == len(files) + 1
 
 

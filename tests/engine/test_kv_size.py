@@ -331,7 +331,9 @@ def test_a_given_pool_is_not_measured(checkpoint, monkeypatch) -> None:
 def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch) -> None:
     seen: list[int] = []
 
-    def load(engine: EngineConfig, group: object, *, handoff_bytes: int, tell: object) -> None:
+    def load(
+        engine: EngineConfig, group: object, *, handoff_bytes: int, draft_bytes: int, tell: object
+    ) -> None:
         seen.append(handoff_bytes)
         raise ConfigError("far enough", field="model")
 

@@ -224,5 +224,9 @@ def test_sharded_checkpoints_load_like_single_ones(model, checkpoint):
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     load(model)
     (model / "b.safetensors").unlink()
-    with pytest.raises(ModelError):
-        load(model)
+    for read in (load, make_model_id):
+        with pytest.raises(
+            ModelError, match=r"/b\.safetensors is missing, and the index names it: download it"
+        ) as caught:
+            read(model)
+        assert caught.value.field == "b.safetensors"

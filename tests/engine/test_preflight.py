@@ -301,6 +301,16 @@ def test_a_slot_that_holds_no_part_is_refused_before_weights_are_read(describe, 
     assert caught.value.field == "transfer.slot_bytes"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_both_roles_refuse_a_kv_format_that_the_other_one_cannot_hold(describe, role):
+    engine = settings(describe(head_dim=16), dtype="bfloat16", kv_dtype="bf16>int8", page_size=12)
+    with pytest.raises(
+        ConfigError, match="kv_dtype int8: needs a page_size that 8 divides, not 12"
+    ) as caught:
+        local.check(WorkerConfig(role=role, engine=engine))
+    assert caught.value.field == "kv_dtype"
+
+
 # --- which card ---------------------------------------------------------------------------------------------
 
 

@@ -123,26 +123,26 @@ def test_a_pool_of_one_block_is_enough(model):
     runner.warm_up()
 
 
-def start(model: Path, dtype: str, cache: Path) -> dict[str, object]:
+def start(model: Path, dtype: str, kv_dtype: str, cache: Path) -> dict[str, object]:
     """What numba compiled in the start of a new process, and in the requests after it."""
-    command = [sys.executable, "-m", "tests.engine.compiled_by_requests", str(model), dtype]
+    command = [sys.executable, "-m", "tests.engine.compiled_by_requests", str(model), dtype, kv_dtype]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
     ran = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found: dict[str, object] = json.loads(ran.stdout.splitlines()[-1])
-    print(dtype, found)
+    print(dtype, kv_dtype, found)
     return found
 
 
 @pytest.mark.long
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_requests_compile_nothing_and_a_second_start_neither(dtype, model, tmp_path):
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("bfloat16", "int8")])
+def test_requests_compile_nothing_and_a_second_start_neither(dtype, kv_dtype, model, tmp_path):
     """The pool's size is given, so that no largest step has run."""
     pytest.importorskip("numba")
-    first, second = start(model, dtype, tmp_path), start(model, dtype, tmp_path)
+    first, second = (start(model, dtype, kv_dtype, tmp_path) for _ in range(2))
     assert first["by_requests"] == second["by_requests"] == []
     assert first["compiled"] > 20 and second["compiled"] == 0  # type: ignore[operator]
     assert second["seconds"] < first["seconds"] / 2  # type: ignore[operator]

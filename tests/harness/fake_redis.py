@@ -6,6 +6,7 @@ import contextlib
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
 from io import BufferedIOBase
 
@@ -22,6 +23,7 @@ class FakeRedis:
         self.answer = answer
         self.asked: list[list[str]] = []
         self.connections = 0
+        self.pause = 0.0  # after each byte of an answer
         fake = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -31,7 +33,9 @@ class FakeRedis:
                     for command in _commands(self.rfile):
                         fake.asked.append(command)
                         if (answer := fake.answer(command)) is not None:
-                            self.wfile.write(answer)
+                            for part in _parts(answer, 1 if fake.pause else 1 << 20):
+                                self.wfile.write(part)
+                                time.sleep(fake.pause)
 
         class Listener(socketserver.ThreadingTCPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -49,6 +53,10 @@ class FakeRedis:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def _parts(answer: bytes, size: int) -> list[bytes]:
+    return [answer[begin : begin + size] for begin in range(0, len(answer), size)]
 
 
 def _commands(stream: BufferedIOBase) -> Iterator[list[str]]:

@@ -100,7 +100,7 @@ def test_a_rank_selects_its_card_before_anything_is_allocated(monkeypatch, name,
     monkeypatch.setattr(torch.cuda, "set_device", selected.append)
     loaded = object()
 
-    def load(*arguments: object, handoff_bytes: int, tell: object) -> object:
+    def load(*arguments: object, handoff_bytes: int, draft_bytes: int, tell: object) -> object:
         assert selected == [torch.device("cuda", card)] and handoff_bytes
         return loaded
 

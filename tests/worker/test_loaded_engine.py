@@ -37,7 +37,11 @@ async def test_the_engine_s_thread_selects_it(monkeypatch):
         healthy=lambda: True, kill_silent=lambda seconds: None, run=lambda *_: asyncio.sleep(0)
     )
     ranks = SimpleNamespace(
-        runner=runner, watch=watch, warm_up=lambda tell: tell("warm"), close=lambda between_steps: None
+        draft=None,
+        runner=runner,
+        watch=watch,
+        warm_up=lambda tell: tell("warm"),
+        close=lambda between_steps: None,
     )
     monkeypatch.setattr(loaded_engine, "open_ranks", lambda *_: ranks)
     config = WorkerConfig(

@@ -63,9 +63,10 @@ def test_all_ranks_are_started_with_it(monkeypatch):
         note(config)
         return SimpleNamespace(wait_ready=lambda reports: SimpleNamespace(addresses=[]))
 
-    def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket, tell: object) -> None:
+    def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket, tell: object) -> Any:
         listener.close()
         note(config)
+        return SimpleNamespace(draft=None)
 
     def open_rank(config: WorkerConfig, *rest: object) -> Any:
         note(config)

@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
 from cluster.process.memory import room_bytes
 from cluster.protocol import kv_format
-from engine import build, kv_blocks
+from engine import build, kv_blocks, load_draft
 from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
@@ -32,8 +32,16 @@ CPU = torch.device("cpu")
 
 def check(config: WorkerConfig) -> None:
     """Check config.json and the settings before any weight is read. Raises ModelError or ConfigError."""
-    model, engine = build.check(own_engine(config))
-    if config.role == "decode":
+    own = own_engine(config)
+    model, engine = build.check(own)
+    if own.draft_model is not None:
+        load_draft.settings(own)
+    if config.role == "prefill":
+        # As decode workers do, whose device may be another.
+        build.check_kv_dtype(
+            engine.model_copy(update={"kv_dtype": _side(config, of_decode=True)}), engine.dtype, CPU
+        )
+    else:
         sent = engine.model_copy(update={"kv_dtype": _side(config, of_decode=False)})
         if sent.kv_dtype != engine.kv_dtype:
             build.check_kv_dtype(sent, engine.dtype, CPU)  # as prefill workers do, whatever their device is
@@ -72,12 +80,14 @@ def load(
         torch.cuda.set_device(device)
         check_pinned(config, HostMemory())
     handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=device.type == "cuda")
-    return build.load_model(
-        own_engine(config),
-        _group(config, rank, address, device, listener),
-        handoff_bytes=handoff_bytes,
-        tell=tell,
-    )
+    own = own_engine(config)
+    group = _group(config, rank, address, device, listener)
+    drafts = rank == 0 and own.draft_model is not None
+    draft = load_draft.load(own, tell) if drafts else None
+    # On a CPU its pool is allocated, but in use only once it is written to.
+    draft_bytes = draft.config.kv_memory_bytes if draft is not None and device.type == "cpu" else 0
+    model = build.load_model(own, group, handoff_bytes=handoff_bytes, draft_bytes=draft_bytes, tell=tell)
+    return model if draft is None else replace(model, draft=draft)
 
 
 def check_pinned(config: WorkerConfig, host: DeviceMemory) -> None:

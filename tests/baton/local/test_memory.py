@@ -90,6 +90,24 @@ def test_given_pools_on_a_card_are_compared_with_the_card() -> None:
         memory.check_given(pools(1, 1, "cpu", kv_bytes=3 * GIB), machine)
 
 
+def test_draft_models_pools_are_beside_those_of_first_ranks() -> None:
+    machine = Machine([Limit(8 * GIB, 4 * GIB)], CARDS, 0)
+    both = pools(1, 1, "cpu", kv_bytes=GIB)
+
+    def check(draft_bytes: int) -> None:
+        both["decode"] = both["decode"]._replace(draft_bytes=draft_bytes)
+        memory.check_given(both, machine)
+
+    check(2 * GIB)
+    with pytest.raises(
+        ConfigError, match=r"1 GiB for each of 2 ranks is .* 1 GiB .* beside --draft-kv-memory"
+    ):
+        check(3 * GIB)
+    with pytest.raises(ConfigError, match="--draft-kv-memory: 5 GiB in all is more than the 4 GiB") as caught:
+        check(5 * GIB)
+    assert caught.value.field == "draft_kv_memory"
+
+
 def test_up_gives_every_rank_its_part_once(checkpoint, monkeypatch) -> None:
     monkeypatch.setattr(options, "limits", lambda: FREE_HOST)
     monkeypatch.setattr(memory, "cards", list)

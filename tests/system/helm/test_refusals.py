@@ -59,6 +59,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.kvDtype = int8 needs a model.pageSize that 8 divides, not 12",
         "8 divides",
     ),
+    "drafts from two sources": (
+        {"decode": {"draftModel": "/models/small", "speculation": "ngram"}},
+        "decode.draftModel and decode.speculation ngram exclude each other",
+        "drafts come from one of them",
+    ),
+    "bf16 KV of models in float32": (
+        {"model": {"kvDtype": "bf16", "dtype": "float32"}},
+        "model.kvDtype = bf16 is for models computed in bfloat16, and those of prefill are computed in float32",
+        "set kvDtype to auto",
+    ),
+    "bf16 KV of a role in float32": (
+        {
+            "model": {"kvDtype": "bf16>int8"},
+            "prefill": {"gpus": 0, "dtype": "float32"},
+            "decode": {"gpus": 0},
+        },
+        "model.kvDtype = bf16>int8 is for models computed in bfloat16, and those of prefill",
+        "set kvDtype to auto",
+    ),
     "kv types differ": (
         {"prefill": {"dtype": "bfloat16"}, "decode": {"dtype": "float32"}},
         "KV of one can't be converted into the other's",

@@ -47,6 +47,9 @@
 {{- if and (gt $gpus 0) (or (eq $kvDtype "int8") (and (eq $kvDtype "bf16>int8") (eq $role "decode"))) }}
 {{- fail (printf "model.kvDtype = %s is int8 at %s workers, which runs on CPUs only, and %s.gpus is %d: set kvDtype to auto or gpus to 0" $kvDtype $role $role (int $pool.gpus)) }}
 {{- end }}
+{{- if and (hasPrefix "bf16" $kvDtype) (eq ($pool.dtype | default $values.model.dtype) "float32") }}
+{{- fail (printf "model.kvDtype = %s is for models computed in bfloat16, and those of %s are computed in float32: set kvDtype to auto" $kvDtype $role) }}
+{{- end }}
 {{- if and (hasSuffix "int8" $kvDtype) (mod (int $values.model.pageSize) 8) }}
 {{- fail (printf "model.kvDtype = %s needs a model.pageSize that 8 divides, not %d" $kvDtype (int $values.model.pageSize)) }}
 {{- end }}
