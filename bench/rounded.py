@@ -1,7 +1,6 @@
-"""Checkpoints rounded to a stored format in the plainest way.
+"""Quantises checkpoints by rounding to nearest (RTN), without calibration.
 
-Each scale is that of its largest weight, and each weight becomes the nearest code. Tools that calibrate (GPTQ, AWQ) lose
-less.
+A channel's or group's scale maps its largest weight to the largest code. Methods that calibrate (GPTQ, AWQ) lose less.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ _HEAD = "lm_head"
 
 
 class Rounded(NamedTuple):
-    """`weights`: as compressed-tensors describes them; `store`: a matrix → its tensors, named as beside the product."""
+    """A format of compressed-tensors. `layout`: its name there; `weights`: its arguments of weights; `store`: a matrix
+    [outputs, inputs] → the tensors that store it, by the last part of their names."""
 
     layout: str
     weights: dict[str, Any]
@@ -32,7 +32,8 @@ class Rounded(NamedTuple):
 
 
 def write(source: Path, target: Path, form: Rounded) -> Path:
-    """`source`, with every matrix of its layers in `form`; embedding and head stay as they are."""
+    """Write the checkpoint `source` to `target` with the matrices of its layers in `form`; embedding and head stay as they
+    are. Returns `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.suffix == ".json":
@@ -79,7 +80,7 @@ def _int4(matrix: Tensor) -> dict[str, Tensor]:
     codes = (groups / scale.float()).round().clamp(-_INT4_MOST - 1, _INT4_MOST).to(torch.int32) + 8
     words = codes.view(outputs, -1, _PER_WORD) << (4 * torch.arange(_PER_WORD, dtype=torch.int32))
     return {
-        "weight_packed": words.sum(2, dtype=torch.int32),  # the codes' bits are apart: a sum joins them
+        "weight_packed": words.sum(2, dtype=torch.int32),  # disjoint bits: the sum is their OR
         "weight_scale": scale.squeeze(2),
         "weight_shape": torch.tensor([outputs, inputs]),
     }

@@ -49,6 +49,7 @@ def read(seed: int = 0) -> Corpus:
 
 
 def held_out() -> list[str]:
+    """The texts that are left out of training."""
     return [text for path in _files(held_out=True) if (text := _read(path)) is not None]
 
 

@@ -170,7 +170,7 @@ def _choose_backend(
 
 
 def check_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> None:
-    """Raises ConfigError if KV can't be kept so where `dtype` is computed in."""
+    """Raise ConfigError if `config.kv_dtype` is not supported on `device` for a model that is computed in `dtype`."""
     reason = ""
     if ">" in config.kv_dtype:
         reason = "names the formats of two roles, an engine has one"

@@ -1,6 +1,6 @@
-"""Blocks of the KV cache: their shape, and numbers in int8 by torch, the reference of the CPU's kernels.
+"""Blocks of the KV cache: their shape, and int8 quantisation by torch, the reference of the kernels for CPUs.
 
-A cache of int8 is one of bytes, [block, layer, K|V, head, token, dim + 2]: the last two dimensions together are the
+A cache in int8 is a tensor of bytes, [block, layer, K|V, head, token, dim + 2]: the last two dimensions together are the
 planes of cluster/protocol/kv_format.py.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.protocol.kv_format import SCALE_BYTES
 
 CPUS_ONLY = "supported on CPUs only"
-MOST = 127.0  # of a code
+MOST = 127.0  # largest magnitude of a code
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes [..., dim], scales [...] → values [..., dim] in `dtype`."""
     return (codes.float() * scales.float()[..., None]).to(dtype)
 
 

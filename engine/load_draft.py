@@ -19,7 +19,7 @@ from engine.warm_up import Tell, say
 
 # The default size of the pool, in requests and tokens of each: no more requests than this get drafts in a step.
 POOL_REQUESTS, POOL_TOKENS = MOST_ROWS // 2, 4096
-# Of the target's settings
+# The target's settings that the draft model's runner has too.
 KEPT = ("dtype", "quantization", "device", "page_size", "cuda_graphs", "warm_up_seconds", "threads")
 
 
@@ -51,9 +51,8 @@ def settings(config: EngineConfig) -> EngineConfig:
     size = build.block_bytes(model, resolved)
     default = max(MOST_ROWS, POOL_REQUESTS * -(-min(context, POOL_TOKENS) // config.page_size))
     blocks = config.draft_kv_memory_bytes // size if config.draft_kv_memory_bytes else default
-    if (
-        blocks < MOST_ROWS
-    ):  # a step of the draft model has as many single tokens, and no more than the pool has blocks
+    # A step of the draft model has up to so many single tokens, and no more than the pool has blocks.
+    if blocks < MOST_ROWS:
         raise ConfigError(
             f"--draft-kv-memory: {config.draft_kv_memory_bytes} bytes hold {blocks} blocks of {config.page_size} tokens, "
             f"{MOST_ROWS} are needed, which take {MOST_ROWS * size} bytes",
@@ -78,7 +77,7 @@ def load(config: EngineConfig, tell: Tell = say) -> ModelRunner:
 
 @contextmanager
 def _named(directory: Path) -> Iterator[None]:
-    """Let errors name the flag."""
+    """Let errors of the draft model name its flag and directory."""
     try:
         yield
     except (ConfigError, ModelError) as error:

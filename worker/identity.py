@@ -48,7 +48,7 @@ class WorkerIdentity:
     def layout(self) -> common_pb2.KvLayout:
         """The facts that a pair compares field by field before KV moves."""
         config, model = self.runner.config, self.runner.model_config
-        # As KV is handed over: a decode worker converts it.
+        # On the wire KV has the prefill worker's format; a decode worker converts it.
         sent = kv_format.side(self.config.engine.kv_dtype, of_decode=False)
         return common_pb2.KvLayout(
             wire_version=WIRE_VERSION,

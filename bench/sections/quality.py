@@ -1,9 +1,9 @@
-"""What a weight format costs: perplexity and next tokens on held-out text, beside the same model in bf16.
+"""Quality of weight formats: perplexity and most likely next tokens on held-out text, beside the same model in bf16.
 
 The model is the one in out/bench-model (`python -m demo.train --size bench --out out/bench-model`), else the demo model.
 No text was seen in training: first the files held out of the corpus, then some of the standard library's own tests,
-which the corpus leaves out. Every form computes the same windows, so losses are compared window by window; an interval is
-a bootstrap over windows.
+which the corpus leaves out. Every format computes the same windows, so losses are compared window by window; an interval
+is a bootstrap over windows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """losses: nats of each window, summed; best: the likeliest token at every position."""
+    """losses [windows]: cross-entropy in nats, summed over a window; best: the most likely next token at each position."""
 
     losses: NDArray[np.float64]
     best: Tensor
@@ -75,7 +75,7 @@ def run(context: Context) -> Section:
 
 
 def measure(engine: Engine, windows: list[list[int]]) -> Measured:
-    """Each window by itself, from an empty context."""
+    """Compute each window by itself, from an empty context."""
     from engine.build import weight_bytes
     from engine.plan import PlanItem, StepPlan
 
@@ -110,7 +110,7 @@ def _perplexity(found: Measured, windows: int) -> float:
 
 
 def _interval(more: NDArray[np.float64]) -> tuple[float, float]:
-    """Per cent of perplexity; `more`: nats of each window beyond bf16's."""
+    """The bootstrap interval of the perplexity lost, in per cent; `more` [windows]: nats beyond bf16's."""
     source = np.random.default_rng(SEED)
     drawn = more[source.integers(0, len(more), (RESAMPLES, len(more)))].mean(1) / (WINDOW - 1)
     low, high = np.quantile(100 * np.expm1(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

@@ -41,9 +41,9 @@ def load(
     """A validated configuration. `flags` holds only what was given, nested like the model; `values` is what a file
     would say that has been read already.
 
-    Nested fields are `BATON_ENGINE__DTYPE` in the environment. Processes of both roles may share one, as those of `baton
-    up` do, so a prefill worker takes nothing about speculation from there. Raises ConfigError naming field and source's
-    value.
+    Nested fields are `BATON_ENGINE__DTYPE` in the environment. Workers of both roles may share an environment, as those of
+    `baton up` do, so a prefill worker ignores the settings of speculation there. Raises ConfigError naming field and
+    source's value.
     """
     written = read_settings(file) if file is not None else {}
 

@@ -24,8 +24,7 @@ _DRAFT_SETTINGS = ("speculation", "speculative_tokens", "draft_model", "draft_kv
 
 
 def without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a worker's settings that were given for both roles without those of speculation: a prefill worker refuses
-    them where they were given for it."""
+    """Return settings that both roles share without those of speculation, which a prefill worker refuses."""
     engine = settings.get("engine")
     if not isinstance(engine, Mapping):
         return settings

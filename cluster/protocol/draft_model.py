@@ -1,4 +1,4 @@
-"""What a draft model must have in common with its target, as their config.json say."""
+"""The check of a draft model against its target, by their config.json alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cluster.protocol.model_limits import vocab_size
 
 def check_draft_model(model: Path, draft: Path) -> None:
     """Raise ConfigError if `draft` is no model directory, or its vocabulary is larger than that of `model`. A
-    smaller one may be the same with less padding, as sizes of one family differ. Whether the model can be computed is for
-    the engine to say."""
+    smaller one may be the same with less padding, as sizes of one family differ. The engine checks whether it supports the
+    draft model."""
     if not (draft / "config.json").is_file():
         raise ConfigError(f"--draft-model {draft}: no config.json there", field="draft_model")
     own, target = (_vocabulary(one) for one in (draft, model))
@@ -28,5 +28,5 @@ def _vocabulary(directory: Path) -> int | None:
     try:
         raw = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
-        return None  # the engine says what is wrong with it
+        return None  # the engine refuses it, with the reason
     return vocab_size(raw) if isinstance(raw, dict) else None

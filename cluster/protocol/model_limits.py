@@ -39,7 +39,8 @@ MOST_TEXT_BYTES = 256 << 20  # tokenizers of 262,000 tokens have 35 MB, an index
 
 
 def text_of(file: Path) -> str:
-    """The text of a file of a model directory. Raises OSError or ValueError."""
+    """The text of a file of a model directory. Raises OSError, or ValueError if it is too large, no regular file, or not
+    UTF-8."""
     check_file(file)
     if (size := file.stat().st_size) > MOST_TEXT_BYTES:
         raise ValueError(f"{size} bytes are more than the {MOST_TEXT_BYTES} that such a file may have")

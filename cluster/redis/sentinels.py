@@ -26,15 +26,14 @@ from cluster.redis.urls import Address, Seeds
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0  # between two queries; the Sentinels take turns
 # A master that no Sentinel has named for so long may be replaced by one of a lower epoch: Sentinels that were set up again
-# count epochs from 0. Of those that were outvoted, one is believed only after OUTVOTED_SECONDS: the others may be
-# away for a moment.
+# count epochs from 0. The answer of an outvoted Sentinel is used only after OUTVOTED_SECONDS: the others may not answer
+# for a moment.
 CONFIRM_SECONDS = 5.0
-# A master whose epoch is higher is believed at once. If most Sentinels have gone on naming another one for so long, its
-# epoch is wrong: they tell each other within seconds of a failover.
+# A master whose epoch is higher is used at once. If most Sentinels have gone on naming another one for so long, its epoch
+# is wrong: Sentinels exchange epochs within seconds of a failover.
 OUTVOTED_SECONDS = 10.0
-_FRESH_SECONDS = (
-    3.0  # per Sentinel: an answer is as old as a round of queries, and some of these are not answered
-)
+# Per Sentinel: an answer is as old as a round of queries, and some of these are not answered.
+_FRESH_SECONDS = 3.0
 
 
 class NotFoundError(redis.ConnectionError):
@@ -57,9 +56,8 @@ class Sentinels:
         self._confirmed = 0.0  # when a Sentinel last named it
         self._answers: dict[Address, tuple[Master, float]] = {}  # of each Sentinel the last one, and when
         self._outvoted_since: float | None = None  # most Sentinels have named one other master since then
-        self._doubted: set[Address] = (
-            set()
-        )  # Sentinels that most others contradicted, until they agree with them
+        # Sentinels that most others contradicted, until they agree with them.
+        self._doubted: set[Address] = set()
         self._thread: threading.Thread | None = None
 
     def ask(self, seed: Address) -> Address:
@@ -83,7 +81,7 @@ class Sentinels:
                 self._thread.start()
 
     def newest(self, seed: Address, answer: Master) -> Address:
-        """Take the answer of the Sentinel `seed`; return the address of the master that is to be believed.
+        """Take the answer of the Sentinel `seed`; return the address of the master to use.
 
         It is the one with the highest epoch, unless most Sentinels have named another one for OUTVOTED_SECONDS.
         """
@@ -149,7 +147,7 @@ class _SentinelConnection:
         self._most_seconds = 2 * options["socket_timeout"]  # to connect and for the answer
 
     def master(self, name: str) -> Master:
-        """Raises NotFoundError, also for an answer that is none of a Sentinel's, or redis.RedisError or OSError."""
+        """Raises NotFoundError, also for a malformed answer, or redis.RedisError or OSError."""
         try:
             with self._closed_when_late():
                 state: Any = self._sentinel.sentinels[0].sentinel_masters()
@@ -163,7 +161,8 @@ class _SentinelConnection:
 
     @contextlib.contextmanager
     def _closed_when_late(self) -> Iterator[None]:
-        """redis-py limits the time of each read only: an answer could come a byte at a time for ever."""
+        """Close the connection if the whole answer takes too long: redis-py's time-out is per read, and an answer may come
+        a byte at a time."""
         answered = threading.Event()
 
         def watch() -> None:
@@ -182,7 +181,7 @@ class _SentinelConnection:
 
 
 def _checked(host: str, port: int) -> Address:
-    """Raises ValueError for what sockets do not take; they would raise errors that are none of a connection's."""
+    """The address. Raises ValueError for one at which a socket would raise UnicodeError or OverflowError, no OSError."""
     if not host or "\0" in host or not 0 < port < 1 << 16:
         raise ValueError("no address")
     host.encode("idna")  # UnicodeError: a part of the name is too long

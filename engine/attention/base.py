@@ -45,8 +45,8 @@ class AttentionBackend(Protocol):
         """Prepare what all layers of the step share. The buffers stay as they are until its last layer."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [tokens, heads, dim]; k, v [tokens, kv_heads, dim], rotated, already in the cache, and as they are
-        read from there.
+        """q [tokens, heads, dim]; k, v [tokens, kv_heads, dim], rotated, already in the cache, and rounded as the
+        cache stores them.
 
         Returns [tokens, heads · dim]: each token attends to its own sequence up to itself.
         """

@@ -51,8 +51,8 @@ class LayerWeights:
         return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
 
     def has_untied_head(self) -> bool:
-        """Whether a stored head differs from the embedding, although the configuration ties them. By the first and the
-        last rows: `head` compares all, and both are large."""
+        """Whether a stored head differs from the embedding, although the configuration ties them. Compares the first and
+        the last rows only, because both are large; `head` compares all."""
         c, name = self._config, self._stored_head()
         if not c.tie_embeddings or name is None:
             return False
@@ -132,7 +132,7 @@ class LayerWeights:
         own = slice(self._q_rows.start // self._config.head_dim, self._q_rows.stop // self._config.head_dim)
         name = f"{at}self_attn.sinks"
         found = self.get(name, heads, rows=own, dtype=torch.float32)
-        if not (found < torch.inf).all():  # -inf is no sink; beside the other two no score has a weight
+        if not (found < torch.inf).all():  # -inf is no sink; beside NaN or inf no score has a weight
             raise ModelError(
                 f"tensor {self._prefix}{name} has sinks that are NaN or infinite", field=self._prefix + name
             )

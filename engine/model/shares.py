@@ -67,10 +67,8 @@ def most_weights(model: ModelConfig, size: int, *, expert_parallel: bool = False
     hidden, layers, experts = model.hidden_size, model.num_layers, model.experts
     first, end = head_range(0, size, model.num_kv_heads)
     heads, kv = model.num_heads // size * model.head_dim, (end - first) * model.head_dim
-    mlps, inner = (
-        layers,
-        layers * (model.intermediate_size // size),
-    )  # gated MLPs, and their inner sizes together
+    # Gated MLPs, and their inner sizes together.
+    mlps, inner = layers, layers * (model.intermediate_size // size)
     kept = 2 * layers
     if experts is not None:
         held = max(len(experts.held(rank, size, expert_parallel)) for rank in range(size))

@@ -27,7 +27,7 @@ _E8M0_HALVED = torch.tensor([*(2.0 ** (e - 128) for e in range(255)), float("nan
 
 
 class NotFiniteError(ValueError):
-    """A stored scale or code is infinite, no number, or too large."""
+    """A stored scale or code is infinite, NaN or too large."""
 
 
 def expand(
@@ -53,7 +53,7 @@ def expand(
         if zeros is not None:
             numbers -= _columns(zeros[rows].float(), column_of)
         out[part] = numbers.mul_(_columns(scales[rows], column_of))
-        # A sum is quicker, but may be too large
+        # A sum is quicker than a check of each element, but may overflow.
         if not out[part].sum(dtype=torch.float32).isfinite() and not out[part].isfinite().all():
             raise NotFiniteError(f"its codes and scales give weights that are not finite in {dtype}")
     return out

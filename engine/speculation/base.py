@@ -1,4 +1,4 @@
-"""The interface of what proposes drafts."""
+"""The interface of a draft method."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.scheduler.sequence import Sequence
 class DraftMethod(Protocol):
     """Proposes the drafts of a step, for all its sequences at once.
 
-    It is not told what becomes of them: a sequence's tokens show which drafts were accepted, its state whether it has
-    ended or was preempted. Tokens are only ever appended.
+    It gets no report of acceptance: a sequence's tokens show which drafts were accepted, its state whether it has ended or
+    was preempted. Tokens are only ever appended.
     """
 
     def propose(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Up to `asked` tokens, at least 1, that may follow each sequence's last one. Sequences without any may be left
-        out."""
+        """Up to `asked[sequence]` (1 or more) tokens that may follow the sequence's last one, in order. Sequences without
+        any may be left out. An exception turns drafting off until the worker restarts."""

@@ -32,7 +32,8 @@ class CachedSequence:
 
 
 class DraftCache:
-    """Whole sequences only: two that do not fit together would otherwise hold parts of the pool, and none get drafts."""
+    """Blocks and table rows of the draft model. It holds whole sequences only: two that do not fit together would
+    otherwise hold parts of the pool, and none get drafts."""
 
     def __init__(self, num_blocks: int, page_size: int, rows: int):
         self._page = page_size
@@ -55,7 +56,7 @@ class DraftCache:
             self._rows.append(cached.row)
 
     def hold(self, sequence: Sequence, tokens: int, keep: Container[Sequence]) -> CachedSequence | None:
-        """What is cached of the sequence, trimmed, with blocks for `tokens` tokens. Sequences outside of `keep`, which has
+        """Return the sequence's entry, trimmed, with blocks for `tokens` tokens. Sequences outside of `keep`, which has
         this one, are dropped for it; if that would not suffice, it is dropped itself, and None returned."""
         cached = self._cached.pop(sequence, None)
         if cached is None:

@@ -1,11 +1,11 @@
-"""Whether the drafts of a draft model pay, by the duration of steps with drafts and without, for each number of sequences.
+"""Measures whether the drafts of a draft model pay: durations of steps with drafts and without, by number of sequences.
 
 4 steps without ─► drafts ─► 16 steps on, at each one: seconds per token of a sequence, beside those without
                       ▲                                      │ more
                       └────────── 64 to 1024 steps off ◄─────┘
 
-Beside it a ledger of all seconds that drafting has cost more than it has saved, catching up included: the steps on do not
-show those. If it exceeds what MOST_LOST_STEPS steps without drafts take, steps are off too.
+Steps with drafts do not show what catching up costs. So the seconds that drafting has cost, less those that it has saved,
+are summed too; if the sum exceeds what MOST_LOST_STEPS steps without drafts take, steps are off as well.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class _Batch:
     count: int = 0  # steps with drafts since those without were measured
     off: int = 0  # steps that are left without drafts
     next_off: int = SHORTEST_OFF
-    lost: float = (
-        0.0  # seconds that steps took longer than those without drafts, less what drafts have saved since
-    )
+    # Seconds that steps took longer than those without drafts, less what drafts have saved since.
+    lost: float = 0.0
 
     def turn_off(self) -> None:
         self.off, self.next_off = self.next_off, min(LONGEST_OFF, 2 * self.next_off)
@@ -45,6 +44,8 @@ class _Batch:
 
 
 class DraftGate:
+    """Allows drafts or not, for each number of sequences in a step."""
+
     def __init__(self) -> None:
         self._batches = defaultdict[int, _Batch](_Batch)
 
@@ -81,7 +82,7 @@ class DraftGate:
         self._owe(self._batches[sequences], seconds, 1.0)
 
     def _owe(self, batch: _Batch, seconds: float, tokens: float) -> None:
-        """`tokens` of a sequence: as many steps without drafts yield them."""
+        """Add a step's seconds to the sum, less those of `tokens` steps without drafts, which yield as many tokens."""
         if not batch.plain:
             return
         plain = median(batch.plain)

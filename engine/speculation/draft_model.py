@@ -44,7 +44,7 @@ class DraftRunner(Protocol):
 
 
 class DraftModel:
-    """Implements DraftMethod."""
+    """Drafts the most likely tokens of a small model. Implements DraftMethod."""
 
     def __init__(self, runner: DraftRunner):
         self._runner = runner
@@ -55,7 +55,7 @@ class DraftModel:
         self.cache = DraftCache(runner.num_blocks, runner.page_size, rows)
 
     def propose(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Raises InternalError if the model's logits are no numbers."""
+        """Raises InternalError if logits of the draft model are not finite."""
         self.cache.drop_stopped()
         held, counts = dict[Sequence, CachedSequence](), dict[Sequence, int]()
         for sequence, most in asked.items():
@@ -123,7 +123,7 @@ class DraftModel:
                 cached.drafted.append(token)
 
     def most_likely(self, logits: Tensor) -> list[int]:
-        """The token of each row."""
+        """The most likely token of each row of logits [rows, vocab]. Raises InternalError if its logit is not finite."""
         best = logits.argmax(-1, keepdim=True)  # NaN wins argmax
         if not bool(logits.gather(-1, best).isfinite().all()):
             raise InternalError("logits of the draft model are no numbers")
@@ -132,7 +132,7 @@ class DraftModel:
 
 
 def _item(sequence: Sequence, cached: CachedSequence, tokens: list[int], logits: int) -> PlanItem:
-    """The tokens behind those that are cached, which they are from now on."""
+    """Plan the tokens that follow the cached ones; logits of the last `logits`. The row holds all blocks afterwards."""
     begin = cached.length + len(cached.drafted)
     item = PlanItem(
         sequence.request.request_id,

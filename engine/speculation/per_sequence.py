@@ -1,4 +1,4 @@
-"""Drafts from a proposer of each sequence's own, such as prompt lookup."""
+"""Drafts from a proposer for each sequence, such as prompt lookup."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Searches:
 
 
 class PerSequence:
-    """Implements DraftMethod."""
+    """Keeps a proposer for each sequence. Implements DraftMethod."""
 
     def __init__(self, make: Callable[[], Proposer]):
         self._make = make

@@ -1,4 +1,4 @@
-"""The method by which an engine's settings make drafts."""
+"""Chooses the draft method that an engine's settings name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.speculation.prompt_lookup import PromptLookup
 
 
 def method_for(config: EngineConfig, draft: DraftRunner | None) -> DraftMethod | None:
-    """`draft` runs the draft model, if there is one. None: the settings ask for no speculation."""
+    """Return the method, None without speculation. `draft` runs the draft model, if there is one."""
     if config.draft_model is not None:
         assert draft is not None, "engine/load_draft.py loads it"
         return DraftModel(draft)

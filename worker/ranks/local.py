@@ -37,14 +37,14 @@ def check(config: WorkerConfig) -> None:
     if own.draft_model is not None:
         load_draft.settings(own)
     if config.role == "prefill":
-        # As decode workers do, whose device may be another.
+        # Refuse what decode workers refuse: in int8 they are on CPUs, whatever this worker's device is.
         build.check_kv_dtype(
             engine.model_copy(update={"kv_dtype": _side(config, of_decode=True)}), engine.dtype, CPU
         )
     else:
         sent = engine.model_copy(update={"kv_dtype": _side(config, of_decode=False)})
         if sent.kv_dtype != engine.kv_dtype:
-            build.check_kv_dtype(sent, engine.dtype, CPU)  # as prefill workers do, whatever their device is
+            build.check_kv_dtype(sent, engine.dtype, CPU)  # as prefill workers do, on any device
         check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, sent) // model.num_layers)
 
 
@@ -59,7 +59,7 @@ def _side(config: WorkerConfig, *, of_decode: bool) -> str:
 
 
 def _conversion(config: WorkerConfig, model: LoadedModel) -> Conversion | None:
-    """Of parts as they arrive at a decode worker; None if they are in its own format."""
+    """The conversion of arriving parts; None if prefill and decode workers have the same format."""
     if _side(config, of_decode=False) == _side(config, of_decode=True):
         return None
     return Conversion(model.decoder.embedding.dtype, model.model_config.head_dim, kv_blocks.write)
