@@ -24,7 +24,9 @@ def run_interpreted(file: str, *more: str) -> None:
     assert " passed" in ran.stdout
 
 
-@pytest.mark.parametrize("file", ["interpreted_attention.py", "interpreted_ops.py"])
+@pytest.mark.parametrize(
+    "file", [pytest.param("interpreted_attention.py", marks=pytest.mark.long), "interpreted_ops.py"]
+)
 def test_kernels_interpreted(file):
     run_interpreted(file)
 
