@@ -42,9 +42,9 @@ class EngineConfig(Frozen):
     )
     kv_dtype: Literal["auto", "bf16", "int8", "bf16>int8"] = Field(
         "auto",
-        description="of the KV cache and of hand-offs; auto: dtype; int8: a byte per number, a scale per token and head, "
-        "about half the memory of bf16 (CPUs only); bf16>int8: bf16 at prefill workers, int8 at decode workers, which "
-        "convert what arrives. One value per deployment",
+        description="format of the KV cache and of hand-offs; auto: that of dtype; int8: a byte per number, a scale per token "
+        "and head, about half the memory of bf16 (CPUs only; page_size a multiple of 8; the output differs from bf16's); "
+        "bf16>int8: bf16 at prefill workers, int8 at decode workers, which convert what arrives. One value per deployment",
     )
     quantization: Literal["auto", "int8"] = Field(
         "auto",
@@ -109,7 +109,7 @@ class EngineConfig(Frozen):
     draft_model: Path | None = Field(
         None,
         description="directory of a small model with the same tokenizer: speculative decoding with the drafts of this "
-        "model instead of prompt lookup. The output does not change; needs overlap auto or off",
+        "model, on decode workers only and without speculation ngram. The output does not change; needs overlap auto or off",
     )
     draft_kv_memory_bytes: Bytes = Field(
         0,
@@ -119,7 +119,10 @@ class EngineConfig(Frozen):
         json_schema_extra={"flag": "draft_kv_memory"},
     )
     speculative_tokens: int = Field(
-        0, ge=0, le=15, description="with speculation, most draft tokens of a request in a step; 0 = 4"
+        0,
+        ge=0,
+        le=15,
+        description="with speculation or a draft_model, most draft tokens of a request in a step; 0 = 4",
     )
     tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
     expert_parallel: bool = Field(

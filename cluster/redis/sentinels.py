@@ -157,7 +157,7 @@ class _SentinelConnection:
             address = _checked(str(state["ip"]), int(state["port"]))
             return Master(address, int(state.get("config-epoch", 0)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise NotFoundError(f"its answer is none of a Sentinel's: {type(error).__name__}") from error
+            raise NotFoundError(f"its answer is malformed: {type(error).__name__}") from error
 
     @contextlib.contextmanager
     def _closed_when_late(self) -> Iterator[None]:

@@ -126,7 +126,7 @@ class DraftModel:
         """The most likely token of each row of logits [rows, vocab]. Raises InternalError if its logit is not finite."""
         best = logits.argmax(-1, keepdim=True)  # NaN wins argmax
         if not bool(logits.gather(-1, best).isfinite().all()):
-            raise InternalError("logits of the draft model are no numbers")
+            raise InternalError("logits of the draft model are not finite")
         tokens: list[int] = best[:, 0].tolist()
         return tokens
 

@@ -56,7 +56,7 @@ def _check(answer: object, slots: bytes, chain: bytes) -> None:
             held <= most for held in struct.unpack(f">{len(answer) // 4}I", answer)[:: 1 if slots else 2]
         ):
             return
-    raise redis.InvalidResponse("the index's answer to a match is none of its script's")
+    raise redis.InvalidResponse("the index's answer to a match is malformed")
 
 
 class PrefixIndex:

@@ -404,7 +404,7 @@ class Failing(Observed):
         return super().execute(plan, drawn)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Failing, "out of luck"), (Observed, "are no numbers")])
+@pytest.mark.parametrize(("kind", "reason"), [(Failing, "out of luck"), (Observed, "are not finite")])
 def test_a_failure_ends_drafting_and_no_request(kind, reason, caplog):
     draft = kind()
     engine = drafting(draft)
