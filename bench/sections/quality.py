@@ -61,16 +61,10 @@ def run(context: Context) -> Section:
         forms.append(Form(name, form.weights["num_bits"], rounded.write(model, target, form), {}))
     context.say(f"{model}: {len(windows):,} windows of {WINDOW} tokens")
     plain = measure(load(model, "cpu"), windows)
-    figures = [
-        Figure(
-            "perplexity, bf16", _perplexity(plain, len(windows)), "", "", f"{model.parent.name}/{model.name}"
-        )
-    ]
+    figures = [Figure("perplexity, bf16", _perplexity(plain), "", "", f"{model.parent.name}/{model.name}")]
     for one in forms:
         context.say(one.name)
-        figures += _figures(
-            one, plain, measure(load(one.model, "cpu", **one.settings), windows), len(windows)
-        )
+        figures += _figures(one, plain, measure(load(one.model, "cpu", **one.settings), windows))
     return Section("quality", "What weight formats cost", figures)
 
 
@@ -91,11 +85,11 @@ def measure(engine: Engine, windows: list[list[int]]) -> Measured:
     return Measured(np.array(losses), torch.cat(best), weight_bytes(runner.model_config, runner.config))
 
 
-def _figures(form: Form, plain: Measured, found: Measured, windows: int) -> list[Figure]:
+def _figures(form: Form, plain: Measured, found: Measured) -> list[Figure]:
     low, high = _interval(found.losses - plain.losses)
-    loss = 100 * (_perplexity(found, windows) / _perplexity(plain, windows) - 1)
+    loss = 100 * (_perplexity(found) / _perplexity(plain) - 1)
     agree = 100 * float((found.best == plain.best).float().mean())
-    note = f"{low:.2f} to {high:.2f}; perplexity {_perplexity(found, windows):.3f}"
+    note = f"{low:.2f} to {high:.2f}; perplexity {_perplexity(found):.3f}"
     stored = (form.model / "model.safetensors").stat().st_size
     size = f"bf16 {plain.weight_bytes / 1e6:.1f} MB; the file {stored / 1e6:.1f} MB"
     return [
@@ -105,8 +99,8 @@ def _figures(form: Form, plain: Measured, found: Measured, windows: int) -> list
     ]
 
 
-def _perplexity(found: Measured, windows: int) -> float:
-    return math.exp(found.losses.sum() / (windows * (WINDOW - 1)))
+def _perplexity(found: Measured) -> float:
+    return math.exp(found.losses.mean() / (WINDOW - 1))
 
 
 def _interval(more: NDArray[np.float64]) -> tuple[float, float]:

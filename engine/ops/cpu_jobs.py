@@ -28,15 +28,8 @@ from engine.ops.cpu_elements import CODES
 from engine.ops.cpu_llvm import as_f32, cached, cached_function, integers, prefetch_line
 
 # Indices of the team's int64 numbers. Those that several threads write are in separate cache lines.
-NEXT, FINISHED, STOP, LISTED, LEFT, FAILED, KERNEL = (
-    0,
-    8,
-    16,
-    17,
-    18,
-    19,
-    24,
-)  # NEXT: shares · 2³² + next share
+# NEXT: shares · 2³² + next share.
+NEXT, FINISHED, STOP, LISTED, LEFT, FAILED, KERNEL = 0, 8, 16, 17, 18, 19, 24
 TOTAL, SHARES, AHEAD, READS, ARGUMENTS = range(KERNEL + 1, KERNEL + 6)  # READS: the job is a product
 SIZE = 64
 # Numbers of one job: its kernel's address, total, shares, where to prefetch from, whether it is a product, arguments.

@@ -54,7 +54,7 @@ def test_figures_compare_with_bf16():
     best = torch.arange(8)
     plain = Measured(np.array([3.0, 5.0]) * count, best, 100)
     worse = Measured(plain.losses + 0.01 * count, best.clamp(max=6), 50)
-    lost, same, size = quality._figures(Form("f", 8, quality.SHIPPED, {}), plain, worse, 2)
+    lost, same, size = quality._figures(Form("f", 8, quality.SHIPPED, {}), plain, worse)
     assert lost.value == pytest.approx(100 * np.expm1(0.01)) and lost.met is False
     assert lost.note.startswith("1.01 to 1.01; ")
     assert same.value == 87.5
