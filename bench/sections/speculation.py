@@ -89,7 +89,7 @@ def run(context: Context) -> Section:
 
 def _draft_runner(model: Path) -> Any:
     from cluster.config.worker import EngineConfig
-    from engine import load_draft
+    from engine.speculation import load_draft
 
     directory = write(model.parent / "draft", DRAFT_SHAPE)
     return load_draft.load(EngineConfig(model=model, draft_model=directory, dtype="bfloat16", device="cpu"))
