@@ -16,6 +16,7 @@ from redis.crc import key_slot
 from redis.exceptions import RedisClusterException
 
 from cluster.errors import ConfigError
+from cluster.redis.deadline import closed_when_late
 from cluster.redis.sentinels import NotFoundError, sentinels_of
 from cluster.redis.urls import Address, Seeds
 
@@ -110,19 +111,22 @@ class Finder:
         return time.monotonic() - search.result()[1] < FRESH_SECONDS
 
     def _ask_node(self, seed: Address) -> Address:
+        node = ClusterNode(*seed)  # type: ignore[no-untyped-call]
+        seconds = 2 * float(self._options["socket_timeout"])  # to connect and for the answer
         try:
-            nodes = NodesManager([ClusterNode(*seed)], **self._options)  # type: ignore[no-untyped-call]
+            with closed_when_late(lambda: node.redis_connection, seconds):
+                nodes = NodesManager([node], **self._options)
         except RedisClusterException as error:
             raise NotFoundError(
                 f"CLUSTER SLOTS failed (the user needs +cluster|slots): {error.__cause__ or error}"
             ) from error
         try:
-            node = nodes.get_node_from_slot(key_slot(f"{{{self._seeds.name}}}".encode()))
+            owner = nodes.get_node_from_slot(key_slot(f"{{{self._seeds.name}}}".encode()))
         except RedisClusterException as error:
             raise NotFoundError("no node serves the slot") from error
         finally:
             nodes.close()
-        return Address(str(node.host), int(node.port))
+        return Address(str(owner.host), int(owner.port))
 
 
 def _answered(asked: dict[Future[Address], Address], seconds: float, reasons: list[str]) -> Address | None:

@@ -111,6 +111,19 @@ def test_a_sentinel_that_sends_a_byte_at_a_time_is_given_up(fake) -> None:
         assert connection.master("m") == Master(Address("127.0.0.1", 5), 1), "it can be asked again"
 
 
+def test_a_node_that_sends_a_byte_at_a_time_is_given_up(fake, monkeypatch) -> None:
+    """Its thread would be waited for at the end of the process."""
+    monkeypatch.setattr(module, "ASK_SECONDS", 0.05)
+    slow = fake(says(names_owner(7)))
+    slow.pause = 0.02
+    finder, began = finder_of(slow, kind="cluster"), time.monotonic()
+    with pytest.raises(NotFoundError, match="CLUSTER SLOTS failed"):
+        finder._ask_node(Address("127.0.0.1", slow.port))
+    assert time.monotonic() - began < 1.0, "the whole answer takes 1.4 s"
+    slow.pause = 0.0
+    assert finder.find().port == 7
+
+
 def test_the_node_of_the_slot(fake) -> None:
     assert finder_of(fake(says(names_owner(7))), kind="cluster").find() == Address("127.0.0.1", 7)
 

@@ -3,8 +3,10 @@ from its cache, so each greedy draft is accepted only if the draft model's cache
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from engine.plan import StepPlan
 from engine.request import EngineRequest, SamplingParams, TokenOutput
 from engine.runner import ModelRunner
 from engine.scheduler.sequence import Sequence, SequenceState
-from engine.speculation import draft_model, drafts, load_draft
+from engine.speculation import draft_model, drafts, load_draft, pool_bytes
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_gate import DraftGate
 from engine.speculation.draft_model import DraftModel
@@ -507,6 +509,24 @@ def test_an_unfit_draft_model_is_refused_before_weights_are_read(checkpoint, tmp
         with pytest.raises(ConfigError, match=message) as caught:
             local.check(config)
         assert caught.value.field in ("draft_model", "draft_kv_memory")
+
+
+def test_baton_up_is_told_the_size_of_the_draft_models_pool(checkpoint, monkeypatch, capsys):
+    config = EngineConfig(model=checkpoint("llama"), draft_model=checkpoint("llama"), page_size=8)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(config.model_dump_json()))
+    pool_bytes.main()
+    size = int(capsys.readouterr().out)
+    assert size == load_draft.settings(config).kv_memory_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "text", ['{"vocab_size": -5}', '{"architectures": ["Gemma3ForConditionalGeneration"]}']
+)
+def test_a_draft_models_configuration_of_odd_values_is_refused_by_its_name(text, checkpoint, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    config = WorkerConfig(role="decode", engine={"model": checkpoint("llama"), "draft_model": tmp_path})
+    with pytest.raises(ConfigError, match=r"--draft-model .*config.json"):
+        local.check(config)
 
 
 def test_a_draft_models_configuration_that_is_nested_too_deeply_is_refused(checkpoint, tmp_path):
