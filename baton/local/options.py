@@ -129,7 +129,7 @@ class UpOptions(Frozen):
                     f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
                     field="config",
                 )
-            if not isinstance(section.get("engine") or {}, Mapping):
+            if not isinstance(section.get("engine"), Mapping | None):
                 raise ConfigError(f"--config: engine of {name} is no section", field="config")
         if (draft := self._draft_model) is not None:
             check_draft_model(self.model, draft)

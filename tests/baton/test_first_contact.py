@@ -180,8 +180,9 @@ def test_an_engine_section_may_be_empty_and_no_number(checkpoint):
                   {"sections": {"worker": {"engine": None}}, "worker": shared}):  # fmt: skip
         engine = UpOptions(model, **given).worker_config("decode").engine
         assert (engine.threads, engine.page_size) == (3, 8)
-    with pytest.raises(ConfigError, match="--config: engine of decode is no section"):
-        UpOptions(model, sections={"decode": {"engine": 5}})
+    for other in (5, 0, [], False):
+        with pytest.raises(ConfigError, match="--config: engine of decode is no section"):
+            UpOptions(model, sections={"worker": shared, "decode": {"engine": other}})
 
 
 def test_settings_of_a_role_are_merged_once(checkpoint, monkeypatch):
