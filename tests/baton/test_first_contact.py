@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +181,20 @@ def test_an_engine_section_may_be_empty_and_no_number(checkpoint):
                   {"sections": {"worker": {"engine": None}}, "worker": shared}):  # fmt: skip
         engine = UpOptions(model, **given).worker_config("decode").engine
         assert (engine.threads, engine.page_size) == (3, 8)
-    for other in (5, 0, [], False):
+    others: list[Any] = [5, 0, [], False]
+    for other in others:
         with pytest.raises(ConfigError, match="--config: engine of decode is no section"):
             UpOptions(model, sections={"worker": shared, "decode": {"engine": other}})
 
 
 def test_settings_of_a_role_are_merged_once(checkpoint, monkeypatch):
     calls = list[object]()
-    monkeypatch.setattr(up_options, "without_drafts", lambda given: calls.append(given) or given)
+
+    def counted(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls.append(given)
+        return given
+
+    monkeypatch.setattr(up_options, "without_drafts", counted)
     options = UpOptions(checkpoint("llama"), worker={"engine": {"threads": 2}})
     assert all(options.worker_config(role).engine.threads == 2 for role in ROLES)
     assert len(calls) == 2, "sections and flags"
