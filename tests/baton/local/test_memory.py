@@ -110,7 +110,7 @@ def test_draft_models_pools_are_beside_those_of_first_ranks() -> None:
 
 def test_the_default_pool_of_a_draft_model_counts_too(checkpoint, monkeypatch, caplog) -> None:
     """Its size follows from the draft model, which another process reads."""
-    monkeypatch.setattr(options, "limits", lambda: [Limit(64 * GIB, 4 * GIB)])
+    monkeypatch.setattr(options, "limits", lambda: [Limit(5 * GIB, 4 * GIB)])
     monkeypatch.setattr(memory, "cards", list)
     asked: list[EngineConfig] = []
 
