@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import redis
 
 
 @contextlib.contextmanager
-def closed_when_late(client: Callable[[], redis.Redis | None], seconds: float) -> Iterator[None]:
+def closed_when_late(client: redis.Redis, seconds: float) -> Iterator[None]:
     """Close the client's connections after `seconds`, and again after as many, until the block ends. The time-out of
-    redis-py is per read, and an answer may come a byte at a time. `client` returns None while there is none."""
+    redis-py is per read, and an answer may come a byte at a time."""
     answered = threading.Event()
 
     def watch() -> None:
         while not answered.wait(seconds):
-            if (late := client()) is not None:
-                late.connection_pool.disconnect()
+            client.connection_pool.disconnect()
 
     threading.Thread(target=watch, name="redis-deadline", daemon=True).start()
     try:

@@ -150,12 +150,12 @@ class _SentinelConnection:
     def master(self, name: str) -> Master:
         """Raises NotFoundError, also for a malformed answer, or redis.RedisError or OSError."""
         try:
-            with closed_when_late(lambda: self._sentinel.sentinels[0], self._max_seconds):
+            with closed_when_late(self._sentinel.sentinels[0], self._max_seconds):
                 state: Any = self._sentinel.sentinels[0].sentinel_masters()
             state = state.get(name)
             if not state or not self._sentinel.check_master_state(state, name):  # type: ignore[no-untyped-call]
                 raise NotFoundError("no live master of this name")
-            address = _checked(str(state["ip"]), int(state["port"]))
+            address = Address.checked(str(state["ip"]), int(state["port"]))
             return Master(address, int(state.get("config-epoch", 0)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise NotFoundError(f"its answer is malformed: {type(error).__name__}") from error
@@ -163,14 +163,6 @@ class _SentinelConnection:
     def close(self) -> None:
         for client in self._sentinel.sentinels:
             client.close()
-
-
-def _checked(host: str, port: int) -> Address:
-    """The address. Raises ValueError for one at which a socket would raise UnicodeError or OverflowError, no OSError."""
-    if not host or "\0" in host or not 0 < port < 1 << 16:
-        raise ValueError("no address")
-    host.encode("idna")  # UnicodeError: a part of the name is too long
-    return Address(host, port)
 
 
 def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]) -> None:
