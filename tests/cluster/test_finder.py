@@ -128,7 +128,8 @@ def test_a_node_that_sends_a_byte_at_a_time_is_given_up(fake, monkeypatch) -> No
     "odd",
     [
         OK, b":1\r\n", b"*1\r\n:1\r\n", b"*-1\r\n", b"*1\r\n*3\r\n:0\r\n:16383\r\n:1\r\n", names_owner(0),
-        names_owner(70_000), names_owner(7, host="a\0b"), b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + b"$1\r\nh\r\n$1\r\nx\r\n",
+        names_owner(70_000), names_owner(7, host="a\0b"),
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + b"$1\r\nh\r\n$1\r\nx\r\n",
     ],
 )  # fmt: skip
 def test_an_answer_that_is_no_nodes_is_none(fake, odd: bytes) -> None:
