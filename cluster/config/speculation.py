@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 from cluster.errors import ConfigError
 
-if TYPE_CHECKING:
-    from cluster.config.worker import EngineConfig
-
 DEFAULT_DRAFTS = 4
 _SETTINGS = ("speculation", "speculative_tokens", "draft_model", "draft_kv_memory_bytes")
+
+
+class Settings(Protocol):
+    """What is checked of EngineConfig."""
+
+    @property
+    def speculation(self) -> str: ...
+    @property
+    def speculative_tokens(self) -> int: ...
+    @property
+    def draft_model(self) -> Path | None: ...
+    @property
+    def draft_kv_memory_bytes(self) -> int: ...
+    @property
+    def overlap(self) -> str: ...
+    @property
+    def max_batch_requests(self) -> int: ...
+    @property
+    def max_batch_tokens(self) -> int: ...
 
 
 class DraftSource(NamedTuple):
@@ -33,7 +50,7 @@ class DraftSource(NamedTuple):
         return f"speculation {self.value}" if self.setting == "speculation" else self.setting
 
 
-def draft_source(engine: EngineConfig) -> DraftSource | None:
+def draft_source(engine: Settings) -> DraftSource | None:
     """None: no setting asks for drafts."""
     if engine.draft_model is not None:
         return DraftSource("draft_model", str(engine.draft_model))
@@ -48,7 +65,7 @@ def without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**settings, "engine": {name: engine[name] for name in engine if name not in _SETTINGS}}
 
 
-def check(engine: EngineConfig) -> None:
+def check(engine: Settings) -> None:
     """Raise ConfigError for settings that exclude each other or have no effect, ValueError for those that leave drafts no
     room."""
     _check_source(engine)
@@ -69,7 +86,7 @@ def check(engine: EngineConfig) -> None:
         )
 
 
-def check_prefill(engine: EngineConfig) -> None:
+def check_prefill(engine: Settings) -> None:
     """Raise ConfigError if a prefill worker's settings ask for drafts."""
     if (source := draft_source(engine)) is not None:
         raise ConfigError(
@@ -78,7 +95,7 @@ def check_prefill(engine: EngineConfig) -> None:
         )
 
 
-def _check_source(engine: EngineConfig) -> None:
+def _check_source(engine: Settings) -> None:
     if engine.draft_model is not None and engine.speculation != "none":
         raise ConfigError(
             f"--draft-model and --speculation {engine.speculation} exclude each other: drafts come from one of them",
@@ -90,7 +107,7 @@ def _check_source(engine: EngineConfig) -> None:
         )
 
 
-def _check_unused(engine: EngineConfig) -> None:
+def _check_unused(engine: Settings) -> None:
     if engine.speculative_tokens:
         raise ConfigError(
             f"--speculative-tokens {engine.speculative_tokens} has no effect with speculation none: add --speculation "
