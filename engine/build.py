@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -32,6 +33,7 @@ from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
 CPU = torch.device("cpu")
+Backends = tuple[LayerOps, AttentionBackend]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -239,33 +241,22 @@ def load_model(
             expert_parallel=config.expert_parallel,
         )
     spec = _kv_spec(model, resolved, decoder.num_kv_heads)
-    shape = AttentionShape(
-        decoder.num_heads,
-        decoder.num_kv_heads,
-        model.head_dim,
-        resolved.page_size,
-        model.windows,
-        model.attention_scale,
-        model.attention_cap,
-        decoder.sinks,
-        dtype,
-    )
+    shape = _attention_shape(model, decoder, resolved)
 
-    def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
+    def backends(cache: Tensor) -> Backends:
         ops = _make_ops(model, decoder, cache, resolved, team)
         return ops, registry.make(resolved.attention_backend, shape, cache, team)
 
-    step_bytes, recorded_bytes = 0, size  # the null block
     one_block = torch.zeros((1, *spec.shape), dtype=spec.dtype, device=device)
     small = backends(one_block)  # in use until the pool has its size, as those of the pool are later
+    step_bytes = recorded_bytes = 0
     if not resolved.kv_memory_bytes:
         _compile(resolved, decoder, small, tell)
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, *small, memory)
         step_bytes += decoder.unmeasured_bytes(resolved.step_tokens)
-        capturable = decoder.capturable and registry.backend_class(resolved.attention_backend).capturable
-        if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
-            recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
+        recorded_bytes = _recorded_bytes(resolved, decoder, backends, one_block, memory)
+    recorded_bytes += size  # the null block
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
     del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes, draft_bytes)
@@ -276,9 +267,35 @@ def load_model(
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
 
 
-def _compile(
-    config: EngineConfig, decoder: Decoder, made: tuple[LayerOps, AttentionBackend], tell: Tell
-) -> None:
+def _attention_shape(model: ModelConfig, decoder: Decoder, config: EngineConfig) -> AttentionShape:
+    return AttentionShape(
+        decoder.num_heads,
+        decoder.num_kv_heads,
+        model.head_dim,
+        config.page_size,
+        model.windows,
+        model.attention_scale,
+        model.attention_cap,
+        decoder.sinks,
+        _DTYPES[config.dtype],
+    )
+
+
+def _recorded_bytes(
+    config: EngineConfig,
+    decoder: Decoder,
+    backends: Callable[[Tensor], Backends],
+    one_block: Tensor,
+    memory: DeviceMemory,
+) -> int:
+    """Bytes of decode steps that are recorded."""
+    capturable = decoder.capturable and registry.backend_class(config.attention_backend).capturable
+    if not decode_graphs.recorded(one_block.device, config.cuda_graphs, capturable):
+        return 0
+    return largest_step.recorded_bytes(config, decoder, backends, one_block, memory)
+
+
+def _compile(config: EngineConfig, decoder: Decoder, made: Backends, tell: Tell) -> None:
     """Compile all kernels, so that this is no part of what the largest step is measured to take. Every rank of the group
     must call it. Where nothing is measured, the warm-up compiles."""
     stages = [

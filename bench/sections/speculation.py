@@ -93,7 +93,7 @@ def measure(model: Path, device: str, draft_model: Path, pairs: int) -> list[Fig
 
 def _draft_runner(model: Path, device: str, draft_model: Path) -> Any:
     from cluster.config.worker import EngineConfig
-    from engine import load_draft
+    from engine.speculation import load_draft
 
     return load_draft.load(
         EngineConfig(model=model, draft_model=draft_model, dtype="bfloat16", device=device)

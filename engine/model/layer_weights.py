@@ -51,13 +51,14 @@ class LayerWeights:
         return self._checkpoint.matrix(name or _HEADS[0], c.vocab_size, c.hidden_size, rows=rows)
 
     def has_untied_head(self) -> bool:
-        """Whether a stored head differs from the embedding, although the configuration ties them. Compares the first and
-        the last rows only, because both are large; `head` compares all."""
+        """Whether a stored head differs from the embedding, although the configuration ties them. Compares all rows, in
+        parts: the load reads them again, from the page cache."""
         c, name = self._config, self._stored_head()
         if not c.tie_embeddings or name is None:
             return False
-        last = max(0, c.vocab_size - _COMPARED_ROWS)
-        parts = (slice(at, min(at + _COMPARED_ROWS, c.vocab_size)) for at in sorted({0, last}))
+        parts = (
+            slice(at, min(at + _COMPARED_ROWS, c.vocab_size)) for at in range(0, c.vocab_size, _COMPARED_ROWS)
+        )
         return not all(self._equals_embedding(name, rows, self.embedding(rows)) for rows in parts)
 
     def _stored_head(self) -> str | None:

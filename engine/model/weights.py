@@ -153,7 +153,7 @@ class Checkpoint:
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Map each tensor name of a checkpoint to its file. Raises ModelError naming the file."""
+    """Map each tensor name of a checkpoint to its file, which is a regular one. Raises ModelError naming the file."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -167,6 +167,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     single = directory / "model.safetensors"
     if not single.exists():
         raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
+    _check_file(single)
     with _open(single) as handle:
         return dict.fromkeys(handle.keys(), single)
 
@@ -190,7 +191,7 @@ def _check_file(file: Path) -> None:
 
 
 def _open(file: Path) -> safe_open:
-    _check_file(file)
+    """Open a file that `_check_file` has accepted."""
     try:
         return safe_open(str(file), "pt")
     except Exception as error:  # safetensors raises types of its own for damaged files
