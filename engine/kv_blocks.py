@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cluster.protocol.kv_format import SCALE_BYTES
 
-CPUS_ONLY = "supported on CPUs only"
 MOST = 127.0  # largest magnitude of a code
 
 
@@ -52,7 +51,8 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     """[..., dim] → codes, int8, and scales, bf16 [...]: of each row the largest magnitude / 127, rounded; NaN where a
     number is not finite."""
     exact = values.float()
-    scales = (exact.abs().amax(-1) / MOST).to(torch.bfloat16)
+    most = exact.new_full((), MOST)  # by a Python number CUDA would multiply with its inverse
+    scales = (exact.abs().amax(-1) / most).to(torch.bfloat16)
     scales = torch.where(scales.isfinite(), scales, math.nan)
     wide = scales.float()[..., None]
     factors = torch.where(wide > 0, 1.0 / wide, 0.0)

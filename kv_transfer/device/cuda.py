@@ -78,7 +78,8 @@ class Buffers:
 
 
 class IndexedRows(NamedTuple):
-    """A part's whole blocks as rows: `part[i]` belongs to `cache[numbers[i]]`. Both have the widest integers that fit."""
+    """A part's whole blocks as rows: `part[i]` belongs to `cache[numbers[i]]`. Both have the widest integers that fit the
+    rows and, where a cut block comes before them, its end."""
 
     cache: Tensor  # [all rows, columns]
     numbers: Tensor  # int64 [rows]
@@ -269,13 +270,12 @@ class CudaCopier:
         if whole is None:
             return None
         width = self._cache.element_size()
-        row_bytes = whole.row_elements * width
-        word = _WORDS[next(size for size in _WORDS if row_bytes % size == 0)]
+        row_bytes, first = whole.row_elements * width, whole.begin * width
+        word = _WORDS[next(size for size in _WORDS if row_bytes % size == first % size == 0)]
         columns = row_bytes // word.itemsize
         count = len(whole.index)
         buffers.host_rows.numpy()[:count] = whole.index
         buffers.rows[:count].copy_(buffers.host_rows[:count], non_blocking=True)
-        first = whole.begin * width
         return IndexedRows(
             self._cache.view(-1).view(word).view(-1, columns),
             buffers.rows[:count],

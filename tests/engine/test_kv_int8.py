@@ -366,7 +366,6 @@ def test_logits_are_near_those_of_exact_kv(variant, dtype, most, checkpoint) -> 
         ({"kv_dtype": "bf16", "dtype": "float32"}, "computed in float32"),
         ({"kv_dtype": "bf16>int8"}, "two roles"),
         ({"kv_dtype": "int8", "page_size": 12}, "a page_size that 8 divides, not 12"),
-        ({"kv_dtype": "int8", "device": "cuda"}, "on CPUs only, not on cuda"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_anything_is_read(settings, problem, checkpoint) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.protocol.kv_format import SCALE_BYTES
 from kv_transfer.device import cuda as cuda_copier
 from kv_transfer.device import registry, sum64
 from kv_transfer.device.base import REACHED, PartCopier
@@ -22,6 +23,7 @@ from tests.kv_transfer.fake_cuda import DeviceTensor, FakeCuda
 
 BLOCKS, LAYERS, HEADS, PAGE, DIM = 12, 3, 6, 4, 8
 PART_BYTES = 1 << 16
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 WHOLE = Place(range(LAYERS), range(HEADS), range(2 * PAGE), [7, 2])
 
 
@@ -33,6 +35,9 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cache(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
+    if dtype is torch.int8:
+        size = (BLOCKS, LAYERS, 2, HEADS, PAGE, DIM + SCALE_BYTES)
+        return torch.randint(-128, 128, size, generator=generator).to(dtype)
     return torch.randn(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM, generator=generator).to(dtype)
 
 
@@ -50,7 +55,7 @@ class Rig:
         self.cuda.log.clear()
 
     def expected(self, place: Place) -> torch.Tensor:
-        token = len(place.layers) * 2 * len(place.heads) * DIM
+        token = len(place.layers) * 2 * len(place.heads) * self.host.shape[5]
         part = torch.empty(token * len(place.tokens), dtype=self.host.dtype)
         gather(self.host, part, place)
         return part.view(torch.uint8)
@@ -68,7 +73,7 @@ def places(draw: st.DrawFn) -> Place:
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=places(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), to_host=st.booleans())
+@given(place=places(), dtype=st.sampled_from(DTYPES), to_host=st.booleans())
 def test_a_part_is_read_as_the_cpu_reads_it(place, dtype, to_host):
     rig = Rig(cache(dtype))
     expected = rig.expected(place)
@@ -87,7 +92,7 @@ def test_a_part_is_read_as_the_cpu_reads_it(place, dtype, to_host):
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=places(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(place=places(), dtype=st.sampled_from(DTYPES))
 def test_a_part_is_scattered_where_the_cpu_scatters_it(place, dtype):
     rig, there = Rig(torch.zeros_like(cache(dtype))), cache(dtype)
     size = rig.expected(place).numel()

@@ -27,8 +27,6 @@ from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
 from kv_transfer.transports.registry import open_endpoints
 
-CPU = torch.device("cpu")
-
 
 def check(config: WorkerConfig) -> None:
     """Check config.json and the settings before any weight is read. Raises ModelError or ConfigError."""
@@ -37,14 +35,19 @@ def check(config: WorkerConfig) -> None:
     if own.draft_model is not None:
         load_draft.settings(own)
     if config.role == "prefill":
-        # Refuse what decode workers refuse: in int8 they are on CPUs, whatever this worker's device is.
+        # Refuse what decode workers refuse
         build.check_kv_dtype(
-            engine.model_copy(update={"kv_dtype": _side(config, of_decode=True)}), engine.dtype, CPU
+            engine.model_copy(update={"kv_dtype": _side(config, of_decode=True)}), engine.dtype
         )
     else:
         sent = engine.model_copy(update={"kv_dtype": _side(config, of_decode=False)})
         if sent.kv_dtype != engine.kv_dtype:
-            build.check_kv_dtype(sent, engine.dtype, CPU)  # as prefill workers do, on any device
+            build.check_kv_dtype(sent, engine.dtype)  # as prefill workers do
+            if uses_cuda(engine):
+                raise ConfigError(
+                    f"kv_dtype {config.engine.kv_dtype}: decode workers convert on CPUs only, not on {engine.device}",
+                    field="kv_dtype",
+                )
         check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, sent) // model.num_layers)
 
 
