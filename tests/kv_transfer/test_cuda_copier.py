@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.protocol.kv_format import SCALE_BYTES
+from engine import kv_blocks
 from kv_transfer.device import cuda as cuda_copier
 from kv_transfer.device import registry, sum64
 from kv_transfer.device.base import REACHED, PartCopier
 from kv_transfer.device.cpu import CpuCopier
 from kv_transfer.device.cuda import HOST_PARTS, WORKS, CudaCopier, EventMark
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE, SUM64, digest
 from kv_transfer.layout.geometry import gather
 from kv_transfer.layout.rows import Place
@@ -106,6 +108,28 @@ def test_a_part_is_scattered_where_the_cpu_scatters_it(place, dtype):
     assert torch.equal(rig.host, expected), "a byte of another place was written, or one is missing"
     assert sum(what == "index_copy_" for what, _ in rig.cuda.log) <= 1
     assert not rig.cuda.wrong
+
+
+@settings(max_examples=50, deadline=None)
+@given(place=places())
+def test_a_part_is_converted_without_waiting(place):
+    """As a CPU does it, on the copier's stream."""
+    conversion = Conversion(torch.float32, DIM, kv_blocks.write_part)
+    there, cuda = cache(), FakeCuda()
+    host = torch.zeros_like(cache(torch.int8))
+    copier = CudaCopier(DeviceTensor(host, cuda), PART_BYTES, cuda, conversion)
+    memory = copier.allocate(PART_BYTES)
+    copier.use_thread()
+    cuda.log.clear()
+    part = torch.empty(len(place.tokens) * len(place.layers) * 2 * len(place.heads) * DIM)
+    gather(there, part, place)
+    size = 4 * part.numel()
+    memory.host[:size] = part.view(torch.uint8)  # type: ignore[attr-defined]
+    scattering = copier.scatter(memory[:size], place, REACHED)
+    assert scattering is not None and scattering.result() and not cuda.wrong
+    expected = torch.zeros_like(host)
+    CpuCopier(expected, conversion).scatter(part.view(torch.uint8), place, REACHED)
+    assert torch.equal(host, expected)
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [3, BLOCKS]])

@@ -15,6 +15,7 @@ from engine.layers.linear import CudaLinear
 from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
 from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_conversion import write_part
 from engine.ops.triton_ops import TritonOps, multiply_row
 from engine.plan import PlanItem
 from tests.engine.steps import buffers_of
@@ -127,6 +128,22 @@ def test_rows_are_rounded_as_on_cpus(heads, kv, dim, page, dtype, norms):
     untouched[slots] = False
     left = kv_blocks.split(codes)[0].permute(0, 4, 1, 2, 3, 5).reshape(9 * page, -1)
     assert bool((left[untouched] == 7).all()) and bool((codes[:, 0] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_part_is_converted_as_on_cpus(dtype):
+    """Of some layers and heads, cut at both ends, in blocks longer than what a program converts."""
+    torch.manual_seed(0)
+    page, dim, tokens, offset = 24, 40, 27, 22
+    numbers = torch.randn(tokens * 2 * 2, dim) * torch.logspace(-15, 15, tokens * 4)[:, None]
+    numbers[3], numbers[5] = 0.0, torch.arange(dim) - 5.5
+    numbers[5, 0] = 127.0  # half way between codes
+    found = []
+    for write in (kv_blocks.write_part, write_part):
+        cache = torch.full((9, 3, 2, 4, page, dim + 2), 7, dtype=torch.int8)
+        write(cache[:, 1:2, :, 2:4], numbers.to(dtype).flatten(), torch.tensor([8, 0, 3]), offset)
+        found.append(cache)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(7, 40), (5, 1024), (3, 2500)])

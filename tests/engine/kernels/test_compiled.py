@@ -14,6 +14,7 @@ import torch
 from cluster.protocol.kv_format import SCALE_BYTES
 from engine.attention import triton_backend as backend
 from engine.attention import triton_kernels as attention
+from engine.ops import triton_conversion as conversion
 from engine.ops import triton_kernels as small
 from engine.ops.base import OpsShape
 from engine.ops.triton_ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, gate_kind, norm_sizes
@@ -33,13 +34,18 @@ NUMBERS = (
     "table_stride",
     "block_stride",
     "value_offset",
+    "offset",
+    "tokens",
+    "heads",
+    "layer_stride",
+    "side_stride",
 )
 KINDS = {
     **dict.fromkeys(INTS, "*i32"),
     **dict.fromkeys(FLOATS, "*fp32"),
     **dict.fromkeys(NUMBERS, "i32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
-    **dict.fromkeys(("positions", "slots"), "*i64"),
+    **dict.fromkeys(("positions", "slots", "ids"), "*i64"),
 }
 DATA = (
     "q",
@@ -55,6 +61,7 @@ DATA = (
     "sin",
     "q_norm",
     "k_norm",
+    "numbers",
 )
 
 
@@ -67,7 +74,7 @@ def check(capability: int, kernel, kind: str, constants: dict[str, object], opti
     own = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {**KINDS, **dict.fromkeys(DATA, f"*{kind}")}
     if own.get("ROW") != own.get("DIM"):
-        types["cache"] = "*i8"
+        types["cache"] = types["blocks"] = "*i8"
     needed = {name: types[name] for name in kernel.arg_names if name not in own}
     made = compile_for(capability, kernel, needed, own, {**options, **OPTIONS})
     of_attention = kernel in (attention.attend_prompts, attention.attend_tokens)
@@ -152,6 +159,17 @@ def check_small(capability: int, kind: str, dim: int) -> None:
             check(capability, small.rotate_heads, kind, {**sizes, "ROW": row}, {"num_warps": 2})
 
 
+def check_conversion(capability: int, kind: str, dim: int) -> None:
+    constants = {"DIM": dim, "ROW": dim + SCALE_BYTES, "WIDTH": backend.width_of(dim), "PAGE": 16}
+    check(
+        capability,
+        conversion.convert_blocks,
+        kind,
+        {**constants, "TOKENS": conversion.TOKENS},
+        {"num_warps": conversion.WARPS},
+    )
+
+
 @pytest.mark.parametrize(
     ("capability", "kind", "dim", "group", "cap", "sinks", "int8"),
     [
@@ -173,6 +191,7 @@ def test_attention_compiles(capability, kind, dim, group, cap, sinks, int8):
 
 def test_small_kernels_compile():
     check_small(100, "bf16", 128)
+    check_conversion(90, "bf16", 128)
 
 
 # Heads' sizes by type and group: all of them for the common group only, which keeps a card's compilations to a minute.
@@ -206,3 +225,4 @@ def test_every_variant_compiles(capability, kind, group, dims):
             check_attention(capability, kind, 64, 8, 16, sinks=True, int8=int8)  # gpt-oss
     if group == 4:
         check_small(capability, kind, 64)
+        check_conversion(capability, kind, 80)

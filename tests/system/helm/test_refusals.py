@@ -44,11 +44,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.quantization = int8 runs on CPUs only and prefill.gpus is 1",
         "set quantization to auto or gpus to 0",
     ),
-    "conversion of KV on GPUs": (
-        {"model": {"kvDtype": "bf16>int8"}, "decode": {"gpus": 1}},
-        "model.kvDtype = bf16>int8 is converted by decode workers, on CPUs only, and decode.gpus is 1",
-        "set kvDtype to int8 or auto, or gpus to 0",
-    ),
     "int8 KV in odd blocks": (
         {"model": {"kvDtype": "int8", "pageSize": 12}, "prefill": {"gpus": 0}, "decode": {"gpus": 0}},
         "model.kvDtype = int8 needs a model.pageSize that 8 divides, not 12",
