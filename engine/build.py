@@ -17,7 +17,7 @@ from engine.attention import registry
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
-from engine.kv_blocks import CPUS_ONLY, KvSpec
+from engine.kv_blocks import KvSpec
 from engine.layers.linear import CudaLinear, Linear, MakeLinear, PanelLinear, TorchLinear, Weight
 from engine.model import shares
 from engine.model.config import ModelConfig
@@ -134,7 +134,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             field="quantization",
         )
     dtype = compute_dtype(config.dtype, model.dtype)
-    check_kv_dtype(config, dtype, device)
+    check_kv_dtype(config, dtype)
     _check_card(device)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _choose_backend(
     chosen: list[str] = []
 
     def choose() -> None:
-        needs = registry.Features(caps=model.attention_cap > 0, sinks=model.family.sinks)
+        needs = registry.Features(model.attention_cap > 0, model.family.sinks, config.kv_dtype == INT8)
         chosen.append(
             registry.choose(config.attention_backend, device, dtype, model.head_dim, config.page_size, needs)
         )
@@ -171,15 +171,13 @@ def _choose_backend(
     return chosen[0]
 
 
-def check_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> None:
-    """Raise ConfigError if `config.kv_dtype` is not supported on `device` for a model that is computed in `dtype`."""
+def check_kv_dtype(config: EngineConfig, dtype: str) -> None:
+    """Raise ConfigError if `config.kv_dtype` is not supported for a model that is computed in `dtype`."""
     reason = ""
     if ">" in config.kv_dtype:
         reason = "names the formats of two roles, an engine has one"
     elif config.kv_dtype == "bf16" and dtype != "bfloat16":
         reason = f"the model is computed in {dtype}: use auto, or dtype bfloat16"
-    elif config.kv_dtype == INT8 and device.type != "cpu":
-        reason = f"{CPUS_ONLY}, not on {device}: use auto"
     elif config.kv_dtype == INT8 and config.page_size % PAGE_MULTIPLE:
         reason = f"needs a page_size that {PAGE_MULTIPLE} divides, not {config.page_size}"
     if reason:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cluster.protocol.kv_format import SCALE_BYTES
 
-CPUS_ONLY = "supported on CPUs only"
 MOST = 127.0  # largest magnitude of a code
+WRITE_PART_BYTES = 12  # bound of what `write_part` takes while it runs, for each number of a block
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     """[..., dim] → codes, int8, and scales, bf16 [...]: of each row the largest magnitude / 127, rounded; NaN where a
     number is not finite."""
     exact = values.float()
-    scales = (exact.abs().amax(-1) / MOST).to(torch.bfloat16)
+    most = exact.new_full((), MOST)  # by a Python number CUDA would multiply with its inverse
+    scales = (exact.abs().amax(-1) / most).to(torch.bfloat16)
     scales = torch.where(scales.isfinite(), scales, math.nan)
     wide = scales.float()[..., None]
     factors = torch.where(wide > 0, 1.0 / wide, 0.0)
@@ -69,6 +70,25 @@ def write(blocks: Tensor, token: int, numbers: Tensor) -> None:
     codes, scales = split(blocks)
     own = slice(token, token + numbers.shape[-2])
     codes[..., own, :], scales[..., own] = quantize(numbers)
+
+
+def write_part(blocks: Tensor, numbers: Tensor, ids: Tensor, offset: int) -> None:
+    """Write a part's numbers, flat in the order of the wire, into int8 blocks [block, layer, K|V, head, token, row],
+    beginning at token `offset` of block ids[0]. Block by block: what lies between stays in a cache."""
+    _, layers, _, heads, page, row = blocks.shape
+    codes, scales = split(blocks)
+    shape = (1, layers, 2, heads, -1, row - SCALE_BYTES)
+    for one in ids.split(1):
+        count = min(page - offset, numbers.numel() // (layers * 2 * heads * shape[-1]))
+        size = layers * 2 * heads * count * shape[-1]
+        own, numbers = numbers[:size], numbers[size:]
+        for plane, rounded in zip(
+            (codes[..., offset : offset + count, :], scales[..., offset : offset + count]),
+            quantize(own.view(shape)),
+            strict=True,
+        ):
+            plane.index_copy_(0, one, rounded)
+        offset = 0
 
 
 def read(blocks: Tensor, dtype: torch.dtype) -> Tensor:

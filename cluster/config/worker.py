@@ -32,9 +32,8 @@ class EngineConfig(Frozen):
     kv_dtype: Literal["auto", "bf16", "int8", "bf16>int8"] = Field(
         "auto",
         description="format of the KV cache and of hand-offs; auto: that of dtype; int8: a byte per number, a scale per "
-        "token and head, about half the memory of bf16 (CPUs only; page_size a multiple of 8; the output differs from "
-        "bf16's); bf16>int8: bf16 at prefill workers, int8 at decode workers, which convert what "
-        "arrives. One value per deployment",
+        "token and head, about half the memory of bf16 (page_size a multiple of 8; the output differs from bf16's); "
+        "bf16>int8: bf16 at prefill workers, int8 at decode workers, which convert what arrives. One value per deployment",
     )
     quantization: Literal["auto", "int8"] = Field(
         "auto",

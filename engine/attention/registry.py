@@ -27,6 +27,7 @@ class Features(NamedTuple):
 
     caps: bool = False  # soft caps of scores (Gemma 2)
     sinks: bool = False  # attention sinks (gpt-oss)
+    int8_kv: bool = False  # a KV cache in int8
 
 
 NO_FEATURES = Features()
@@ -71,6 +72,8 @@ def why_not(
         return (
             f"has no attention sinks, which this model needs; {able} have them, and auto chooses one of these"
         )
+    if needs.int8_kv and name not in WITH_FEATURES:
+        return f"reads no KV in int8; {', '.join(WITH_FEATURES)} do"
     if name == "sdpa":
         return ""
     if name == "cpu":
@@ -111,7 +114,14 @@ def _probe(
     from engine.attention import probe
 
     return probe.why_not(
-        lambda: _paged(name), device, dtype, head_dim, page_size, capped=needs.caps, sinks=needs.sinks
+        lambda: _paged(name),
+        device,
+        dtype,
+        head_dim,
+        page_size,
+        capped=needs.caps,
+        sinks=needs.sinks,
+        int8_kv=needs.int8_kv,
     )
 
 

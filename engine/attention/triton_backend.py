@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine import kv_blocks
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionShape
 from engine.ops.triton_ops import OPTIONS
@@ -59,9 +60,9 @@ def prompt_tiles(dtype: torch.dtype, head_dim: int, group: int, *, hopper: bool)
     return Tiles(max(rows, triton.next_power_of_2(group)), keys, warps, 2)
 
 
-def token_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
+def token_tiles(dtype: torch.dtype, head_dim: int, group: int, *, int8: bool = False) -> Tiles:
     """Tiles of token attention: the fastest of those measured on an H100 with 1 to 256 sequences of 64 to 32,768
-    tokens."""
+    tokens. `int8`: over codes, whose conversion takes more registers; these have not been measured."""
     width = width_of(head_dim)
     if dtype is torch.float32:
         return _float32_tiles(group, 8 if width > 64 else 4)
@@ -69,7 +70,8 @@ def token_tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
         keys, warps, stages = 32, 8, 2
     else:
         # Masked columns, and rows of groups that are no power of two, take more registers.
-        keys, warps, stages = 64, 2 if head_dim == width and not group & (group - 1) else 4, 3
+        few = head_dim == width and not group & (group - 1) and not int8
+        keys, warps, stages = 64, 2 if few else 4, 3
     return Tiles(max(16, triton.next_power_of_2(group)), keys, warps, stages)
 
 
@@ -89,12 +91,14 @@ class TritonBackend:
         self._cache = kv_cache
         group = shape.num_heads // shape.num_kv_heads
         hopper = kv_cache.is_cuda and torch.cuda.get_device_capability(kv_cache.device)[0] == 9
-        self._prompt = prompt_tiles(kv_cache.dtype, shape.head_dim, group, hopper=hopper)
-        self._token = token_tiles(kv_cache.dtype, shape.head_dim, group)
+        dtype = shape.dtype or kv_cache.dtype
+        self._prompt = prompt_tiles(dtype, shape.head_dim, group, hopper=hopper)
+        self._token = token_tiles(dtype, shape.head_dim, group, int8=kv_blocks.is_quantized(kv_cache))
         self._splits = most_splits(shape.num_kv_heads)
         self._sizes: dict[str, Any] = {
             "GROUP": group,
             "DIM": shape.head_dim,
+            "ROW": kv_cache.shape[5],
             "WIDTH": width_of(shape.head_dim),
             "PAGE": shape.page_size,
             "CAP": shape.cap * kernels.LOG2_E.value,

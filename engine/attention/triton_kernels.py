@@ -6,6 +6,8 @@
 
 What a token gets depends on its own sequence only: how keys are split follows from their number, tiles begin with their
 item, and key blocks lie at multiples of their size. Queries of a KV head's group are rows of one product.
+
+ROW: elements of the cache for each token of a head. In int8 (cluster/protocol/kv_format.py) it is more than DIM.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.ops.triton_codes import INTERPRETED, load_scales, numbers
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The interpreter computes bf16 as integers: operands of products are made fp32 there.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -28,11 +30,12 @@ def operand(x):
 @triton.jit
 def attend_block(
     q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of attend_keys, over keys [start, start + KEYS); returns its three results. MASKED: rows see only some of
-    these keys, or some are behind the sequence's last."""
+    these keys, or some are behind the sequence's last. Of codes, scores are multiplied by the keys' scales and weights by
+    the values', so that codes are only converted."""
     key = start + tl.arange(0, KEYS)
     column = tl.arange(0, WIDTH)
     there = key < last
@@ -52,7 +55,13 @@ def attend_block(
     else:
         k = tl.load(at_k)
         v = tl.load(at_v)
-    score = tl.dot(operand(q), operand(k), input_precision="ieee") * scale
+    if ROW > DIM:
+        of_scale = block * block_stride + PAGE * DIM + (key % PAGE) * (ROW - DIM)
+        k_scale = load_scales(keys + of_scale, there, MASKED) * scale
+        v_scale = load_scales(values + of_scale, there, MASKED)
+        score = tl.dot(operand(q), numbers(k, q), input_precision="ieee") * k_scale[None, :]
+    else:
+        score = tl.dot(operand(q), operand(k), input_precision="ieee") * scale
     if CAP > 0:
         small = tl.exp2(tl.abs(score) * (-2 * LOG2_E / CAP))  # never overflows
         size = CAP * (1.0 - small) / (1.0 + small)
@@ -65,15 +74,20 @@ def attend_block(
     weight = tl.exp2(score - base[:, None])
     fade = tl.exp2(largest - base)
     weights = weights * fade + tl.sum(weight, 1)
-    product = tl.dot(operand(weight.to(v.dtype)), operand(v), input_precision="ieee")
+    if ROW > DIM:
+        product = tl.dot(
+            operand((weight * v_scale[None, :]).to(q.dtype)), numbers(v, q), input_precision="ieee"
+        )
+    else:
+        product = tl.dot(operand(weight.to(v.dtype)), operand(v), input_precision="ieee")
     return mixed * fade[:, None] + product, new, weights
 
 
 @triton.jit
 def attend_keys(
     q, keys, values, table, first, last, at, oldest, nearest, scale, block_stride,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAP: tl.constexpr, WINDOWED: tl.constexpr,
+    DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Walk over keys [first, last) of the sequence in this row of the table. q [ROWS, WIDTH]; row r sees [oldest, at];
     `nearest` is the smallest `at`. Scores are binary logarithms; with a CAP they become CAP · tanh(score / CAP).
@@ -91,12 +105,12 @@ def attend_keys(
         for start in range(first, edge, KEYS):
             mixed, largest, weights = attend_block(
                 q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
-                DIM, WIDTH, PAGE, KEYS, CAP, False,
+                DIM, ROW, WIDTH, PAGE, KEYS, CAP, False,
             )  # fmt: skip
     for start in range(edge, last, KEYS):
         mixed, largest, weights = attend_block(
             q, keys, values, table, start, last, at, oldest, scale, block_stride, mixed, largest, weights,
-            DIM, WIDTH, PAGE, KEYS, CAP, True,
+            DIM, ROW, WIDTH, PAGE, KEYS, CAP, True,
         )  # fmt: skip
     return mixed, largest, weights
 
@@ -113,8 +127,8 @@ def sink_weight(sinks, there, largest):
 def attend_prompts(
     q, cache, table, rows, ends, cu_q, sinks, out, items, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Items of more than one token. `cache`: the layer's keys of the first block. `sinks`: as in sink_weight."""
     tokens: tl.constexpr = ROWS // GROUP  # of a tile
@@ -147,10 +161,10 @@ def attend_prompts(
     first = tl.maximum(end - count + done - window + 1, 0) // KEYS * KEYS
     last = tl.minimum(end, end - count + done + tokens)
     of_row = table + tl.load(rows + low).to(tl.int64) * table_stride
-    of_head = cache + head.to(tl.int64) * (PAGE * DIM)
+    of_head = cache + head.to(tl.int64) * (PAGE * ROW)
     mixed, largest, weights = attend_keys(
         tile_q, of_head, of_head + value_offset, of_row, first, last, position, oldest, end - count + done, scale,
-        block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
+        block_stride, DIM, ROW, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
     )  # fmt: skip
     if SINKS:
         weights += sink_weight(sinks + query_head, there, largest)
@@ -198,9 +212,9 @@ def merge_splits(
 def attend_tokens(
     q, cache, table, rows, ends, cu_q, singles, partial, sums, arrived, sinks, out, window, scale,
     q_stride, head_stride, table_stride, block_stride, value_offset,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """partial [singles, heads, SPLITS, DIM], sums [singles, heads, SPLITS, 2] (largest score, sum of weights): float32;
     arrived [singles, KV heads]: 0 before and after. A sequence's programs compute its splits in turn."""
@@ -223,13 +237,13 @@ def attend_tokens(
     position = tl.full([ROWS], 0, tl.int32) + (end - 1)
     oldest = tl.maximum(position - window + 1, 0)
     of_row = table + tl.load(rows + item).to(tl.int64) * table_stride
-    of_head = cache + head.to(tl.int64) * (PAGE * DIM)
+    of_head = cache + head.to(tl.int64) * (PAGE * ROW)
     heads = tl.num_programs(1) * GROUP
     for split in range(program, count, tl.num_programs(2)):
         first = begin + split * length
         mixed, largest, weights = attend_keys(
             tile_q, of_head, of_head + value_offset, of_row, first, tl.minimum(first + length, end), position, oldest,
-            end - 1, scale, block_stride, DIM, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
+            end - 1, scale, block_stride, DIM, ROW, WIDTH, PAGE, ROWS, KEYS, CAP, WINDOWED,
         )  # fmt: skip
         if count == 1:  # the result of a merge with one split
             if SINKS:

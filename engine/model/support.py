@@ -9,7 +9,6 @@ from pathlib import Path
 
 from cluster.protocol.kv_format import SCALE_BYTES
 from cluster.protocol.model_limits import WRAPPERS
-from engine import kv_blocks
 from engine.attention.registry import WITH_FEATURES
 from engine.model.families import ACTIVATIONS, FAMILIES
 from engine.quant import formats
@@ -65,6 +64,7 @@ COLUMNS = {
         ),
     ),
 }
+_INT8_KV = f"1 byte and {SCALE_BYTES} for each token, head and layer, K and V"
 NOT_RUN = ("CUDA, fp32 and bf16",)
 
 
@@ -90,8 +90,7 @@ def table() -> str:
         "| KV cache | CPU | CUDA |",
         "|---|---|---|",
         "| as `--dtype` (`--kv-dtype` auto; bf16 also by name) | 2 or 4 bytes | 2 or 4 bytes |",
-        f"| `--kv-dtype int8`, every family | 1 byte and {SCALE_BYTES} for each token, head and layer, K and V | "
-        f"✗ {kv_blocks.CPUS_ONLY} |",
+        f"| `--kv-dtype int8`, every family | {_INT8_KV} | {_INT8_KV} (~) |",
     ]
     return "\n".join(lines)
 

@@ -21,6 +21,7 @@ _EXP = tuple(F(c) for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657
 
 
 CODES = False
+_INFINITY = np.uint32(0x7F800000)  # its bits; those of NaN are larger
 
 
 def kind_of(dtype: torch.dtype) -> int | float:
@@ -114,7 +115,10 @@ def _store_row_of(kind, rows, at, cache, plane, page, offset, dim):
 
         def quantized(kind, rows, at, cache, plane, page, offset, dim):
             head = cache + plane
-            _quantize_row(rows, at, ptr(head + offset * dim, kind), halves(head + page * dim), offset, dim)
+            codes = ptr(head + offset * dim, kind)
+            scale = quantize_row(rows, at, codes, halves(head + page * dim), offset, dim)
+            for i in range(dim):
+                store(rows, at + i, load(codes, i) * scale)
 
         return quantized
 
@@ -127,15 +131,14 @@ def _store_row_of(kind, rows, at, cache, plane, page, offset, dim):
 
 
 @compiled_exactly
-def _quantize_row(rows, at, codes, scales, token, dim):
-    """As engine/kv_blocks.py does, to the last bit. A row that is not finite has the scale NaN."""
-    top, poison = F(0.0), F(0.0)
+def quantize_row(rows, at, codes, scales, token, dim):
+    """As engine/kv_blocks.py does, to the last bit; returns the scale. A row that is not finite has the scale NaN. Bits of
+    magnitudes are compared, which are in the order of the numbers: a largest float is not found by vectors."""
+    top = np.uint32(0)
     for i in range(dim):
-        value = load(rows, at + i)
-        size = abs(value)
-        top = size if size > top else top
-        poison += value - value
-    store(scales, token, top / F(127.0) + poison)
+        bits = np.uint32(as_u32(load(rows, at + i)) & np.uint32(0x7FFFFFFF))
+        top = bits if bits > top else top
+    store(scales, token, as_f32(top) / F(127.0) if top < _INFINITY else F(np.nan))
     scale = load(scales, token)
     factor = F(1.0) / scale if scale > F(0.0) else F(0.0)
     for i in range(dim):
@@ -143,7 +146,7 @@ def _quantize_row(rows, at, codes, scales, token, dim):
         code = code if code >= F(-127.0) else F(-127.0)
         code = code if code <= F(127.0) else F(127.0)
         codes[i] = np.int8(code)
-        store(rows, at + i, code * scale)
+    return scale
 
 
 @overload(scale_tokens, inline="always")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.ops.triton_codes import as_scales, scales_of, whole
+
 
 @triton.jit
 def norm_rows(x, delta, weight, out, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):
@@ -74,12 +76,13 @@ def multiply_row(
 def rotate_heads(
     qkv, cache, cos, sin, q_norm, k_norm, positions, slots, eps, block_stride, value_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, NORMS: tl.constexpr, TOGETHER: tl.constexpr,
+    PAGE: tl.constexpr, ROW: tl.constexpr, NORMS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """A program per token and TOGETHER heads of qkv [tokens, HEADS + 2 · KV_HEADS, DIM]: norm, rotation in place, the
     cache.
 
-    `cache`: the layer's keys of the first block. Halves of a head are rotated against each other.
+    `cache`: the layer's keys of the first block; ROW: elements for each token of a head, more than DIM if they are codes
+    and a scale. What is quantised is also written back. Halves of a head are rotated against each other.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
@@ -111,17 +114,31 @@ def rotate_heads(
     c = tl.load(cos + angle, mask=within, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, mask=within, other=0.0).to(tl.float32)[None, :]
     new_low, new_high = new_low * c - new_high * s, new_high * c + new_low * s
-    tl.store(at, new_low.to(qkv.dtype.element_ty), mask=inside & turned)
-    tl.store(at + half, new_high.to(qkv.dtype.element_ty), mask=inside & turned)
-    slot = tl.load(slots + token)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    new_low, new_high = tl.where(turned, new_low, low).to(dtype), tl.where(turned, new_high, high).to(dtype)
+    is_kept = head >= HEADS
+    kept = inside & is_kept[:, None]
     is_value = (head >= HEADS + KV_HEADS).to(tl.int64)
     kv_head = head - HEADS - is_value * KV_HEADS
-    to = (
-        cache
-        + slot // PAGE * block_stride
-        + (is_value * value_offset + (kv_head * PAGE + slot % PAGE) * DIM)[:, None]
-    )
-    to += column[None, :]
-    kept = inside & (head >= HEADS)[:, None]
-    tl.store(to, tl.where(turned, new_low, low).to(cache.dtype.element_ty), mask=kept)
-    tl.store(to + half, tl.where(turned, new_high, high).to(cache.dtype.element_ty), mask=kept)
+    slot = tl.load(slots + token)
+    plane = cache + slot // PAGE * block_stride + is_value * value_offset + kv_head * (PAGE * ROW)
+    to = (plane + slot % PAGE * DIM)[:, None] + column[None, :]
+    if ROW > DIM:
+        exact_low, exact_high = new_low.to(tl.float32), new_high.to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(exact_low), 1), tl.max(tl.abs(exact_high), 1))
+        poison = tl.sum(exact_low - exact_low, 1) + tl.sum(exact_high - exact_high, 1)
+        bits, scale, factor = scales_of(top, poison)
+        code_low, code_high = whole(exact_low, factor[:, None]), whole(exact_high, factor[:, None])
+        tl.store(to, code_low.to(tl.int8), mask=kept)
+        tl.store(to + half, code_high.to(tl.int8), mask=kept)
+        at_scales = as_scales(plane + PAGE * DIM + slot % PAGE * (ROW - DIM))
+        tl.store(at_scales, bits, mask=is_kept & (head < all_heads))
+        new_low = tl.where(kept, (code_low * scale[:, None]).to(dtype), new_low)
+        new_high = tl.where(kept, (code_high * scale[:, None]).to(dtype), new_high)
+        tl.store(at, new_low, mask=inside)
+        tl.store(at + half, new_high, mask=inside)
+    else:
+        tl.store(at, new_low, mask=inside & turned)
+        tl.store(at + half, new_high, mask=inside & turned)
+        tl.store(to, new_low.to(cache.dtype.element_ty), mask=kept)
+        tl.store(to + half, new_high.to(cache.dtype.element_ty), mask=kept)

@@ -49,7 +49,10 @@ class TritonOps:
     def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor):
         self._shape = shape
         self._cache = kv_cache
-        self._cos, self._sin = (one.view(-1, *one.shape[-2:]).to(kv_cache).contiguous() for one in (cos, sin))
+        dtype = shape.dtype or kv_cache.dtype
+        self._cos, self._sin = (
+            one.view(-1, *one.shape[-2:]).to(kv_cache.device, dtype).contiguous() for one in (cos, sin)
+        )
         self._positions = self._slots = torch.empty(0)
 
     def begin(self, positions: Tensor, slots: Tensor) -> None:
@@ -92,6 +95,6 @@ class TritonOps:
             qkv, cache[:, layer, 0], cos, sin, q_norm if norms else cos,
             k_norm if norms else cos, self._positions, self._slots, s.norm_eps, cache.stride(0), cache.stride(2),
             HEADS=heads, KV_HEADS=kv, DIM=s.head_dim, HALF_WIDTH=triton.next_power_of_2(s.head_dim // 2),
-            PAGE=cache.shape[4], NORMS=norms, TOGETHER=HEADS_TOGETHER, num_warps=2, **OPTIONS,
+            PAGE=cache.shape[4], ROW=cache.shape[5], NORMS=norms, TOGETHER=HEADS_TOGETHER, num_warps=2, **OPTIONS,
         )  # fmt: skip
         return qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]

@@ -9,7 +9,7 @@ from kv_transfer.device.base import REACHED, Done, Mark, ReadPart
 from kv_transfer.layout import digest
 from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.geometry import gather, pieces, scatter
-from kv_transfer.layout.rows import Place
+from kv_transfer.layout.rows import Place, check_blocks
 from kv_transfer.memory import aligned_bytes
 
 
@@ -53,5 +53,7 @@ class CpuCopier:
         if self._conversion is None:
             scatter(self._cache, data.view(self._cache.dtype), place)
         else:
-            self._conversion.scatter(self._cache, data, place)
+            check_blocks(self._cache, place)
+            ids = torch.tensor(place.block_ids, dtype=torch.int64)
+            self._conversion.scatter(self._cache, data, place, ids)
         return REACHED

@@ -17,12 +17,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_transfer.device import sum64
 from kv_transfer.device.base import Done, Mark, Pending, ReadPart
 from kv_transfer.device.torch_cuda import Cuda, Event, TorchCuda
 from kv_transfer.layout.block_rows import CacheRows
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE, SUM64
 from kv_transfer.layout.geometry import pairs
 from kv_transfer.layout.rows import Place
@@ -78,7 +80,8 @@ class Buffers:
 
 
 class IndexedRows(NamedTuple):
-    """A part's whole blocks as rows: `part[i]` belongs to `cache[numbers[i]]`. Both have the widest integers that fit."""
+    """A part's whole blocks as rows: `part[i]` belongs to `cache[numbers[i]]`. Both have the widest integers that fit the
+    rows and, where a cut block comes before them, its end."""
 
     cache: Tensor  # [all rows, columns]
     numbers: Tensor  # int64 [rows]
@@ -102,15 +105,23 @@ class EnqueuedWork(Generic[T]):
 class CudaCopier:
     digest_kinds = (SUM64,)
 
-    def __init__(self, kv_cache: Tensor, part_bytes: int, cuda: Cuda | None = None):
-        """`part_bytes`: of the largest part. Make it on the thread that loads the model: a decode worker's engine computes
-        in the stream that is current here."""
+    def __init__(
+        self,
+        kv_cache: Tensor,
+        part_bytes: int,
+        cuda: Cuda | None = None,
+        conversion: Conversion | None = None,
+    ):
+        """`part_bytes`: of the largest part; `conversion`: of parts that are scattered. Make it on the thread that loads
+        the model: a decode worker's engine computes in the stream that is current here."""
         self._cache = kv_cache
+        self._conversion = conversion
         self._cuda: Cuda = cuda or TorchCuda(kv_cache.device)
         self._rows = CacheRows.of(kv_cache)
         self._engine_stream = self._cuda.current_stream()
         self._stream = self._cuda.new_stream()
-        rows = max(1, part_bytes // (self._rows.least_elements * kv_cache.element_size()))
+        # Of a conversion they are numbers of blocks, two of which may be cut.
+        rows = max(2, part_bytes // (self._rows.least_elements * kv_cache.element_size()))
         with self._cuda.on(self._stream):
             self._buffers = BufferPool([self._make_buffers(rows) for _ in range(WORKS)])
             self._host_parts = BufferPool([self._cuda.pinned(part_bytes) for _ in range(HOST_PARTS)])
@@ -258,6 +269,10 @@ class CudaCopier:
             inside_part.copy_(inside_cache, non_blocking=True)
 
     def _scatter(self, part: Tensor, place: Place, buffers: Buffers) -> None:
+        if self._conversion is not None:
+            ids = self._to_device(np.asarray(place.block_ids, dtype=np.int64), buffers)
+            self._conversion.scatter(self._cache, part, place, ids)
+            return
         if (rows := self._indexed(place, part, buffers)) is not None:
             rows.cache.index_copy_(0, rows.numbers, rows.part)
         for inside_cache, inside_part in self._cut(place, part):
@@ -269,18 +284,21 @@ class CudaCopier:
         if whole is None:
             return None
         width = self._cache.element_size()
-        row_bytes = whole.row_elements * width
-        word = _WORDS[next(size for size in _WORDS if row_bytes % size == 0)]
+        row_bytes, first = whole.row_elements * width, whole.begin * width
+        word = _WORDS[next(size for size in _WORDS if row_bytes % size == first % size == 0)]
         columns = row_bytes // word.itemsize
         count = len(whole.index)
-        buffers.host_rows.numpy()[:count] = whole.index
-        buffers.rows[:count].copy_(buffers.host_rows[:count], non_blocking=True)
-        first = whole.begin * width
         return IndexedRows(
             self._cache.view(-1).view(word).view(-1, columns),
-            buffers.rows[:count],
+            self._to_device(whole.index, buffers),
             part[first : first + count * row_bytes].view(word).view(count, columns),
         )
+
+    @staticmethod
+    def _to_device(numbers: NDArray[np.int64], buffers: Buffers) -> Tensor:
+        count = len(numbers)
+        buffers.host_rows.numpy()[:count] = numbers
+        return buffers.rows[:count].copy_(buffers.host_rows[:count], non_blocking=True)
 
     def _cut(self, place: Place, part: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Views of the cut blocks: (in the cache, in the part)."""

@@ -21,8 +21,7 @@ def open_copier(kv_cache: Tensor, part_bytes: int, conversion: Conversion | None
     """`part_bytes`: of the largest part. `conversion`: of parts that are scattered."""
     if kv_cache.device.type == "cpu":
         return CpuCopier(kv_cache, conversion)
-    assert conversion is None, "int8 is on CPUs only"
-    return cuda.CudaCopier(kv_cache, part_bytes)
+    return cuda.CudaCopier(kv_cache, part_bytes, conversion=conversion)
 
 
 def device_bytes(role: Literal["prefill", "decode"], config: TransferConfig, *, on_cuda: bool) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.protocol import kv_format
 from cluster.protocol.kv_heads import head_range
 from kv_transfer.layout.rows import HostPart, Place
 
@@ -44,17 +45,23 @@ def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: byte
 
 
 def pairs(cache: Tensor, part: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of equal shape [block, layer, K|V, head, token, dim]: (in the cache, in the part)."""
-    assert cache.dtype is not torch.int8, "its tokens are no rows of bytes; rows.py copies it"
-    page, dim = cache.shape[4], cache.shape[5]
+    """Views of equal shape [block, layer, K|V, head, numbers], one for each plane: (in the cache, in the part)."""
+    page, row = cache.shape[4], cache.shape[5]
     layers, heads = place.layers, place.heads
-    token = len(layers) * 2 * len(heads) * dim
-    own = cache[:, layers.start : layers.stop, :, heads.start : heads.stop]
+    token = len(layers) * 2 * len(heads) * row
+    own = cache.view(*cache.shape[:4], page * row)[:, layers.start : layers.stop, :, heads.start : heads.stop]
     for span in place.spans(page):
         count = span.tokens // span.blocks  # in each of them
         inside = part[span.token * token : (span.token + span.tokens) * token]
-        blocks = own[span.block : span.block + span.blocks, :, :, :, span.offset : span.offset + count]
-        yield blocks, inside.view(span.blocks, len(layers), 2, len(heads), count, dim)
+        blocks = own[span.block : span.block + span.blocks]
+        of_part = inside.view(span.blocks, len(layers), 2, len(heads), count * row)
+        for plane in kv_format.planes(row, quantized=cache.dtype is torch.int8):
+            first = page * plane.before + span.offset * plane.row
+            width = count * plane.row
+            yield (
+                blocks[..., first : first + width],
+                of_part[..., count * plane.before : count * plane.before + width],
+            )
 
 
 def gather(cache: Tensor, part: Tensor, place: Place) -> None:

@@ -78,6 +78,15 @@ def test_a_kernel_that_ignores_sinks_is_refused_for_models_that_have_them(ignore
     assert ("its output is not attention" in found) is ignored
 
 
+@pytest.mark.parametrize("misread", [True, False])
+def test_a_kernel_that_misreads_scales_is_refused_for_kv_in_int8(misread: bool) -> None:
+    def make(shape: AttentionShape, cache: Tensor) -> SdpaBackend:
+        return SdpaBackend(shape, cache.roll(2, -1) if misread else cache, Team(1))
+
+    found = probe.why_not(lambda: make, CPU, torch.bfloat16, 64, 16, int8_kv=True)
+    assert ("its output is not attention" in found) is misread
+
+
 @pytest.mark.parametrize(
     "error",
     [ImportError("libcudart.so.12"), OSError("undefined symbol: _ZN3c10"), RuntimeError("no kernel image")],

@@ -14,13 +14,13 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from cluster.protocol import kv_format as layout
-from engine import build, kv_blocks
+from engine import build, kv_blocks, kv_conversion
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.build import load_model
 from engine.model.rope import tables
-from engine.ops import cpu_products
+from engine.ops import cpu_conversion, cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.team import KernelTeam, Team
@@ -268,8 +268,29 @@ def move(
     return moved
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page", [8, 16])
+def test_a_part_is_converted_as_torch_does_it(page, dtype) -> None:
+    """Of some layers and heads, cut at both ends; a row that is not finite, zeros, numbers half way between codes."""
+    dim, layers, heads, tokens, offset = 24, 2, 3, 3 * page - 2, page - 3
+    numbers = random(tokens * layers * 2 * heads, dim).mul_(torch.logspace(-30, 30, tokens * 12)[:, None])
+    numbers[3], numbers[4, 5], numbers[5] = 0.0, -math.inf, torch.arange(dim) - 5.5
+    numbers[5, 0] = 127.0
+    found = []
+    for write in (kv_blocks.write_part, cpu_conversion.write_part):
+        cache = torch.full((9, 4, 2, 5, page, dim + 2), 7, dtype=torch.int8)
+        write(cache[:, 1:3, :, 2:5], numbers.to(dtype).flatten(), torch.tensor([8, 0, 3, 5]), offset)
+        found.append(cache)
+    (codes, scales), (own_codes, own_scales) = map(kv_blocks.split, found)
+    assert int(scales.isnan().sum()) == 1 and torch.equal(scales.isnan(), own_scales.isnan())
+    sound = ~scales.isnan()
+    assert torch.equal(codes[sound], own_codes[sound]) and torch.equal(scales[sound], own_scales[sound])
+    assert kv_conversion.writer(found[0], dtype) is cpu_conversion.write_part
+
+
+@pytest.mark.parametrize("write_part", [kv_blocks.write_part, cpu_conversion.write_part])
 @pytest.mark.parametrize("decode_tp", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_kv_in_bf16_is_converted_as_it_is_scattered(decode_tp, checkpoint) -> None:
+def test_kv_in_bf16_is_converted_as_it_is_scattered(decode_tp, write_part, checkpoint) -> None:
     """The blocks are, to the last bit, what rounding the prefill worker's numbers gives, and no other block is written."""
     model, prompt = checkpoint("llama"), prompt_ids(70)
     how = {"dtype": "bfloat16", "max_model_len": 256, "kv_memory_bytes": 4 << 20}
@@ -280,7 +301,7 @@ def test_kv_in_bf16_is_converted_as_it_is_scattered(decode_tp, checkpoint) -> No
         with runners(model, decode_tp, kv_dtype="int8", **how) as targets:
             decode = engine_of(targets[0])
             reservation = decode.reserve(EngineRequest("r", prompt, GREEDY), [], growth_tokens=NEW)
-            conversion = Conversion(torch.bfloat16, config.head_dim, kv_blocks.write)
+            conversion = Conversion(torch.bfloat16, config.head_dim, write_part)
             for target in targets:
                 target.kv_cache.fill_(7)
             moved = move(sources, blocks, targets, reservation.block_ids, len(prompt), conversion)
@@ -366,7 +387,6 @@ def test_logits_are_near_those_of_exact_kv(variant, dtype, most, checkpoint) -> 
         ({"kv_dtype": "bf16", "dtype": "float32"}, "computed in float32"),
         ({"kv_dtype": "bf16>int8"}, "two roles"),
         ({"kv_dtype": "int8", "page_size": 12}, "a page_size that 8 divides, not 12"),
-        ({"kv_dtype": "int8", "device": "cuda"}, "on CPUs only, not on cuda"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_anything_is_read(settings, problem, checkpoint) -> None:

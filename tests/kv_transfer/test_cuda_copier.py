@@ -10,11 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.protocol.kv_format import SCALE_BYTES
+from engine import kv_blocks
 from kv_transfer.device import cuda as cuda_copier
 from kv_transfer.device import registry, sum64
 from kv_transfer.device.base import REACHED, PartCopier
 from kv_transfer.device.cpu import CpuCopier
 from kv_transfer.device.cuda import HOST_PARTS, WORKS, CudaCopier, EventMark
+from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE, SUM64, digest
 from kv_transfer.layout.geometry import gather
 from kv_transfer.layout.rows import Place
@@ -22,6 +25,7 @@ from tests.kv_transfer.fake_cuda import DeviceTensor, FakeCuda
 
 BLOCKS, LAYERS, HEADS, PAGE, DIM = 12, 3, 6, 4, 8
 PART_BYTES = 1 << 16
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 WHOLE = Place(range(LAYERS), range(HEADS), range(2 * PAGE), [7, 2])
 
 
@@ -33,6 +37,9 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cache(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
+    if dtype is torch.int8:
+        size = (BLOCKS, LAYERS, 2, HEADS, PAGE, DIM + SCALE_BYTES)
+        return torch.randint(-128, 128, size, generator=generator).to(dtype)
     return torch.randn(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM, generator=generator).to(dtype)
 
 
@@ -50,7 +57,7 @@ class Rig:
         self.cuda.log.clear()
 
     def expected(self, place: Place) -> torch.Tensor:
-        token = len(place.layers) * 2 * len(place.heads) * DIM
+        token = len(place.layers) * 2 * len(place.heads) * self.host.shape[5]
         part = torch.empty(token * len(place.tokens), dtype=self.host.dtype)
         gather(self.host, part, place)
         return part.view(torch.uint8)
@@ -68,7 +75,7 @@ def places(draw: st.DrawFn) -> Place:
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=places(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), to_host=st.booleans())
+@given(place=places(), dtype=st.sampled_from(DTYPES), to_host=st.booleans())
 def test_a_part_is_read_as_the_cpu_reads_it(place, dtype, to_host):
     rig = Rig(cache(dtype))
     expected = rig.expected(place)
@@ -87,7 +94,7 @@ def test_a_part_is_read_as_the_cpu_reads_it(place, dtype, to_host):
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=places(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(place=places(), dtype=st.sampled_from(DTYPES))
 def test_a_part_is_scattered_where_the_cpu_scatters_it(place, dtype):
     rig, there = Rig(torch.zeros_like(cache(dtype))), cache(dtype)
     size = rig.expected(place).numel()
@@ -101,6 +108,28 @@ def test_a_part_is_scattered_where_the_cpu_scatters_it(place, dtype):
     assert torch.equal(rig.host, expected), "a byte of another place was written, or one is missing"
     assert sum(what == "index_copy_" for what, _ in rig.cuda.log) <= 1
     assert not rig.cuda.wrong
+
+
+@settings(max_examples=50, deadline=None)
+@given(place=places())
+def test_a_part_is_converted_without_waiting(place):
+    """As a CPU does it, on the copier's stream."""
+    conversion = Conversion(torch.float32, DIM, kv_blocks.write_part)
+    there, cuda = cache(), FakeCuda()
+    host = torch.zeros_like(cache(torch.int8))
+    copier = CudaCopier(DeviceTensor(host, cuda), PART_BYTES, cuda, conversion)
+    memory = copier.allocate(PART_BYTES)
+    copier.use_thread()
+    cuda.log.clear()
+    part = torch.empty(len(place.tokens) * len(place.layers) * 2 * len(place.heads) * DIM)
+    gather(there, part, place)
+    size = 4 * part.numel()
+    memory.host[:size] = part.view(torch.uint8)  # type: ignore[attr-defined]
+    scattering = copier.scatter(memory[:size], place, REACHED)
+    assert scattering is not None and scattering.result() and not cuda.wrong
+    expected = torch.zeros_like(host)
+    CpuCopier(expected, conversion).scatter(part.view(torch.uint8), place, REACHED)
+    assert torch.equal(host, expected)
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [3, BLOCKS]])

@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
 from cluster.process.memory import room_bytes
 from cluster.protocol import kv_format
-from engine import build, kv_blocks
+from engine import build, kv_conversion
 from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
@@ -28,8 +28,6 @@ from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
 from kv_transfer.transports.registry import open_endpoints
 
-CPU = torch.device("cpu")
-
 
 def check(config: WorkerConfig) -> None:
     """Check config.json and the settings before any weight is read. Raises ModelError or ConfigError."""
@@ -38,14 +36,14 @@ def check(config: WorkerConfig) -> None:
     if own.draft_model is not None:
         load_draft.settings(own)
     if config.role == "prefill":
-        # Refuse what decode workers refuse: in int8 they are on CPUs, whatever this worker's device is.
+        # Refuse what decode workers refuse
         build.check_kv_dtype(
-            engine.model_copy(update={"kv_dtype": _side(config, of_decode=True)}), engine.dtype, CPU
+            engine.model_copy(update={"kv_dtype": _side(config, of_decode=True)}), engine.dtype
         )
     else:
         sent = engine.model_copy(update={"kv_dtype": _side(config, of_decode=False)})
         if sent.kv_dtype != engine.kv_dtype:
-            build.check_kv_dtype(sent, engine.dtype, CPU)  # as prefill workers do, on any device
+            build.check_kv_dtype(sent, engine.dtype)  # as prefill workers do
         check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, sent) // model.num_layers)
 
 
@@ -61,9 +59,22 @@ def _side(config: WorkerConfig, *, of_decode: bool) -> str:
 
 def _conversion(config: WorkerConfig, model: LoadedModel) -> Conversion | None:
     """The conversion of arriving parts; None if prefill and decode workers have the same format."""
-    if _side(config, of_decode=False) == _side(config, of_decode=True):
+    if not _converts(config):
         return None
-    return Conversion(model.decoder.embedding.dtype, model.model_config.head_dim, kv_blocks.write)
+    dtype = model.decoder.embedding.dtype
+    write = kv_conversion.writer(model.kv_cache, dtype)
+    return Conversion(dtype, model.model_config.head_dim, write)
+
+
+def _converts(config: WorkerConfig) -> bool:
+    return _side(config, of_decode=False) != _side(config, of_decode=True)
+
+
+def _conversion_bytes(config: WorkerConfig, device: torch.device) -> int:
+    """Bound of what converting a part takes of the device's memory for a while."""
+    if config.role == "prefill" or not _converts(config):
+        return 0
+    return kv_conversion.temporary_bytes(build.block_bytes(*build.check(own_engine(config))), device)
 
 
 def load(
@@ -81,6 +92,7 @@ def load(
         torch.cuda.set_device(device)
         check_pinned(config, HostMemory())
     handoff_bytes = device_bytes(config.role, config.transfer, on_cuda=device.type == "cuda")
+    handoff_bytes += _conversion_bytes(config, device)
     own = own_engine(config)
     group = _group(config, rank, address, device, listener)
     drafts = rank == 0 and own.draft_model is not None

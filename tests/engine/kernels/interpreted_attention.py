@@ -11,6 +11,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from cluster.protocol.kv_format import SCALE_BYTES
+from engine import kv_blocks
 from engine.attention import triton_backend
 from engine.attention.base import AttentionShape
 from engine.attention.sdpa import SdpaBackend
@@ -28,7 +30,7 @@ MIXED: list[Span] = [(0, 37), (15, 16), (16, 17), (30, 48), (40, 41), (31, 33), 
 
 
 class Case:
-    """Items in blocks that lie anywhere; what no sequence has of the cache is NaN."""
+    """Items in blocks that lie anywhere; what no sequence has of the cache is NaN, in int8 its scales."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Case:
         scale: float | None = None,
         cap: float = 0.0,
         sinks: bool = False,
+        int8: bool = False,
     ):
         query_heads, kv_heads, dim = heads
         self.shape = AttentionShape(query_heads, kv_heads, dim, page, (0, window), scale, cap)
@@ -52,6 +55,7 @@ class Case:
             self.shape = replaced(self.shape, sinks=of_heads / 10)
         blocks = torch.randperm(sum(-(-end // page) for _, end in spans) + 3).tolist()
         self.cache = torch.full((len(blocks), LAYERS, 2, kv_heads, page, dim), math.nan, dtype=dtype)
+        self.values = self.cache  # as they are read
         self.items: list[PlanItem] = []
         for row, (begin, end) in enumerate(spans):
             own = [blocks.pop() for _ in range(-(-end // page))]
@@ -60,6 +64,12 @@ class Case:
                     dtype
                 )
             self.items.append(PlanItem(str(row), [0] * (end - begin), begin, own, row, 1))
+        if int8:
+            self.shape = replaced(self.shape, dtype=dtype)
+            rows = self.cache
+            self.cache = torch.zeros(*rows.shape[:-1], dim + SCALE_BYTES, dtype=torch.int8)
+            kv_blocks.write(self.cache, 0, rows)
+            self.values = kv_blocks.read(self.cache, torch.float32)
         tokens = sum(end - begin for begin, end in spans)
         # As in the model, parts of one row
         self.q = torch.randn(tokens, query_heads + 2 * kv_heads, dim).to(dtype)[:, :query_heads]
@@ -78,10 +88,10 @@ class Case:
 
     def by_products(self, layer: int) -> Tensor:
         """In fp32, from the same numbers."""
-        clean = SdpaBackend(self.shape, self.cache.float(), Team(1))
+        clean = SdpaBackend(replaced(self.shape, dtype=None), self.values.float(), Team(1))
         clean.begin(buffers_of(self.items, self.shape.page_size))
         keys = [
-            torch.stack([self.cache[item.block_ids[at // p], layer, which, :, at % p] for item in self.items
+            torch.stack([self.values[item.block_ids[at // p], layer, which, :, at % p] for item in self.items
                          for at in range(item.begin, item.end)]).float()
             for p in (self.shape.page_size,) for which in (0, 1)
         ]  # fmt: skip
@@ -111,6 +121,22 @@ class Case:
 )
 def test_a_mixed_step_is_that_of_plain_products(heads, page, window, dtype):
     case = Case(heads, page, MIXED, window=window, dtype=dtype)
+    case.check(1, 1e-5 if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "page", "window", "dtype", "sinks"),
+    [
+        ((4, 2, 64), 16, 0, torch.float32, False),
+        ((4, 1, 128), 256, 12, torch.bfloat16, False),
+        ((7, 1, 40), 8, 0, torch.bfloat16, True),
+        ((2, 1, 16), 256, 7, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_codes_are_read_as_the_values_they_stand_for(heads, page, window, dtype, sinks):
+    spans = [*MIXED, (SPLIT + 20, SPLIT + 21)]
+    case = Case(heads, page, spans, window=window, dtype=dtype, sinks=sinks, cap=1.5 * sinks, int8=True)
     case.check(1, 1e-5 if dtype is torch.float32 else 2e-2)
 
 

@@ -54,10 +54,13 @@ class _Rerun:
             setattr(buffers, name, value)
 
 
-def runner_of(model: Path, backend: str, recorder: RerunRecorder | None = None) -> ModelRunner:
+def runner_of(
+    model: Path, backend: str, recorder: RerunRecorder | None = None, kv_dtype: Any = "auto"
+) -> ModelRunner:
     config = EngineConfig(
         model=model,
         dtype="float32",
+        kv_dtype=kv_dtype,
         kv_memory_bytes=8 << 20,
         max_model_len=128,
         max_batch_tokens=16,
@@ -70,8 +73,13 @@ def runner_of(model: Path, backend: str, recorder: RerunRecorder | None = None) 
     return runner
 
 
-@pytest.mark.parametrize(("variant", "recorded"), [("qwen3", False), ("mistral", True)])
-def test_an_engine_says_the_same_with_these_kernels(variant, recorded, checkpoint, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("variant", "recorded", "kv_dtype"),
+    [("qwen3", False, "auto"), ("mistral", True, "auto"), ("llama", True, "int8")],
+)
+def test_an_engine_says_the_same_with_these_kernels(
+    variant, recorded, kv_dtype, checkpoint, monkeypatch
+) -> None:
     """Three requests that begin and end at different steps, one with a prompt of two chunks. The interpreter takes 0.2 s
     per token, so the prompts are just long enough to exceed a step, a block, and mistral's window of 24."""
     model, recorder = checkpoint(variant), RerunRecorder() if recorded else None
@@ -79,9 +87,9 @@ def test_an_engine_says_the_same_with_these_kernels(variant, recorded, checkpoin
         EngineRequest(f"r{index}", prompt_ids(length, index), SamplingParams(temperature=0.0, max_tokens=new))
         for index, (length, new) in enumerate([(26, 4), (5, 9), (9, 3)])
     ]
-    expected = run(engine_of(runner_of(model, "sdpa")), *requests).tokens
+    expected = run(engine_of(runner_of(model, "sdpa", None, kv_dtype)), *requests).tokens
     monkeypatch.setattr(registry, "choose", lambda name, *others, **more: name)
-    runner = runner_of(model, "triton", recorder)
+    runner = runner_of(model, "triton", recorder, kv_dtype)
     assert isinstance(runner._ops, TritonOps) and isinstance(runner._attention, TritonBackend)
     assert run(engine_of(runner), *requests).tokens == expected
     assert recorder is None or recorder.replays >= 5

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from engine import kv_blocks
 from engine.attention import triton_kernels as attention_kernels
 from engine.attention.base import AttentionShape
 from engine.attention.triton_backend import TritonBackend
@@ -14,6 +15,7 @@ from engine.layers.linear import CudaLinear
 from engine.ops import triton_kernels as kernels
 from engine.ops.base import OpsShape
 from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_conversion import write_part
 from engine.ops.triton_ops import TritonOps, multiply_row
 from engine.plan import PlanItem
 from tests.engine.steps import buffers_of
@@ -86,6 +88,62 @@ def test_heads_are_normed_rotated_and_written(heads, kv, dim, page, dtype, norms
         close(got, expected)
     close(caches[1], caches[0])
     assert caches[1].isnan().any(), "other slots are as they were"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "dim", "page", "dtype", "norms"),
+    [(4, 2, 64, 16, torch.float32, False), (3, 1, 40, 8, torch.bfloat16, True)],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the row that is not finite
+def test_rows_are_rounded_as_on_cpus(heads, kv, dim, page, dtype, norms):
+    """To the last bit, from the numbers that a cache of this dtype would have; and given back as they are read."""
+    torch.manual_seed(0)
+    slots = torch.randperm(9 * page)[:6]
+    qkv = torch.randn(6, (heads + 2 * kv) * dim) * torch.logspace(-15, 15, 6)[:, None]
+    qkv[1] = 0.0
+    qkv[2, -1] = math.inf
+    qkv[3] = (torch.arange(dim) - 62.5).repeat(heads + 2 * kv)  # half way between codes
+    qkv[3, ::dim] = 127.0
+    qkv = qkv.to(dtype)
+    weights = [torch.rand(dim).to(dtype) + 0.5 for _ in range(2)] if norms else [None, None]
+    exact = torch.zeros(9, 2, 2, kv, page, dim, dtype=dtype)
+    codes = torch.full((9, 2, 2, kv, page, dim + 2), 7, dtype=torch.int8)
+    found = []
+    for cache in (exact, codes):
+        angles = torch.rand(1, 100, dim // 2, generator=torch.Generator().manual_seed(1)) * 6
+        ops = TritonOps(OpsShape(heads, kv, dim, 1e-5, dtype=dtype), angles.cos(), angles.sin(), cache)
+        ops.begin(torch.tensor([5, 1, 2, 0, 4, 3]), slots)
+        found.append(ops.heads(1, qkv.clone(), *weights))
+    assert torch.equal(found[0][0], found[1][0]), "queries"
+    written = exact[slots // page, 1, :, :, slots % page]  # [token, K|V, head, dim]
+    own = [plane[slots // page, 1, :, :, slots % page] for plane in kv_blocks.split(codes)]
+    finite = written.isfinite().all(-1)
+    assert int((~finite).sum()) == 1 and bool(own[1][~finite].isnan().all())
+    expected = kv_blocks.quantize(written)
+    assert all(torch.equal(got[finite], one[finite]) for got, one in zip(own, expected, strict=True))
+    given = torch.stack(found[1][1:], 1)
+    close(given[finite], kv_blocks.dequantize(*own, dtype)[finite])
+    untouched = torch.ones(9 * page, dtype=torch.bool)
+    untouched[slots] = False
+    left = kv_blocks.split(codes)[0].permute(0, 4, 1, 2, 3, 5).reshape(9 * page, -1)
+    assert bool((left[untouched] == 7).all()) and bool((codes[:, 0] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_part_is_converted_as_on_cpus(dtype):
+    """Of some layers and heads, cut at both ends, in blocks longer than what a program converts."""
+    torch.manual_seed(0)
+    page, dim, tokens, offset = 24, 40, 27, 22
+    numbers = torch.randn(tokens * 2 * 2, dim) * torch.logspace(-15, 15, tokens * 4)[:, None]
+    numbers[3], numbers[5] = 0.0, torch.arange(dim) - 5.5
+    numbers[5, 0] = 127.0  # half way between codes
+    found = []
+    for write in (kv_blocks.write_part, write_part):
+        cache = torch.full((9, 3, 2, 4, page, dim + 2), 7, dtype=torch.int8)
+        write(cache[:, 1:2, :, 2:4], numbers.to(dtype).flatten(), torch.tensor([8, 0, 3]), offset)
+        found.append(cache)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(7, 40), (5, 1024), (3, 2500)])

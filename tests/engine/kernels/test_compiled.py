@@ -11,8 +11,10 @@ from tests.engine.kernels.compiled import CARDS, compile_for, spilled
 pytest.importorskip("triton")
 import torch
 
+from cluster.protocol.kv_format import SCALE_BYTES
 from engine.attention import triton_backend as backend
 from engine.attention import triton_kernels as attention
+from engine.ops import triton_conversion as conversion
 from engine.ops import triton_kernels as small
 from engine.ops.base import OpsShape
 from engine.ops.triton_ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, gate_kind, norm_sizes
@@ -32,13 +34,18 @@ NUMBERS = (
     "table_stride",
     "block_stride",
     "value_offset",
+    "offset",
+    "tokens",
+    "heads",
+    "layer_stride",
+    "side_stride",
 )
 KINDS = {
     **dict.fromkeys(INTS, "*i32"),
     **dict.fromkeys(FLOATS, "*fp32"),
     **dict.fromkeys(NUMBERS, "i32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
-    **dict.fromkeys(("positions", "slots"), "*i64"),
+    **dict.fromkeys(("positions", "slots", "ids"), "*i64"),
 }
 DATA = (
     "q",
@@ -54,6 +61,7 @@ DATA = (
     "sin",
     "q_norm",
     "k_norm",
+    "numbers",
 )
 
 
@@ -62,8 +70,11 @@ SPILLED_AROUND_LOOPS = 64
 
 
 def check(capability: int, kernel, kind: str, constants: dict[str, object], options: dict[str, int]):
+    """A ROW that is longer than DIM: the cache is in int8."""
     own = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {**KINDS, **dict.fromkeys(DATA, f"*{kind}")}
+    if own.get("ROW") != own.get("DIM"):
+        types["cache"] = types["blocks"] = "*i8"
     needed = {name: types[name] for name in kernel.arg_names if name not in own}
     made = compile_for(capability, kernel, needed, own, {**options, **OPTIONS})
     of_attention = kernel in (attention.attend_prompts, attention.attend_tokens)
@@ -72,15 +83,23 @@ def check(capability: int, kernel, kind: str, constants: dict[str, object], opti
 
 
 def check_attention(
-    capability: int, kind: str, dim: int, group: int, page: int, cap: float = 0.0, sinks: bool = False
+    capability: int,
+    kind: str,
+    dim: int,
+    group: int,
+    page: int,
+    cap: float = 0.0,
+    sinks: bool = False,
+    int8: bool = False,
 ) -> None:
     dtype = TYPES[kind]
+    row = dim + SCALE_BYTES if int8 else dim
     sizes = {
-        "GROUP": group, "DIM": dim, "WIDTH": backend.width_of(dim), "PAGE": page, "CAP": cap,
+        "GROUP": group, "DIM": dim, "ROW": row, "WIDTH": backend.width_of(dim), "PAGE": page, "CAP": cap,
         "SINKS": sinks, "SPLIT": backend.SPLIT, "SPLITS": backend.most_splits(8),
     }  # fmt: skip
     prompts = backend.prompt_tiles(dtype, dim, group, hopper=capability == 90)
-    tokens = backend.token_tiles(dtype, dim, group)
+    tokens = backend.token_tiles(dtype, dim, group, int8=int8)
     # A window changes no tile: it is compiled for the commonest size of a head.
     for kernel, tiles, windowed in (
         (attention.attend_prompts, prompts, False),
@@ -136,24 +155,43 @@ def check_small(capability: int, kind: str, dim: int) -> None:
             "NORMS": norms,
             "TOGETHER": HEADS_TOGETHER,
         }
-        check(capability, small.rotate_heads, kind, sizes, {"num_warps": 2})
+        for row in (dim, dim + SCALE_BYTES):
+            check(capability, small.rotate_heads, kind, {**sizes, "ROW": row}, {"num_warps": 2})
+
+
+def check_conversion(capability: int, kind: str, dim: int) -> None:
+    constants = {"DIM": dim, "ROW": dim + SCALE_BYTES, "WIDTH": backend.width_of(dim), "PAGE": 16}
+    check(
+        capability,
+        conversion.convert_blocks,
+        kind,
+        {**constants, "TOKENS": conversion.TOKENS},
+        {"num_warps": conversion.WARPS},
+    )
 
 
 @pytest.mark.parametrize(
-    ("capability", "kind", "dim", "group", "cap", "sinks"),
+    ("capability", "kind", "dim", "group", "cap", "sinks", "int8"),
     [
-        (90, "bf16", 128, 4, 0.0, False),
-        (80, "fp32", 64, 4, 0.0, False),
-        pytest.param(90, "bf16", 64, 8, 0.0, True, marks=pytest.mark.long),
-        pytest.param(90, "bf16", 256, 2, 50.0, False, marks=pytest.mark.long),
+        (90, "bf16", 128, 4, 0.0, False, False),
+        (80, "fp32", 64, 4, 0.0, False, False),
+        *(
+            pytest.param(90, *variant, marks=pytest.mark.long)
+            for variant in (
+                ("bf16", 64, 8, 0.0, True, False),
+                ("bf16", 256, 2, 50.0, False, False),
+                ("bf16", 128, 4, 0.0, False, True),
+            )
+        ),
     ],
 )
-def test_attention_compiles(capability, kind, dim, group, cap, sinks):
-    check_attention(capability, kind, dim, group, 16, cap, sinks)
+def test_attention_compiles(capability, kind, dim, group, cap, sinks, int8):
+    check_attention(capability, kind, dim, group, 16, cap, sinks, int8)
 
 
 def test_small_kernels_compile():
     check_small(100, "bf16", 128)
+    check_conversion(90, "bf16", 128)
 
 
 # Heads' sizes by type and group: all of them for the common group only, which keeps a card's compilations to a minute.
@@ -180,8 +218,11 @@ VARIANTS = [
 def test_every_variant_compiles(capability, kind, group, dims):
     for dim in dims:
         check_attention(capability, kind, dim, group, 16)
+        check_attention(capability, kind, dim, group, 16, int8=True)
     if kind == "bf16" and group == 1:
-        check_attention(capability, kind, 256, 2, 16, cap=50.0)  # Gemma 2
-        check_attention(capability, kind, 64, 8, 16, sinks=True)  # gpt-oss
+        for int8 in (False, True):
+            check_attention(capability, kind, 256, 2, 16, cap=50.0, int8=int8)  # Gemma 2
+            check_attention(capability, kind, 64, 8, 16, sinks=True, int8=int8)  # gpt-oss
     if group == 4:
         check_small(capability, kind, 64)
+        check_conversion(capability, kind, 80)

@@ -44,16 +44,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.quantization = int8 runs on CPUs only and prefill.gpus is 1",
         "set quantization to auto or gpus to 0",
     ),
-    "int8 KV on GPUs": (
-        {"model": {"kvDtype": "int8"}, "prefill": {"gpus": 1}},
-        "model.kvDtype = int8 is int8 at prefill workers, which runs on CPUs only, and prefill.gpus is 1",
-        "set kvDtype to auto or gpus to 0",
-    ),
-    "int8 KV on GPUs of one role": (
-        {"model": {"kvDtype": "bf16>int8"}, "decode": {"gpus": 1}},
-        "model.kvDtype = bf16>int8 is int8 at decode workers",
-        "decode.gpus is 1",
-    ),
     "int8 KV in odd blocks": (
         {"model": {"kvDtype": "int8", "pageSize": 12}, "prefill": {"gpus": 0}, "decode": {"gpus": 0}},
         "model.kvDtype = int8 needs a model.pageSize that 8 divides, not 12",

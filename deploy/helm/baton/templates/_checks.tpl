@@ -44,9 +44,6 @@
 {{- fail (printf "model.quantization = int8 runs on CPUs only and %s.gpus is %d: set quantization to auto or gpus to 0" $role (int $pool.gpus)) }}
 {{- end }}
 {{- $kvDtype := $values.model.kvDtype }}
-{{- if and (gt $gpus 0) (or (eq $kvDtype "int8") (and (eq $kvDtype "bf16>int8") (eq $role "decode"))) }}
-{{- fail (printf "model.kvDtype = %s is int8 at %s workers, which runs on CPUs only, and %s.gpus is %d: set kvDtype to auto or gpus to 0" $kvDtype $role $role (int $pool.gpus)) }}
-{{- end }}
 {{- if and (hasPrefix "bf16" $kvDtype) (eq ($pool.dtype | default $values.model.dtype) "float32") }}
 {{- fail (printf "model.kvDtype = %s is for models computed in bfloat16, and those of %s are computed in float32: set kvDtype to auto" $kvDtype $role) }}
 {{- end }}
