@@ -78,7 +78,7 @@ def write_part(blocks: Tensor, numbers: Tensor, ids: Tensor, offset: int) -> Non
     _, layers, _, heads, page, row = blocks.shape
     codes, scales = split(blocks)
     shape = (1, layers, 2, heads, -1, row - SCALE_BYTES)
-    for one in ids.split(1):
+    for one in ids[:, None]:
         count = min(page - offset, numbers.numel() // (layers * 2 * heads * shape[-1]))
         size = layers * 2 * heads * count * shape[-1]
         own, numbers = numbers[:size], numbers[size:]

@@ -123,7 +123,7 @@ def test_rows_are_rounded_as_on_cpus(heads, kv, dim, page, dtype, norms):
     expected = kv_blocks.quantize(written)
     assert all(torch.equal(got[finite], one[finite]) for got, one in zip(own, expected, strict=True))
     given = torch.stack(found[1][1:], 1)
-    close(given[finite], kv_blocks.dequantize(*own, dtype)[finite])
+    close(given[finite], kv_blocks.dequantize(own[0], own[1], dtype)[finite])
     untouched = torch.ones(9 * page, dtype=torch.bool)
     untouched[slots] = False
     left = kv_blocks.split(codes)[0].permute(0, 4, 1, 2, 3, 5).reshape(9 * page, -1)

@@ -169,12 +169,12 @@ def check_small(capability: int, kind: str, dim: int) -> None:
 
 
 def check_conversion(capability: int, kind: str, dim: int) -> None:
-    constants = {"DIM": dim, "ROW": dim + SCALE_BYTES, "WIDTH": backend.width_of(dim), "PAGE": 16}
+    constants: dict[str, object] = {"DIM": dim, "ROW": dim + SCALE_BYTES, "WIDTH": backend.width_of(dim)}
     check(
         capability,
         conversion.convert_blocks,
         kind,
-        {**constants, "TOKENS": conversion.TOKENS},
+        {**constants, "PAGE": 16, "TOKENS": conversion.TOKENS},
         {"num_warps": conversion.WARPS},
     )
 
