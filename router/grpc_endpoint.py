@@ -1,8 +1,15 @@
-"""The router's gRPC port."""
+"""The router's gRPC port.
+
+gRPC for Python hands a server's calls to Python one by one, in the order in which they arrived, whoever sends them: a
+flood of calls keeps all others waiting, or gets them cancelled. So several servers listen on the port, and the kernel
+gives each address's connections to one of them: a flood delays only calls from addresses of the same share.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
 
 import grpc
@@ -20,7 +27,16 @@ from router.frontends.grpc.other_calls import OtherCalls
 from router.frontends.grpc.reflection import ReflectionService
 from router.frontends.grpc.service import SERVICE, InferenceService
 from router.gateway import RequestGateway
-from router.listening import accepted_all, own_listeners, refuse_connections
+from router.listening import (
+    accepted_all,
+    address_shares,
+    own_listeners,
+    refuse_connections,
+    reserve_grpc,
+    spread_by_address,
+)
+
+log = logging.getLogger(__name__)
 
 EXTRA_STREAMS = 64
 # Also with a lower max_concurrent_requests: calls beyond that are refused with a reason, not cancelled. A lower bound
@@ -41,7 +57,7 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         *pending_calls(max(LEAST_PENDING_CALLS, config.max_concurrent_requests)),
         ("grpc.max_allowed_incoming_connections", config.max_grpc_connections),
         ("grpc.max_connection_idle_ms", math.ceil(config.grpc_idle_seconds * 1000)),
-        ("grpc.so_reuseport", int(config.processes > 1)),
+        ("grpc.so_reuseport", int(config.processes > 1 or address_shares(config) > 1)),
         # Clients ping through silent streams to notice a router that is gone; without these two the server would
         # answer "too many pings" and hang up.
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
@@ -65,14 +81,15 @@ class GrpcEndpoint:
         self._gateway = gateway
         self._identity = identity
         self._ask_clients = ask_clients
-        self._server = grpc.aio.server(
-            interceptors=[
-                *([KeyInterceptor(gateway)] if gateway.keys.on else ()),
-                OtherCalls(config.write_seconds),
-            ],
-            options=grpc_options(config),
-        )
-        self._port = 0
+        interceptors = [
+            *([KeyInterceptor(gateway)] if gateway.keys.on else ()),
+            OtherCalls(config.write_seconds),
+        ]
+        self._servers = [
+            grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
+            for _ in range(address_shares(config))
+        ]
+        self._port = config.grpc_port
         self.health = Health(config.max_health_watchers, config.write_seconds)
 
     @property
@@ -81,21 +98,42 @@ class GrpcEndpoint:
 
     async def start(self) -> None:
         """Raises ConfigError where the port is not free."""
-        self._server.add_generic_rpc_handlers(
-            (
-                InferenceService(self._gateway).handler(),
-                self.health.handler(),
-                ReflectionService(self._gateway, (SERVICE, health.SERVICE)).handler(),
-            )
+        handlers = (
+            InferenceService(self._gateway).handler(),
+            self.health.handler(),
+            ReflectionService(self._gateway, (SERVICE, health.SERVICE)).handler(),
         )
-        address = addresses.join(self._config.host, self._config.grpc_port)
+        with contextlib.ExitStack() as until_bound:
+            if len(self._servers) > 1:
+                self._port = until_bound.enter_context(reserve_grpc(self._config)).getsockname()[1]
+            for server in self._servers:
+                server.add_generic_rpc_handlers(handlers)
+                self._port = self._listen(server)
+        if len(self._servers) > 1:
+            self._spread()
+        for server in self._servers:
+            await server.start()
+
+    def _listen(self, server: grpc.aio.Server) -> int:
         try:
-            self._port = listen(self._server, address, self._identity, ask_clients=self._ask_clients)
+            return listen(server, self.address, self._identity, ask_clients=self._ask_clients)
         except RuntimeError as error:
             raise ConfigError(
-                f"--grpc-port: cannot listen on {address}: {error}", field="grpc_port"
+                f"--grpc-port: cannot listen on {self.address}: {error}", field="grpc_port"
             ) from error
-        await self._server.start()
+
+    def _spread(self) -> None:
+        listeners = own_listeners(self._port)  # more than one per server where the host has several addresses
+        try:
+            for one in listeners:
+                spread_by_address(one)
+        except OSError as error:
+            log.warning(
+                "a flood from one address at the gRPC port may delay calls from all others: %s", error
+            )
+        finally:
+            for one in listeners:
+                one.close()
 
     def show_ready(self, ready: bool) -> None:
         self.health.set({"": ready, SERVICE: ready})
@@ -103,7 +141,7 @@ class GrpcEndpoint:
     async def stop(self, seconds: float) -> None:
         """Take no new calls; those that run after `seconds` are ended."""
         await self._accept_last()
-        await self._server.stop(seconds)
+        await asyncio.gather(*(server.stop(seconds) for server in self._servers))
 
     async def _accept_last(self) -> None:
         """Take no further connections, but accept those that wait: closing the port would reset them."""

@@ -12,6 +12,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Sequence
 
 from cluster.addresses import listen, tcp_socket
 from cluster.config.router import RouterConfig
@@ -24,7 +25,9 @@ SEND_BUFFER_BYTES = 256 << 10
 QUIET_SECONDS = 0.1
 MAX_QUIET_SECONDS = 1.0
 LOOK_SECONDS = 0.01
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
+# Servers behind the gRPC port, each with a share of clients' addresses and a queue of its own for calls.
+ADDRESS_SHARES = 8
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 27, 51  # asm-generic/socket.h
 # Of a packet for a listening socket, from its TCP header on: drop it if it asks for a connection (SYN without ACK).
 _DROP_SYN = (
     (0x30, 0, 0, 13),  # load the byte of flags
@@ -32,6 +35,24 @@ _DROP_SYN = (
     (0x15, 0, 1, 0x02),  # only SYN?
     (0x06, 0, 0, 0),  # drop
     (0x06, 0, 0, 0xFFFFFFFF),  # keep
+)
+_IP_HEADER = 0x1_0000_0000 - 0x100000  # SKF_NET_OFF: offsets from here are of the IP header
+# Of a packet that asks for a connection: a number from the address it comes from, below that of the shares. Of an IPv6
+# address the first 64 bits count: a client usually has all addresses below.
+_SHARE_OF_ADDRESS = (
+    (0x30, 0, 0, _IP_HEADER),  # load the byte with the version
+    (0x54, 0, 0, 0xF0),
+    (0x15, 0, 2, 0x40),  # IPv4?
+    (0x20, 0, 0, _IP_HEADER + 12),  # load the address
+    (0x05, 0, 0, 4),  # skip the next four
+    (0x20, 0, 0, _IP_HEADER + 8),
+    (0x07, 0, 0, 0),
+    (0x20, 0, 0, _IP_HEADER + 12),
+    (0xAC, 0, 0, 0),  # the first word xor the second
+    (0x24, 0, 0, 0x9E3779B1),  # neighbouring addresses spread: multiply by 2^32 / the golden ratio
+    (0x74, 0, 0, 16),  # the high bits
+    (0x94, 0, 0, ADDRESS_SHARES),  # modulo
+    (0x16, 0, 0, 0),  # return it
 )
 
 
@@ -105,12 +126,8 @@ def refuse_connections(sock: socket.socket) -> None:
     """
     if sys.platform != "linux":
         return
-    program = b"".join(struct.pack("=HBBI", *one) for one in _DROP_SYN)
-    buffer = ctypes.create_string_buffer(program, len(program))
     with contextlib.suppress(OSError):
-        sock.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_DROP_SYN), ctypes.addressof(buffer))
-        )
+        _attach(sock, _SO_ATTACH_FILTER, _DROP_SYN)
 
 
 def allow_connections(sock: socket.socket) -> None:
@@ -118,6 +135,26 @@ def allow_connections(sock: socket.socket) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # there is no filter
             sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def address_shares(config: RouterConfig) -> int:
+    """Servers behind the gRPC port of a process. Processes that share a port share all addresses: one client may be a
+    load balancer, which all of them serve."""
+    return ADDRESS_SHARES if config.processes == 1 and sys.platform == "linux" else 1
+
+
+def spread_by_address(listener: socket.socket) -> None:
+    """Of ADDRESS_SHARES sockets that listen on one port (SO_REUSEPORT), this one among them, the same one gets all
+    connections from an address. Without it, connections are spread at random. Raises OSError."""
+    _attach(listener, _SO_ATTACH_REUSEPORT_CBPF, _SHARE_OF_ADDRESS)
+
+
+def _attach(sock: socket.socket, option: int, instructions: Sequence[tuple[int, int, int, int]]) -> None:
+    """Attach a classic BPF program."""
+    program = b"".join(struct.pack("=HBBI", *one) for one in instructions)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
+    sock.setsockopt(socket.SOL_SOCKET, option, described)
 
 
 async def accepted_all(sock: socket.socket) -> None:

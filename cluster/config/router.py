@@ -191,7 +191,12 @@ class ConnectionLimits(Frozen):
     http_idle_seconds: Count = Field(
         75, ge=1, description="an HTTP connection without a request for this long is closed"
     )
-    max_grpc_connections: Count = Field(1024, ge=1, description="further gRPC connections are closed at once")
+    max_grpc_connections: Count = Field(
+        1024,
+        ge=1,
+        description="of each eighth of all addresses (with several processes: of all): further gRPC connections"
+        " are closed at once",
+    )
     grpc_idle_seconds: Seconds = Field(
         60.0, gt=0, description="a gRPC connection without a call for this long is closed"
     )

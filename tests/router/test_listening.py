@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from router.listening import (
+    ADDRESS_SHARES,
     QUIET_SECONDS,
     accepted_all,
     allow_connections,
@@ -20,6 +22,7 @@ from router.listening import (
     own_listeners,
     refuse_connections,
     reserve_grpc,
+    spread_by_address,
 )
 
 CONFIG = RouterConfig(model=Path("m"), http_port=0, grpc_port=0)
@@ -97,3 +100,48 @@ def test_a_port_that_is_taken_is_named(listener: socket.socket) -> None:
     with pytest.raises(ConfigError, match=f"--http-port {port}") as caught:
         listen_http(CONFIG.model_copy(update={"http_port": port}))
     assert caught.value.field == "http_port"
+
+
+def accepted(listeners: list[socket.socket]) -> list[int]:
+    """Close the connections that wait. Which listeners had some."""
+    had = []
+    for index, one in enumerate(listeners):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one.accept()[0].close()
+                had.append(index)
+    return had
+
+
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
+def test_all_connections_from_an_address_reach_the_same_listener(host: str, family: int) -> None:
+    """Also with another port of the client, and where one socket listens for IPv4 and IPv6."""
+    with contextlib.ExitStack() as stack:
+        listeners, port = [], 0
+        for _ in range(ADDRESS_SHARES):
+            one = stack.enter_context(socket.socket(family))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            one.bind((host, port))
+            one.listen()
+            one.setblocking(False)
+            port = one.getsockname()[1]
+            listeners.append(one)
+        spread_by_address(listeners[0])
+        used = set()
+        for last in range(1, 33):
+            for _ in range(4):
+                where = ("127.0.0.1", port)
+                socket.create_connection(where, 5, source_address=(f"127.0.0.{last}", 0)).close()
+            found = accepted(listeners)
+            assert len(found) == 4 and len(set(found)) == 1
+            used |= set(found)
+        assert used == set(range(ADDRESS_SHARES)), "addresses are spread"
+        if family == socket.AF_INET6:
+            for _ in range(4):
+                socket.create_connection(("::1", port), 5).close()
+            assert len(set(accepted(listeners))) == 1
+
+
+def test_a_socket_that_shares_no_port_cannot_spread_connections(listener: socket.socket) -> None:
+    with pytest.raises(OSError):
+        spread_by_address(listener)

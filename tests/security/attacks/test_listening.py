@@ -25,13 +25,13 @@ SERVE_CALL = "/ray.serve.ASGIService/HandleRequest"
 NIXL, STORE, GLOO, LINK = "NIXL", "the ranks' store", "gloo", "links"
 
 
-def listening(process: psutil.Process) -> list[tuple[str, int]]:
-    """Addresses and ports, TCP and UDP."""
-    return [
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """Addresses and ports, TCP and UDP. Several sockets of a router share its gRPC port."""
+    return {
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN or connection.type.name == "SOCK_DGRAM"
-    ]
+    }
 
 
 def declared(
