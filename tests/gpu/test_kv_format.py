@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -321,5 +322,6 @@ def conversion_figure(device: str, shape: ModelShape) -> Figure:
         for _ in range(10):
             write(cache, numbers, ids, 0)
 
-    median = limits.median_of(limits.timed(ten, device), 3)
+    timed = limits.timed(ten, device)
+    median = statistics.median(timed() for _ in range(3))
     return Figure("conversion of parts", 10 * numbers.nbytes / median / 1e9, "GB/s", note="of bf16")

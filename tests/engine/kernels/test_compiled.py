@@ -155,8 +155,8 @@ def check_small(capability: int, kind: str, dim: int) -> None:
             "NORMS": norms,
             "TOGETHER": HEADS_TOGETHER,
         }
-        for row in (dim, dim + SCALE_BYTES):
-            check(capability, small.rotate_heads, kind, {**sizes, "ROW": row}, {"num_warps": 2})
+        for elements in (dim, dim + SCALE_BYTES):
+            check(capability, small.rotate_heads, kind, {**sizes, "ROW": elements}, {"num_warps": 2})
 
 
 def check_conversion(capability: int, kind: str, dim: int) -> None:
