@@ -41,7 +41,7 @@ from cluster.security.tls import WORKER_NAME
 METHOD = "/baton.bench.Link/Open"
 LENGTH = struct.Struct("<I")
 FRAMES_PER_SECOND_AND_LINK = 40.0  # steps of a decode worker
-MOST_FRAMES_PER_SECOND = 1500.0  # of all links together: below what the slower carrier saturates at
+MAX_FRAMES_PER_SECOND = 1500.0  # of all links together: below what the slower carrier saturates at
 STREAMS = 256  # over all links, as many tokens a step
 
 
@@ -313,7 +313,7 @@ def main() -> int:
             Load(
                 carrier,
                 links,
-                0.0 if idle else min(FRAMES_PER_SECOND_AND_LINK, MOST_FRAMES_PER_SECOND / links),
+                0.0 if idle else min(FRAMES_PER_SECOND_AND_LINK, MAX_FRAMES_PER_SECOND / links),
                 0 if idle else max(1, STREAMS // links),
                 given.seconds,
             )

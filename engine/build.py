@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,21 +18,31 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
 from engine.kv_blocks import KvSpec
-from engine.layers.linear import CudaLinear, Linear, MakeLinear, PanelLinear, TorchLinear, Weight
+from engine.layers.linear import (
+    CodedLinear,
+    CudaLinear,
+    Linear,
+    MakeLinear,
+    PanelLinear,
+    TorchLinear,
+    Weight,
+)
 from engine.model import shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
+from engine.ops.codes import CodedWeight
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
-from engine.quant import formats, int8
+from engine.quant import coded, formats, int8
 from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
 CPU = torch.device("cpu")
+Backends = tuple[LayerOps, AttentionBackend]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -92,12 +103,32 @@ def weight_bytes(model: ModelConfig, config: EngineConfig, *, untied_head: bool 
     kept = (sizes.kept + sizes.vocabulary * hidden) * width
     head = 0 if model.tie_embeddings and not untied_head else sizes.vocabulary * hidden * width
     if not formats.is_int8(model.quantization, config.quantization):
+        if (found := _code_bytes(model, config)) is not None:
+            each, beside = found
+            return kept + int(sizes.matrices * each) + sizes.outputs * beside + head
         return kept + sizes.matrices * width + head
     # The embedding, the norms and the routers stay as they are, so does the output head of most stored checkpoints; in
     # int8 it is a matrix of its own, tied or not.
     if config.quantization == "int8":
         head = sizes.vocabulary * (hidden + int8.OUTPUT_BYTES)
     return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
+
+
+def _keeps_codes(config: EngineConfig) -> bool:
+    """Whether matrices are kept as they are stored, where kernels can read them: on CUDA, in bf16, where Triton works,
+    which attention by `triton` shows. `config` is resolved."""
+    auto = config.quantization == "auto"
+    return auto and config.attention_backend == "triton" and _DTYPES[config.dtype] is torch.bfloat16
+
+
+def _code_bytes(model: ModelConfig, config: EngineConfig) -> tuple[float, int] | None:
+    """As coded.code_bytes, for the matrices of a rank. Where only some of them are expanded, all count as expanded."""
+    if not _keeps_codes(config):
+        return None
+    size = config.tensor_parallel
+    heads = model.num_heads // size * model.head_dim
+    inputs = (model.hidden_size, heads, model.intermediate_size // size)
+    return coded.code_bytes(model.quantization, inputs)
 
 
 def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -> str:
@@ -108,6 +139,8 @@ def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -
     line += f", stored as {model.quantization.title}"
     if formats.is_int8(model.quantization, config.quantization):
         return line
+    if _code_bytes(model, config) is not None:
+        return f"{line}, and kept so"
     if model.experts is not None:  # int8 is refused for them
         return f"{line}, expanded to {config.dtype} while loading"
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
@@ -121,11 +154,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
-    kind = formats.CPU if device.type == "cpu" else formats.CUDA
-    how = formats.computed(model.quantization, config.quantization, kind)
-    if isinstance(how, str):
-        field = "quantization" if config.quantization == "int8" else "model"
-        raise ConfigError(f"{field}: {how}, not on {device}", field=field)
     if config.quantization == "int8" and model.experts is not None:
         raise ConfigError(
             f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
@@ -228,7 +256,9 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    with Checkpoint(config.model, dtype, device, quantization=model.quantization) as checkpoint:
+    with Checkpoint(
+        config.model, dtype, device, quantization=model.quantization, coded=_keeps_codes(resolved)
+    ) as checkpoint:
         decoder = Decoder(
             model,
             checkpoint,
@@ -237,33 +267,22 @@ def load_model(
             expert_parallel=config.expert_parallel,
         )
     spec = _kv_spec(model, resolved, decoder.num_kv_heads)
-    shape = AttentionShape(
-        decoder.num_heads,
-        decoder.num_kv_heads,
-        model.head_dim,
-        resolved.page_size,
-        model.windows,
-        model.attention_scale,
-        model.attention_cap,
-        decoder.sinks,
-        dtype,
-    )
+    shape = _attention_shape(model, decoder, resolved)
 
-    def backends(cache: Tensor) -> tuple[LayerOps, AttentionBackend]:
+    def backends(cache: Tensor) -> Backends:
         ops = _make_ops(model, decoder, cache, resolved, team)
         return ops, registry.make(resolved.attention_backend, shape, cache, team)
 
-    step_bytes, recorded_bytes = 0, size  # the null block
     one_block = torch.zeros((1, *spec.shape), dtype=spec.dtype, device=device)
     small = backends(one_block)  # in use until the pool has its size, as those of the pool are later
+    step_bytes = recorded_bytes = 0
     if not resolved.kv_memory_bytes:
         _compile(resolved, decoder, small, tell)
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, *small, memory)
         step_bytes += decoder.unmeasured_bytes(resolved.step_tokens)
-        capturable = decoder.capturable and registry.backend_class(resolved.attention_backend).capturable
-        if decode_graphs.recorded(device, resolved.cuda_graphs, capturable):
-            recorded_bytes += largest_step.recorded_bytes(resolved, decoder, backends, one_block, memory)
+        recorded_bytes = _recorded_bytes(resolved, decoder, backends, one_block, memory)
+    recorded_bytes += size  # the null block
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
     del one_block
     needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes, draft_bytes)
@@ -274,9 +293,35 @@ def load_model(
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
 
 
-def _compile(
-    config: EngineConfig, decoder: Decoder, made: tuple[LayerOps, AttentionBackend], tell: Tell
-) -> None:
+def _attention_shape(model: ModelConfig, decoder: Decoder, config: EngineConfig) -> AttentionShape:
+    return AttentionShape(
+        decoder.num_heads,
+        decoder.num_kv_heads,
+        model.head_dim,
+        config.page_size,
+        model.windows,
+        model.attention_scale,
+        model.attention_cap,
+        decoder.sinks,
+        _DTYPES[config.dtype],
+    )
+
+
+def _recorded_bytes(
+    config: EngineConfig,
+    decoder: Decoder,
+    backends: Callable[[Tensor], Backends],
+    one_block: Tensor,
+    memory: DeviceMemory,
+) -> int:
+    """Bytes of decode steps that are recorded."""
+    capturable = decoder.capturable and registry.backend_class(config.attention_backend).capturable
+    if not decode_graphs.recorded(one_block.device, config.cuda_graphs, capturable):
+        return 0
+    return largest_step.recorded_bytes(config, decoder, backends, one_block, memory)
+
+
+def _compile(config: EngineConfig, decoder: Decoder, made: Backends, tell: Tell) -> None:
     """Compile all kernels, so that this is no part of what the largest step is measured to take. Every rank of the group
     must call it. Where nothing is measured, the warm-up compiles."""
     stages = [
@@ -332,9 +377,11 @@ def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGr
     if config.quantization == "int8":
         if int8.has_kernels(team):
             torch.set_num_threads(1)  # torch's operations need no second thread
-        return int8.maker(team, group)
+        return int8.maker(team, group, triton=config.attention_backend == "triton")
     plain = _plain_linear(config, team)
-    return int8.maker(team, group, plain) if formats.is_int8(model.quantization, "") else plain
+    if not formats.is_int8(model.quantization, ""):
+        return plain
+    return int8.maker(team, group, plain, triton=config.attention_backend == "triton")
 
 
 def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
@@ -363,7 +410,9 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
 
 
 def _cuda_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
-    assert isinstance(weight, Tensor), "only plain weights come here"
+    if isinstance(weight, CodedWeight):
+        return CodedLinear(weight, bias)
+    assert isinstance(weight, Tensor), "int8 does not come here"
     return CudaLinear(weight, bias)
 
 

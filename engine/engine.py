@@ -102,7 +102,9 @@ class Engine:
         self._outputs = OutputProcessor(
             self._scheduler, prefixes, limits, self._counters, sampler, self._drafter
         )
-        self._overlap = not config.drafts_by and overlaps(config.overlap, runner.device, runner.num_ranks)
+        self._overlap = config.draft_source is None and overlaps(
+            config.overlap, runner.device, runner.num_ranks
+        )
         self._flight: Flight | None = None
         self._collected_at = 0.0
         self.steps = 0

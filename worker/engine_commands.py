@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 
 Command = Callable[..., None]  # called with a DrainingError if it is refused
-MOST_PASSES = 64
+MAX_PASSES = 64
 
 
 class CommandQueue:
-    """In order, those that may wait behind the others. After MOST_PASSES others one of them has its turn all the same.
+    """In order, those that may wait behind the others. After MAX_PASSES others one of them has its turn all the same.
 
     Bounded by the requests that the worker admits: every command belongs to one. None = the thread is to end.
     """
@@ -34,7 +34,7 @@ class CommandQueue:
         """Raises queue.Empty."""
         if not self._queued.acquire(block, seconds if block else None):
             raise queue.Empty
-        if self._behind and (not self._first or self._passes >= MOST_PASSES):
+        if self._behind and (not self._first or self._passes >= MAX_PASSES):
             self._passes = 0
             return self._behind.popleft()
         self._passes += bool(self._behind)

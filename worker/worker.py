@@ -7,13 +7,14 @@ from dataclasses import asdict
 
 from cluster.addresses import advertised
 from cluster.background_tasks import BackgroundTasks
-from cluster.config.worker import WorkerConfig
+from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import DrainingError, InternalError
 from cluster.faults.orders import open_faults
+from cluster.faults.points import Faults
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
 from cluster.membership.types import Then
-from cluster.security.tls import worker_peers
+from cluster.security.tls import Peers, worker_peers
 from engine.request import ChainReport, StepOutput
 from worker.ending import Ending, WorkerFailure
 from worker.health import Health, Phase
@@ -47,14 +48,7 @@ class Worker:
         self._background_tasks = BackgroundTasks()
         epoch = draw_epoch()
         try:
-            engine = config.engine
-            model_id = make_model_id(
-                engine.model,
-                engine.dtype,
-                engine.quantization,
-                max_model_len=engine.max_model_len,
-                kv_dtype=engine.kv_dtype,
-            )
+            model_id = _model_id(config.engine)
             self._engine = LoadedEngine(
                 config,
                 epoch,
@@ -91,22 +85,7 @@ class Worker:
             status=self.status,
             rejoin=self._rejoin,
         )
-        self._role = make_role(
-            RoleParts(
-                config=config,
-                identity=self._identity,
-                health=self._health,
-                host=self._engine.host,
-                ranks=self._engine.ranks,
-                server=self._server,
-                peers=peers,
-                faults=faults,
-                tracing=self._telemetry.tracing,
-                background_tasks=self._background_tasks,
-                fail=lambda reason: self._ending.fail(InternalError(reason)),
-                drain_and_fail=lambda reason: self._background_tasks.spawn(self._drain_and_fail(reason)),
-            )
-        )
+        self._role = make_role(self._parts(peers, faults))
         self._ending.on_failure(self._failed)
         self._leaving = Leaving(
             config,
@@ -123,6 +102,22 @@ class Worker:
             engine_moves=self._engine.host.healthy, registered=lambda: self._membership.registered
         )
         self._health.to(Phase.STARTING)
+
+    def _parts(self, peers: Peers, faults: Faults) -> RoleParts:
+        return RoleParts(
+            config=self._config,
+            identity=self._identity,
+            health=self._health,
+            host=self._engine.host,
+            ranks=self._engine.ranks,
+            server=self._server,
+            peers=peers,
+            faults=faults,
+            tracing=self._telemetry.tracing,
+            background_tasks=self._background_tasks,
+            fail=lambda reason: self._ending.fail(InternalError(reason)),
+            drain_and_fail=lambda reason: self._background_tasks.spawn(self._drain_and_fail(reason)),
+        )
 
     # --- for baton and the Ray pools ---------------------------------------------------------------------
 
@@ -230,3 +225,13 @@ async def start_worker(config: WorkerConfig, make_role: MakeRole) -> Worker:
     worker = Worker(config, make_role)
     await worker.start()
     return worker
+
+
+def _model_id(engine: EngineConfig) -> str:
+    return make_model_id(
+        engine.model,
+        engine.dtype,
+        engine.quantization,
+        max_model_len=engine.max_model_len,
+        kv_dtype=engine.kv_dtype,
+    )

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.config.worker import Role
+from cluster.config.worker import EngineConfig, Role
 from cluster.errors import ConfigError
 from cluster.process.memory import Limit, room_bytes
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # Measured: a router with a tokenizer; Ray's processes with Serve and two empty replicas.
 ROUTER_BYTES = 256 << 20
 RAY_BYTES = 1 << 30
-CARDS_SECONDS = 60.0
+PROCESS_SECONDS = 60.0  # of a process that loads torch
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 HOST = -1  # a location; the others are numbers of cards
 
@@ -37,7 +37,7 @@ class PoolMemory(NamedTuple):
     device: str  # EngineConfig.device
     utilization: float  # EngineConfig.memory_utilization
     kv_bytes: int  # EngineConfig.kv_memory_bytes
-    draft_bytes: int = 0  # EngineConfig.draft_kv_memory_bytes, of a worker's first rank
+    draft_bytes: int = 0  # of the draft model's KV pool, at a worker's first rank
 
     def locations(self, cards: int) -> Iterator[int]:
         """Yield the location of each rank on a machine with `cards` cards, as engine/build.py places it."""
@@ -102,12 +102,12 @@ def check_given(pools: Mapping[Role, PoolMemory], machine: Machine) -> None:
         if drafts[location] > free:
             raise ConfigError(
                 f"--draft-kv-memory: {_in_gib(drafts[location])} in all is more than the {_in_gib(free)} of memory that "
-                f"are free{where}: give less, or omit it",
+                f"are free{where}: give less",
                 field="draft_kv_memory",
             )
         free -= drafts[location]
         if total > free:
-            beside = " beside --draft-kv-memory" if drafts[location] else ""
+            beside = f" beside {_in_gib(drafts[location])} for draft models" if drafts[location] else ""
             raise ConfigError(
                 f"--kv-memory {_in_gib(total // ranks[location])} for each of {ranks[location]} ranks is more than the "
                 f"{_in_gib(free)} of memory that are free{where}{beside}: give less than "
@@ -122,13 +122,30 @@ def cards() -> list[Limit]:
         return []
     command = [sys.executable, "-m", "engine.cards"]
     try:
-        output = subprocess.run(command, capture_output=True, timeout=CARDS_SECONDS, check=True).stdout
+        output = subprocess.run(command, capture_output=True, timeout=PROCESS_SECONDS, check=True).stdout
         return [Limit(*card) for card in json.loads(output)]
     except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
         log.warning(
             "the memory of the cards could not be read, so it is not divided between ranks: %s", error
         )
         return []
+
+
+def draft_pool_bytes(engine: EngineConfig) -> int:
+    """Bytes of the KV pool of `engine`'s draft model. 0 if they are unknown: the worker refuses the model then, and says
+    why."""
+    if engine.draft_model is None or engine.draft_kv_memory_bytes:
+        return engine.draft_kv_memory_bytes
+    command = [sys.executable, "-m", "engine.speculation.pool_bytes"]
+    given = engine.model_dump_json().encode()
+    try:
+        found = subprocess.run(command, input=given, capture_output=True, timeout=PROCESS_SECONDS, check=True)
+        return int(found.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        log.warning(
+            "the size of the draft model's KV pool is unknown, so memory is not checked for it: %s", error
+        )
+        return 0
 
 
 def _in_gib(size: int) -> str:

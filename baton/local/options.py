@@ -16,7 +16,8 @@ from baton.local import memory
 from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import RouterConfig
-from cluster.config.worker import ROLES, Role, WorkerConfig, without_drafts
+from cluster.config.speculation import without_drafts
+from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import limits
 from cluster.protocol.draft_model import check_draft_model
@@ -128,7 +129,7 @@ class UpOptions(Frozen):
                     f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
                     field="config",
                 )
-            if not isinstance(section.get("engine") or {}, Mapping):
+            if not isinstance(section.get("engine"), Mapping | None):
                 raise ConfigError(f"--config: engine of {name} is no section", field="config")
         if (draft := self._draft_model) is not None:
             check_draft_model(self.model, draft)
@@ -183,7 +184,15 @@ class UpOptions(Frozen):
                 engine.kv_memory_bytes,
                 engine.draft_kv_memory_bytes,
             )
+        if any(
+            pool.kv_bytes for pool in pools.values()
+        ):  # else each worker's own pool gets what this one leaves
+            pools["decode"] = pools["decode"]._replace(draft_bytes=self._draft_pool_bytes)
         return pools
+
+    @cached_property
+    def _draft_pool_bytes(self) -> int:
+        return memory.draft_pool_bytes(WorkerConfig.model_validate(self._settings("decode")).engine)
 
     @property
     def _rank_bytes(self) -> dict[Role, int]:
@@ -247,13 +256,16 @@ class UpOptions(Frozen):
         if role == "decode" and self._draft_model is not None:
             engine["draft_model"] = self._draft_model
         fixed = {"role": role, **self.tls.worker(), "engine": engine}
-        return _merged({"engine": defaults}, self._given(role), fixed)
+        return _merged({"engine": defaults}, self._given[role], fixed)
 
-    def _given(self, role: Role) -> dict[str, Any]:
-        shared, own = self.sections.get("worker", {}), self.sections.get(role, {})
-        if role == "prefill":
-            return _merged(without_drafts(shared), own, without_drafts(self.worker))
-        return _merged(shared, own, self.worker)
+    @cached_property
+    def _given(self) -> Mapping[Role, Mapping[str, Any]]:
+        """The given settings of each role's workers."""
+        shared, own = self.sections.get("worker", {}), self.sections
+        return {
+            "prefill": _merged(without_drafts(shared), own.get("prefill", {}), without_drafts(self.worker)),
+            "decode": _merged(shared, own.get("decode", {}), self.worker),
+        }
 
     @property
     def _draft_model(self) -> Path | None:
@@ -262,7 +274,7 @@ class UpOptions(Frozen):
         return Path(str(given)).absolute() if given is not None else None
 
     def _given_engine(self, role: Role) -> Mapping[str, Any]:
-        engine: Mapping[str, Any] = self._given(role).get("engine") or {}
+        engine: Mapping[str, Any] = self._given[role].get("engine") or {}
         return engine
 
     def router_config(
@@ -301,11 +313,14 @@ class UpOptions(Frozen):
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested settings; later layers override earlier ones."""
+    """Merge nested settings; later layers override earlier ones. A section that a file names but leaves empty is None, and
+    overrides nothing."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
             below = merged.get(name)
+            if value is None and isinstance(below, Mapping):
+                continue
             merged[name] = (
                 _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
             )

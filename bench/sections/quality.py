@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from bench import rounded
+from bench import quantized_checkpoints
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.sections.engine import load
@@ -56,9 +56,11 @@ def run(context: Context) -> Section:
     model = TRAINED if TRAINED.exists() else SHIPPED
     windows = list(_windows(model, context.repeats(WINDOWS)))
     forms = [Form("int8 (W8A8)", 8, model, {"quantization": "int8"})]
-    for name, form in rounded.FORMS.items():
+    for name, form in quantized_checkpoints.FORMATS.items():
         target = context.out / "quality" / form.layout
-        forms.append(Form(name, form.weights["num_bits"], rounded.write(model, target, form), {}))
+        forms.append(
+            Form(name, form.weights["num_bits"], quantized_checkpoints.write(model, target, form), {})
+        )
     context.say(f"{model}: {len(windows):,} windows of {WINDOW} tokens")
     plain = measure(load(model, "cpu"), windows)
     figures = [Figure("perplexity, bf16", _perplexity(plain), "", "", f"{model.parent.name}/{model.name}")]

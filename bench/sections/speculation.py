@@ -63,16 +63,21 @@ class Script:
 
 
 def run(context: Context) -> Section:
+    draft = write(context.model.parent / "draft", DRAFT_SHAPE)
+    figures = measure(context.model, "cpu", draft, context.repeats(PAIRS))
+    return Section("speculation", f"Speculation, up to {DRAFTS} drafts, batch 1", figures)
+
+
+def measure(model: Path, device: str, draft_model: Path, pairs: int) -> list[Figure]:
     from engine.speculation.per_sequence import PerSequence
     from engine.speculation.prompt_lookup import PromptLookup
 
-    plain = load(context.model, "cpu")
-    drafting = load(context.model, "cpu", speculation="ngram", speculative_tokens=DRAFTS)
+    plain = load(model, device)
+    drafting = load(model, device, speculation="ngram", speculative_tokens=DRAFTS)
     source = random.Random(0)
     prompt = [source.randrange(1000, 4000) for _ in range(PROMPT)]
-    pairs = context.repeats(PAIRS)
     request, text = Request(prompt, {REPEATED: 100.0}), Request(prompt, {})
-    draft = _draft_runner(context.model)
+    draft = _draft_runner(model, device, draft_model)
     cases = [
         Case(f"α = {right:g}", request, partial(PerSequence, partial(Script, right)), bound, _tau(right))
         for right, bound in CASES.items()
@@ -83,16 +88,16 @@ def run(context: Context) -> Section:
         for right in CASES
     ]
     cases.append(Case("draft model, none right", text, partial(_scripted_model, draft, 0.0)))
-    figures = [_figure(plain, drafting, case, pairs) for case in cases]
-    return Section("speculation", f"Speculation, up to {DRAFTS} drafts, batch 1", figures)
+    return [_figure(plain, drafting, case, pairs) for case in cases]
 
 
-def _draft_runner(model: Path) -> Any:
+def _draft_runner(model: Path, device: str, draft_model: Path) -> Any:
     from cluster.config.worker import EngineConfig
-    from engine import load_draft
+    from engine.speculation import load_draft
 
-    directory = write(model.parent / "draft", DRAFT_SHAPE)
-    return load_draft.load(EngineConfig(model=model, draft_model=directory, dtype="bfloat16", device="cpu"))
+    return load_draft.load(
+        EngineConfig(model=model, draft_model=draft_model, dtype="bfloat16", device=device)
+    )
 
 
 def _scripted_model(runner: Any, right: float) -> Any:

@@ -23,7 +23,7 @@ from pydantic_settings import (
 
 from cluster.config.base import Frozen
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields
-from cluster.config.worker import without_drafts
+from cluster.config.speculation import without_drafts
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.redis.connect import check_url

@@ -6,29 +6,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from cluster.config import speculation
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
-from cluster.errors import ConfigError
+from cluster.config.speculation import DraftSource
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-
-
-_DRAFT_SETTINGS = ("speculation", "speculative_tokens", "draft_model", "draft_kv_memory_bytes")
-
-
-def without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return settings that both roles share without those of speculation, which a prefill worker refuses."""
-    engine = settings.get("engine")
-    if not isinstance(engine, Mapping):
-        return settings
-    return {**settings, "engine": {name: engine[name] for name in engine if name not in _DRAFT_SETTINGS}}
 
 
 class EngineConfig(Frozen):
@@ -49,7 +38,7 @@ class EngineConfig(Frozen):
     quantization: Literal["auto", "int8"] = Field(
         "auto",
         description="of matrices, output head included; auto: as they are stored; int8: int8 weights with a scale per "
-        "output, multiplied by rows of int8 (CPUs only). One value per deployment",
+        "output, multiplied by rows of int8. One value per deployment",
     )
     device: str = Field(
         "auto",
@@ -156,58 +145,17 @@ class EngineConfig(Frozen):
         return -(-self.max_model_len // self.page_size)
 
     @property
-    def drafts_by(self) -> str:
-        """The setting that asks for speculation; empty: none does."""
-        if self.draft_model is not None:
-            return "draft_model"
-        return "" if self.speculation == "none" else f"speculation {self.speculation}"
-
-    @model_validator(mode="after")
-    def _drafts_have_one_source(self) -> EngineConfig:
-        if self.draft_model is not None and self.speculation != "none":
-            raise ConfigError(
-                f"--draft-model and --speculation {self.speculation} exclude each other: drafts come from one of them",
-                field="draft_model",
-            )
-        if self.draft_kv_memory_bytes and self.draft_model is None:
-            raise ConfigError(
-                "--draft-kv-memory has no effect without --draft-model: leave it out", field="draft_kv_memory"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _speculation_excludes_overlap(self) -> EngineConfig:
-        if self.overlap == "on" and self.drafts_by:
-            instead = "no draft_model" if self.draft_model is not None else "speculation none"
-            raise ValueError(
-                f"overlap on launches a step before the tokens of the last one are known, but {self.drafts_by} needs "
-                f"them: use overlap auto or {instead}"
-            )
-        return self
+    def draft_source(self) -> DraftSource | None:
+        return speculation.draft_source(self)
 
     @property
     def most_drafts(self) -> int:
         """Most draft tokens of a request in a step; 0 without speculation."""
-        return self.speculative_tokens or 4 if self.drafts_by else 0
+        return 0 if self.draft_source is None else self.speculative_tokens or speculation.DEFAULT_DRAFTS
 
     @model_validator(mode="after")
-    def _drafts_come_from_speculation(self) -> EngineConfig:
-        if self.speculative_tokens and not self.drafts_by:
-            raise ConfigError(
-                f"--speculative-tokens {self.speculative_tokens} has no effect with speculation none: add --speculation "
-                "ngram or --draft-model, or leave it out",
-                field="speculative_tokens",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _drafts_have_room(self) -> EngineConfig:
-        name = "max_batch_requests" if self.max_batch_requests < 2 else "max_batch_tokens"
-        if self.drafts_by and getattr(self, name) < 2:
-            raise ValueError(
-                f"{name} {getattr(self, name)} leaves a step no room for drafts: {self.drafts_by} needs 2 or more; 16 for "
-                "all that speculative_tokens may allow"
-            )
+    def _drafts_are_possible(self) -> EngineConfig:
+        speculation.check(self)
         return self
 
     @model_validator(mode="after")
@@ -391,14 +339,8 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
 
     @model_validator(mode="after")
     def _speculation_is_of_decode_workers(self) -> Self:
-        if self.role == "prefill" and self.engine.drafts_by:
-            name, _, value = self.engine.drafts_by.partition(" ")
-            value = value or str(self.engine.draft_model)
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value} has no effect on a prefill worker, which generates no tokens: set it "
-                "on decode workers only",
-                field=name,
-            )
+        if self.role == "prefill":
+            speculation.check_prefill(self.engine)
         return self
 
     @model_validator(mode="after")

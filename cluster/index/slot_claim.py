@@ -22,12 +22,12 @@ _TIMES = int(FORGET_SECONDS * 1000), int((FORGET_SECONDS + scripts.NODE_TTL_SECO
 
 
 # Slots are packed in 32 bits. The registry assigns none below the highest that it was given: a wrong one is not passed on.
-MOST_SLOT = 1 << 30
+MAX_SLOT = 1 << 30
 
 
 def _slot_of(answer: bytes) -> int:
-    """The slot that the index names as its highest. Raises redis.InvalidResponse if it is no number up to MOST_SLOT."""
-    if not answer.isdigit() or len(answer) > 10 or int(answer) > MOST_SLOT:
+    """The slot that the index names as its highest. Raises redis.InvalidResponse if it is no number up to MAX_SLOT."""
+    if not answer.isdigit() or len(answer) > 10 or int(answer) > MAX_SLOT:
         raise redis.InvalidResponse(
             f"the prefix index names {answer[:40]!r} as its highest slot: a key of it was overwritten; empty that Redis"
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cluster.errors import ConfigError
-from cluster.protocol.model_limits import vocab_size
+from cluster.errors import ConfigError, ModelError
+from cluster.protocol.model_limits import text_of, vocab_size
 
 
 def check_draft_model(model: Path, draft: Path) -> None:
@@ -26,7 +26,7 @@ def check_draft_model(model: Path, draft: Path) -> None:
 
 def _vocabulary(directory: Path) -> int | None:
     try:
-        raw = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
+        raw = json.loads(text_of(directory / "config.json"))
+        return vocab_size(raw) if isinstance(raw, dict) else None
+    except (OSError, ValueError, RecursionError, ModelError):
         return None  # the engine refuses it, with the reason
-    return vocab_size(raw) if isinstance(raw, dict) else None

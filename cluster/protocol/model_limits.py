@@ -35,22 +35,24 @@ _VOCABULARIES = {
 }
 
 
-MOST_TEXT_BYTES = 256 << 20  # tokenizers of 262,000 tokens have 35 MB, an index of 100,000 tensors 10 MB
+MAX_TEXT_BYTES = 256 << 20  # tokenizers of 262,000 tokens have 35 MB, an index of 100,000 tensors 10 MB
 
 
 def text_of(file: Path) -> str:
     """The text of a file of a model directory. Raises OSError, or ValueError if it is too large, no regular file, or not
     UTF-8."""
-    check_file(file)
-    if (size := file.stat().st_size) > MOST_TEXT_BYTES:
-        raise ValueError(f"{size} bytes are more than the {MOST_TEXT_BYTES} that such a file may have")
+    if (size := check_file(file)) > MAX_TEXT_BYTES:
+        raise ValueError(f"{size} bytes are more than the {MAX_TEXT_BYTES} that such a file may have")
     return file.read_text()
 
 
-def check_file(file: Path) -> None:
-    """Raise OSError if it is missing, ValueError if it is a directory, a pipe or a device, whose reading may not end."""
-    if not stat.S_ISREG(file.stat().st_mode):
+def check_file(file: Path) -> int:
+    """The size of a regular file. Raises OSError if it is missing, ValueError if it is a directory, a pipe or a device,
+    whose reading may not end."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is not a regular file")
+    return found.st_size
 
 
 def architecture(raw: Mapping[str, Any]) -> str:

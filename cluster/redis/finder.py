@@ -7,15 +7,19 @@ new server; one that is open is closed before its next call once the Sentinels n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import redis
-from redis.cluster import ClusterNode, NodesManager
+from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import RedisClusterException
+from redis.retry import Retry
+from redis.utils import str_if_bytes
 
 from cluster.errors import ConfigError
+from cluster.redis.deadline import closed_when_late
 from cluster.redis.sentinels import NotFoundError, sentinels_of
 from cluster.redis.urls import Address, Seeds
 
@@ -110,19 +114,29 @@ class Finder:
         return time.monotonic() - search.result()[1] < FRESH_SECONDS
 
     def _ask_node(self, seed: Address) -> Address:
+        """Raises NotFoundError, also for a malformed answer."""
+        node = redis.Redis(*seed, retry=Retry(NoBackoff(), 0), **self._options)
+        seconds = 2 * float(self._options["socket_timeout"])  # to connect and for the answer
         try:
-            nodes = NodesManager([ClusterNode(*seed)], **self._options)  # type: ignore[no-untyped-call]
-        except RedisClusterException as error:
-            raise NotFoundError(
-                f"CLUSTER SLOTS failed (the user needs +cluster|slots): {error.__cause__ or error}"
-            ) from error
-        try:
-            node = nodes.get_node_from_slot(key_slot(f"{{{self._seeds.name}}}".encode()))
-        except RedisClusterException as error:
-            raise NotFoundError("no node serves the slot") from error
-        finally:
-            nodes.close()
-        return Address(str(node.host), int(node.port))
+            with contextlib.closing(node), closed_when_late(node, seconds):
+                answer = node.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+            owner = _owner(answer, key_slot(f"{{{self._seeds.name}}}".encode()), seed)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise NotFoundError(f"its answer is malformed: {type(error).__name__}") from error
+        except (redis.RedisError, OSError) as error:
+            raise NotFoundError(f"CLUSTER SLOTS failed (the user needs +cluster|slots): {error}") from error
+        if owner is None:
+            raise NotFoundError("no node serves the slot")
+        return owner
+
+
+def _owner(answer: Any, slot: int, asked: Address) -> Address | None:
+    """The primary of `slot`. `answer`: [[first slot, last slot, [host, port, …] of the primary, …], …]; an empty host is
+    that of the node that was `asked`. Raises TypeError, ValueError or LookupError if the answer is another one."""
+    for first, last, primary, *_ in answer:
+        if int(first) <= slot <= int(last):
+            return Address.checked(str_if_bytes(primary[0] or b"") or asked.host, int(primary[1]))
+    return None
 
 
 def _answered(asked: dict[Future[Address], Address], seconds: float, reasons: list[str]) -> Address | None:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import redis
@@ -21,6 +21,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from cluster.redis.deadline import closed_when_late
 from cluster.redis.urls import Address, Seeds
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,8 @@ class Sentinels:
 
     def _believed(self, seed: Address, answer: Master, now: float) -> Master:
         known = self._master
-        patience = OUTVOTED_SECONDS if seed in self._doubted else CONFIRM_SECONDS
-        if known is None or now - self._confirmed > patience:
+        unconfirmed_seconds = OUTVOTED_SECONDS if seed in self._doubted else CONFIRM_SECONDS
+        if known is None or now - self._confirmed > unconfirmed_seconds:
             return answer
         other = self._named_by_most(now)
         if other is None or other.address == known.address:
@@ -144,48 +145,24 @@ class _SentinelConnection:
     def __init__(self, seed: Address, options: Mapping[str, Any]):
         self.seed = seed
         self._sentinel = Sentinel([seed], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
-        self._most_seconds = 2 * options["socket_timeout"]  # to connect and for the answer
+        self._max_seconds = 2 * options["socket_timeout"]  # to connect and for the answer
 
     def master(self, name: str) -> Master:
         """Raises NotFoundError, also for a malformed answer, or redis.RedisError or OSError."""
         try:
-            with self._closed_when_late():
+            with closed_when_late(self._sentinel.sentinels[0], self._max_seconds):
                 state: Any = self._sentinel.sentinels[0].sentinel_masters()
             state = state.get(name)
             if not state or not self._sentinel.check_master_state(state, name):  # type: ignore[no-untyped-call]
                 raise NotFoundError("no live master of this name")
-            address = _checked(str(state["ip"]), int(state["port"]))
+            address = Address.checked(str(state["ip"]), int(state["port"]))
             return Master(address, int(state.get("config-epoch", 0)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise NotFoundError(f"its answer is malformed: {type(error).__name__}") from error
 
-    @contextlib.contextmanager
-    def _closed_when_late(self) -> Iterator[None]:
-        """Close the connection if the whole answer takes too long: redis-py's time-out is per read, and an answer may come
-        a byte at a time."""
-        answered = threading.Event()
-
-        def watch() -> None:
-            while not answered.wait(self._most_seconds):
-                self._sentinel.sentinels[0].connection_pool.disconnect()
-
-        threading.Thread(target=watch, name="redis-sentinel-limit", daemon=True).start()
-        try:
-            yield
-        finally:
-            answered.set()
-
     def close(self) -> None:
         for client in self._sentinel.sentinels:
             client.close()
-
-
-def _checked(host: str, port: int) -> Address:
-    """The address. Raises ValueError for one at which a socket would raise UnicodeError or OverflowError, no OSError."""
-    if not host or "\0" in host or not 0 < port < 1 << 16:
-        raise ValueError("no address")
-    host.encode("idna")  # UnicodeError: a part of the name is too long
-    return Address(host, port)
 
 
 def _follow(of: weakref.ref[Sentinels], seeds: Seeds, options: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, unquote_plus, urlsplit
 
 from redis.connection import parse_url
@@ -29,6 +29,14 @@ _SENTINEL_USER, _SENTINEL_PASSWORD, _HASH_TAG = "sentinel_username", "sentinel_p
 class Address(NamedTuple):
     host: str  # an IPv6 address without its brackets
     port: int
+
+    @classmethod
+    def checked(cls, host: str, port: int) -> Self:
+        """Raises ValueError for one at which a socket would raise UnicodeError or OverflowError, no OSError."""
+        if not host or "\0" in host or not 0 < port < 1 << 16:
+            raise ValueError("no address")
+        host.encode("idna")  # UnicodeError: a part of the name is too long
+        return cls(host, port)
 
     def __str__(self) -> str:
         return join(self.host, self.port)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.triton_codes import INTERPRETED, load_scales, numbers
+from engine.ops.triton_kv_codes import INTERPRETED, load_scales, numbers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

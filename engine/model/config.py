@@ -19,8 +19,8 @@ from engine.model.rope import Rope
 from engine.quant.formats import MXFP4_EXPERTS, StoredFormat, stored_format
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_MOST_LAYERS = 65_536
-_MOST_HEAD_DIM = 65_536
+_MAX_LAYERS = 65_536
+_MAX_HEAD_DIM = 65_536
 _NUMBERS = (
     "norm_eps", "embedding_scale", "attention_scale", "attention_cap", "logits_cap", "logits_divisor", "swiglu_alpha",
     "swiglu_limit",
@@ -114,9 +114,9 @@ class ModelConfig:
                 f"config.json: {self.num_heads} heads are not a multiple of {self.num_kv_heads} KV heads",
                 field="num_key_value_heads",
             )
-        if self.head_dim % 2 or self.head_dim > _MOST_HEAD_DIM:
+        if self.head_dim % 2 or self.head_dim > _MAX_HEAD_DIM:
             raise ModelError(
-                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one of up to {_MOST_HEAD_DIM}",
+                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one of up to {_MAX_HEAD_DIM}",
                 field="head_dim",
             )
         for key in _NUMBERS:
@@ -218,9 +218,9 @@ class _Reader:
         if (vocab := model_limits.vocab_size(self._raw)) is None:
             raise ModelError("config.json has no vocab_size", field="vocab_size")
         heads, layers = need("num_attention_heads"), need("num_hidden_layers")
-        if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:  # lists below have an entry for each
+        if type(layers) is not int or not 0 < layers <= _MAX_LAYERS:  # lists below have an entry for each
             raise ModelError(
-                f"config.json: num_hidden_layers is {layers!r}, not a number from 1 to {_MOST_LAYERS}",
+                f"config.json: num_hidden_layers is {layers!r}, not a number from 1 to {_MAX_LAYERS}",
                 field="num_hidden_layers",
             )
         bias = {"never": False, "always": True}.get(family.attention_bias, bool(self.get(family.bias_key)))

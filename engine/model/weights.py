@@ -27,12 +27,14 @@ class Checkpoint:
         device: torch.device,
         *,
         quantization: StoredFormat | None = None,
+        coded: bool = False,
     ):
-        """`quantization`: the format of quantised matrices; None: none is quantised."""
+        """`quantization`: the format of quantised matrices; None: none is quantised. `coded`: they are kept in their codes
+        where kernels can read these."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
-        self._quantization = quantization
+        self._quantization, self._coded = quantization, coded
         self._files = tensor_files(directory)
         self._opened: dict[Path, Any] = {}  # by safetensors, which has no types
 
@@ -68,7 +70,8 @@ class Checkpoint:
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
-        """The weights of a product, as `get`: int8 where they are stored so, else in the engine's dtype."""
+        """The weights of a product, as `get`: int8 where they are stored so, in their codes if these are kept, else in the
+        engine's dtype."""
         outputs, inputs = shape
         product, how = name.removesuffix(".weight"), self._quantization
         if how is None or not stored.is_stored(how, self, product):
@@ -77,6 +80,9 @@ class Checkpoint:
             product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)
         )
         if how.name != INT8:
+            kept = stored.read_coded(how, self, share) if self._coded else None
+            if kept is not None:
+                return kept.each(lambda one: one.to(self._device))
             return stored.read(how, self, share, self._dtype).to(self._device)
         codes, scales = stored.read_int8(self, share)
         return Int8Weight(self._own(codes, torch.int8), self._own(scales, torch.float32))
@@ -153,7 +159,7 @@ class Checkpoint:
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Map each tensor name of a checkpoint to its file. Raises ModelError naming the file."""
+    """Map each tensor name of a checkpoint to its file, which is a regular one. Raises ModelError naming the file."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -167,6 +173,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     single = directory / "model.safetensors"
     if not single.exists():
         raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
+    _check_file(single)
     with _open(single) as handle:
         return dict.fromkeys(handle.keys(), single)
 
@@ -190,7 +197,7 @@ def _check_file(file: Path) -> None:
 
 
 def _open(file: Path) -> safe_open:
-    _check_file(file)
+    """Open a file that `_check_file` has accepted."""
     try:
         return safe_open(str(file), "pt")
     except Exception as error:  # safetensors raises types of its own for damaged files

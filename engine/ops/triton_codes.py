@@ -1,64 +1,94 @@
-"""Rows of a KV cache in int8 on CUDA: codes, and a bf16 scale for each row. Importing it needs Triton.
-
-To the last bit as engine/kv_blocks.py rounds them: divisions are those of IEEE, a row's codes are its numbers times
-1 / scale, rounded to the nearest. A compiler may join a product and a sum to one operation, which rounds once: here a
-clamp is between them.
-"""
+"""Products with weights in FP8 or small integers by kernels for CUDA. Importing it needs Triton."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
-import triton.language as tl
+from torch import Tensor
 
-from engine import kv_blocks
+from engine.ops import triton_products as kernels
+from engine.ops.codes import BYTES, FP8, NIBBLES, CodedWeight
 
-MOST = tl.constexpr(kv_blocks.MOST)
-# Added to a float32 of less than 2^22, it leaves the nearest integer, ties to even.
-ROUNDING = tl.constexpr(12582912.0)
-NAN_BITS = tl.constexpr(0x7FC0)
-# The interpreter computes bf16 as integers: operands of products are made fp32 there.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-
-@triton.jit
-def scales_of(top, poison):
-    """The scales of rows with these largest magnitudes: (bits of bf16, scales, 1 / scales). `poison`: NaN of a row that is
-    not finite, else 0."""
-    exact = tl.div_rn(top, tl.full(top.shape, MOST, tl.float32)) + poison
-    bits = exact.to(tl.int32, bitcast=True)
-    # To the nearest bf16, ties to even; exact is not negative. Of NaN only the sum could overflow.
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    bits = tl.where(exact >= 0.0, bits, NAN_BITS)
-    scale = (bits << 16).to(tl.float32, bitcast=True)
-    some = scale > 0.0
-    factor = tl.div_rn(tl.where(some, 1.0, 0.0), tl.where(some, scale, 1.0))
-    return bits.to(tl.int16), scale, factor
+OPTIONS = {"enable_fp_fusion": True}
+KINDS = {FP8: kernels.FP8.value, BYTES: kernels.BYTES.value, NIBBLES: kernels.NIBBLES.value}
+MOST_ROWS = 128  # above, expanding the weights costs less than converting them in each tile of rows
+EXPANDED = 1 << 26  # weights that are expanded at a time: memory beside a product of many rows
+EXPAND_BLOCK = 1024
+_LONGEST = 128  # inputs of one group that are multiplied at a time
 
 
-@triton.jit
-def whole(x, factor):
-    """The codes of x, as float32."""
-    code = x * factor
-    code = tl.where(code >= -MOST, code, -MOST)
-    code = tl.where(code <= MOST, code, MOST)
-    return (code + ROUNDING) - ROUNDING
+def inputs_together(group: int) -> int:
+    """The largest power of two that divides a group, which is a multiple of 32."""
+    return min(_LONGEST, group & -group) if group else _LONGEST
 
 
-@triton.jit
-def as_scales(address):
-    """The addresses of scales at these addresses of a cache."""
-    return address.to(tl.pointer_type(tl.int16), bitcast=True)
+def row_sizes(kind: str, group: int) -> dict[str, int]:
+    inputs = 2048 if kind == NIBBLES else 1024
+    columns = inputs_together(group) if group else inputs
+    return {"ROWS": 2, "TILES": inputs // columns, "COLUMNS": columns, "num_warps": 4}
 
 
-@triton.jit
-def load_scales(address, there, MASKED: tl.constexpr):
-    """float32. MASKED: those that are not `there` are 0, whatever lies there."""
-    at = as_scales(address)
-    bits = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+def tile_sizes(rows: int, group: int) -> dict[str, int]:
+    """Of multiply_codes, by the rows of x."""
+    together = inputs_together(group)
+    if rows <= 16:
+        return {"ROWS": 16, "OUTPUTS": 32, "INPUTS": together, "num_warps": 4, "num_stages": 4}
+    if rows <= 64:
+        return {"ROWS": 64, "OUTPUTS": 32, "INPUTS": together, "num_warps": 4, "num_stages": 3}
+    return {"ROWS": 128, "OUTPUTS": 64, "INPUTS": min(64, together), "num_warps": 8, "num_stages": 3}
 
 
-@triton.jit
-def numbers(codes, like):
-    """Codes as numbers of the dtype of `like`, which has all of them."""
-    return codes.to(tl.float32) if INTERPRETED else codes.to(like.dtype)
+def form(weight: CodedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The tensors and constants of a weight that all kernels take."""
+    zeros = weight.codes if weight.zeros is None else weight.zeros
+    return (weight.codes, weight.scales, zeros), {"KIND": KINDS[weight.kind]}
+
+
+def multiply(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    """x [rows, inputs], of at most MOST_ROWS, times the weight transposed, plus bias [outputs]."""
+    rows, (outputs, inputs) = len(x), weight.shape
+    x = x.contiguous()
+    out = x.new_empty(rows, outputs)
+    tensors, constants = form(weight)
+    added = x if bias is None else bias
+    groups, stride = weight.scales.shape[1], weight.codes.shape[1]
+    constants |= {"GROUP": weight.group, "BIASED": bias is not None, **OPTIONS}
+    if rows == 1:
+        sizes = row_sizes(weight.kind, weight.group)
+        kernels.multiply_row_codes[(triton.cdiv(outputs, sizes["ROWS"]),)](
+            x, *tensors, added, out, outputs, stride, groups, **sizes, **constants
+        )
+        return out
+    sizes = tile_sizes(rows, weight.group)
+    grid = (triton.cdiv(rows, sizes["ROWS"]) * triton.cdiv(outputs, sizes["OUTPUTS"]),)
+    kernels.multiply_codes[grid](
+        x, *tensors, added, out, rows, outputs, stride, groups,
+        WHOLE=inputs % sizes["INPUTS"] == 0, **sizes, **constants,
+    )  # fmt: skip
+    return out
+
+
+def expand(weight: CodedWeight, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Outputs [begin, end) of the matrix in `dtype`."""
+    _, inputs = weight.shape
+    stride, groups = weight.codes.shape[1], weight.scales.shape[1]
+    out = torch.empty(end - begin, inputs, dtype=dtype, device=weight.codes.device)
+    tensors, constants = form(weight)
+    kernels.expand_codes[(end - begin, triton.cdiv(stride, EXPAND_BLOCK))](
+        *(one[begin:end] for one in tensors), out, stride, groups, weight.group or inputs,
+        BLOCK=EXPAND_BLOCK, num_warps=4, **constants, **OPTIONS,
+    )  # fmt: skip
+    return out
+
+
+def multiply_expanded(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    """As `multiply`, for any number of rows: outputs are expanded a part at a time."""
+    outputs, inputs = weight.shape
+    out = x.new_empty(len(x), outputs)
+    together = max(1, EXPANDED // inputs)
+    for begin in range(0, outputs, together):
+        end = min(begin + together, outputs)
+        torch.mm(x, expand(weight, begin, end, x.dtype).t(), out=out[:, begin:end])
+    return out if bias is None else out.add_(bias)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cluster.protocol.kv_format import SCALE_BYTES
-from engine.ops.triton_codes import as_scales, scales_of, whole
+from engine.ops.triton_kv_codes import as_scales, scales_of, whole
 from engine.ops.triton_ops import OPTIONS
 
 TOKENS = 16  # of one head in one block, by one program

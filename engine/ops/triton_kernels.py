@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.triton_codes import as_scales, scales_of, whole
+from engine.ops.triton_kv_codes import as_scales, scales_of, whole
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """A tenant's refused hand-offs of one class, in the order of their first refusal.
 
 Small hand-offs find enough free blocks first and could overtake a large one of their tenant without end. At most
-MOST_PASSED may overtake it; then later ones leave it all the blocks that it needs, for as long as it is offered.
+MAX_PASSED may overtake it; then later ones leave it all the blocks that it needs, for as long as it is offered.
 
 Each offer has an id of its own, so a repeated offer is recognised by its size and its tokens. Two hand-offs with equal
 ones are not told apart.
@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MOST_PASSED = 16
+MAX_PASSED = 16
 LONGEST_LINE = 64  # beyond it the hand-off that needs the fewest blocks leaves: it finds them first
 
 
@@ -90,4 +90,4 @@ class HandOffLine:
         return First(what, one.need, bool(due))
 
     def _is_due(self, one: _Refused) -> bool:
-        return self._taken - one.passed >= MOST_PASSED
+        return self._taken - one.passed >= MAX_PASSED

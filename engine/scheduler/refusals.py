@@ -34,7 +34,7 @@ from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 KEPT_SECONDS = 4 * RETRY_PAUSE_SECONDS
 KEPT_STEPS = 4  # no limit where the engine has nothing to do and makes no steps
 LOOKS = 32  # for refusals that have ended, in KEPT_SECONDS
-MOST_DOUBLINGS = 6
+MAX_DOUBLINGS = 6
 PART_OF_POOL = 2  # the divisor: claims are at most this part of the cache
 
 
@@ -106,7 +106,7 @@ class Refusals:
             return
         self._last_look, limit = now, self._limit(now)
         self._forget(limit, now)
-        longest = KEPT_SECONDS * (1 << MOST_DOUBLINGS)
+        longest = KEPT_SECONDS * (1 << MAX_DOUBLINGS)
         self._unused = {t: one for t, one in self._unused.items() if one.until + longest > now}
         self._refused = {kind: one for kind, one in self._refused.items() if now - one.last < AGING_SECONDS}
         for kind, line in list(self._lines.items()):
@@ -133,7 +133,7 @@ class Refusals:
 
     def _not_taken(self, tenant: str, now: float) -> None:
         former = self._unused.get(tenant)
-        count = min(MOST_DOUBLINGS, former.count + 1) if former is not None else 0
+        count = min(MAX_DOUBLINGS, former.count + 1) if former is not None else 0
         self._unused[tenant] = Unused(count, now + KEPT_SECONDS * (1 << count))
 
     def rank(self, request: EngineRequest) -> int:

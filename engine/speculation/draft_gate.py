@@ -1,11 +1,15 @@
 """Measures whether the drafts of a draft model pay: durations of steps with drafts and without, by number of sequences.
 
 4 steps without ─► drafts ─► 16 steps on, at each one: seconds per token of a sequence, beside those without
-                      ▲                                      │ more
-                      └────────── 64 to 1024 steps off ◄─────┘
+    ▲     ▲                                              │ more: again from the start, to confirm it
+    │     └──────────────────────────────────────────────┤
+    └── 64 to 1024 steps off ◄───────────────────────────┘ more again, or they have not paid since they were last off
 
 Steps with drafts do not show what catching up costs. So the seconds that drafting has cost, less those that it has saved,
-are summed too; if the sum exceeds what MOST_LOST_STEPS steps without drafts take, steps are off as well.
+are summed too; a sum of more than MAX_COST_STEPS steps without drafts counts as drafts that do not pay.
+
+Another process may delay some steps, or all steps for a while. Hence medians, a limit of what one step adds to the sum,
+and the second measurement: steps without drafts are measured again, under the same load.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ RENEWED_STEPS = 256  # with drafts, after which those without are measured again
 SHORTEST_OFF, LONGEST_OFF = 64, 1024
 # Less would end drafting while a prompt of 4,096 tokens is caught up with, in 32 chunks, even if each took as long as a
 # step of the target and the drafts after it would make up for that.
-MOST_LOST_STEPS = 32
+MAX_COST_STEPS = 32
+MAX_COST_OF_ONE = (
+    8  # the most that one step adds, in steps without drafts: a delay of seconds does not decide
+)
 
 
 @dataclass
 class _Batch:
-    """Steps of one number of sequences. Medians of seconds, because another process may delay a step."""
+    """Steps of one number of sequences."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=TRIED_STEPS))  # seconds
     drafted: deque[float] = field(default_factory=lambda: deque(maxlen=TRIED_STEPS))  # seconds
@@ -33,14 +40,28 @@ class _Batch:
     count: int = 0  # steps with drafts since those without were measured
     off: int = 0  # steps that are left without drafts
     next_off: int = SHORTEST_OFF
+    confirming: bool = False  # drafts did not pay, and are measured again
     # Seconds that steps took longer than those without drafts, less what drafts have saved since.
-    lost: float = 0.0
+    cost: float = 0.0
 
-    def turn_off(self) -> None:
-        self.off, self.next_off = self.next_off, min(LONGEST_OFF, 2 * self.next_off)
-        self.lost = 0.0
+    def paid(self) -> None:
+        self.next_off, self.confirming = SHORTEST_OFF, False
+
+    def did_not_pay(self) -> None:
+        """Measure again, or turn drafts off if this was the second time."""
+        if self.confirming or self.next_off > SHORTEST_OFF:
+            self.off, self.next_off = self.next_off, min(LONGEST_OFF, 2 * self.next_off)
+            self.confirming = False
+        else:
+            self.confirming = True
+            self.measure_plain()
+        self.cost = 0.0
         self.drafted.clear()
         self.tokens.clear()
+
+    def measure_plain(self) -> None:
+        self.count = 0
+        self.plain.clear()
 
 
 class DraftGate:
@@ -67,25 +88,24 @@ class DraftGate:
         batch.drafted.append(seconds)
         batch.tokens.append(tokens / sequences)
         batch.count += 1
-        self._owe(batch, seconds, tokens / sequences)
+        self._add_cost(batch, seconds, tokens / sequences)
         if len(batch.drafted) == TRIED_STEPS and batch.plain:
             if median(batch.drafted) > median(batch.plain) * fmean(batch.tokens):
-                batch.turn_off()
-            elif not batch.lost:
-                batch.next_off = SHORTEST_OFF
+                batch.did_not_pay()
+            elif not batch.cost:
+                batch.paid()
         if batch.count >= RENEWED_STEPS:
-            batch.count = 0
-            batch.plain.clear()
+            batch.measure_plain()
 
     def record_catching_up(self, sequences: int, seconds: float) -> None:
         """Record a step for which drafts were asked, and none given."""
-        self._owe(self._batches[sequences], seconds, 1.0)
+        self._add_cost(self._batches[sequences], seconds, 1.0)
 
-    def _owe(self, batch: _Batch, seconds: float, tokens: float) -> None:
+    def _add_cost(self, batch: _Batch, seconds: float, tokens: float) -> None:
         """Add a step's seconds to the sum, less those of `tokens` steps without drafts, which yield as many tokens."""
         if not batch.plain:
             return
         plain = median(batch.plain)
-        batch.lost = max(0.0, batch.lost + seconds - plain * tokens)
-        if batch.lost > MOST_LOST_STEPS * plain:
-            batch.turn_off()
+        batch.cost = max(0.0, batch.cost + min(seconds - plain * tokens, MAX_COST_OF_ONE * plain))
+        if batch.cost > MAX_COST_STEPS * plain:
+            batch.did_not_pay()

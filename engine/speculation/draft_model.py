@@ -28,11 +28,11 @@ CATCH_UP_TOKENS = 128
 CATCH_UP_ATTENDED = 1 << 20
 LEAST_CHUNK = 16
 # Missing tokens that are computed as single tokens, by the kernels of decode steps: two if all drafts were accepted.
-MOST_SINGLE = 2
+MAX_SINGLE = 2
 
 
 class DraftRunner(Protocol):
-    """Runs the draft model; engine/load_draft.py makes a ModelRunner with these settings."""
+    """Runs the draft model; engine/speculation/load_draft.py makes a ModelRunner with these settings."""
 
     num_blocks: int
     page_size: int
@@ -72,9 +72,7 @@ class DraftModel:
                     self._foreign.add(sequence)
                     self.cache.drop(sequence)
         self._catch_up(held)
-        ready = {
-            one: cached for one, cached in held.items() if len(one.tokens) - cached.length <= MOST_SINGLE
-        }
+        ready = {one: cached for one, cached in held.items() if len(one.tokens) - cached.length <= MAX_SINGLE}
         return self._draft(ready, counts) if ready else {}
 
     def _catch_up(self, held: Mapping[Sequence, CachedSequence]) -> None:
@@ -84,7 +82,7 @@ class DraftModel:
         missing_of = {one: len(one.tokens) - 1 - cached.length for one, cached in held.items()}
         for sequence, missing in sorted(missing_of.items(), key=lambda one: one[1]):
             cached = held[sequence]
-            if missing < MOST_SINGLE:
+            if missing < MAX_SINGLE:
                 continue
             each = cached.length + 1
             count = min(missing, left, max(attended // each, 0 if items else LEAST_CHUNK))

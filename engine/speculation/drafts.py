@@ -18,11 +18,11 @@ from engine.speculation.draft_gate import DraftGate
 
 log = logging.getLogger(__name__)
 # Rows of a step, drafts included, up to which another row costs little beside reading the weights.
-MOST_ROWS = 16
+MAX_ROWS = 16
 
 # Tokens that the drafts of a step may attend to in all where other sequences wait for it; or as many as its own tokens do.
 # Each draft attends to its context again: with long contexts this takes longer than reading the weights.
-MOST_ATTENDED = 65_536
+MAX_ATTENDED = 65_536
 
 LONGEST_PAUSE = 64  # tokens without drafts, after steps that accepted none
 
@@ -64,7 +64,7 @@ class Drafter:
     ):
         """Without a method no sequence gets drafts."""
         self.method = method
-        # Prompt lookup needs none: a search takes 0.1 ms, and up to MOST_ROWS another row costs little.
+        # Prompt lookup needs none: a search takes 0.1 ms, and up to MAX_ROWS another row costs little.
         self.gate = DraftGate() if config.draft_model is not None else None
         self._asked = False  # whether the method was asked for drafts of the last step
         self.failures = 0  # of the method; it is not used again
@@ -73,7 +73,7 @@ class Drafter:
         self._max_len = max_len
         rows = table_rows(config.max_batch_tokens, pool.total)
         self._states = WeakKeyDictionary[Sequence, DraftState]()
-        self._rows = min(MOST_ROWS, config.max_batch_requests, rows)
+        self._rows = min(MAX_ROWS, config.max_batch_requests, rows)
 
     def draft(self, decision: StepDecision) -> None:
         """Add drafts to a step of single tokens, with blocks for them."""
@@ -82,7 +82,7 @@ class Drafter:
         if self.method is None or left < len(scheduled) or not all(s.missing == 1 for s in scheduled):
             return
         each = left // len(scheduled)
-        attended = max(MOST_ATTENDED, sum(len(one.tokens) for one in scheduled)) // len(scheduled)
+        attended = max(MAX_ATTENDED, sum(len(one.tokens) for one in scheduled)) // len(scheduled)
         asked = dict[Sequence, int]()
         for sequence in scheduled:
             affordable = each if len(scheduled) == 1 else min(each, attended // len(sequence.tokens))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 LONGEST, SHORTEST = 4, 2  # of the last tokens that are looked for; the longest first
 # A search is bounded, because a client chooses the text.
 WINDOW_TOKENS = 16_384  # how far it goes back; older tokens are not kept
-MOST_FALSE = 16  # matches of bytes that do not begin at a token
+MAX_FALSE = 16  # matches of bytes that do not begin at a token
 _SIZE = 4  # bytes of a token
 
 
@@ -46,7 +46,7 @@ class PromptLookup:
         held, size = self._bytes, length * _SIZE
         pattern, end = bytes(held[-size:]), len(held) - 1
         start = max(0, len(held) - WINDOW_TOKENS * _SIZE)
-        for _ in range(MOST_FALSE):
+        for _ in range(MAX_FALSE):
             at = held.rfind(pattern, start, end)
             if at < 0:
                 return -1

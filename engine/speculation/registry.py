@@ -12,6 +12,6 @@ from engine.speculation.prompt_lookup import PromptLookup
 def method_for(config: EngineConfig, draft: DraftRunner | None) -> DraftMethod | None:
     """Return the method, None without speculation. `draft` runs the draft model, if there is one."""
     if config.draft_model is not None:
-        assert draft is not None, "engine/load_draft.py loads it"
+        assert draft is not None, "engine/speculation/load_draft.py loads it"
         return DraftModel(draft)
     return PerSequence(PromptLookup) if config.speculation == "ngram" else None

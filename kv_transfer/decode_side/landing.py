@@ -22,7 +22,7 @@ from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
 ANSWER_SECONDS = 5.0  # a rank answers between two parts, unless it is stuck or dead
-MOST_PART_SECONDS = 30.0  # for one part: after a slow peer the measured rate would allow hours
+MAX_PART_SECONDS = 30.0  # for one part: after a slow peer the measured rate would allow hours
 EXHAUSTED_SECONDS = 30.0  # the doubt about a cancelled hand-off ends within milliseconds
 
 
@@ -95,7 +95,7 @@ class Landing:
 
     def expect(self, grant: handoff_pb2.SlotGrant, seconds: float, expired: Callable[[Slot], None]) -> None:
         """Expect the part of a grant; `expired(slot)` is called if it does not land within `seconds`, or
-        MOST_PART_SECONDS."""
+        MAX_PART_SECONDS."""
         rank = grant.target_rank
         self._ranks[rank].handle(grant)
         key = (rank, grant.slot, grant.generation)
@@ -106,7 +106,7 @@ class Landing:
             if late is not None and late.machine.state is SlotState.GRANTED:
                 expired(late)
 
-        self._timers[key] = self._loop.call_later(min(seconds, MOST_PART_SECONDS), too_late)
+        self._timers[key] = self._loop.call_later(min(seconds, MAX_PART_SECONDS), too_late)
 
     def landed(self, part: m.PartLanded) -> Slot | None:
         """The part's slot; None if it is in doubt by now, or granted again: then the part is dropped."""

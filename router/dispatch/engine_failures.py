@@ -14,7 +14,7 @@ from collections.abc import Callable
 from cluster.errors import AttemptsExhaustedError, BatonError, EngineFailedError, EngineRequestError
 from cluster.membership.types import WorkerInfo
 
-MOST_ENGINES = 2
+MAX_ENGINES = 2
 
 
 class EngineFailures:
@@ -39,8 +39,8 @@ class EngineFailures:
             return  # it ran there at the same time as the one that was counted
         self._failures += 1
         self._failed_at[worker.name] = self._clock()
-        if self._failures >= MOST_ENGINES:
+        if self._failures >= MAX_ENGINES:
             raise AttemptsExhaustedError(
-                f"the request failed in {MOST_ENGINES} engines and is not retried: {reason.public_text}",
-                limit=str(MOST_ENGINES),
+                f"the request failed in {MAX_ENGINES} engines and is not retried: {reason.public_text}",
+                limit=str(MAX_ENGINES),
             )

@@ -15,7 +15,7 @@ from wire import common_pb2
 
 log = logging.getLogger(__name__)
 SLACK_SECONDS = 1.0  # clocks of two machines do not run at quite the same rate
-MOST_TIMES = 64  # that the tokens of a request are computed: again after each preemption, and for each choice
+MAX_TIMES = 64  # that the tokens of a request are computed: again after each preemption, and for each choice
 MAX_TOKEN_BYTES = 16 << 20  # of a token's KV, in all layers
 MAX_TRANSPORT = 64  # characters
 _SECONDS = [one.name for one in common_pb2.WorkReport.DESCRIPTOR.fields if one.name.endswith("_seconds")]
@@ -33,7 +33,7 @@ class WorkReports:
     ) -> common_pb2.WorkReport:
         """The report, or an empty one in place of a false one. `seconds`: since the attempt began; `tokens`: that it
         was to compute."""
-        false = _false(report, seconds + SLACK_SECONDS, MOST_TIMES * tokens)
+        false = _false(report, seconds + SLACK_SECONDS, MAX_TIMES * tokens)
         if not false:
             return report
         self.dropped += 1

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 Name = TypeVar("Name")
 FIRST_SECONDS = 1.0
-MOST_SECONDS = 16.0
+MAX_SECONDS = 16.0
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class _Out:
 
 
 class Backoff(Generic[Name]):
-    """By name. A name that has not failed for MOST_SECONDS after its exclusion starts again at FIRST_SECONDS."""
+    """By name. A name that has not failed for MAX_SECONDS after its exclusion starts again at FIRST_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -32,11 +32,11 @@ class Backoff(Generic[Name]):
     def failed(self, name: Name) -> bool:
         """False while the name is excluded already: calls in flight at the first failure count with it."""
         now = self._clock()
-        self._out = {one: out for one, out in self._out.items() if now < out.until + MOST_SECONDS}
+        self._out = {one: out for one, out in self._out.items() if now < out.until + MAX_SECONDS}
         known = self._out.get(name)
         if known is not None and now < known.until:
             return False
-        seconds = FIRST_SECONDS if known is None else min(2 * known.seconds, MOST_SECONDS)
+        seconds = FIRST_SECONDS if known is None else min(2 * known.seconds, MAX_SECONDS)
         self._out[name] = _Out(now + seconds, seconds)
         return True
 

@@ -7,7 +7,7 @@ for _ = 1, TRIES do
     may_widen = false
     local narrow = cost
     if look_wider() then p, d, cost, ship = choose() end
-    in_vain = cost * TIE < narrow and 0 or math.min(in_vain + 1, MOST_IN_VAIN)
+    in_vain = cost * TIE < narrow and 0 or math.min(in_vain + 1, MAX_IN_VAIN)
   end
   if not p then return refused({-6}) end
   local winners = winners_of(p, d)

@@ -60,7 +60,7 @@ local HEADS = 8  -- of each set
 -- Where the best pair costs WORTH_LOOKING times what it would without a hand-off, the first WIDE of each set are read too, once.
 -- That is rare where networks are fast compared with prefill. Where they are slow it would be most placements of long prompts, so
 -- each wide look that finds no clearly better pair halves the share of the router's calls that look, down to one of eight.
-local WIDE, WORTH_LOOKING, MOST_IN_VAIN = 32, 1.5, 3
+local WIDE, WORTH_LOOKING, MAX_IN_VAIN = 32, 1.5, 3
 local HOLDERS = 8  -- of the prefix, of both roles
 local TRIES = 16  -- of pairs whose workers turn out to be gone
 local TIE = 1.05
@@ -68,7 +68,7 @@ local call, byte, sub = redis.call, string.byte, string.sub
 
 -- The answer of call n is kept with n in field n % ANSWERS: never more than ANSWERS, even if some calls are refused.
 local told = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS, 'in_vain')
-local former_in_vain = tonumber(told[4] or 0)  -- wide looks in a row, up to MOST_IN_VAIN
+local former_in_vain = tonumber(told[4] or 0)  -- wide looks in a row, up to MAX_IN_VAIN
 local latest, kept = tonumber(told[1] or 0), told[3]
 if life < latest then return {-5} end
 if life > latest then

@@ -35,7 +35,7 @@ LATE_SECONDS = 0.05
 LATE_FOR_SECONDS = 1.0
 TENDED = 1 / 8  # of the placements refresh the time to live of their nodes (walked.lua)
 _PAIR = struct.Struct(">dd")
-MOST_ANSWER_BYTES = 4 + 32 * 8  # of holders that the index has found itself (held.lua)
+MAX_ANSWER_BYTES = 4 + 32 * 8  # of holders that the index has found itself (held.lua)
 
 
 def match_source() -> str:
@@ -50,7 +50,7 @@ def _check(answer: object, slots: bytes, chain: bytes) -> None:
     """Raise redis.InvalidResponse if it is not an answer of held.lua about `chain`: the placement script reads it without
     checks, and charges by its numbers."""
     most = len(chain) // INDEX_KEY_BYTES
-    if isinstance(answer, bytes) and len(answer) <= max(len(slots), MOST_ANSWER_BYTES):
+    if isinstance(answer, bytes) and len(answer) <= max(len(slots), MAX_ANSWER_BYTES):
         whole = len(answer) == len(slots) if slots else len(answer) % 8 == 4
         if whole and all(
             held <= most for held in struct.unpack(f">{len(answer) // 4}I", answer)[:: 1 if slots else 2]

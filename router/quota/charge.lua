@@ -5,7 +5,7 @@
 -- -> {0, 0, taken over}, or {1 = requests | 2 = tokens, milliseconds until there is room, 0}; then nothing was charged
 -- A bucket holds what has been used and leaks a minute's worth a minute: an empty Redis forgives, and a limit that
 -- changes counts at once. A request under a key without one of the limits leaves that bucket as it is.
-local MOST_ROUTERS = 16  -- that one charge may be taken over by: a client goes through each router twice at most
+local MAX_ROUTERS = 16  -- that one charge may be taken over by: a client goes through each router twice at most
 local limits = {tonumber(ARGV[1]), tonumber(ARGV[2])}
 local expected, owner, again = tonumber(ARGV[3]), ARGV[4], ARGV[5] == '1'
 local held, kept_ms = tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -16,7 +16,7 @@ local before, charged, times = record[1], tonumber(record[2]) or 0, tonumber(rec
 if was_applied('settle:' .. owner) or was_applied('charge:' .. owner) then
   return {0, 0, (before == owner and times > 0) and 1 or 0}
 end
-local taken = again and before and before ~= 'done' and times < MOST_ROUTERS
+local taken = again and before and before ~= 'done' and times < MAX_ROUTERS
 local costs = {1, expected}
 if taken then
   costs[1] = times > 0 and 1 or 0  -- free once: a router died; a ticket that is replayed pays each time

@@ -3,7 +3,7 @@
 -- quota-expiry: key -> ms at which the key is deleted. quota-applied: "charge:<owner>" or "settle:<owner>" -> ms at which
 -- the entry is deleted; until then a repeated call, or a charge that arrives after its settle, has no effect.
 local SWEPT = 8  -- expired entries deleted per call, of each kind: more than a call adds
-local APPLIED_MS, MOST_APPLIED = 120000, 50000
+local APPLIED_MS, MAX_APPLIED = 120000, 50000
 local call = redis.call
 local t = call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
@@ -39,7 +39,7 @@ local function was_applied(what) return call('ZSCORE', KEYS[4], what) end
 
 local function applied(what)
   call('ZADD', KEYS[4], now + APPLIED_MS, what)
-  call('ZREMRANGEBYRANK', KEYS[4], 0, -MOST_APPLIED - 1)
+  call('ZREMRANGEBYRANK', KEYS[4], 0, -MAX_APPLIED - 1)
 end
 
 for i = 1, 2 do

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-MOST_KEPT = 10_000
+MAX_KEPT = 10_000
 KEPT_SECONDS = 60.0  # less than APPLIED_MS (records.lua), for which Redis recognises a repetition
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class Unsettled(Generic[T]):
 
     def add(self, settlement: T) -> None:
         self._waiting.append((self._clock(), settlement))
-        if len(self._waiting) > MOST_KEPT:
+        if len(self._waiting) > MAX_KEPT:
             self._waiting.popleft()
             self.dropped += 1
 

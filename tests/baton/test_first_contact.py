@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from baton.cli import serve
 from baton.local import children
+from baton.local import options as up_options
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState, check_writable
@@ -174,8 +176,28 @@ def test_an_engine_section_may_be_empty_and_no_number(checkpoint):
         UpOptions(model, sections={"decode": {"engine": None}}).worker_config("decode").engine.draft_model
         is None
     )
-    with pytest.raises(ConfigError, match="--config: engine of decode is no section"):
-        UpOptions(model, sections={"decode": {"engine": 5}})
+    shared = {"engine": {"threads": 3, "page_size": 8}}
+    for given in ({"sections": {"worker": shared, "decode": {"engine": None}}},
+                  {"sections": {"worker": {"engine": None}}, "worker": shared}):  # fmt: skip
+        engine = UpOptions(model, **given).worker_config("decode").engine
+        assert (engine.threads, engine.page_size) == (3, 8)
+    others: list[Any] = [5, 0, [], False]
+    for other in others:
+        with pytest.raises(ConfigError, match="--config: engine of decode is no section"):
+            UpOptions(model, sections={"worker": shared, "decode": {"engine": other}})
+
+
+def test_settings_of_a_role_are_merged_once(checkpoint, monkeypatch):
+    calls = list[object]()
+
+    def counted(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls.append(given)
+        return given
+
+    monkeypatch.setattr(up_options, "without_drafts", counted)
+    options = UpOptions(checkpoint("llama"), worker={"engine": {"threads": 2}})
+    assert all(options.worker_config(role).engine.threads == 2 for role in ROLES)
+    assert len(calls) == 2, "sections and flags"
 
 
 def test_a_draft_model_is_passed_to_decode_workers_only(checkpoint, tmp_path, monkeypatch):

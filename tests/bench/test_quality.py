@@ -1,4 +1,4 @@
-"""Rounded checkpoints are read back as the nearest codes, and the section measures the loss of the model's own text."""
+"""Quantised checkpoints are read back as the nearest codes, and the section measures the loss of the model's own text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench import rounded
+from bench import quantized_checkpoints
 from bench.sections import engine, quality
 from bench.sections.quality import Form, Measured
 from engine.model.config import ModelConfig
@@ -18,12 +18,12 @@ from tests.harness.checkpoints import prompt_ids, reference_logits
 MATRIX = "model.layers.1.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("name", rounded.FORMS)
+@pytest.mark.parametrize("name", quantized_checkpoints.FORMATS)
 def test_rounded_weights_are_within_half_a_code(name, checkpoint, tmp_path):
     source = checkpoint("llama")
     expected = load_file(source / "model.safetensors")[MATRIX].float()
     outputs, inputs = expected.shape
-    target = rounded.write(source, tmp_path / "rounded", rounded.FORMS[name])
+    target = quantized_checkpoints.write(source, tmp_path / "rounded", quantized_checkpoints.FORMATS[name])
     quantization = ModelConfig.read(target).quantization
     weights = Checkpoint(target, torch.float32, torch.device("cpu"), quantization=quantization)
     read = weights.matrix(MATRIX, outputs, inputs)
@@ -34,6 +34,12 @@ def test_rounded_weights_are_within_half_a_code(name, checkpoint, tmp_path):
         step = torch.maximum(expected.abs() * 2**-3, step * 2**-9)
     off = (read - expected).abs() / step
     assert 0.4 < float(off.max()) <= 0.51
+
+
+@pytest.mark.parametrize("name", quantized_checkpoints.FORMATS)
+def test_rows_of_zeros_stay_zeros(name):
+    stored = quantized_checkpoints.FORMATS[name].store(torch.zeros(2, 64, dtype=torch.bfloat16))
+    assert all(bool(one.float().isfinite().all()) for one in stored.values())
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from tests.chaos.workload import Workload
 
 END_SECONDS = 60.0
 SETTLE_SECONDS = 0.7  # new requests still meet what is broken
-MOST_TRIES = 10
+MAX_TRIES = 10
 WINDOW_SECONDS = 3.0  # silences that begin this long after a fault belong to it
 _POSITIONS = re.compile(r"token at position (\d+), expected (\d+)")
 
@@ -54,7 +54,7 @@ class Campaign:
         self._workload.start()
         try:
             for fault in schedule:
-                for _ in range(MOST_TRIES):
+                for _ in range(MAX_TRIES):
                     if await self._one(fault):
                         break
                 else:

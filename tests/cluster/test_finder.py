@@ -111,6 +111,39 @@ def test_a_sentinel_that_sends_a_byte_at_a_time_is_given_up(fake) -> None:
         assert connection.master("m") == Master(Address("127.0.0.1", 5), 1), "it can be asked again"
 
 
+def test_a_node_that_sends_a_byte_at_a_time_is_given_up(fake, monkeypatch) -> None:
+    """Its thread would be waited for at the end of the process."""
+    monkeypatch.setattr(module, "ASK_SECONDS", 0.05)
+    slow = fake(says(names_owner(7)))
+    slow.pause = 0.02
+    finder, began = finder_of(slow, kind="cluster"), time.monotonic()
+    with pytest.raises(NotFoundError, match="CLUSTER SLOTS failed"):
+        finder._ask_node(Address("127.0.0.1", slow.port))
+    assert time.monotonic() - began < 1.0, "the whole answer takes 1.4 s"
+    slow.pause = 0.0
+    assert finder.find().port == 7
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        OK, b":1\r\n", b"*1\r\n:1\r\n", b"*-1\r\n", b"*1\r\n*3\r\n:0\r\n:16383\r\n:1\r\n", names_owner(0),
+        names_owner(70_000), names_owner(7, host="a\0b"),
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + b"$1\r\nh\r\n$1\r\nx\r\n",
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_no_nodes_is_none(fake, odd: bytes) -> None:
+    """The next node is asked."""
+    wrong, right = fake(says(odd)), fake(says(names_owner(7)))
+    with pytest.raises(NotFoundError, match="its answer is malformed"):
+        finder_of(wrong, kind="cluster").find()
+    assert finder_of(wrong, right, kind="cluster").find().port == 7
+
+
+def test_a_range_beyond_the_slots_takes_no_memory(fake) -> None:
+    assert finder_of(fake(says(names_owner(7, last=10**9))), kind="cluster").find().port == 7
+
+
 def test_the_node_of_the_slot(fake) -> None:
     assert finder_of(fake(says(names_owner(7))), kind="cluster").find() == Address("127.0.0.1", 7)
 

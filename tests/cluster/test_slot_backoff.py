@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.index.backoff import FIRST_SECONDS, MOST_SECONDS, SlotBackoff
+from cluster.index.backoff import FIRST_SECONDS, MAX_SECONDS, SlotBackoff
 
 
 class Asking:
@@ -34,10 +34,10 @@ def test_pauses_are_random() -> None:
     assert len({round(Asking(seed).pause(), 2) for seed in range(8)}) > 4
 
 
-@pytest.mark.parametrize(("kept", "again"), [(1.01, FIRST_SECONDS), (0.9, MOST_SECONDS)])
+@pytest.mark.parametrize(("kept", "again"), [(1.01, FIRST_SECONDS), (0.9, MAX_SECONDS)])
 def test_a_slot_that_was_kept_for_long_begins_anew(kept: float, again: float) -> None:
     asking = Asking()
     for _ in range(8):
         asking.pause()
-    asking.now += kept * MOST_SECONDS
+    asking.now += kept * MAX_SECONDS
     assert 0.5 * again <= asking.pause() <= again + 0.02

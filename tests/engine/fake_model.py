@@ -23,7 +23,7 @@ from engine.step_delta import StepDelta
 VOCAB = 97
 PAGE = 4
 CONTEXT = 64
-MOST_PADDING = 3
+MAX_PADDING = 3
 
 
 def next_token(tokens: list[int]) -> int:
@@ -55,7 +55,7 @@ class FakeRunner:
                 PAGE,
                 self.device,
                 staged=staged,
-                padding=Padding(rows + MOST_PADDING, rows + MOST_PADDING, num_blocks),
+                padding=Padding(rows + MAX_PADDING, rows + MAX_PADDING, num_blocks),
             )
             for staged in (False, True)
         )
@@ -92,7 +92,7 @@ class FakeRunner:
         are padded, as recorded ones are."""
         delta = StepDelta.of(plan)
         if all(len(item.token_ids) == item.num_logits == 1 for item in plan.items):
-            delta = delta.padded(-len(plan.items) % (MOST_PADDING + 1), 1, self.leader.null_row)
+            delta = delta.padded(-len(plan.items) % (MAX_PADDING + 1), 1, self.leader.null_row)
         self.ahead += drawn is not None
         self.leader.load(delta, drawn)
         self.follower.load(StepDelta.from_bytes(delta.to_bytes()), drawn)

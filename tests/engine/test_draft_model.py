@@ -3,9 +3,11 @@ from its cache, so each greedy draft is accepted only if the draft model's cache
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,14 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError
-from engine import build, load_draft
+from engine import build
 from engine.build import load_model
 from engine.engine import Engine
 from engine.plan import StepPlan
 from engine.request import EngineRequest, SamplingParams, TokenOutput
 from engine.runner import ModelRunner
 from engine.scheduler.sequence import Sequence, SequenceState
-from engine.speculation import draft_model, drafts
+from engine.speculation import draft_model, drafts, load_draft, pool_bytes
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_gate import DraftGate
 from engine.speculation.draft_model import DraftModel
@@ -123,7 +125,7 @@ def test_streams_are_those_without_drafts(seed, blocks, monkeypatch):
     """Penalties, stops, choices, logprobs, aborts of none; with 18 blocks sequences are preempted. The draft model's pool
     is too small for all."""
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 20)
-    monkeypatch.setattr(drafts, "MOST_ROWS", 64)
+    monkeypatch.setattr(drafts, "MAX_ROWS", 64)
     tokens: dict[str, Any] = {"max_batch_tokens": 16} if blocks < 100 else {}
     plain, _, _ = serve("off", seed, blocks=blocks, **tokens)
     drafted, _, engine = serve("off", seed, blocks=blocks, draft=FakeRunner(150), draft_model=DRAFT, **tokens)
@@ -341,7 +343,7 @@ def test_a_draft_model_that_takes_too_long_is_switched_off(seconds, most):
 def test_a_gate_compares_seconds_per_token():
     gate = DraftGate()
 
-    def run_steps(count: int, drafted: float, tokens: int) -> int:
+    def run_some(count: int, drafted: float, tokens: int) -> int:
         """Steps of 4 sequences that had drafts; one without takes 1 s."""
         allowed = 0
         for _ in range(count):
@@ -352,12 +354,12 @@ def test_a_gate_compares_seconds_per_token():
                 gate.record_plain(4, 1.0)
         return allowed
 
-    assert run_steps(104, 2.0, 12) == 100, "four steps show what one without takes"
-    assert run_steps(1000, 2.0, 12) > 980
-    assert run_steps(100, 2.0, 4) < 30, "more seconds than tokens"
+    assert run_some(104, 2.0, 12) == 100, "four steps show what one without takes"
+    assert run_some(1000, 2.0, 12) > 980
+    assert run_some(80, 2.0, 4) < 40, "more seconds than tokens"
     assert not gate.allows(4)
-    assert run_steps(10_000, 2.0, 4) < 300
-    assert run_steps(2000, 2.0, 12) > 900, "it is tried again"
+    assert run_some(10_000, 2.0, 4) < 300
+    assert run_some(2000, 2.0, 12) > 900, "it is tried again"
     assert not gate.allows(5), "another number of sequences is measured for itself"
 
 
@@ -392,6 +394,38 @@ def test_a_gate_counts_what_catching_up_costs():
         assert gate.allows(2)
         gate.record_catching_up(2, 2.0)
     assert not gate.allows(2)
+
+
+def run_steps(
+    gate: DraftGate, steps: int, tokens: int = 6, slower: Callable[[int], float] = lambda step: 1.0
+) -> int:
+    """Run steps of 2 sequences; one without drafts takes 1 s, one with drafts 1.5 s for `tokens` in all. Returns how many
+    had drafts. `slower`: how many times longer a step takes."""
+    drafted = 0
+    for step in range(steps):
+        if gate.allows(2):
+            drafted += 1
+            gate.record_drafted(2, 1.5 * slower(step), tokens)
+        else:
+            gate.record_plain(2, slower(step))
+    return drafted
+
+
+def test_delayed_steps_do_not_turn_drafts_off():
+    """One step that stops for a minute, every now and then, and all steps for a while."""
+    gate = DraftGate()
+    assert run_steps(gate, 200, slower=lambda step: 60.0 if step in (30, 110, 190) else 1.0) == 196
+    assert run_steps(gate, 200, slower=lambda step: 5.0 if step < 50 else 1.0) > 180
+    for _ in range(20):  # a prompt of many chunks, one of which is delayed
+        gate.record_catching_up(2, 1.5)
+    gate.record_catching_up(2, 60.0)
+    assert run_steps(gate, 100) > 95
+
+
+def test_drafts_that_do_not_pay_are_measured_twice_before_they_are_off():
+    gate = DraftGate()
+    found = [run_steps(gate, steps, tokens=2) for steps in (4 + 16 + 4 + 16, 64, 16, 128, 16, 256)]
+    assert found == [32, 0, 16, 0, 16, 0]
 
 
 # --- failures --------------------------------------------------------------------------------------------
@@ -475,6 +509,21 @@ def test_an_unfit_draft_model_is_refused_before_weights_are_read(checkpoint, tmp
         with pytest.raises(ConfigError, match=message) as caught:
             local.check(config)
         assert caught.value.field in ("draft_model", "draft_kv_memory")
+
+
+def test_baton_up_is_told_the_size_of_the_draft_models_pool(checkpoint, monkeypatch, capsys):
+    config = EngineConfig(model=checkpoint("llama"), draft_model=checkpoint("llama"), page_size=8)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(config.model_dump_json()))
+    pool_bytes.main()
+    size = int(capsys.readouterr().out)
+    assert size == load_draft.settings(config).kv_memory_bytes > 0
+
+
+def test_a_number_of_a_draft_models_configuration_is_refused_with_its_directory(checkpoint, tmp_path):
+    draft = changed(checkpoint("llama"), tmp_path / "draft", vocab_size=-5)
+    config = WorkerConfig(role="decode", engine={"model": checkpoint("llama"), "draft_model": draft})
+    with pytest.raises(ConfigError, match=r"--draft-model .*draft: config.json: vocab_size is -5"):
+        local.check(config)
 
 
 def test_a_draft_models_configuration_that_is_nested_too_deeply_is_refused(checkpoint, tmp_path):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cluster.errors import BlocksExhaustedError
-from engine.scheduler.hand_off_line import LONGEST_LINE, MOST_PASSED, HandOffLine, Moment
+from engine.scheduler.hand_off_line import LONGEST_LINE, MAX_PASSED, HandOffLine, Moment
 from engine.scheduler.refusals import KEPT_SECONDS, KEPT_STEPS
 from tests.engine.parts import PAGE, STEP_SECONDS, Parts, count_calls, request
 
@@ -70,7 +70,7 @@ def test_a_large_hand_off_is_passed_by_a_bounded_number_of_small_ones_of_its_ten
         load.fill()
         before = load.small
         assert load.steps_until_taken(blocks) <= 2 * KEPT
-        assert load.small - before <= 2 * MOST_PASSED, "a few more, which leave it all that it needs"
+        assert load.small - before <= 2 * MAX_PASSED, "a few more, which leave it all that it needs"
         for _ in range(30):
             load.step()
     load.parts.check()
@@ -80,7 +80,7 @@ def lines_of_a_large_one(load: Load) -> None:
     """It is next in its tenant's line."""
     load.fill()
     before = load.small
-    while load.small - before < MOST_PASSED:
+    while load.small - before < MAX_PASSED:
         load.offer("large", 30)
         load.step()
     assert not load.offer("large", 30)
@@ -197,7 +197,7 @@ def test_a_line_is_in_the_order_of_first_refusals() -> None:
         line.refused(what, need, NOW)
     line.refused(0, 2, LATER)
     assert line.first(BEFORE) == (0, 2, False) and line.kept_from(2, BEFORE) == 0
-    for _ in range(MOST_PASSED):
+    for _ in range(MAX_PASSED):
         line.taken("another")
     assert line.first(BEFORE) == (1, 5, True)
     assert [line.kept_from(what, BEFORE) for what in (0, 1, 2, "new")] == [0, 2, 5, 5]
@@ -232,7 +232,7 @@ def test_a_hand_off_that_a_router_offers_again_is_taken_however_fast_or_slow_ste
     for _ in range(3):
         load.fill()
         before = load.small
-        load.steps_until_taken(18, (2 * MOST_PASSED + KEPT_STEPS) * every, every)
+        load.steps_until_taken(18, (2 * MAX_PASSED + KEPT_STEPS) * every, every)
         if tenant == "x":
             assert load.small - before <= 60 * every
     load.parts.check()
@@ -246,7 +246,7 @@ def test_a_hand_off_that_has_gone_elsewhere_keeps_its_blocks_free_for_the_time_o
     """From its own tenant as the next in the line, from another one by its claim."""
     parts = Parts(BLOCKS)
     parts.hand_off("holds", blocks=20, tenant="a")
-    for number in range(MOST_PASSED + 1):
+    for number in range(MAX_PASSED + 1):
         if number:
             parts.hand_off(f"passes {number}", blocks=2, tenant="x")
             parts.scheduler.remove(f"passes {number}")
@@ -273,7 +273,7 @@ def test_a_line_is_bounded_and_keeps_those_that_need_most() -> None:
         line.refused(number, 2, NOW)
     line.refused("later", 5, NOW)
     assert len(line) == LONGEST_LINE
-    for _ in range(MOST_PASSED):
+    for _ in range(MAX_PASSED):
         line.taken("another")
     assert line.kept_from("later", BEFORE) == 9
     line.taken("large")

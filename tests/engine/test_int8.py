@@ -55,7 +55,7 @@ needs_kernels = pytest.mark.skipif(not cpu_int8.supported(), reason="this CPU ha
 CLOSE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 # A number that lies between two integers may be rounded to either, where sums before it were taken in another order. One
 # such row moves logits, which reach 40 here, by up to this much.
-NEAR_TIE, MOST_TIES = 0.3, 4  # of 32 tokens
+NEAR_TIE, MAX_TIES = 0.3, 4  # of 32 tokens
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 3) -> Tensor:
@@ -203,7 +203,7 @@ def assert_reference(model: Path, prompt: list[int], tokens: list[int], *, head:
     logits = reference(model, head)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     behind = logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
     assert behind.max() < NEAR_TIE, f"token {int(behind.argmax())} is {behind.max()} behind the best one"
-    assert (behind == 0).sum() >= len(tokens) - MOST_TIES, f"too many near-ties: {behind.tolist()}"
+    assert (behind == 0).sum() >= len(tokens) - MAX_TIES, f"too many near-ties: {behind.tolist()}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -312,13 +312,6 @@ def test_the_kernels_are_used(checkpoint) -> None:
 
 
 # --- settings ----------------------------------------------------------------------------------------
-
-
-def test_it_is_refused_on_cards(checkpoint) -> None:
-    config = EngineConfig(model=checkpoint("llama"), device="cuda", quantization="int8")
-    with pytest.raises(ConfigError, match="served on CPUs only") as caught:
-        build.check(config)
-    assert caught.value.field == "quantization"
 
 
 def test_too_many_inputs_are_refused() -> None:
@@ -490,9 +483,3 @@ def test_matrices_of_one_product_are_stored_alike(tmp_path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="some of its matrices are stored as int8 and others are not"):
         load_model(EngineConfig(model=tmp_path, dtype="float32", kv_memory_bytes=KV_BYTES))
-
-
-def test_stored_int8_is_refused_on_cards() -> None:
-    with pytest.raises(ConfigError, match="served on CPUs only") as caught:
-        build.check(EngineConfig(model=GOLDEN, device="cuda"))
-    assert caught.value.field == "model"

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,28 @@ def test_a_file_that_an_index_names_is_a_regular_one(model):
 
 
 def test_a_text_that_is_too_large_is_not_read(model, monkeypatch):
-    os.truncate(model / "config.json", model_limits.MOST_TEXT_BYTES + 1)
+    os.truncate(model / "config.json", model_limits.MAX_TEXT_BYTES + 1)
     with pytest.raises(ModelError, match="are more than"):
         ModelConfig.read(model)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_file_is_checked_once_when_tensors_are_read(indexed, model, monkeypatch):
+    """On a network file system each look at a file takes milliseconds, and there may be hundreds."""
+    if indexed:
+        index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    checked = Counter[str]()
+    check = model_limits.check_file
+
+    def counted(file: Path) -> int:
+        checked[file.name] += 1
+        return check(file)
+
+    monkeypatch.setattr(model_limits, "check_file", counted)
+    with Checkpoint(model, torch.float32, torch.device("cpu")) as tensors:
+        assert tensors.shape("model.norm.weight") == (64,)
+    assert checked["model.safetensors"] == 1
 
 
 def test_a_checkpoint_with_links_to_its_files_is_read(model):
@@ -126,7 +146,30 @@ def test_any_number_of_experts_is_counted_at_once(checkpoint, tmp_path):
     assert caught.value.field == "kv_memory"
 
 
-def test_a_stored_head_of_tied_embeddings_is_read_once_and_its_ends_before(checkpoint, monkeypatch):
+@pytest.mark.parametrize("row", [0, 250, 511])
+def test_a_head_that_differs_in_one_row_is_counted_before_the_load(row, checkpoint, monkeypatch):
+    monkeypatch.setattr(layer_weights, "_COMPARED_ROWS", 100)
+    model = checkpoint("llama")
+    config = dataclasses.replace(ModelConfig.read(model), tie_embeddings=True)
+    name = "model.embed_tokens.weight"
+    part = Checkpoint.part
+
+    def tied(self, of, shape, *parts, why=""):
+        found = part(self, name if of == "lm_head.weight" else of, shape, *parts, why=why).clone()
+        if of == "lm_head.weight" and parts[0].start <= changed < parts[0].stop:
+            found[changed - parts[0].start, 0] += 1
+        return found
+
+    monkeypatch.setattr(Checkpoint, "part", tied)
+    with Checkpoint(model, torch.float32, torch.device("cpu")) as tensors:
+        weights = layer_weights.LayerWeights(config, tensors, 0, 1)
+        changed = -1
+        assert not weights.has_untied_head()
+        changed = row
+        assert weights.has_untied_head()
+
+
+def test_a_stored_head_of_tied_embeddings_is_read_in_parts(checkpoint, monkeypatch):
     read = dict[str, int]()
     part = Checkpoint.part
 
@@ -146,7 +189,7 @@ def test_a_stored_head_of_tied_embeddings_is_read_once_and_its_ends_before(check
         weights._equals_embedding = lambda name, rows, embedding: True  # type: ignore[method-assign]
         assert not weights.has_untied_head()
         assert weights.head(slice(0, raw["vocab_size"]), embedding) is embedding
-    assert read == {"model.embed_tokens.weight": raw["vocab_size"] + 32}
+    assert read == {"model.embed_tokens.weight": 2 * raw["vocab_size"]}
 
 
 def test_a_missing_tensor_is_named(model):

@@ -82,7 +82,7 @@ def engine_with(proposer: Any, blocks: int = 60, **settings: Any) -> Engine:
 @pytest.mark.parametrize(("seed", "device"), [(0, False), (1, True), (2, False), (3, True)])
 def test_streams_are_the_same(seed, device, monkeypatch):
     """Stop tokens, limits, choices, penalties, logprobs; requests come at any time."""
-    monkeypatch.setattr(drafts, "MOST_ROWS", 64)
+    monkeypatch.setattr(drafts, "MAX_ROWS", 64)
     plain, _, _ = serve("off", seed, device=device)
     drafted, _, engine = serve("off", seed, device=device, speculation="ngram", proposer=MostlyRight)
     assert drafted.tokens == plain.tokens and drafted.errors == plain.errors
@@ -258,7 +258,7 @@ def test_searches_that_find_nothing_become_rare():
 def test_drafts_are_for_steps_of_few_single_tokens():
     """None where each sequence could have less than one."""
     engine = engine_with(Right, blocks=400)
-    rows = drafts.MOST_ROWS
+    rows = drafts.MAX_ROWS
     for index in range(rows // 2 + 1):
         engine.add(EngineRequest(f"r{index}", [5 + index] * 6, greedy(40)))
     for _ in range(6):
@@ -285,7 +285,7 @@ def test_a_step_with_a_prompt_has_no_drafts():
 
 def test_drafts_of_long_contexts_do_not_slow_others(monkeypatch):
     """Alone, a sequence pays for its drafts itself."""
-    monkeypatch.setattr(drafts, "MOST_ATTENDED", 1)
+    monkeypatch.setattr(drafts, "MAX_ATTENDED", 1)
     engine = engine_with(Right, blocks=400)
     engine.add(EngineRequest("short", [6] * 2, greedy(40)))
     engine.add(EngineRequest("long", [5] * 30, greedy(30)))

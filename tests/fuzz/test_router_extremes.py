@@ -21,7 +21,7 @@ from tests.harness.router import Router
 from wire import inference_pb2 as pb
 
 CONTEXT = 64  # tokens: the router under test
-MOST_STOPS, LONGEST_STOP = 16, 1024
+MAX_STOPS, LONGEST_STOP = 16, 1024
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ stops = st.one_of(
 
 
 @few(60, 0.1)
-@given(given_stops=st.lists(stops, min_size=1, max_size=MOST_STOPS), keep=st.booleans(), n=st.integers(1, 3))
+@given(given_stops=st.lists(stops, min_size=1, max_size=MAX_STOPS), keep=st.booleans(), n=st.integers(1, 3))
 def test_stop_strings(given_stops, keep, n, channel, tally):
     options = pb.GenerateOptions(
         stop=given_stops, include_stop_text=keep, n=n, max_tokens=40, ignore_eos=True

@@ -29,7 +29,7 @@ from tests.harness.sampling_oracle import Floats
 GAP = 1e-4
 EDGE = 1e-5
 TIE = 1e-5
-MOST_TIES = 2  # of one answer
+MAX_TIES = 2  # of one answer
 
 
 @dataclass
@@ -60,7 +60,7 @@ def assert_greedy(way: str, model: Path, prompt: list[int], tokens: Sequence[int
         sums.tokens + len(tokens),
         sums.near_ties + near_ties,
     )
-    assert near_ties <= MOST_TIES, f"{way}: {near_ties} near-ties in {len(tokens)} tokens"
+    assert near_ties <= MAX_TIES, f"{way}: {near_ties} near-ties in {len(tokens)} tokens"
 
 
 def gate_tie(model: Path, tokens: list[int], before: int) -> bool:

@@ -14,7 +14,7 @@ from kv_transfer.device.cpu import CpuCopier
 from tests.kv_transfer.pair import Device
 from tests.kv_transfer.scripted_copier import ScriptedCopier, Work
 
-MOST_SECONDS = 0.002  # that a work takes
+MAX_SECONDS = 0.002  # that a work takes
 
 
 class LaggingDevice:
@@ -62,7 +62,7 @@ class LaggingDevice:
                 time.sleep(0.0005)
 
     def _lag(self) -> None:
-        time.sleep(self._random.random() * MOST_SECONDS)
+        time.sleep(self._random.random() * MAX_SECONDS)
 
     def close(self) -> None:
         self._closing.set()

@@ -170,7 +170,7 @@ async def test_other_hand_offs_end_while_the_device_still_works_on_one(rig):
 
 
 async def test_the_deadline_of_a_part_counts_until_it_is_scattered(rig, monkeypatch):
-    monkeypatch.setattr(landing, "MOST_PART_SECONDS", 0.2)
+    monkeypatch.setattr(landing, "MAX_PART_SECONDS", 0.2)
     transfer_id = await rig.part()
     await rig.works("digest")
     aborted = await rig.peer.received("aborted", transfer_id)

@@ -165,7 +165,7 @@ async def test_a_part_that_arrives_corrupted_twice_ends_its_attempt():
 
 async def test_a_part_that_does_not_land_in_time_ends_its_attempt(monkeypatch):
     """Its slot is in doubt: it may still land."""
-    monkeypatch.setattr(landing, "MOST_PART_SECONDS", 0.05)
+    monkeypatch.setattr(landing, "MAX_PART_SECONDS", 0.05)
     async with decode_side(config("grpc")) as decode:
         decode.receiver.stats.rate_bytes_per_second = 1e-9  # an earlier peer let its bytes trickle
         one = ScriptedPeer(decode.receiver)

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams, StepOutput
 from tests.engine.fake_model import FakeRunner, continuation
 from tests.harness.waiting import until
-from worker.engine_commands import MOST_PASSES
+from worker.engine_commands import MAX_PASSES
 from worker.engine_host import LAST_SECONDS, EngineHost
 
 
@@ -205,11 +205,11 @@ def test_commands_wait_for_no_reservations_and_these_not_for_ever():
     ran: list[str] = []
     for number in range(2):
         host._commands.put(lambda number=number: ran.append(f"reserve {number}"), behind=True)
-    for _ in range(MOST_PASSES + 1):
+    for _ in range(MAX_PASSES + 1):
         host._commands.put(lambda: ran.append("commit"))
     while len(host._commands):
         host._run_commands()
-    assert ran == [*["commit"] * MOST_PASSES, "reserve 0", "commit", "reserve 1"]
+    assert ran == [*["commit"] * MAX_PASSES, "reserve 0", "commit", "reserve 1"]
 
 
 @pytest.mark.parametrize(("items", "blamed"), [([], ["a", "b"]), (["a"], ["a"])])

@@ -14,10 +14,11 @@ from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
 from cluster.process.memory import room_bytes
 from cluster.protocol import kv_format
-from engine import build, kv_conversion, load_draft
+from engine import build, kv_conversion
 from engine.device_memory import DeviceMemory, HostMemory
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
+from engine.speculation import load_draft
 from engine.warm_up import Tell, say
 from kv_transfer.decode_side.part_landing import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank

@@ -100,12 +100,46 @@ def test_draft_models_pools_are_beside_those_of_first_ranks() -> None:
 
     check(2 * GIB)
     with pytest.raises(
-        ConfigError, match=r"1 GiB for each of 2 ranks is .* 1 GiB .* beside --draft-kv-memory"
+        ConfigError, match=r"1 GiB for each of 2 ranks is .* 1 GiB .* beside 3 GiB for draft models"
     ):
         check(3 * GIB)
     with pytest.raises(ConfigError, match="--draft-kv-memory: 5 GiB in all is more than the 4 GiB") as caught:
         check(5 * GIB)
     assert caught.value.field == "draft_kv_memory"
+
+
+def test_the_default_pool_of_a_draft_model_counts_too(checkpoint, monkeypatch, caplog) -> None:
+    """Its size follows from the draft model, which another process reads."""
+    monkeypatch.setattr(options, "limits", lambda: [Limit(5 * GIB, 4 * GIB)])
+    monkeypatch.setattr(memory, "cards", list)
+    asked: list[EngineConfig] = []
+
+    def run(command: list[str], *, input: bytes, **how: Any) -> subprocess.CompletedProcess[bytes]:
+        assert command == [sys.executable, "-m", "engine.speculation.pool_bytes"]
+        asked.append(EngineConfig.model_validate_json(input))
+        return subprocess.CompletedProcess(command, 0, answers.pop(0), b"")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    model = checkpoint("llama")
+    engine: dict[str, Any] = {
+        "draft_model": model,
+        "kv_memory_bytes": GIB,
+        "memory_bytes": GIB,
+        "device": "cpu",
+    }
+
+    def up(**more: Any) -> UpOptions:
+        return UpOptions(model, pool="process", worker={"engine": {**engine, **more}})
+
+    answers = [b"%d" % GIB, b"%d" % (3 * GIB), b"none"]
+    up()
+    assert [one.draft_model for one in asked] == [model], "asked once"
+    with pytest.raises(ConfigError, match="beside 3 GiB for draft models"):
+        up()
+    up()
+    assert "the size of the draft model's KV pool is unknown" in caplog.text
+    up(draft_kv_memory_bytes=GIB), up(kv_memory_bytes=0)
+    assert len(asked) == 3, "not asked where it is given, nor where pools get what is left"
 
 
 def test_up_gives_every_rank_its_part_once(checkpoint, monkeypatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.link.backoff import FIRST_SECONDS, MOST_SECONDS, Backoff
+from router.link.backoff import FIRST_SECONDS, MAX_SECONDS, Backoff
 
 
 @dataclass
@@ -32,7 +32,7 @@ def test_pauses_double_up_to_the_longest() -> None:
         pauses.append(left(backoff, clock))
         clock.now += pauses[-1]
         assert backoff.names() == frozenset(), "it may be tried"
-    assert pauses == [FIRST_SECONDS * factor for factor in (1, 2, 4, 8, 16)] + [MOST_SECONDS] * 2
+    assert pauses == [FIRST_SECONDS * factor for factor in (1, 2, 4, 8, 16)] + [MAX_SECONDS] * 2
 
 
 def test_calls_under_way_with_the_first_failure_count_once() -> None:
@@ -72,7 +72,7 @@ def test_old_failures_are_forgotten() -> None:
     backoff: Backoff[str] = Backoff(clock)
     for name in range(100):
         backoff.failed(str(name))
-    clock.now += FIRST_SECONDS + MOST_SECONDS
+    clock.now += FIRST_SECONDS + MAX_SECONDS
     backoff.failed("d")
     assert set(backoff._out) == {"d"}
     assert left(backoff, clock) == FIRST_SECONDS

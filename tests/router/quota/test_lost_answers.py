@@ -121,7 +121,7 @@ async def test_settlements_wait_while_redis_is_away(quota, way, bucket):
 
 
 async def test_waiting_settlements_are_bounded(monkeypatch):
-    monkeypatch.setattr(unsettled, "MOST_KEPT", 3)
+    monkeypatch.setattr(unsettled, "MAX_KEPT", 3)
     now = [0.0]
     waiting: Unsettled[int] = Unsettled(clock=lambda: now[0])
     for number in range(5):

@@ -32,7 +32,7 @@ PROMPT = 10
 LIMITS = RateLimits(requests_per_minute=60, tokens_per_minute=6000)  # one a second, a hundred a second
 REQUESTS_ONLY, TOKENS_ONLY = RateLimits(requests_per_minute=60), RateLimits(tokens_per_minute=6000)
 KINDS = st.sampled_from([LIMITS, LIMITS, LIMITS, REQUESTS_ONLY, TOKENS_ONLY])
-A_SECOND, MOST_ROUTERS = (1.0, 100.0), 16
+A_SECOND, MAX_ROUTERS = (1.0, 100.0), 16
 REMEMBERED_SECONDS = 120  # how long Redis recognises a repeated call
 
 
@@ -106,7 +106,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def would(self, name: str, again: bool, expected: int, limits: RateLimits) -> tuple[bool, bool]:
             """Is a charge refused; is it taken over."""
             record = self.records.get(name)
-            taken = again and record is not None and not record.done and record.times < MOST_ROUTERS
+            taken = again and record is not None and not record.done and record.times < MAX_ROUTERS
             leaked, costs, most = self.leaked(), (1, min(expected, 6000)), (60, 6000)
             full = any(leaked[i] + costs[i] - most[i] > 0.001 for i in limited(limits))
             return full and not taken, taken

@@ -128,8 +128,8 @@ def test_applied_calls_are_dropped_after_a_while(scripts):
 
 def test_applied_calls_are_kept_up_to_a_bound(scripts):
     source = script_source("charge.lua")
-    assert source.count("MOST_APPLIED = 120000, 50000") == 1
-    few = source.replace("MOST_APPLIED = 120000, 50000", "MOST_APPLIED = 120000, 5")
+    assert source.count("MAX_APPLIED = 120000, 50000") == 1
+    few = source.replace("MAX_APPLIED = 120000, 50000", "MAX_APPLIED = 120000, 5")
     for number in range(20):
         scripts.charge(str(number), str(number), source=few)
     assert scripts.client.zcard(scripts.applied) == 5

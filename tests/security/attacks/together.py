@@ -40,8 +40,8 @@ BETWEEN_SECONDS = 0.25  # requests of the other tenant
 PROMPT_TOKENS = 600
 REQUEST_SECONDS = 30.0
 SECONDS = CALM_SECONDS + ATTACKED_SECONDS + CONTROL_SECONDS + 20  # with start and stop
-MOST_RATIO = 1.5
-MOST_MEMORY = 1 << 30
+MAX_RATIO = 1.5
+MAX_MEMORY = 1 << 30
 STEP_SECONDS = 0.2
 # Computes for a share of each step, in turns of 5 ms: the shares come as JSON.
 BURN = """
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def held(self) -> bool:
-        return self.ratio <= MOST_RATIO and not self.failures and self.memory <= MOST_MEMORY
+        return self.ratio <= MAX_RATIO and not self.failures and self.memory <= MAX_MEMORY
 
 
 def p99(seconds: list[float]) -> float:
@@ -223,7 +223,7 @@ def table(outcomes: list[Outcome]) -> Table:
         )
     made.caption = (
         f"of {len(outcomes[0].calm)} and {len(outcomes[0].attacked)} requests; "
-        f"asked for: ratio ≤ {MOST_RATIO}, none failed, ≤ {MOST_MEMORY >> 20} MiB; the machine's own ratio is with "
+        f"asked for: ratio ≤ {MAX_RATIO}, none failed, ≤ {MAX_MEMORY >> 20} MiB; the machine's own ratio is with "
         "unrelated processes that compute as much"
         if outcomes
         else None

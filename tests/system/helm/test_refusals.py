@@ -39,11 +39,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "decode has no GPUs, no decode.resources.limits.memory and no decode.kvMemoryBytes",
         "would take 0.9 of the node's memory; set one of them",
     ),
-    "int8 on GPUs": (
-        {"model": {"quantization": "int8"}, "prefill": {"gpus": 1}},
-        "model.quantization = int8 runs on CPUs only and prefill.gpus is 1",
-        "set quantization to auto or gpus to 0",
-    ),
     "int8 KV in odd blocks": (
         {"model": {"kvDtype": "int8", "pageSize": 12}, "prefill": {"gpus": 0}, "decode": {"gpus": 0}},
         "model.kvDtype = int8 needs a model.pageSize that 8 divides, not 12",

@@ -40,9 +40,6 @@
 {{- if and (eq $gpus 0) (mod (int $pool.tensorParallel) (int $pool.nodes)) }}
 {{- fail (printf "%s.tensorParallel = %d can't be shared by %s.nodes = %d pods: make it a multiple" $role (int $pool.tensorParallel) $role (int $pool.nodes)) }}
 {{- end }}
-{{- if and (gt $gpus 0) (eq $values.model.quantization "int8") }}
-{{- fail (printf "model.quantization = int8 runs on CPUs only and %s.gpus is %d: set quantization to auto or gpus to 0" $role (int $pool.gpus)) }}
-{{- end }}
 {{- $kvDtype := $values.model.kvDtype }}
 {{- if and (hasPrefix "bf16" $kvDtype) (eq ($pool.dtype | default $values.model.dtype) "float32") }}
 {{- fail (printf "model.kvDtype = %s is for models computed in bfloat16, and those of %s are computed in float32: set kvDtype to auto" $kvDtype $role) }}

@@ -25,7 +25,7 @@ CHOICES, TOKENS = 4, 800  # of 215 bytes each: ten times the window of a stream
 OF_ALL = CHOICES * TOKENS
 # What is taken for a client that reads nothing: the stream's window of 64 KiB has 305 tokens, and the message that waits
 # for more of it, and the request's credit, 256 each at most.
-MOST_TAKEN = 1000
+MAX_TAKEN = 1000
 KEPT_BYTES = 512 << 10  # for each of them
 NOISE_BYTES = 8 << 20
 # Each client has a connection of its own, with a window that does not grow.
@@ -102,7 +102,7 @@ def test_they_hold_up_nobody_and_get_everything_once_they_read(bench: RouterBenc
             return held[-1] == held[-2] > SLOW
 
         wait_for(settled, 60, "nothing more is taken for those that do not read")
-        assert held[-1] < SLOW * MOST_TAKEN
+        assert held[-1] < SLOW * MAX_TAKEN
         fast(ROUNDS)
         assert tokens_taken(bench) - taken - (ROUNDS + 1) * fast_tokens == held[-1]
         assert router.memory_info().rss - memory < SLOW * KEPT_BYTES + NOISE_BYTES

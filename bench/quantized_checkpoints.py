@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 GROUP = 64  # inputs that share a scale of 4 bits
-_FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
-_INT4_MOST = 7
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+_INT4_MAX = 7
 _PER_WORD = 8
 _HEAD = "lm_head"
 
 
-class Rounded(NamedTuple):
+class QuantizedFormat(NamedTuple):
     """A format of compressed-tensors. `layout`: its name there; `weights`: its arguments of weights; `store`: a matrix
     [outputs, inputs] → the tensors that store it, by the last part of their names."""
 
@@ -31,7 +31,7 @@ class Rounded(NamedTuple):
     store: Callable[[Tensor], dict[str, Tensor]]
 
 
-def write(source: Path, target: Path, form: Rounded) -> Path:
+def write(source: Path, target: Path, form: QuantizedFormat) -> Path:
     """Write the checkpoint `source` to `target` with the matrices of its layers in `form`; embedding and head stay as they
     are. Returns `target`."""
     target.mkdir(parents=True, exist_ok=True)
@@ -68,16 +68,22 @@ def _weights(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def _scale(largest: Tensor, code: float) -> Tensor:
+    """The scale that maps `largest` to `code`; of zeros alone any but 0."""
+    scale = (largest.float() / code).to(largest.dtype)
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
 def _fp8(matrix: Tensor) -> dict[str, Tensor]:
-    scale = (matrix.float().abs().amax(1, keepdim=True) / _FP8_MOST).to(matrix.dtype)
+    scale = _scale(matrix.abs().amax(1, keepdim=True), _FP8_MAX)
     return {"weight": (matrix.float() / scale.float()).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
 def _int4(matrix: Tensor) -> dict[str, Tensor]:
     outputs, inputs = matrix.shape
-    groups = matrix.float().view(outputs, -1, GROUP)
-    scale = (groups.abs().amax(2, keepdim=True) / _INT4_MOST).to(matrix.dtype)
-    codes = (groups / scale.float()).round().clamp(-_INT4_MOST - 1, _INT4_MOST).to(torch.int32) + 8
+    groups = matrix.view(outputs, -1, GROUP)
+    scale = _scale(groups.abs().amax(2, keepdim=True), _INT4_MAX)
+    codes = (groups.float() / scale.float()).round().clamp(-_INT4_MAX - 1, _INT4_MAX).to(torch.int32) + 8
     words = codes.view(outputs, -1, _PER_WORD) << (4 * torch.arange(_PER_WORD, dtype=torch.int32))
     return {
         "weight_packed": words.sum(2, dtype=torch.int32),  # disjoint bits: the sum is their OR
@@ -86,9 +92,9 @@ def _int4(matrix: Tensor) -> dict[str, Tensor]:
     }
 
 
-FORMS = {
-    "FP8, a scale per channel": Rounded("float-quantized", _weights(), _fp8),
-    f"4 bits, groups of {GROUP}": Rounded(
+FORMATS = {
+    "FP8, a scale per channel": QuantizedFormat("float-quantized", _weights(), _fp8),
+    f"4 bits, groups of {GROUP}": QuantizedFormat(
         "pack-quantized", _weights(num_bits=4, type="int", strategy="group", group_size=GROUP), _int4
     ),
 }

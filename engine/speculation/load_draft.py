@@ -14,11 +14,11 @@ from engine import build
 from engine.model.config import ModelConfig
 from engine.runner import ModelRunner
 from engine.speculation.draft_model import CATCH_UP_TOKENS
-from engine.speculation.drafts import MOST_ROWS
+from engine.speculation.drafts import MAX_ROWS
 from engine.warm_up import Tell, say
 
 # The default size of the pool, in requests and tokens of each: no more requests than this get drafts in a step.
-POOL_REQUESTS, POOL_TOKENS = MOST_ROWS // 2, 4096
+POOL_REQUESTS, POOL_TOKENS = MAX_ROWS // 2, 4096
 # The target's settings that the draft model's runner has too.
 KEPT = ("dtype", "quantization", "device", "page_size", "cuda_graphs", "warm_up_seconds", "threads")
 
@@ -36,7 +36,7 @@ def settings(config: EngineConfig) -> EngineConfig:
     given |= {
         "model": config.draft_model,
         "max_batch_tokens": CATCH_UP_TOKENS,
-        "max_batch_requests": MOST_ROWS,
+        "max_batch_requests": MAX_ROWS,
     }
     with _named(config.draft_model):
         model = ModelConfig.read(config.draft_model)
@@ -49,13 +49,13 @@ def settings(config: EngineConfig) -> EngineConfig:
         )
     context = min(config.max_model_len or target.max_model_len, model.max_model_len)
     size = build.block_bytes(model, resolved)
-    default = max(MOST_ROWS, POOL_REQUESTS * -(-min(context, POOL_TOKENS) // config.page_size))
+    default = max(MAX_ROWS, POOL_REQUESTS * -(-min(context, POOL_TOKENS) // config.page_size))
     blocks = config.draft_kv_memory_bytes // size if config.draft_kv_memory_bytes else default
     # A step of the draft model has up to so many single tokens, and no more than the pool has blocks.
-    if blocks < MOST_ROWS:
+    if blocks < MAX_ROWS:
         raise ConfigError(
             f"--draft-kv-memory: {config.draft_kv_memory_bytes} bytes hold {blocks} blocks of {config.page_size} tokens, "
-            f"{MOST_ROWS} are needed, which take {MOST_ROWS * size} bytes",
+            f"{MAX_ROWS} are needed, which take {MAX_ROWS * size} bytes",
             field="draft_kv_memory",
         )
     context = min(context, blocks * config.page_size)
