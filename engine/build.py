@@ -121,11 +121,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
-    kind = formats.CPU if device.type == "cpu" else formats.CUDA
-    how = formats.computed(model.quantization, config.quantization, kind)
-    if isinstance(how, str):
-        field = "quantization" if config.quantization == "int8" else "model"
-        raise ConfigError(f"{field}: {how}, not on {device}", field=field)
     if config.quantization == "int8" and model.experts is not None:
         raise ConfigError(
             f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",

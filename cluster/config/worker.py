@@ -50,7 +50,7 @@ class EngineConfig(Frozen):
     quantization: Literal["auto", "int8"] = Field(
         "auto",
         description="of matrices, output head included; auto: as they are stored; int8: int8 weights with a scale per "
-        "output, multiplied by rows of int8 (CPUs only). One value per deployment",
+        "output, multiplied by rows of int8. One value per deployment",
     )
     device: str = Field(
         "auto",

@@ -97,25 +97,22 @@ def table() -> str:
 
 
 def formats_table() -> list[str]:
-    """Format × device: how it is computed, with the bytes of a weight, or the refusal."""
+    """Format × device: how it is computed, with the bytes of a weight."""
     titles = "| format | " + " | ".join(formats.DEVICES) + " | read as its writer reads it |"
     lines = [titles, "|---|" + "---|" * (len(formats.DEVICES) + 1)]
     for one in formats.FORMATS.values():
         cells = [_cell(one.cells[device]) for device in formats.DEVICES]
-        computed = not isinstance(one.cells[formats.CPU], str)
-        mark = f"✓ {one.writer}" if one.writer else "~" if computed and one is not _PLAIN else ""
+        mark = f"✓ {one.writer}" if one.writer else "~" if one is not _PLAIN else ""
         lines.append(f"| {one.title} | {' | '.join(cells)} | {mark} |")
     cells = [_cell(formats.computed(None, formats.INT8, device)) for device in formats.DEVICES]
-    lines.append(f"| any that is not refused, with `--quantization int8` | {' | '.join(cells)} | |")
+    lines.append(f"| any, with `--quantization int8` | {' | '.join(cells)} | |")
     return lines
 
 
 _PLAIN = formats.FORMATS[formats.PLAIN]
 
 
-def _cell(found: formats.Computed | str) -> str:
-    if isinstance(found, str):
-        return f"✗ {found}"
+def _cell(found: formats.Computed) -> str:
     return f"{found.name}: {found.bytes or '2 or 4'} byte{'s' if found.bytes != 1 else ''}"
 
 

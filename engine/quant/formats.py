@@ -1,4 +1,4 @@
-"""Quantised checkpoints by their config.json: what each is computed as on which device, or why it is refused."""
+"""Quantised checkpoints by their config.json: what each is computed as on which device."""
 
 from __future__ import annotations
 
@@ -31,30 +31,29 @@ DTYPE = Computed("expanded to `--dtype` while loading", 0)
 AS_STORED = Computed("`--dtype`", 0)
 INT8_KERNELS = Computed("int8, Baton's kernels", 1)
 INT8_TORCH = Computed("int8, torch's integer product", 1)
-_NOT_ON_CUDA = "quantised weights are served on CPUs only"
 VNNI, CPU, CUDA = "CPU with AVX512-VNNI", "other CPUs", "CUDA"
 DEVICES = (VNNI, CPU, CUDA)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A row of the table. `cells`: how it is computed on each device, or why it is refused. `writer`: the library whose
-    files the tests read; "" where there is none."""
+    """A row of the table. `cells`: how it is computed on each device. `writer`: the library whose files the tests read; ""
+    where there is none."""
 
     title: str
-    cells: Mapping[str, Computed | str]
+    cells: Mapping[str, Computed]
     writer: str = ""
 
 
-def _int8() -> dict[str, Computed | str]:
-    return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: _NOT_ON_CUDA}
+def _int8() -> dict[str, Computed]:
+    return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: INT8_TORCH}
 
 
-def _expanded() -> dict[str, Computed | str]:
-    return {VNNI: DTYPE, CPU: DTYPE, CUDA: _NOT_ON_CUDA}
+def _expanded() -> dict[str, Computed]:
+    return dict.fromkeys(DEVICES, DTYPE)
 
 
-# By name. With `--quantization int8` every format that is not refused has the cells of INT8.
+# By name. With `--quantization int8` every format has the cells of INT8.
 FORMATS: dict[str, Format] = {
     PLAIN: Format("fp32, bf16, fp16", dict.fromkeys(DEVICES, AS_STORED)),
     INT8: Format(
@@ -148,14 +147,15 @@ def stored_format(raw: Mapping[str, Any]) -> StoredFormat | None:
     raise _refused(f"{name} {_name(kind)}" if kind else name)
 
 
-def computed(stored: StoredFormat | None, quantization: str, device: str) -> Computed | str:
-    """How a checkpoint is computed, for the setting `quantization` on one of DEVICES; or why it is refused."""
-    found = FORMATS[PLAIN if stored is None else stored.name].cells[device]
-    return FORMATS[INT8].cells[device] if quantization == INT8 and not isinstance(found, str) else found
+def computed(stored: StoredFormat | None, quantization: str, device: str) -> Computed:
+    """How a checkpoint is computed, for the setting `quantization` on one of DEVICES."""
+    if quantization == INT8:
+        return FORMATS[INT8].cells[device]
+    return FORMATS[PLAIN if stored is None else stored.name].cells[device]
 
 
 def is_int8(stored: StoredFormat | None, quantization: str) -> bool:
-    """Whether its matrices are computed as int8 on CPUs."""
+    """Whether its matrices are computed as int8."""
     return quantization == INT8 or (stored is not None and stored.name == INT8)
 
 
@@ -357,9 +357,7 @@ def _name(key: Any) -> str:
 
 
 def _refused(what: str) -> ModelError:
-    read = "; ".join(
-        one.title for name, one in FORMATS.items() if name and not isinstance(one.cells[CPU], str)
-    )
+    read = "; ".join(one.title for name, one in FORMATS.items() if name)
     return ModelError(
         f"{_FIELD}: {what} is not supported; supported: {read}; or the unquantised checkpoint with quantization int8",
         field=_FIELD,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cluster.errors import ConfigError
 from engine.layers.linear import Int8Weight, Linear, MakeLinear, Weight
@@ -19,6 +20,8 @@ from engine.parallel.group import TpGroup
 SMALLEST = 1e-30
 MOST_INPUTS = 1 << 16  # up to here sums of products are exact in 32 bits
 OUTPUT_BYTES = 12  # of an output channel beside its codes: its scale, its bias, where its sum begins
+# Of torch's integer product on CUDA
+CUDA_LEAST_ROWS, CUDA_MULTIPLE = 17, 8
 _CHANNELS = 128  # quantised at a time: less memory beside the weights
 
 
@@ -54,20 +57,30 @@ def quantize_weight(weight: Tensor, largest: Tensor) -> Int8Weight:
 
 
 class TorchInt8:
-    """By torch's integer product: on CPUs without AVX512-VNNI, and as reference of the kernels."""
+    """By torch's integer product: on CPUs without AVX512-VNNI, on CUDA without Triton, and as reference of the kernels."""
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None, group: TpGroup | None):
         """`group`: the ranks that share the inputs."""
-        self._columns, self._scales = weight.codes.t(), weight.scales
+        codes, self._scales = weight.codes, weight.scales
+        if codes.device.type == "cuda":
+            codes = F.pad(codes, (0, -codes.shape[1] % CUDA_MULTIPLE, 0, -codes.shape[0] % CUDA_MULTIPLE))
+        self._columns = codes.t()
         self._bias = None if bias is None else bias.float()
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
         codes, scales = quantize_rows(x, None if self._group is None else self._group.largest(largest_of(x)))
-        out = torch._int_mm(codes, self._columns).float().mul_(scales).mul_(self._scales)
+        out = self._product(codes).float().mul_(scales).mul_(self._scales)
         if self._bias is not None:
             out += self._bias
         return out.to(x.dtype)
+
+    def _product(self, codes: Tensor) -> Tensor:
+        if codes.device.type == "cuda":
+            rows, inputs = codes.shape
+            codes = F.pad(codes, (0, len(self._columns) - inputs, 0, max(0, CUDA_LEAST_ROWS - rows)))
+            return torch._int_mm(codes, self._columns)[:rows, : len(self._scales)]
+        return torch._int_mm(codes, self._columns)
 
 
 class Scratch:

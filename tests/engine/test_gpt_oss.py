@@ -78,7 +78,6 @@ def test_the_published_configuration_is_read(tmp_path) -> None:
     assert model.quantization is not None and model.quantization.name == MXFP4_EXPERTS
     assert resolved.dtype == "bfloat16", "no key names it"
     assert formats.computed(model.quantization, "auto", formats.CUDA) == formats.DTYPE
-    assert "CPUs only" in str(formats.computed(model.quantization, "int8", formats.CUDA))
     attention = 2880 * 64 * (64 + 8 + 8 + 64) + 2 * 2880
     experts = 32 * (3 * 2880 * 2880 + 2880)
     assert build.weight_bytes(model, EngineConfig(model=tmp_path, dtype="bfloat16")) == 2 * (

@@ -314,13 +314,6 @@ def test_the_kernels_are_used(checkpoint) -> None:
 # --- settings ----------------------------------------------------------------------------------------
 
 
-def test_it_is_refused_on_cards(checkpoint) -> None:
-    config = EngineConfig(model=checkpoint("llama"), device="cuda", quantization="int8")
-    with pytest.raises(ConfigError, match="served on CPUs only") as caught:
-        build.check(config)
-    assert caught.value.field == "quantization"
-
-
 def test_too_many_inputs_are_refused() -> None:
     make = int8.maker(Team(1), NullGroup())
     with pytest.raises(ConfigError, match="65537 inputs on one rank, more than 65536"):
@@ -490,9 +483,3 @@ def test_matrices_of_one_product_are_stored_alike(tmp_path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="some of its matrices are stored as int8 and others are not"):
         load_model(EngineConfig(model=tmp_path, dtype="float32", kv_memory_bytes=KV_BYTES))
-
-
-def test_stored_int8_is_refused_on_cards() -> None:
-    with pytest.raises(ConfigError, match="served on CPUs only") as caught:
-        build.check(EngineConfig(model=GOLDEN, device="cuda"))
-    assert caught.value.field == "model"

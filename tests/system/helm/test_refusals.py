@@ -39,11 +39,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "decode has no GPUs, no decode.resources.limits.memory and no decode.kvMemoryBytes",
         "would take 0.9 of the node's memory; set one of them",
     ),
-    "int8 on GPUs": (
-        {"model": {"quantization": "int8"}, "prefill": {"gpus": 1}},
-        "model.quantization = int8 runs on CPUs only and prefill.gpus is 1",
-        "set quantization to auto or gpus to 0",
-    ),
     "int8 KV on GPUs": (
         {"model": {"kvDtype": "int8"}, "prefill": {"gpus": 1}},
         "model.kvDtype = int8 is int8 at prefill workers, which runs on CPUs only, and prefill.gpus is 1",

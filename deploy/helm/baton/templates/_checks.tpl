@@ -40,9 +40,6 @@
 {{- if and (eq $gpus 0) (mod (int $pool.tensorParallel) (int $pool.nodes)) }}
 {{- fail (printf "%s.tensorParallel = %d can't be shared by %s.nodes = %d pods: make it a multiple" $role (int $pool.tensorParallel) $role (int $pool.nodes)) }}
 {{- end }}
-{{- if and (gt $gpus 0) (eq $values.model.quantization "int8") }}
-{{- fail (printf "model.quantization = int8 runs on CPUs only and %s.gpus is %d: set quantization to auto or gpus to 0" $role (int $pool.gpus)) }}
-{{- end }}
 {{- $kvDtype := $values.model.kvDtype }}
 {{- if and (gt $gpus 0) (or (eq $kvDtype "int8") (and (eq $kvDtype "bf16>int8") (eq $role "decode"))) }}
 {{- fail (printf "model.kvDtype = %s is int8 at %s workers, which runs on CPUs only, and %s.gpus is %d: set kvDtype to auto or gpus to 0" $kvDtype $role $role (int $pool.gpus)) }}
