@@ -329,9 +329,11 @@ def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGr
     if config.quantization == "int8":
         if int8.has_kernels(team):
             torch.set_num_threads(1)  # torch's operations need no second thread
-        return int8.maker(team, group)
+        return int8.maker(team, group, triton=config.attention_backend == "triton")
     plain = _plain_linear(config, team)
-    return int8.maker(team, group, plain) if formats.is_int8(model.quantization, "") else plain
+    if not formats.is_int8(model.quantization, ""):
+        return plain
+    return int8.maker(team, group, plain, triton=config.attention_backend == "triton")
 
 
 def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:

@@ -31,6 +31,7 @@ DTYPE = Computed("expanded to `--dtype` while loading", 0)
 AS_STORED = Computed("`--dtype`", 0)
 INT8_KERNELS = Computed("int8, Baton's kernels", 1)
 INT8_TORCH = Computed("int8, torch's integer product", 1)
+INT8_CUDA = Computed("int8, Baton's kernels; without Triton, torch's integer product", 1)
 VNNI, CPU, CUDA = "CPU with AVX512-VNNI", "other CPUs", "CUDA"
 DEVICES = (VNNI, CPU, CUDA)
 
@@ -46,7 +47,7 @@ class Format:
 
 
 def _int8() -> dict[str, Computed]:
-    return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: INT8_TORCH}
+    return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: INT8_CUDA}
 
 
 def _expanded() -> dict[str, Computed]:

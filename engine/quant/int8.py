@@ -83,6 +83,28 @@ class TorchInt8:
         return torch._int_mm(codes, self._columns)
 
 
+class CudaInt8:
+    """By our own kernels for CUDA, which need Triton."""
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, group: TpGroup | None):
+        """`group`: the ranks that share the inputs."""
+        from engine.ops import triton_int8
+
+        self.out_features, self._inputs = weight.codes.shape
+        padding = -self._inputs % triton_int8.MULTIPLE
+        self._codes = (F.pad(weight.codes, (0, padding)) if padding else weight.codes).contiguous()
+        self._scales, self._bias, self._group = weight.scales, bias, group
+        self._quantize, self._multiply = triton_int8.quantize, triton_int8.multiply
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), self.out_features)
+        if len(x):
+            largest = None if self._group is None else self._group.largest(largest_of(x))
+            codes, scales = self._quantize(x, self._codes.shape[1], largest)
+            self._multiply(codes, scales, self._codes, self._scales, self._bias, out)
+        return out
+
+
 class Scratch:
     """Memory for the int8 form of a step's rows, which all layers of a rank use in turn."""
 
@@ -146,8 +168,8 @@ class PanelInt8:
         ]
 
 
-def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None) -> MakeLinear:
-    """Makes int8 layers in the fastest form of this CPU. `plain` makes those whose weights are not stored as int8; None:
+def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton: bool = False) -> MakeLinear:
+    """Makes int8 layers in the fastest form of this machine. `triton`: our kernels for CUDA run here. `plain` makes those whose weights are not stored as int8; None:
     these are turned into int8. Every rank of the group must call what it returns for the same layers in the same order."""
     scratch = Scratch()
 
@@ -167,7 +189,7 @@ def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None) -> MakeLi
             )
         if isinstance(team, KernelTeam) and has_kernels(team):
             return PanelInt8(packed, bias, sharing, team, scratch)
-        return TorchInt8(packed, bias, sharing)
+        return CudaInt8(packed, bias, sharing) if triton else TorchInt8(packed, bias, sharing)
 
     return make
 

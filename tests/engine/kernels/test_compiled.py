@@ -13,7 +13,9 @@ import torch
 
 from engine.attention import triton_backend as backend
 from engine.attention import triton_kernels as attention
+from engine.ops import triton_int8
 from engine.ops import triton_kernels as small
+from engine.ops import triton_products as products
 from engine.ops.base import OpsShape
 from engine.ops.triton_ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, gate_kind, norm_sizes
 
@@ -61,11 +63,19 @@ DATA = (
 SPILLED_AROUND_LOOPS = 64
 
 
-def check(capability: int, kernel, kind: str, constants: dict[str, object], options: dict[str, int]):
+def check(
+    capability: int,
+    kernel,
+    kind: str,
+    constants: dict[str, object],
+    options: dict[str, int],
+    kinds: dict[str, str] | None = None,
+):
+    """`kinds`: of arguments that are not as in other kernels."""
     own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {**KINDS, **dict.fromkeys(DATA, f"*{kind}")}
+    types = {**KINDS, **dict.fromkeys(DATA, f"*{kind}"), **(kinds or {})}
     needed = {name: types[name] for name in kernel.arg_names if name not in own}
-    made = compile_for(capability, kernel, needed, own, {**options, **OPTIONS})
+    made = compile_for(capability, kernel, needed, own, {**OPTIONS, **options})
     of_attention = kernel in (attention.attend_prompts, attention.attend_tokens)
     assert spilled(made, capability) <= (SPILLED_AROUND_LOOPS if of_attention else 0)
     return made
@@ -139,6 +149,45 @@ def check_small(capability: int, kind: str, dim: int) -> None:
         check(capability, small.rotate_heads, kind, sizes, {"num_warps": 2})
 
 
+CODES = {
+    **dict.fromkeys(("x", "weight"), "*i8"),
+    **dict.fromkeys(("x_scale", "x_scales", "scales", "largest"), "*fp32"),
+    **dict.fromkeys(("rows", "stride"), "i32"),
+    "codes": "*i8",
+}
+
+
+def check_int8(capability: int, kind: str, rows: tuple[int, ...]) -> None:
+    """A product of as many rows as in each of `rows`."""
+    for given in (False, True):
+        sizes = triton_int8.quantize_sizes(14_336)
+        check_sized(
+            capability, products.quantize_rows, kind, sizes, {"GIVEN": given}, {**CODES, "x": f"*{kind}"}
+        )
+    for biased in (False, True):
+        words = dict.fromkeys(("x", "weight"), "*i32")
+        form = {"BIASED": biased}
+        check_sized(
+            capability, products.multiply_row_int8, kind, triton_int8.ROW_SIZES, form, {**CODES, **words}
+        )
+    for count in rows:
+        sizes = triton_int8.tile_sizes(count, hopper=capability == 90)
+        for whole in (True, False):
+            form = {"BIASED": True, "WHOLE": whole}
+            check_sized(capability, products.multiply_int8, kind, sizes, form, CODES)
+
+
+def check_sized(capability, kernel, kind, sizes, form, kinds) -> None:
+    """`sizes`: constants and options together, as kernels are called with them."""
+    options = {name: value for name, value in sizes.items() if name.islower()}
+    constants = {name: value for name, value in sizes.items() if name.isupper()}
+    check(capability, kernel, kind, {**constants, **form}, {**options, **triton_int8.OPTIONS}, kinds)
+
+
+def test_int8_products_compile():
+    check_int8(90, "bf16", (16, 2048))
+
+
 @pytest.mark.parametrize(
     ("capability", "kind", "dim", "group", "cap", "sinks"),
     [
@@ -185,3 +234,4 @@ def test_every_variant_compiles(capability, kind, group, dims):
         check_attention(capability, kind, 64, 8, 16, sinks=True)  # gpt-oss
     if group == 4:
         check_small(capability, kind, 64)
+        check_int8(capability, kind, (16, 64, 128, 2048))

@@ -25,7 +25,12 @@ def run_interpreted(file: str, *more: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param("interpreted_attention.py", marks=pytest.mark.long), "interpreted_ops.py"]
+    "file",
+    [
+        pytest.param("interpreted_attention.py", marks=pytest.mark.long),
+        "interpreted_ops.py",
+        "interpreted_products.py",
+    ],
 )
 def test_kernels_interpreted(file):
     run_interpreted(file)
@@ -38,4 +43,4 @@ def test_engines_interpreted():
 
 def test_every_file_is_run():
     found = {one.name for one in HERE.glob("interpreted_*.py")}
-    assert found == {f"interpreted_{name}.py" for name in ("attention", "ops", "engine")}
+    assert found == {f"interpreted_{name}.py" for name in ("attention", "ops", "products", "engine")}
