@@ -17,17 +17,26 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
 from engine.kv_blocks import CPUS_ONLY, KvSpec
-from engine.layers.linear import CudaLinear, Linear, MakeLinear, PanelLinear, TorchLinear, Weight
+from engine.layers.linear import (
+    CodedLinear,
+    CudaLinear,
+    Linear,
+    MakeLinear,
+    PanelLinear,
+    TorchLinear,
+    Weight,
+)
 from engine.model import shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
+from engine.ops.codes import CodedWeight
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
-from engine.quant import formats, int8
+from engine.quant import coded, formats, int8
 from engine.runner import LoadedModel
 from engine.warm_up import Stage, Tell
 
@@ -92,12 +101,32 @@ def weight_bytes(model: ModelConfig, config: EngineConfig, *, untied_head: bool 
     kept = (sizes.kept + sizes.vocabulary * hidden) * width
     head = 0 if model.tie_embeddings and not untied_head else sizes.vocabulary * hidden * width
     if not formats.is_int8(model.quantization, config.quantization):
+        if (found := _code_bytes(model, config)) is not None:
+            each, beside = found
+            return kept + int(sizes.matrices * each) + sizes.outputs * beside + head
         return kept + sizes.matrices * width + head
     # The embedding, the norms and the routers stay as they are, so does the output head of most stored checkpoints; in
     # int8 it is a matrix of its own, tied or not.
     if config.quantization == "int8":
         head = sizes.vocabulary * (hidden + int8.OUTPUT_BYTES)
     return kept + sizes.matrices + sizes.outputs * int8.OUTPUT_BYTES + head
+
+
+def _keeps_codes(config: EngineConfig) -> bool:
+    """Whether matrices are kept as they are stored, where kernels can read them: on CUDA, in bf16, where Triton works,
+    which attention by `triton` shows. `config` is resolved."""
+    auto = config.quantization == "auto"
+    return auto and config.attention_backend == "triton" and _DTYPES[config.dtype] is torch.bfloat16
+
+
+def _code_bytes(model: ModelConfig, config: EngineConfig) -> tuple[float, int] | None:
+    """As coded.code_bytes, for the matrices of a rank. Where only some of them are expanded, all count as expanded."""
+    if not _keeps_codes(config):
+        return None
+    size = config.tensor_parallel
+    heads = model.num_heads // size * model.head_dim
+    inputs = (model.hidden_size, heads, model.intermediate_size // size)
+    return coded.code_bytes(model.quantization, inputs)
 
 
 def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -> str:
@@ -108,6 +137,8 @@ def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -
     line += f", stored as {model.quantization.title}"
     if formats.is_int8(model.quantization, config.quantization):
         return line
+    if _code_bytes(model, config) is not None:
+        return f"{line}, and kept so"
     if model.experts is not None:  # int8 is refused for them
         return f"{line}, expanded to {config.dtype} while loading"
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
@@ -225,7 +256,9 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    with Checkpoint(config.model, dtype, device, quantization=model.quantization) as checkpoint:
+    with Checkpoint(
+        config.model, dtype, device, quantization=model.quantization, coded=_keeps_codes(resolved)
+    ) as checkpoint:
         decoder = Decoder(
             model,
             checkpoint,
@@ -362,7 +395,9 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
 
 
 def _cuda_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
-    assert isinstance(weight, Tensor), "only plain weights come here"
+    if isinstance(weight, CodedWeight):
+        return CodedLinear(weight, bias)
+    assert isinstance(weight, Tensor), "int8 does not come here"
     return CudaLinear(weight, bias)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.errors import ModelError
+from engine.ops.codes import CodedWeight
 from engine.ops.team import Job, KernelTeam
 
 if TYPE_CHECKING:
@@ -25,17 +26,23 @@ class Int8Weight:
     scales: Tensor  # float32 [outputs]
 
 
-Weight = Tensor | Int8Weight
+Weight = Tensor | Int8Weight | CodedWeight
 
 
-def join(name: str, parts: Sequence[Weight]) -> Weight:
-    """One matrix with the outputs of all parts. Raises ModelError naming it if they are stored in several forms."""
-    plain = [one for one in parts if isinstance(one, Tensor)]
+def join(name: str, parts: Sequence[Weight], dtype: torch.dtype = torch.bfloat16) -> Weight:
+    """One matrix with the outputs of all parts. Parts that can't be joined as they are stored are expanded to `dtype`;
+    raises ModelError naming the matrix if some of its parts are int8 and others are not."""
     packed = [one for one in parts if isinstance(one, Int8Weight)]
-    if plain and packed:
+    coded = [one for one in parts if isinstance(one, CodedWeight)]
+    if packed and len(packed) < len(parts):
         raise ModelError(f"{name}: some of its matrices are stored as int8 and others are not", field=name)
-    if plain:
-        return torch.cat(plain)
+    if len(coded) == len(parts) and len({(one.kind, one.group) for one in coded}) == 1:
+        zeros = [one.zeros for one in coded if one.zeros is not None]
+        codes, scales = (torch.cat([getattr(one, at) for one in coded]) for at in ("codes", "scales"))
+        return CodedWeight(coded[0].kind, codes, scales, torch.cat(zeros) if zeros else None, coded[0].group)
+    if not packed:
+        plain = [one.expanded(dtype) if isinstance(one, CodedWeight) else one for one in parts]
+        return torch.cat([one for one in plain if isinstance(one, Tensor)])
     return Int8Weight(torch.cat([one.codes for one in packed]), torch.cat([one.scales for one in packed]))
 
 
@@ -108,6 +115,23 @@ class CudaLinear:
         if x.shape[0] == 1:
             return self._multiply_row(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
+
+
+class CodedLinear:
+    """Weights as they are stored, on CUDA by our own kernels, which need Triton: few rows read the codes, for many the
+    weights are expanded, a part at a time."""
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None = None):
+        from engine.ops import triton_codes
+
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight.each(Tensor.contiguous), bias
+        self._most = triton_codes.MOST_ROWS
+        self._few, self._many = triton_codes.multiply, triton_codes.multiply_expanded
+
+    def __call__(self, x: Tensor) -> Tensor:
+        multiply = self._few if 0 < len(x) <= self._most else self._many
+        return multiply(x, self._weight, self._bias)
 
 
 class PanelLinear:

@@ -14,6 +14,7 @@ from cluster.protocol.kv_heads import head_range
 from engine.layers.linear import Int8Weight, Weight, join
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
+from engine.ops.codes import CodedWeight
 
 # Where a checkpoint's tensors begin: text models, and the text part of models for several media, as Hugging Face writes
 # it now and wrote it before.
@@ -173,13 +174,14 @@ class LayerWeights:
     def _ordered_weight(self, weight: Weight) -> Weight:
         if isinstance(weight, Tensor):
             return self._ordered(weight)
+        if isinstance(weight, CodedWeight):
+            return weight.each(self._ordered)
         return Int8Weight(self._ordered(weight.codes), self._ordered(weight.scales))
 
     def _ordered(self, rows: Tensor) -> Tensor:
         """Rows of heads, with the dimensions of each in the order in which the kernels rotate them.
 
-        A scale per row moves with its row. Scales of blocks of several rows (FP8 in blocks of 128) would not: formats
-        that have them are expanded when they are read (engine/quant/stored.py), before this.
+        Scales move with their row: those of blocks of several rows (FP8 in blocks of 128) have been repeated for each row.
         """
         if self._order is None:
             return rows

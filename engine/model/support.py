@@ -113,7 +113,7 @@ _PLAIN = formats.FORMATS[formats.PLAIN]
 
 
 def _cell(found: formats.Computed) -> str:
-    return f"{found.name}: {found.bytes or '2 or 4'} byte{'s' if found.bytes != 1 else ''}"
+    return f"{found.name}: {found.size}"
 
 
 def page(text: str) -> str:

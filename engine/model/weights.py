@@ -27,12 +27,14 @@ class Checkpoint:
         device: torch.device,
         *,
         quantization: StoredFormat | None = None,
+        coded: bool = False,
     ):
-        """`quantization`: the format of quantised matrices; None: none is quantised."""
+        """`quantization`: the format of quantised matrices; None: none is quantised. `coded`: they are kept in their codes
+        where kernels can read these."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
-        self._quantization = quantization
+        self._quantization, self._coded = quantization, coded
         self._files = tensor_files(directory)
         self._opened: dict[Path, Any] = {}  # by safetensors, which has no types
 
@@ -68,7 +70,8 @@ class Checkpoint:
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
-        """The weights of a product, as `get`: int8 where they are stored so, else in the engine's dtype."""
+        """The weights of a product, as `get`: int8 where they are stored so, in their codes if these are kept, else in the
+        engine's dtype."""
         outputs, inputs = shape
         product, how = name.removesuffix(".weight"), self._quantization
         if how is None or not stored.is_stored(how, self, product):
@@ -77,6 +80,9 @@ class Checkpoint:
             product, outputs, inputs, rows or slice(0, outputs), columns or slice(0, inputs)
         )
         if how.name != INT8:
+            kept = stored.read_coded(how, self, share) if self._coded else None
+            if kept is not None:
+                return kept.each(lambda one: one.to(self._device))
             return stored.read(how, self, share, self._dtype).to(self._device)
         codes, scales = stored.read_int8(self, share)
         return Int8Weight(self._own(codes, torch.int8), self._own(scales, torch.float32))

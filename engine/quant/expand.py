@@ -11,6 +11,7 @@ result again, quantised or not; so the rule for memory (engine/kv_cache.py) has 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,23 @@ _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _FP4_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 # E8M0: 2 to the power of e − 127, here halved; 255 is not a number.
 _E8M0_HALVED = torch.tensor([*(2.0 ** (e - 128) for e in range(255)), float("nan")])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A share of a matrix as it is stored: the arguments of `expand`."""
+
+    codes: Codes
+    shape: tuple[int, int]
+    scales: Tensor
+    row_of: Tensor | None = None
+    column_of: Tensor | None = None
+    zeros: Tensor | None = None
+    bits: int = 0  # of the codes, which are unsigned integers; 0: they are numbers
+
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """Raises NotFiniteError."""
+        return expand(self.codes, self.shape, self.scales, dtype, self.row_of, self.column_of, self.zeros)
 
 
 class NotFiniteError(ValueError):
@@ -86,7 +104,7 @@ def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
     return unpack(words, bits)
 
 
-def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype, inside: slice, column_of: Tensor) -> Tensor:
+def mxfp4(blocks: Tensor, scales: Tensor, inside: slice, column_of: Tensor) -> Parts:
     """The inputs `inside` of blocks uint8 [outputs, inputs / 2], the even input in the low four bits; scales uint8
     [outputs, groups of 32]."""
 
@@ -94,4 +112,4 @@ def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype, inside: slice, col
         return _FP4_DOUBLED[unpack(blocks[part], 4).int()][:, inside]
 
     shape = (len(blocks), len(column_of))
-    return expand(codes, shape, _E8M0_HALVED[scales.int()], dtype, column_of=column_of)
+    return Parts(codes, shape, _E8M0_HALVED[scales.int()], column_of=column_of)

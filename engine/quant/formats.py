@@ -21,17 +21,20 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 @dataclass(frozen=True)
 class Computed:
-    """How products with matrices of a format are computed. `bytes`: of a weight; 0: those of the compute dtype."""
+    """How products with matrices of a format are computed. `size`: of a weight."""
 
     name: str
-    bytes: int
+    size: str
 
 
-DTYPE = Computed("expanded to `--dtype` while loading", 0)
-AS_STORED = Computed("`--dtype`", 0)
-INT8_KERNELS = Computed("int8, Baton's kernels", 1)
-INT8_TORCH = Computed("int8, torch's integer product", 1)
-INT8_CUDA = Computed("int8, Baton's kernels; without Triton, torch's integer product", 1)
+DTYPE = Computed("expanded to `--dtype` while loading", "2 or 4 bytes")
+AS_STORED = Computed("`--dtype`", "2 or 4 bytes")
+INT8_KERNELS = Computed("int8, Baton's kernels", "1 byte")
+INT8_TORCH = Computed("int8, torch's integer product", "1 byte")
+INT8_CUDA = Computed("int8, Baton's kernels; without Triton, torch's integer product", "1 byte")
+_KEPT = (
+    "as stored, in bf16 by Baton's kernels; in fp32 or without Triton, expanded to `--dtype` while loading"
+)
 VNNI, CPU, CUDA = "CPU with AVX512-VNNI", "other CPUs", "CUDA"
 DEVICES = (VNNI, CPU, CUDA)
 
@@ -50,8 +53,10 @@ def _int8() -> dict[str, Computed]:
     return {VNNI: INT8_KERNELS, CPU: INT8_TORCH, CUDA: INT8_CUDA}
 
 
-def _expanded() -> dict[str, Computed]:
-    return dict.fromkeys(DEVICES, DTYPE)
+def _expanded(kept: str = "") -> dict[str, Computed]:
+    """`kept`: the bytes of a weight whose codes are kept on CUDA."""
+    found = dict.fromkeys(DEVICES, DTYPE)
+    return {**found, CUDA: Computed(_KEPT, f"{kept}, 2 or 4")} if kept else found
 
 
 # By name. With `--quantization int8` every format has the cells of INT8.
@@ -64,24 +69,24 @@ FORMATS: dict[str, Format] = {
     ),
     FP8: Format(
         "compressed-tensors: FP8 E4M3 per tensor, channel or block (W8A8, W8A16)",
-        _expanded(),
+        _expanded("1 byte"),
         "compressed-tensors 0.20.0",
     ),
     FP8_BLOCKS: Format(
         "FP8 E4M3 as DeepSeek and Qwen ship it (`quant_method` fp8: `weight_scale_inv` per block, or per tensor)",
-        _expanded(),
+        _expanded("1 byte"),
         "transformers 5.23.0",
     ),
     PACKED: Format(
         "compressed-tensors: 4 or 8 bits packed, per group or channel, symmetric or not, with or without g_idx (W4A16, "
         "W8A16)",
-        _expanded(),
+        _expanded("½ or 1 byte"),
         "compressed-tensors 0.20.0; 0.9.4 with g_idx",
     ),
-    AWQ: Format("AWQ, 4 bits, gemm packing", _expanded(), "AutoAWQ 0.2.9"),
+    AWQ: Format("AWQ, 4 bits, gemm packing", _expanded("½ byte"), "AutoAWQ 0.2.9"),
     GPTQ: Format(
         "GPTQ, 4 or 8 bits, with or without act-order (desc_act); zero points of format v1, and of v2 (~)",
-        _expanded(),
+        _expanded("½ or 1 byte"),
         "AutoGPTQ 0.7.1",
     ),
     MXFP4: Format("compressed-tensors: MXFP4 weights (W4A16)", _expanded(), "compressed-tensors 0.20.0"),
@@ -127,6 +132,7 @@ class StoredFormat:
     bits: int = 8
     symmetric: bool = True
     zero_offset: int = 0  # subtracted from GPTQ's stored zero points
+    act_order: bool = False  # inputs may be in groups in any order
 
     @property
     def title(self) -> str:
@@ -228,7 +234,7 @@ def _packed_group(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]
     symmetric = weights.get("symmetric", True)
     if not isinstance(symmetric, bool):
         raise _refused(f"{name}.weights.symmetric = {_shown(symmetric)}")
-    return StoredFormat(PACKED, (1, group), bits, symmetric)
+    return StoredFormat(PACKED, (1, group), bits, symmetric, act_order=weights.get("actorder") == "group")
 
 
 def _mxfp4_group(name: str, weights: Mapping[str, Any], rows: Mapping[str, Any]) -> StoredFormat:
@@ -288,7 +294,8 @@ def _gptq(config: Mapping[str, Any]) -> StoredFormat:
     _refuse("gptq", config, "is_marlin_format", *_BESIDE_WEIGHTS)
     bits = _bits("gptq.bits", config.get("bits"), (4, 8))
     group = _group_size("gptq.group_size", config.get("group_size", 128))
-    return StoredFormat(GPTQ, (1, group), bits, symmetric=False, zero_offset=int(layout == "gptq"))
+    offset, act_order = int(layout == "gptq"), bool(config.get("desc_act"))
+    return StoredFormat(GPTQ, (1, group), bits, False, offset, act_order)
 
 
 def _mxfp4(config: Mapping[str, Any]) -> StoredFormat:

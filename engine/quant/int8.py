@@ -169,7 +169,9 @@ class PanelInt8:
 
 
 def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton: bool = False) -> MakeLinear:
-    """Makes int8 layers in the fastest form of this machine. `triton`: our kernels for CUDA run here. `plain` makes those whose weights are not stored as int8; None:
+    """Makes int8 layers in the fastest form of this machine. `triton`: our kernels for CUDA run here.
+
+    `plain` makes those whose weights are not stored as int8; None:
     these are turned into int8. Every rank of the group must call what it returns for the same layers in the same order."""
     scratch = Scratch()
 
@@ -180,6 +182,7 @@ def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton
         elif plain is not None:
             return plain(weight, bias, split_inputs=split_inputs)
         else:
+            assert isinstance(weight, Tensor), "codes are kept only where they are computed with"
             largest = largest_of(weight)
             packed = quantize_weight(weight, sharing.largest(largest) if sharing else largest)
         if packed.codes.shape[1] > MOST_INPUTS:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cluster.errors import ModelError
-from engine.quant import expand
+from engine.ops.codes import CodedWeight
+from engine.quant import coded, expand
 from engine.quant.formats import (
     AWQ,
     FP8,
@@ -72,7 +73,13 @@ def read(stored: StoredFormat, source: Source, matrix: Matrix, dtype: torch.dtyp
     """The share [rows, columns] in `dtype`. Raises ModelError naming a tensor that is missing or does not fit others, or
     the matrix if it has weights that are not finite."""
     with _finite(matrix.name):
-        return _READERS[stored.name](stored, source, matrix, dtype)
+        return _READERS[stored.name](stored, source, matrix).expand(dtype)
+
+
+def read_coded(stored: StoredFormat, source: Source, matrix: Matrix) -> CodedWeight | None:
+    """The share as it is stored; None if it has to be expanded. Raises ModelError as `read`."""
+    parts = _READERS[stored.name](stored, source, matrix)
+    return coded.of_parts(parts, stored.block[1])
 
 
 @contextlib.contextmanager
@@ -83,7 +90,7 @@ def _finite(name: str) -> Iterator[None]:
         raise ModelError(f"matrix {name}: {error}", field=name) from None
 
 
-def _fp8(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+def _fp8(stored: StoredFormat, source: Source, m: Matrix) -> expand.Parts:
     name = f"{m.name}.weight"
     codes = source.part(name, (m.outputs, m.inputs), m.rows, m.columns)
     _expect(name, codes, torch.float8_e4m3fn)
@@ -101,10 +108,10 @@ def _fp8(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) ->
         shape = (_count(m.outputs, high), _count(m.inputs, wide))
         what = f"in blocks of {high or m.outputs} × {wide or m.inputs}"
         scales = _scales(source, scale, shape, rows, columns, why=f"{m.whole} {what}")
-    return expand.expand(codes.__getitem__, m.shape, scales, dtype, row_of, column_of)
+    return expand.Parts(codes.__getitem__, m.shape, scales, row_of, column_of)
 
 
-def _packed(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+def _packed(stored: StoredFormat, source: Source, m: Matrix) -> expand.Parts:
     bits, group = stored.bits, stored.block[1]
     what = f"{m.whole} in {bits} bits, groups of {group or m.inputs}"
     groups = _count(m.inputs, group)
@@ -138,10 +145,10 @@ def _packed(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype)
     def codes(part: slice) -> Tensor:
         return expand.unpack(packed[part], bits)[:, inside]
 
-    return expand.expand(codes, m.shape, scales, dtype, None, column_of, zeros)
+    return expand.Parts(codes, m.shape, scales, None, column_of, zeros, bits)
 
 
-def _awq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+def _awq(stored: StoredFormat, source: Source, m: Matrix) -> expand.Parts:
     group = stored.block[1]
     what = f"{m.whole} in groups of {group or m.inputs}"
     groups, width = _count(m.inputs, group), _count(m.outputs, 8)
@@ -157,10 +164,10 @@ def _awq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) ->
         found = expand.unpack_awq(packed[:, some])[:, within]
         return found.t().contiguous()  # strided, all that follows would be slow
 
-    return expand.expand(codes, m.shape, scales.t(), dtype, None, column_of, zeros)
+    return expand.Parts(codes, m.shape, scales.t(), None, column_of, zeros, stored.bits)
 
 
-def _gptq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+def _gptq(stored: StoredFormat, source: Source, m: Matrix) -> expand.Parts:
     bits, group = stored.bits, stored.block[1]
     what = f"{m.whole} in {bits} bits, groups of {group or m.inputs}"
     groups, per_word = _count(m.inputs, group), 32 // bits
@@ -177,10 +184,10 @@ def _gptq(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -
     def codes(part: slice) -> Tensor:
         return expand.unpack(packed[:, part].t(), bits)[:, inside]
 
-    return expand.expand(codes, m.shape, scales.t(), dtype, None, column_of, zeros)
+    return expand.Parts(codes, m.shape, scales.t(), None, column_of, zeros, stored.bits)
 
 
-def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) -> Tensor:
+def _mxfp4(stored: StoredFormat, source: Source, m: Matrix) -> expand.Parts:
     what = f"{m.whole} in groups of {MX_GROUP}"
     pairs, inside = _words(m.columns, 2)
     name, scale = f"{m.name}.weight_packed", f"{m.name}.weight_scale"
@@ -189,7 +196,7 @@ def _mxfp4(stored: StoredFormat, source: Source, m: Matrix, dtype: torch.dtype) 
     scales = source.part(scale, (m.outputs, _count(m.inputs, MX_GROUP)), m.rows, columns, why=what)
     _expect(name, blocks, torch.uint8)
     _expect(scale, scales, torch.uint8)
-    return expand.mxfp4(blocks, scales, dtype, inside, column_of)
+    return expand.mxfp4(blocks, scales, inside, column_of)
 
 
 def read_expert(source: Source, m: Matrix, expert: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -207,7 +214,7 @@ def read_expert(source: Source, m: Matrix, expert: int, count: int, dtype: torch
     begin = m.columns.start - columns.start * MX_GROUP
     inside = slice(begin, begin + len(column_of))
     with _finite(f"{m.name} of expert {expert}"):
-        return expand.mxfp4(blocks.flatten(1), scales, dtype, inside, column_of)
+        return expand.mxfp4(blocks.flatten(1), scales, inside, column_of).expand(dtype)
 
 
 def read_int8(source: Source, m: Matrix) -> tuple[Tensor, Tensor]:
@@ -232,7 +239,7 @@ _MARKS: dict[str, tuple[str, ...]] = {
     MXFP4: ("weight_packed",),
     MXFP4_EXPERTS: (),  # only experts are stored so; `read_expert` reads them
 }
-_READERS: dict[str, Callable[[StoredFormat, Source, Matrix, torch.dtype], Tensor]] = {
+_READERS: dict[str, Callable[[StoredFormat, Source, Matrix], expand.Parts]] = {
     FP8: _fp8,
     FP8_BLOCKS: _fp8,
     PACKED: _packed,

@@ -19,9 +19,11 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from cluster.errors import ModelError
 from engine import build
+from engine.layers.linear import join
 from engine.model.config import ModelConfig
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
+from engine.ops.codes import NIBBLES, CodedWeight
 from engine.quant import expand, formats, stored
 from engine.quant.formats import FORMATS
 from engine.request import EngineRequest, SamplingParams
@@ -126,6 +128,70 @@ def test_they_are_served_as_int8_too(name) -> None:
     with runners(GOLDEN / name, 1, quantization="int8") as ranks:
         outputs = run(engine_of(ranks[0]), EngineRequest("r", PROMPT, GREEDY))
     assert len(outputs.tokens["r", 0]) == GREEDY.max_tokens
+
+
+# --- kept in their codes, for CUDA -------------------------------------------------------------------
+
+EXPANDED = {"gptq-act-order", "w4a16-act-order", "mxfp4"}
+
+
+def coded_of(path: Path) -> Checkpoint:
+    how = ModelConfig.read(path).quantization
+    return Checkpoint(path, torch.bfloat16, torch.device("cpu"), quantization=how, coded=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_that_are_kept_are_the_same_weights(name) -> None:
+    """Also in shares; groups that are cut elsewhere than where they end are expanded."""
+    checkpoint = coded_of(GOLDEN / name)
+    for part, shape in SHAPES.items():
+        tensor, expected = f"model.layers.0.{part}.weight", matrices(name)[f"model.layers.0.{part}.weight"]
+        found = checkpoint.matrix(tensor, *shape)
+        assert isinstance(found, Tensor) == (name in EXPANDED)
+        assert torch.equal(bf16_of(found), expected.bfloat16())
+        rows = checkpoint.matrix(tensor, *shape, rows=slice(5, 27))
+        assert isinstance(rows, Tensor) == (name in EXPANDED)
+        assert torch.equal(bf16_of(rows), expected[5:27].bfloat16())
+        for columns in (slice(32, shape[1]), slice(16, 64)):
+            share = bf16_of(checkpoint.matrix(tensor, *shape, columns=columns))
+            assert torch.equal(share, expected[:, columns].bfloat16())
+
+
+def bf16_of(weight: object) -> Tensor:
+    if isinstance(weight, CodedWeight):
+        return weight.expanded(torch.bfloat16)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_that_are_kept_take_what_is_said(name) -> None:
+    model = ModelConfig.read(GOLDEN / name)
+    config = EngineConfig(model=GOLDEN / name, dtype="bfloat16", attention_backend="triton")
+    said = build.weight_bytes(model, config)
+    expanded_bytes = build.weight_bytes(model, config.model_copy(update={"attention_backend": "sdpa"}))
+    if name in EXPANDED:
+        assert said == expanded_bytes
+        return
+    checkpoint, taken_bytes = coded_of(GOLDEN / name), 2 * (64 * 64 * 2 + 2 * 64)
+    for part, shape in SHAPES.items():
+        found = checkpoint.matrix(f"model.layers.0.{part}.weight", *shape)
+        assert isinstance(found, CodedWeight)
+        taken_bytes += sum(one.nbytes for one in (found.codes, found.scales, found.zeros) if one is not None)
+    assert said == taken_bytes < expanded_bytes
+
+
+def test_parts_of_a_product_that_are_stored_otherwise_are_expanded() -> None:
+    plain = torch.ones(4, 32).bfloat16()
+    kept = CodedWeight(
+        NIBBLES, torch.full((2, 16), 0x53).byte(), torch.ones(2, 1), torch.ones(2, 1).byte(), 0
+    )
+    joined = join("m", [plain, kept])
+    assert isinstance(joined, Tensor)
+    assert joined[4:].tolist() == [[2.0] * 16 + [4.0] * 16] * 2
+    both = join("m", [kept, kept])
+    assert isinstance(both, CodedWeight) and both.shape == (4, 32)
+    assert torch.equal(both.expanded(torch.bfloat16)[2:], joined[4:])
 
 
 # --- larger matrices, by transformers' code ----------------------------------------------------------

@@ -1,17 +1,26 @@
-"""Products with quantised weights against plain arithmetic. Run by test_interpreted.py, where Triton interprets kernels."""
+"""Products with quantised weights against plain arithmetic. Run by test_interpreted.py, where Triton interprets."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from engine.ops import triton_int8
+from cluster.config.worker import EngineConfig
+from engine.attention import registry
+from engine.build import load_model
+from engine.layers.linear import CodedLinear
+from engine.ops import triton_codes, triton_int8
+from engine.ops.codes import BYTES, FP8, NIBBLES, CodedWeight
+from engine.plan import PlanItem, StepPlan
 from engine.quant import int8
 from engine.quant.int8 import CudaInt8, TorchInt8
+from engine.runner import ModelRunner
 from tests.harness import fake_quant
 
+IDS = [5 + 3 * i % 50 for i in range(10)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -50,3 +59,73 @@ def test_int8_products_are_torchs(biased, dtype):
         got, expected = own(x[:rows]), plain(x[:rows])
         assert got.dtype is dtype
         torch.testing.assert_close(got, expected, atol=0, rtol=0 if dtype is torch.float32 else 8e-3)
+
+
+def coded(kind: str, group: int, outputs: int, inputs: int) -> CodedWeight:
+    """Any codes that are numbers; scales of which FP8's are large for its smallest numbers."""
+    draw = torch.Generator().manual_seed(len(kind) + group)
+    size = inputs // 2 if kind == NIBBLES else inputs
+    codes = torch.randint(0, 256, (outputs, size), dtype=torch.uint8, generator=draw)
+    groups = -(-inputs // group) if group else 1
+    scales = torch.rand(outputs, groups, generator=draw) + 0.5
+    if kind == FP8:
+        return CodedWeight(kind, torch.where(codes & 0x7F == 0x7F, 1, codes), scales, None, group)
+    zeros = torch.randint(0, 16 if kind == NIBBLES else 256, scales.shape, dtype=torch.uint8, generator=draw)
+    return CodedWeight(kind, codes, scales, zeros, group)
+
+
+@pytest.mark.parametrize("group", [0, 32, 128, 96])
+@pytest.mark.parametrize("kind", [FP8, BYTES, NIBBLES])
+def test_products_with_codes_are_those_of_the_expanded_weights(kind, group):
+    """For one row, for tiles, and for so many rows that weights are expanded, two parts at a time; the last group may have
+    fewer inputs."""
+    torch.manual_seed(0)
+    outputs, inputs = 37, 320
+    weight, bias = coded(kind, group, outputs, inputs), torch.randn(outputs)
+    matrix = weight.expanded(torch.float32)
+    assert torch.equal(triton_codes.expand(weight, 0, outputs, torch.float32), matrix)
+    for added in (bias, None):
+        layer = CodedLinear(weight, added)
+        for rows in (1, 2, 17, 66, 140) if added is not None else (1, 3, 0):
+            x = torch.randn(rows, inputs)
+            exact = x.double() @ matrix.double().t() + (0 if added is None else added.double())
+            error = (layer(x).double() - exact).abs().max() / exact.abs().max() if rows else layer(x).sum()
+            assert float(error) < 1e-6, rows
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_an_engine_keeps_the_codes_and_says_the_same(name, monkeypatch):
+    monkeypatch.setattr(registry, "choose", lambda name, *others, **more: name)
+    path = Path(__file__).resolve().parents[1] / "golden/formats" / name
+    found = []
+    for backend, dtype in (("triton", "bfloat16"), ("sdpa", "float32")):
+        config = EngineConfig(
+            model=path, dtype=dtype, attention_backend=backend, kv_memory_bytes=4 << 20, max_model_len=64
+        )
+        loaded = load_model(config)
+        runner, layers = ModelRunner(loaded), loaded.decoder.layers
+        kept = [isinstance(one, CodedLinear) for layer in layers for one in (layer.qkv, layer.output)]
+        assert all(kept) if backend == "triton" else not any(kept)
+        steps = [(0, 9, [1]), (9, 10, [1])]
+        rows = [
+            runner.execute(StepPlan([PlanItem("r", IDS[a:b], a, blocks, 0, 1)], [])) for a, b, blocks in steps
+        ]
+        found.append(torch.cat(rows))
+    assert float((found[0] - found[1]).abs().mean() / found[1].abs().mean()) < 0.05
+
+
+def test_weights_are_expanded_a_part_at_a_time(monkeypatch):
+    weight, x = coded(NIBBLES, 32, 37, 64), torch.randn(140, 64)
+    expected = CodedLinear(weight, None)(x)
+    monkeypatch.setattr(triton_codes, "EXPANDED", 64 * 10)
+    torch.testing.assert_close(CodedLinear(weight, None)(x), expected)
+
+
+@pytest.mark.parametrize("kind", [FP8, BYTES, NIBBLES])
+def test_rows_in_bf16(kind):
+    weight, x = coded(kind, 32, 20, 64), torch.randn(3, 64).bfloat16()
+    layer, exact = CodedLinear(weight, None), x.double() @ weight.expanded(torch.float32).double().t()
+    for rows in (1, 3):
+        got = layer(x[:rows])
+        assert got.dtype is torch.bfloat16
+        assert float((got.double() - exact[:rows]).abs().max() / exact.abs().max()) < 8e-3

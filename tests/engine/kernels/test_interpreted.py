@@ -29,7 +29,7 @@ def run_interpreted(file: str, *more: str) -> None:
     [
         pytest.param("interpreted_attention.py", marks=pytest.mark.long),
         "interpreted_ops.py",
-        "interpreted_products.py",
+        pytest.param("interpreted_products.py", marks=pytest.mark.long),
     ],
 )
 def test_kernels_interpreted(file):
