@@ -100,20 +100,27 @@ def formats_table() -> list[str]:
     """Format × device: how it is computed, with the bytes of a weight."""
     titles = "| format | " + " | ".join(formats.DEVICES) + " | read as its writer reads it |"
     lines = [titles, "|---|" + "---|" * (len(formats.DEVICES) + 1)]
-    for one in formats.FORMATS.values():
-        cells = [_cell(one.cells[device]) for device in formats.DEVICES]
+    for name, one in formats.FORMATS.items():
+        cells = [
+            _cell(one.cells[device], ran=device != formats.CUDA or name in _RAN_ON_CUDA)
+            for device in formats.DEVICES
+        ]
         mark = f"✓ {one.writer}" if one.writer else "~" if one is not _PLAIN else ""
         lines.append(f"| {one.title} | {' | '.join(cells)} | {mark} |")
-    cells = [_cell(formats.computed(None, formats.INT8, device)) for device in formats.DEVICES]
+    cells = [
+        _cell(formats.computed(None, formats.INT8, device), ran=device != formats.CUDA)
+        for device in formats.DEVICES
+    ]
     lines.append(f"| any, with `--quantization int8` | {' | '.join(cells)} | |")
     return lines
 
 
 _PLAIN = formats.FORMATS[formats.PLAIN]
+_RAN_ON_CUDA = (formats.PLAIN, formats.MXFP4_EXPERTS)
 
 
-def _cell(found: formats.Computed) -> str:
-    return f"{found.name}: {found.size}"
+def _cell(found: formats.Computed, *, ran: bool) -> str:
+    return f"{'' if ran else '~ '}{found.name}: {found.size}"
 
 
 def page(text: str) -> str:

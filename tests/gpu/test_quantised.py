@@ -225,7 +225,8 @@ class Drawn:
         form = self.form
         if form not in STORED or name == "lm_head.weight":
             return self.get(name, *shape, **part)
-        found = coded_weight(form, 0 if form == FP8 else 128, *shape, str(self._device))
+        outputs, inputs = shape
+        found = coded_weight(form, 0 if form == FP8 else 128, outputs, inputs, str(self._device))
         found.scales.mul_(1e-2)
         return found
 
@@ -312,7 +313,7 @@ def engine_figures(form: str, path: Path, shape: ModelShape, device: str, read: 
 def test_figures_of_quantised_models(device, drawn, show):
     """Of all forms at the 8B shape; weights are drawn, and none is read from a file."""
     shape, forms = (LLAMA_8B, ("bf16", "int8", FP8, NIBBLES)) if device == "cuda" else (SMALL, ("bf16",))
-    read, figures = limits.read_rate(3, device), []
+    read, figures = limits.read_rate(3, device), list[Figure]()
     for form in forms:
         figures += engine_figures(form, drawn(form, shape), shape, device, read)
     show("quantised weights beside bf16, 8B", figures)
@@ -323,7 +324,7 @@ def test_figures_of_products(device, show):
     needs_triton(device)
     from triton.testing import do_bench
 
-    read, figures = limits.read_rate(3, device), []
+    read, figures = limits.read_rate(3, device), list[Figure]()
     for outputs, inputs in SHAPES:
         plain = torch.randn(outputs, inputs, device=device).bfloat16()
         eight = int8_weight(outputs, inputs, device)
