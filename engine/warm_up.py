@@ -48,7 +48,12 @@ def first_steps(config: EngineConfig, rows: int) -> list[tuple[str, StepPlan]]:
     the step buffers, the most items of a step.
     """
     most = min(config.max_model_len - 1, config.max_batch_tokens)
-    lengths = [one for one in sorted({2, 2 * config.page_size, LONG_PROMPT}) if one <= most] or [max(1, most)]
+    wanted = {2, 2 * config.page_size, LONG_PROMPT}
+    if (
+        config.attention_backend == "triton"
+    ):  # products with quantised weights have tiles of 16, 64 and 128 rows
+        wanted |= {17, 65, LONG_PROMPT + 1}
+    lengths = [one for one in sorted(wanted) if one <= most] or [max(1, most)]
     plans = [
         (f"the kernels of prompts of {length} tokens", _step([(0, length)], config)) for length in lengths
     ]

@@ -90,7 +90,7 @@ def table() -> str:
         "| KV cache | CPU | CUDA |",
         "|---|---|---|",
         "| as `--dtype` (`--kv-dtype` auto; bf16 also by name) | 2 or 4 bytes | 2 or 4 bytes |",
-        f"| `--kv-dtype int8`, every family | {_INT8_KV} | {_INT8_KV} (~) |",
+        f"| `--kv-dtype int8`, every family | {_INT8_KV} | {_INT8_KV} |",
     ]
     return "\n".join(lines)
 

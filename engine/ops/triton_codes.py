@@ -87,7 +87,7 @@ def multiply_expanded(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Te
     """As `multiply`, for any number of rows: outputs are expanded a part at a time."""
     outputs, inputs = weight.shape
     out = x.new_empty(len(x), outputs)
-    together = max(1, EXPANDED // inputs)
+    together = max(16, EXPANDED // inputs // 16 * 16)
     for begin in range(0, outputs, together):
         end = min(begin + together, outputs)
         torch.mm(x, expand(weight, begin, end, x.dtype).t(), out=out[:, begin:end])

@@ -83,7 +83,7 @@ def multiply_row_int8(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def multiply_int8(
     x, x_scales, weight, scales, bias, out, rows, outputs, stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr,
@@ -184,7 +184,7 @@ def operand(x, dtype: tl.constexpr):
     return x.to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def multiply_codes(
     x, codes, scales, zeros, bias, out, rows, outputs, stride, groups,
     KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,

@@ -14,8 +14,8 @@ import torch
 from cluster.protocol.kv_format import SCALE_BYTES
 from engine.attention import triton_backend as backend
 from engine.attention import triton_kernels as attention
+from engine.ops import triton_codes, triton_int8
 from engine.ops import triton_conversion as conversion
-from engine.ops import triton_int8
 from engine.ops import triton_kernels as small
 from engine.ops import triton_products as products
 from engine.ops.base import OpsShape
@@ -205,6 +205,43 @@ def check_int8(capability: int, kind: str, rows: tuple[int, ...]) -> None:
         for whole in (True, False):
             form = {"BIASED": True, "WHOLE": whole}
             check_sized(capability, products.multiply_int8, kind, sizes, form, CODES)
+
+
+OF_CODES = {
+    **dict.fromkeys(("codes", "zeros"), "*u8"),
+    **dict.fromkeys(("rows", "stride", "groups", "group"), "i32"),
+    "scales": "*fp32",
+}
+
+
+def check_codes(capability: int, code: str, group: int, rows: tuple[int, ...]) -> None:
+    kind: dict[str, object] = {"KIND": triton_codes.KINDS[code]}
+    expand = {"BLOCK": triton_codes.EXPAND_BLOCK, "num_warps": 4}
+    check_sized(capability, products.expand_codes, "bf16", expand, kind, OF_CODES)
+    for biased in (False, True):
+        form = {**kind, "GROUP": group, "BIASED": biased}
+        sizes = triton_codes.row_sizes(code, group)
+        check_sized(capability, products.multiply_row_codes, "bf16", sizes, form, OF_CODES)
+        for count in rows:
+            for whole in (True, False):
+                sizes = triton_codes.tile_sizes(count, group)
+                check_sized(
+                    capability, products.multiply_codes, "bf16", sizes, {**form, "WHOLE": whole}, OF_CODES
+                )
+
+
+@pytest.mark.parametrize(("code", "group"), [(FP8, 0), (NIBBLES, 128)])
+def test_products_with_codes_compile(code, group):
+    check_codes(90, code, group, (16,))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("code", [FP8, BYTES, NIBBLES])
+def test_every_product_with_codes_compiles(capability, code):
+    for group in (0, 32, 128):
+        check_codes(capability, code, group, (16, 64, 128))
 
 
 def check_sized(capability, kernel, kind, sizes, form, kinds) -> None:

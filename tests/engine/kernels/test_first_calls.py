@@ -3,7 +3,9 @@ made by the product's own code, on main memory, up to the point where a kernel w
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +75,22 @@ def runner_of(model: Path, dtype: str, **settings: Any) -> ModelRunner:
     return runner
 
 
+FORMATS = Path(__file__).resolve().parents[1] / "golden/formats"
+PRODUCTS = {
+    "": (),
+    "int8": ("quantize_rows", "multiply_row_int8", "multiply_int8"),
+    "codes": ("expand_codes", "multiply_row_codes", "multiply_codes"),
+}
+
+
+def longer(source: Path, target: Path) -> Path:
+    """The checkpoint with a context that these steps fit."""
+    shutil.copytree(source, target)
+    raw = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 256}))
+    return target
+
+
 def steps(page: int) -> Iterator[StepPlan]:
     """Steps of one to sixteen sequences: prompts, chunks and tokens of any lengths, alone and together."""
     spans: list[list[tuple[int, int]]] = [
@@ -92,15 +110,29 @@ def steps(page: int) -> Iterator[StepPlan]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("variant", "dtype"), [("qwen3", "bfloat16"), ("mistral", "float32")])
-def test_requests_ask_for_no_kernel_that_the_start_did_not(variant, dtype, checkpoint, monkeypatch, wanted):
+@pytest.mark.parametrize(
+    ("variant", "dtype", "form"),
+    [
+        ("qwen3", "bfloat16", ""),
+        ("mistral", "float32", ""),
+        ("qwen3", "bfloat16", "int8"),
+        ("mistral", "float32", "int8"),
+        ("awq", "bfloat16", "codes"),
+        ("fp8-channel", "bfloat16", "codes"),
+    ],
+)
+def test_requests_ask_for_no_kernel_that_the_start_did_not(
+    variant, dtype, form, checkpoint, monkeypatch, tmp_path, wanted
+):
     monkeypatch.setattr(registry, "choose", lambda name, *others, **more: name)
-    runner = runner_of(checkpoint(variant), dtype)
+    path = longer(FORMATS / variant, tmp_path / variant) if form == "codes" else checkpoint(variant)
+    runner = runner_of(path, dtype, quantization="int8" if form == "int8" else "auto")
     runner.warm_up()
     started = set(wanted)
     assert {name for name, _ in started} == {
         "norm_rows", "gate_rows", "rotate_heads", "attend_prompts", "attend_tokens",
-        *(("multiply_row",) if dtype == "bfloat16" else ()),
+        *(("multiply_row",) if dtype == "bfloat16" and form != "int8" else ()),
+        *PRODUCTS[form],
     }  # fmt: skip
     for plan in steps(runner.page_size):
         runner.execute(plan)
