@@ -186,7 +186,7 @@ def test_products_with_codes_are_those_of_expanded_weights(outputs, inputs, grou
 LLAMA_8B = ModelShape(32, 4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 SMALL = ModelShape(2, 256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocab=1024)
 _WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
-_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+_INT4 = _WEIGHTS | {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 STORED: dict[str, tuple[str, dict[str, Any]]] = {  # kind → compressed-tensors' format and its weights
     FP8: ("float-quantized", _WEIGHTS),
     NIBBLES: ("pack-quantized", _INT4),

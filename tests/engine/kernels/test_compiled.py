@@ -19,6 +19,7 @@ from engine.ops import triton_conversion as conversion
 from engine.ops import triton_kernels as small
 from engine.ops import triton_products as products
 from engine.ops.base import OpsShape
+from engine.ops.codes import BYTES, FP8, NIBBLES
 from engine.ops.triton_ops import GATE_BLOCK, HEADS_TOGETHER, OPTIONS, ROW_SIZES, gate_kind, norm_sizes
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
