@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def greedy(**more: object) -> SamplingParams:
 class SickRunner(FakeRunner):
     """Puts `value` into the `at`-th logits of the request "bad", counted over all choices."""
 
-    def __init__(self, value: float, at: int, **settings: object):
+    def __init__(self, value: float, at: int, **settings: Any):
         super().__init__(64, **settings)
         self.value, self.at, self.seen = value, at, 0
 
