@@ -50,10 +50,10 @@ def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
             spec = GrammarSpec("regex", grammar.regex)
         case "lark":
             spec = GrammarSpec("lark", grammar.lark)
-        case "choice":
+        case "choice" if grammar.choice.texts:
             spec = GrammarSpec("choice", orjson.dumps(list(grammar.choice.texts)).decode())
         case _:
-            raise InvalidRequestError("grammar: has no rule of a known kind", field="grammar")
+            raise InvalidRequestError("grammar: has no rule of a known kind, or no choices", field="grammar")
     check_size(spec)
     return spec
 

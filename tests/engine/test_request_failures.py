@@ -146,7 +146,7 @@ WORK: list[tuple[object, str, Callable[..., str]]] = [
     (PrefixCache, "register", lambda _, sequence, __: sequence.request.request_id),
     (OutputProcessor, "append_tokens", lambda _, sequence, __: sequence.request.request_id),
     (OutputProcessor, "_accept", lambda _, sequence, *__: sequence.request.request_id),
-    (next_tokens_module, "_rows", lambda one, _: one.sequence.request.request_id),
+    (next_tokens_module, "_rows", lambda one, *_: one.sequence.request.request_id),
     (next_tokens_module, "_output", lambda sequence, *_: sequence.request.request_id),
     (Adjustments, "add", lambda _, __, row: "bad" if row.params.min_tokens else "good"),
     # Of all rows of a step that need it, here the bad ones: then each is drawn alone, and fails again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.grammar.spec import GrammarSpec
 from engine.sampling.grammar.base import CompiledGrammar, GrammarBackend
@@ -19,12 +20,20 @@ class Grammars:
         self._most = most
         self._lock = threading.Lock()
         self._compiled = OrderedDict[bytes, CompiledGrammar]()
+        self._thread: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
         return len(self._compiled)
 
     def has(self, spec: GrammarSpec) -> bool:
         return spec.key in self._compiled
+
+    def begin(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """Compile it on a thread, one after another, so that `get` finds it."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "grammars")
+            return self._thread.submit(self.get, spec)
 
     def get(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile it, unless that has been done. Raises InvalidRequestError, ModelError."""
