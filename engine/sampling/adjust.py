@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -121,7 +122,13 @@ def apply(logits: Tensor, changes: Changes[Tensor]) -> None:
 def _apply_masks(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """-inf is added, and not written, where `words`, int64 [rows, words], have no bit: a row with NaN keeps it, and
     fails."""
-    octets = words.view(torch.uint8)  # little-endian, as the words' bits
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
-    excluded = ((octets[:, :, None] & bits) == 0).flatten(1)[:, : logits.shape[1]]
-    logits.index_add_(0, rows, torch.where(excluded, float("-inf"), 0.0).to(logits.dtype))
+    octets = words.view(torch.uint8).flatten().int()  # little-endian, as the words' bits
+    added = _added_by_octet(logits.device).index_select(0, octets).view(len(rows), -1)
+    logits.index_add_(0, rows, added[:, : logits.shape[1]])
+
+
+@lru_cache
+def _added_by_octet(device: torch.device) -> Tensor:
+    """fp32 [256, 8]: -inf for each bit of an octet that is not set, the lowest one first."""
+    octets, bits = torch.arange(256)[:, None], torch.arange(8)
+    return torch.where(octets >> bits & 1 == 1, 0.0, float("-inf")).to(device)

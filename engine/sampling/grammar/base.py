@@ -35,5 +35,9 @@ class GrammarBackend(Protocol):
         for grammars. Any thread."""
 
 
+def all_allowed(vocab: int) -> Words:
+    return np.full(word_count(vocab), -1, dtype=np.int64)
+
+
 def word_count(vocab: int) -> int:
     return -(-vocab // 64)
