@@ -127,10 +127,10 @@ class EngineHost:
             self._refuse_the_rest()
         return await future
 
-    async def compile_grammar(self, grammar: GrammarSpec | None, seconds: float = GRAMMAR_SECONDS) -> None:
+    async def compile_grammar(self, grammar: GrammarSpec, seconds: float = GRAMMAR_SECONDS) -> None:
         """Compile a request's grammar off the loop and off the engine's thread. Raises DeadlineError, InvalidRequestError,
         ModelError."""
-        if grammar is None or self.engine.grammars.has(grammar):
+        if self.engine.grammars.has(grammar):
             return
         try:
             async with asyncio.timeout(min(seconds, GRAMMAR_SECONDS)):

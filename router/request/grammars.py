@@ -42,10 +42,8 @@ class GrammarChecks:
         except ModelError as error:
             self.refusal = error.message
 
-    async def check(self, asked: AskedGrammar | None, tenant: str) -> None:
+    async def check(self, asked: AskedGrammar, tenant: str) -> None:
         """Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; DeadlineError."""
-        if asked is None:
-            return
         if self.refusal:
             raise UnsupportedFieldError(
                 f"{asked.field}: this model has no structured output: {self.refusal}", field=asked.field

@@ -104,7 +104,8 @@ class InferenceService:
         if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
         async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
-            await self._gateway.grammars.check(options.asked_grammar, caller.tenant)
+            if (asked := options.asked_grammar) is not None:
+                await self._gateway.grammars.check(asked, caller.tenant)
             prompt = request.token_ids.ids if kind == "token_ids" else await self._encode(request, caller)
             made = self._gateway.validator.completion(prompt, options, _envelope(request, context))
             check_allowed(made, caller)
