@@ -52,7 +52,11 @@ def check_schemas(model, seeds):
     ]
     answers = serve(engine, *requests)
     for name, schema in schemas.items():
-        check_json(answers, name, schema)
+        if answers.finish(name) is FinishReason.LENGTH:
+            engine.grammars.get(json_schema(schema)).matcher().accept(answers.ids(name))
+        else:
+            check_json(answers, name, schema)
+    assert sum(answers.finish(name) is FinishReason.LENGTH for name in schemas) <= len(schemas) / 100
 
 
 def test_answers_validate(model):
