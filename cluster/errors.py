@@ -28,6 +28,7 @@ BatonError
 │   └── TransportError                                     NIXL or gRPC could not move the bytes
 └── InternalError                  500 INTERNAL            a fault in Baton
     ├── EngineRequestError                                 an engine failed on this request alone and keeps running
+    │   └── GrammarDeadEndError    400 INVALID_ARGUMENT    the request's grammar and its other options leave no token
     └── EngineFailedError                                  an engine stopped in a step that ran this request
 """
 
@@ -216,6 +217,14 @@ class EngineRequestError(InternalError):
     # The fault may lie in one worker's memory or cache: the router tries one other engine.
     retryable = True
     internal = False
+
+
+class GrammarDeadEndError(EngineRequestError):
+    """No token is left that the request's grammar and its other options allow. It would be so in any engine."""
+
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+    retryable = False
 
 
 class EngineFailedError(InternalError):

@@ -11,6 +11,7 @@ from cluster.protocol.block_hash import hash_blocks
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from decode_worker.attempts import DecodeAttempts
 from engine.engine import Engine
+from engine.request import EngineRequest
 from kv_transfer.contract import Reservation, TransferId
 from wire import common_pb2, handoff_pb2
 from worker.convert import request_from_wire, tokens_from_wire
@@ -40,7 +41,10 @@ class HandoffEngineAdapter:
         began = time.monotonic()
         attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
         # Refused ones come again and again; commits, aborts and pauses do not wait for all of them.
-        reserve = self._reserve_blocks(attempt.engine_id, request)
+        wanted = request_from_wire(attempt.engine_id, request.spec)
+        if wanted.grammar is not None:
+            self._parts.host.engine.grammars.begin(wanted.grammar)  # until the commit there is time
+        reserve = self._reserve_blocks(wanted, request)
         reservation = await self._parts.host.call(reserve, behind=True)
         try:
             self._reserved(attempt, request, reservation)
@@ -61,9 +65,8 @@ class HandoffEngineAdapter:
         attempt.machine.to(DecodeState.RESERVED)
 
     def _reserve_blocks(
-        self, engine_id: str, request: handoff_pb2.Reserve
+        self, wanted: EngineRequest, request: handoff_pb2.Reserve
     ) -> Callable[[Engine], Reservation]:
-        wanted = request_from_wire(engine_id, request.spec)
         left = wanted.sampling.max_tokens - len(wanted.output_tokens)
         growth = max(1, min(left, PROJECTED_GROWTH_TOKENS))
         packed = request.spec.prompt_tokens + request.spec.output_tokens

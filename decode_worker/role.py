@@ -94,6 +94,8 @@ class DecodeRole:
         """Cancelled when the attempt ends. Until its first token the prompt counts against the admission's bound."""
         try:
             tokens = _tokens(request)
+            if request.grammar is not None:
+                await self._parts.host.compile_grammar(request.grammar, deadline_seconds)
             priority = await self.attempts.admission.enter(
                 tokens, request.priority, deadline_seconds, request.tenant, request.weight
             )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -24,13 +25,17 @@ from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequ
 from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
 from engine.flight import Flight, predictable
+from engine.grammar_masks import GrammarMasks
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
+from engine.sampling.grammar.registry import backend_for
+from engine.sampling.grammar.store import Grammars
 from engine.sampling.registry import sampler_for
 from engine.scheduler.aging import Clock
+from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SequenceState as S
@@ -84,8 +89,9 @@ class Engine:
         on_chain: Callable[[ChainReport], None] = lambda report: None,
         clock: Clock = time.monotonic,
         draft: DraftRunner | None = None,
+        grammars: Grammars | None = None,
     ):
-        """`draft`: the runner of the draft model, if the settings name one."""
+        """`draft`: the runner of the draft model, if the settings name one. `grammars`: where compiled ones are kept."""
         self._clock = clock
         self._runner = runner
         self._max_len = config.max_model_len or runner.model_config.max_model_len
@@ -99,8 +105,11 @@ class Engine:
         sampler = sampler_for(runner.device)
         method = method_for(config, draft)
         self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len, method)
+        vocab = runner.model_config.vocab_size
+        self.grammars = grammars or Grammars(backend_for(Path(config.model), vocab, limits.eos))
+        self._masks = GrammarMasks(self.grammars, vocab)
         self._outputs = OutputProcessor(
-            self._scheduler, prefixes, limits, self._counters, sampler, self._drafter
+            self._scheduler, prefixes, limits, self._counters, sampler, self._drafter, self._masks
         )
         self._overlap = config.draft_source is None and overlaps(
             config.overlap, runner.device, runner.num_ranks
@@ -119,6 +128,7 @@ class Engine:
         self._scheduler.add(request)
 
     def _check(self, request: EngineRequest) -> None:
+        self._masks.active |= request.grammar is not None
         length = len(request.prompt_tokens) + len(request.output_tokens)
         if request.request_id in self._scheduler.requests:
             raise InvalidRequestError(
@@ -230,10 +240,21 @@ class Engine:
         self._scheduler.rows.assign(decision.scheduled)
         plan = decision.plan()
         self.step_items = plan.items if before is None else plan.items + before.plan.items
+        if self._masks.active:
+            self._prepare_masks(decision)
         logits = self._runner.execute(plan, before.pending.token_ids if before is not None else None)
         for sequence in decision.scheduled:
             sequence.blocks_in_row = len(sequence.blocks)
         return Flight(decision, plan, self._outputs.begin(decision, plan, logits), output, logits)
+
+    def _prepare_masks(self, decision: StepDecision) -> None:
+        scheduled = decision.scheduled
+        masked = [s for s, count in scheduled.items() if count == s.missing and s.request.grammar is not None]
+        if masked:
+            self._masks.prepare(masked)
+        else:
+            choices = self._scheduler.requests.values()
+            self._masks.active = any(some[0].request.grammar is not None for some in choices)
 
     def _may_follow(self, flight: Flight) -> bool:
         """Whether the next step may be launched now: scheduling it neither admits, preempts nor evicts."""

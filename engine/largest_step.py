@@ -25,6 +25,7 @@ from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
+from engine.sampling.grammar.base import all_allowed
 from engine.sampling.registry import sampler_for
 from engine.sampling.row import Row
 from engine.step_buffers import StepBuffers
@@ -142,8 +143,9 @@ def _draw(group: TpGroup, logits: Tensor) -> None:
         return
     sampler, rows = sampler_for(logits.device), range(logits.shape[0])
     more: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "logit_bias": {0: 1.0}}
+    mask = all_allowed(logits.shape[1])
     draws = [
-        sampler.begin(logits, list(rows), [Row(params, 0, [0], 1, ()) for _ in rows])
+        sampler.begin(logits, list(rows), [Row(params, 0, [0], 1, (), mask) for _ in rows])
         for params in (
             SamplingParams(temperature=1.0, **more),
             SamplingParams(temperature=100.0, top_p=0.9, **more),

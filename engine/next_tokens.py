@@ -7,11 +7,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
+from engine.grammar_masks import GrammarMasks
 from engine.request import FinishReason, SamplingParams, TokenOutput
 from engine.sampling.base import Sampler, is_sound
+from engine.sampling.grammar.base import Words
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled
 from engine.scheduler.sequence import Sequence
@@ -39,8 +42,15 @@ Drawn = list[TokenOutput] | EngineRequestError
 class PendingTokens:
     """The draws of a step, from their begin on. An entry is one of `draws`, named by its index there."""
 
-    def __init__(self, draws: Seq[Draws], logits: Tensor, limits: StopLimits, sampler: Sampler):
-        """`logits` is [rows, vocab]."""
+    def __init__(
+        self,
+        draws: Seq[Draws],
+        logits: Tensor,
+        limits: StopLimits,
+        sampler: Sampler,
+        masks: GrammarMasks | None = None,
+    ):
+        """`logits` is [rows, vocab]; without `masks` no sequence has a grammar."""
         self.draws = draws
         self._limits = limits
         self._positions = [len(draw.sequence.tokens) for draw in draws]
@@ -52,7 +62,7 @@ class PendingTokens:
         for index, draw in enumerate(draws):
             self._first.append(len(self._rows))
             try:
-                own = _rows(draw, limits)
+                own = _rows(draw, limits, masks.of(draw.sequence) if masks is not None else None)
             except Exception as error:
                 self._failed[index] = engine_request_error(error)
                 if not is_sound(logits[draw.logits_row]):
@@ -107,13 +117,24 @@ class PendingTokens:
         return not self._drawn.unsound.isdisjoint(self._rows_of(index))
 
 
-def _rows(draws: Draws, limits: StopLimits) -> list[Row]:
+def _rows(draws: Draws, limits: StopLimits, mask: Words | None) -> list[Row]:
     sequence, params = draws.sequence, draws.sequence.request.sampling
-    banned = forbidden(len(sequence.tokens) - sequence.num_prompt, params, limits.eos)
+    ends = limits.eos if mask is not None or not params.ignore_eos else ()
+    banned = forbidden(len(sequence.tokens) - sequence.num_prompt, params, ends)
+    if banned and mask is not None and _only(mask, limits.eos):
+        banned = ()  # the grammar ends here
     return [
-        Row(params, sequence.choice + extra, sequence.tokens, sequence.num_prompt, banned)
+        Row(params, sequence.choice + extra, sequence.tokens, sequence.num_prompt, banned, mask)
         for extra in range(draws.choices)
     ]
+
+
+def _only(mask: Words, token_ids: Seq[int]) -> bool:
+    """Whether the mask allows none but these."""
+    rest = mask.view(np.uint8).copy()
+    for token in token_ids:
+        rest[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+    return not rest.any()
 
 
 def _output(
@@ -122,7 +143,12 @@ def _output(
     if isinstance(token, EngineRequestError):
         raise token
     output_count = position - sequence.num_prompt + 1
-    reason = finish_reason(token.token_id, output_count, position + 1, row.params, limits.eos, limits.max_len)
+    if row.mask is not None and token.token_id in limits.eos:
+        reason: FinishReason | None = FinishReason.STOP
+    else:
+        reason = finish_reason(
+            token.token_id, output_count, position + 1, row.params, limits.eos, limits.max_len
+        )
     return TokenOutput(
         sequence.request.request_id, row.choice, position, token.token_id, token.logprob, token.top, reason
     )
@@ -142,8 +168,7 @@ def finish_reason(
 
 
 def forbidden(output_count: int, params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
-    """Ids that would end the choice before min_tokens, for the next token."""
+    """Ids that would end the choice before min_tokens, for the next token. `eos`: those that end it."""
     if output_count + 1 >= params.min_tokens:
         return ()
-    ends = () if params.ignore_eos else eos
-    return tuple({*ends, *params.stop_token_ids})
+    return tuple({*eos, *params.stop_token_ids})

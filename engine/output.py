@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
 from engine.flight import Flight
+from engine.grammar_masks import GrammarMasks
 from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
 from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
@@ -42,7 +43,9 @@ class OutputProcessor:
         counters: EngineStats,
         sampler: Sampler,
         drafter: Drafter,
+        masks: GrammarMasks,
     ):
+        self._masks = masks
         self._drafter = drafter
         self._sampler = sampler
         self._scheduler = scheduler
@@ -54,7 +57,11 @@ class OutputProcessor:
         """Begin to draw. `logits` is [tokens of `plan` that want them, vocab]."""
         sampled = [s for s, item in decision.own_items(plan) if item.num_logits]
         draws = [Draws(s, row, self._new_choices(s)) for row, s in enumerate(sampled)]
-        return PendingTokens(draws, logits, self._limits, self._sampler)
+        return self._pending(draws, logits)
+
+    def _pending(self, draws: list[Draws], logits: Tensor) -> PendingTokens:
+        masks = self._masks if self._masks.active else None
+        return PendingTokens(draws, logits, self._limits, self._sampler, masks)
 
     def finish(self, flight: Flight, span: StepSpan) -> None:
         """Add the step's tokens and ends to its output."""
@@ -85,7 +92,7 @@ class OutputProcessor:
             draws = [Draws(s, rows[s] + accepted[s], 1) for s in live if flight.keeps(s)]
             for sequence in live:
                 accepted[sequence] += 1
-            self._take(PendingTokens(draws, flight.logits, self._limits, self._sampler), flight)
+            self._take(self._pending(draws, flight.logits), flight)
         for sequence, tokens in drafts.items():
             self._counters.draft_steps += 1
             self._counters.draft_tokens += len(tokens)

@@ -8,6 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from cluster.errors import EngineRequestError
+from cluster.grammar.spec import GrammarSpec
 
 
 class FinishReason(Enum):
@@ -59,11 +60,15 @@ class EngineRequest:
     `output_tokens` are tokens that earlier attempts already sent (n = 1 only): they are computed like prompt,
     but penalties, limits, positions and `sampling.max_tokens` count them as output. With `prefill_only` the engine
     samples every choice's first token and then holds the blocks until `Engine.abort`.
+
+    Every choice matches the `grammar`: an end-of-sequence token is drawn where, and only where, the grammar allows it, and
+    ends the choice whatever `min_tokens` and `ignore_eos` say.
     """
 
     request_id: str
     prompt_tokens: list[int]
     sampling: SamplingParams
+    grammar: GrammarSpec | None = None
     output_tokens: list[int] = field(default_factory=list)
     first_choice: int = 0
     n: int = 1

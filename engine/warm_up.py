@@ -22,6 +22,7 @@ from cluster.errors import BatonError, SetupError
 from cluster.protocol.kv_format import INT8
 from engine.plan import PlanItem, StepPlan
 from engine.request import SamplingParams
+from engine.sampling.grammar.base import all_allowed
 from engine.sampling.registry import sampler_for
 from engine.sampling.row import Row
 
@@ -95,7 +96,9 @@ def first_draws(logits: Tensor) -> None:
         SamplingParams(temperature=1.0, logprobs=True, top_logprobs=min(2, vocab)),
         changed,
     ):
-        sampler.begin(logits, [0], [Row(params, 0, [0, 0], 1, (vocab - 1,) if vocab > 1 else ())]).results()
+        mask = all_allowed(vocab) if params is changed else None
+        row = Row(params, 0, [0, 0], 1, (vocab - 1,) if vocab > 1 else (), mask)
+        sampler.begin(logits, [0], [row]).results()
 
 
 def run(task: str, stages: Sequence[Stage], seconds: float, tell: Tell, device: torch.device) -> None:

@@ -117,6 +117,8 @@ class Prefilling:
             if attempt.trace is not None:
                 attempt.parts = PartTimes()
             await handoff.start(attempt.engine_id, attempt.parts)
+        if request.grammar is not None:
+            await self._parts.host.compile_grammar(request.grammar, attempt.deadline - time.monotonic())
         await self._add(attempt, request)
         prefilled = await attempt.prefilled
         self.counts.first_token(time.monotonic() - attempt.received)

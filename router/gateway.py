@@ -23,6 +23,7 @@ from router.observe.traces import Arrival
 from router.processes.member import Member
 from router.quota.quota import Use
 from router.request.completion import Completion, prefix_scope
+from router.request.grammars import GrammarChecks
 from router.request.validator import Validator
 from router.text.contents import Rendered
 
@@ -39,6 +40,9 @@ class RequestGateway:
         self.text = services.text
         self.config = services.config
         self.validator = Validator(services.config, services.text)
+        self.grammars = GrammarChecks(
+            services.text.tokenizer_json(), services.text.vocab_size, services.text.eos_token_ids
+        )
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
         self.metrics = metrics

@@ -170,6 +170,64 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Grammar(_message.Message):
+    """What every answer of a request must match, from its first token to its end-of-sequence token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """a JSON Schema (draft 2020-12) as JSON text; answers are compact JSON"""
+    regex: _builtins.str
+    """a regular expression, for the whole answer"""
+    lark: _builtins.str
+    """a context-free grammar in Lark's syntax, as llguidance reads it"""
+    @_builtins.property
+    def choice(self) -> Global___Choices: ...
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        lark: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "rule", b"rule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "rule", b"rule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_rule: _TypeAlias = _typing.Literal["json_schema", "regex", "choice", "lark"]  # noqa: Y015
+    _WhichOneofArgType_rule: _TypeAlias = _typing.Literal["rule", b"rule"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_rule) -> _WhichOneofReturnType_rule | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """One of these texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
 class GenerateSpec(_message.Message):
     """Everything a worker needs to compute a request. Token lists are little-endian uint32, packed."""
 
@@ -187,6 +245,7 @@ class GenerateSpec(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     TRACE_STATE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     prompt_tokens: _builtins.bytes
     output_tokens: _builtins.bytes
@@ -208,6 +267,10 @@ class GenerateSpec(_message.Message):
     """W3C tracestate, as the client sent it"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """unset = none"""
+
     def __init__(
         self,
         *,
@@ -223,10 +286,11 @@ class GenerateSpec(_message.Message):
         weight: _builtins.float = ...,
         trace_parent: _builtins.str = ...,
         trace_state: _builtins.str = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent", "trace_state", b"trace_state", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "grammar", b"grammar", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent", "trace_state", b"trace_state", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
 
+from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import unpack_tokens
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from wire import common_pb2
@@ -47,6 +48,7 @@ def request_from_wire(
         prompt_tokens=unpack_tokens(spec.prompt_tokens),
         output_tokens=unpack_tokens(spec.output_tokens),
         sampling=sampling_from_wire(spec.sampling),
+        grammar=grammar_from_wire(spec.grammar) if spec.HasField("grammar") else None,
         first_choice=spec.first_choice,
         n=max(1, spec.n),
         salt=spec.salt,

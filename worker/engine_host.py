@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
-from cluster.errors import DrainingError
+from cluster.errors import DeadlineError, DrainingError
+from cluster.grammar.spec import GrammarSpec
 from engine.engine import Engine
 from engine.request import StepOutput
 from worker.engine_commands import CommandQueue
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 ROUND_SECONDS = 0.005  # of commands between two steps
 JOIN_LOOK_SECONDS = 0.1
+GRAMMAR_SECONDS = 10.0  # each takes less than one; many may wait for each other
 LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 
 
@@ -124,6 +126,19 @@ class EngineHost:
         if self._stopping:  # since the check above: the thread may have refused the waiting commands already
             self._refuse_the_rest()
         return await future
+
+    async def compile_grammar(self, grammar: GrammarSpec, seconds: float = GRAMMAR_SECONDS) -> None:
+        """Compile a request's grammar off the loop and off the engine's thread. Raises DeadlineError, InvalidRequestError,
+        ModelError."""
+        if self.engine.grammars.has(grammar):
+            return
+        try:
+            async with asyncio.timeout(min(seconds, GRAMMAR_SECONDS)):
+                await asyncio.wrap_future(self.engine.grammars.begin(grammar))
+        except TimeoutError:
+            raise DeadlineError(
+                f"grammar: it was not compiled within {seconds:.1f} s", field="grammar"
+            ) from None
 
     def _run(self) -> None:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.errors import ContextLengthError
+from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import HASH_BYTES
 from cluster.protocol.names import check_name, check_transfer_id, invalid
 from cluster.protocol.wire_version import check_wire_version
@@ -64,6 +65,10 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)
+    if spec.HasField("grammar"):
+        grammar_from_wire(spec.grammar)
+        if spec.sampling.stop_token_ids:
+            raise invalid("stop_token_ids", "would end an answer where its grammar does not")
 
 
 def _check_length(spec: common_pb2.GenerateSpec, limit: int) -> None:

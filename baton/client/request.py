@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from baton.client.types import Message, Prompt, RequestOptions
 from cluster.errors import InvalidRequestError
+from wire import common_pb2
 from wire import inference_pb2 as pb
 
 _REPEATED = frozenset({"stop", "stop_token_ids"})
+_RULES = tuple(field.name for field in common_pb2.Grammar.DESCRIPTOR.fields)
 _OF_REQUEST = frozenset({"model", "request_id", "explain"})
 
 
@@ -55,6 +58,10 @@ def _chat(messages: Sequence[Any]) -> pb.ChatMessages:
 
 
 def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, value: Any) -> None:
+    if isinstance(options, pb.GenerateOptions) and name in _RULES:
+        if value is not None:
+            _set_rule(options.grammar, name, value)
+        return
     if name not in options.DESCRIPTOR.fields_by_name:
         raise InvalidRequestError(f"unknown option {name!r}", field=name)
     with _naming(name):
@@ -64,6 +71,18 @@ def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, val
             getattr(options, name).update(value)
         elif value is not None:
             setattr(options, name, value)
+
+
+def _set_rule(grammar: common_pb2.Grammar, name: str, value: Any) -> None:
+    if other := grammar.WhichOneof("rule"):
+        raise InvalidRequestError(f"{name}: not with {other}: an answer has one grammar", field=name)
+    with _naming(name):
+        if name == "choice":
+            grammar.choice.texts.extend(value)
+        elif name == "json_schema" and not isinstance(value, str):
+            grammar.json_schema = json.dumps(value)
+        else:
+            setattr(grammar, name, value)
 
 
 @contextmanager

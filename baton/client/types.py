@@ -39,6 +39,11 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     include_stop_text: bool
     priority: int  # higher is more important
+    # At most one of them: what every answer must match
+    json_schema: Mapping[str, object] | str
+    regex: str
+    choice: Sequence[str]
+    lark: str
 
 
 class RequestOptions(GenerateOptions, total=False):

@@ -7,7 +7,8 @@ from cluster.errors import WireVersionError
 # 2: Drained is acknowledged; digests are agreed in Hello; an attempt that ends with its first token has no decode worker.
 # 3: one link per router process and worker carries tokens, cancels and credits; Run is a unary call.
 # 4: a token is drawn as the largest of logit and noise, so a stream goes on only among workers that draw so.
-WIRE_VERSION = 4
+# 5: a request may have a grammar, which its workers must not leave out.
+WIRE_VERSION = 5
 
 
 def check_wire_version(version: int, worker_id: str) -> None:

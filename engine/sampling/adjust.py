@@ -1,9 +1,10 @@
-"""Logit bias, penalties and forbidden tokens, for all rows of a step at once."""
+"""Logit bias, penalties, forbidden tokens and grammar masks, for all rows of a step at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
+from engine.sampling.grammar.base import Words
 from engine.sampling.row import Row
 
 # Bound on logits after the repetition penalty: still finite when divided by the lowest temperature
@@ -38,7 +40,8 @@ class _Entries:
 
 
 T = TypeVar("T")
-Changes = list[tuple[T, T, T] | None]  # of bias, repetition, frequency, forbidden: rows, ids, numbers
+# Of bias, repetition, frequency, forbidden: rows, ids, numbers. Of masks: rows, their words.
+Changes = list[tuple[T, ...] | None]
 
 
 class Adjustments:
@@ -47,9 +50,11 @@ class Adjustments:
     def __init__(self, vocab: int):
         self._vocab = vocab
         self._bias, self._repetition, self._frequency, self._forbidden = (_Entries() for _ in range(4))
+        self._masks: dict[int, Words] = {}  # by row
 
     def __bool__(self) -> bool:
-        return any(one.rows for one in (self._bias, self._repetition, self._frequency, self._forbidden))
+        kinds = (self._bias, self._repetition, self._frequency, self._forbidden)
+        return bool(self._masks) or any(one.rows for one in kinds)
 
     def add(self, number: int, row: Row) -> None:
         """Raises IndexError for an id beyond the vocabulary; nothing of the row is added then."""
@@ -69,17 +74,15 @@ class Adjustments:
             self._frequency.add(number, ids, amounts)
         if row.forbidden:
             self._forbidden.add(number, np.array(row.forbidden), np.full(len(row.forbidden), -np.inf))
+        if row.mask is not None:
+            self._masks[number] = row.mask
 
     def changes(self, convert: Callable[[NDArray[Any]], T]) -> Changes[T]:
         """The changes for `apply`, each array converted by `convert`, e.g. to a tensor of the device."""
         kinds = (self._bias, self._repetition, self._frequency, self._forbidden)
-        return [_converted(*kind.arrays(), convert) if kind.rows else None for kind in kinds]
-
-
-def _converted(
-    rows: NDArray[Any], ids: NDArray[Any], numbers: NDArray[Any], convert: Callable[[NDArray[Any]], T]
-) -> tuple[T, T, T]:
-    return convert(rows), convert(ids), convert(numbers)
+        arrays = [kind.arrays() if kind.rows else None for kind in kinds]
+        masks = (np.array(list(self._masks)), np.stack(list(self._masks.values()))) if self._masks else None
+        return [None if some is None else tuple(map(convert, some)) for some in (*arrays, masks)]
 
 
 def adjustments_of(rows: Sequence[Row], vocab: int) -> tuple[Adjustments, dict[int, EngineRequestError]]:
@@ -94,8 +97,8 @@ def adjustments_of(rows: Sequence[Row], vocab: int) -> tuple[Adjustments, dict[i
 
 
 def apply(logits: Tensor, changes: Changes[Tensor]) -> None:
-    """Change `logits`, fp32 [rows, vocab], in place: bias, repetition, presence and frequency, forbidden."""
-    bias, repetition, frequency, forbidden = changes
+    """Change `logits`, fp32 [rows, vocab], in place: bias, repetition, presence and frequency, forbidden, masks."""
+    bias, repetition, frequency, forbidden, masks = changes
     if bias is not None:
         rows, ids, amounts = bias
         logits.index_put_((rows, ids), amounts.to(logits.dtype), accumulate=True)
@@ -111,3 +114,21 @@ def apply(logits: Tensor, changes: Changes[Tensor]) -> None:
     if forbidden is not None:
         rows, ids, never = forbidden
         logits.index_put_((rows, ids), never.to(logits.dtype))
+    if masks is not None:
+        rows, words = masks
+        _apply_masks(logits, rows, words)
+
+
+def _apply_masks(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """-inf is added, and not written, where `words`, int64 [rows, words], have no bit: a row with NaN keeps it, and
+    fails."""
+    octets = words.view(torch.uint8).flatten().int()  # little-endian, as the words' bits
+    added = _added_by_octet(logits.device).index_select(0, octets).view(len(rows), -1)
+    logits.index_add_(0, rows, added[:, : logits.shape[1]])
+
+
+@lru_cache
+def _added_by_octet(device: torch.device) -> Tensor:
+    """fp32 [256, 8]: -inf for each bit of an octet that is not set, the lowest one first."""
+    octets, bits = torch.arange(256)[:, None], torch.arange(8)
+    return torch.where(octets >> bits & 1 == 1, 0.0, float("-inf")).to(device)

@@ -170,8 +170,8 @@ class DeviceSampler:
         arrays.add([one.top_p for one in cut], np.float64)
         arrays.add([one.min_p for one in cut], np.float64)
         sent = self._transit.send(arrays.arrays)
-        placed: Changes[Tensor] = [one and (sent[one[0]], sent[one[1]], sent[one[2]]) for one in changes]
-        own = sent[3 * sum(one is not None for one in changes) :]
+        placed: Changes[Tensor] = [None if one is None else tuple(sent[i] for i in one) for one in changes]
+        own = sent[sum(len(one) for one in changes if one is not None) :]
         return self._launch(logits, source, batch, placed, own)
 
     def _launch(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.request import SamplingParams
 from engine.sampling.cuts import has_cuts
+from engine.sampling.grammar.base import Words
 from engine.sampling.philox import DrawKey
 
 GREEDY_BELOW = 1e-5  # temperatures
@@ -23,6 +24,7 @@ class Row:
     tokens: Sequence[int]
     num_prompt: int
     forbidden: tuple[int, ...]  # ids that min_tokens forbids now
+    mask: Words | None = None  # a bit for each token that the grammar allows now
 
     @property
     def key(self) -> DrawKey:

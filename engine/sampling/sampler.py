@@ -6,10 +6,11 @@ Order of operations, each for all rows at once:
  3. repetition penalty (prompt and output; its result is kept within ±1e30: a tiny penalty makes no infinity), then
     presence and frequency penalties (output)
  4. min_tokens: end-of-sequence and stop ids are forbidden until reached
- 5. temperature below 1e-5: the largest logit, the lowest id among equals; done
- 6. the temperature is at least 1e-2
- 7. top-k, then min-p, then top-p on what is left; among equal logits lower ids go first
- 8. the largest of logit / temperature + Gumbel noise of (seed, choice, position, token id), see engine/sampling/draw.py
+ 5. the grammar's mask: every other token is forbidden
+ 6. temperature below 1e-5: the largest logit, the lowest id among equals; done
+ 7. the temperature is at least 1e-2
+ 8. top-k, then min-p, then top-p on what is left; among equal logits lower ids go first
+ 9. the largest of logit / temperature + Gumbel noise of (seed, choice, position, token id), see engine/sampling/draw.py
 
 A row fails alone: if its logits hold NaN or +inf, if every token is forbidden, or if its parameters cannot be applied.
 -inf marks a token that the model excludes.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.errors import EngineRequestError, engine_request_error
+from cluster.errors import EngineRequestError, GrammarDeadEndError, engine_request_error
 from engine.sampling.adjust import adjustments_of, apply
 from engine.sampling.cuts import keep
 from engine.sampling.draw import draw
@@ -84,7 +85,7 @@ def _rows(logits: Tensor, numbers: list[int]) -> Tensor:
 
 
 def _chosen(logits: Tensor, rows: Sequence[Row], best: Tensor) -> Tensor:
-    """Steps 5 to 8: int64 [rows]. `best` is each row's largest logit."""
+    """Steps 6 to 9: int64 [rows]. `best` is each row's largest logit."""
     whole, cut = drawn_rows(rows)
     chosen = best.clone()
     if whole:
@@ -105,6 +106,11 @@ def _of(rows: Sequence[Row], numbers: list[int]) -> tuple[list[float], list[Draw
 
 def no_maximum(excluded: bool, row: Row) -> EngineRequestError:
     """`excluded`: whether all of its logits, as adjusted, are -inf."""
+    if row.mask is not None and excluded:
+        return GrammarDeadEndError(
+            "grammar: every token that it allows next is excluded by the other options, or has no probability",
+            field="grammar",
+        )
     if row.forbidden and excluded:
         return EngineRequestError(
             "min_tokens forbids every token: each ends the output or has no probability", field="min_tokens"

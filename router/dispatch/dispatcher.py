@@ -300,7 +300,7 @@ class RequestDispatcher:
             return
         reason = event.error or self._reason(event)
         self._placer.engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
-        if isinstance(reason, errors.InvalidRequestError):
+        if isinstance(reason, errors.InvalidRequestError | errors.GrammarDeadEndError):
             raise reason
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
             self._placer.excluded = {attempt.placed.decode.worker_id: Reason.REFUSED}

@@ -33,7 +33,7 @@ class EngineFailures:
 
         Raises AttemptsExhaustedError at the second failure.
         """
-        if not isinstance(reason, EngineRequestError | EngineFailedError):
+        if not isinstance(reason, EngineRequestError | EngineFailedError) or not reason.retryable:
             return
         if started < self._failed_at.get(worker.name, -math.inf):
             return  # it ran there at the same time as the one that was counted

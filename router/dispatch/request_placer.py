@@ -85,6 +85,7 @@ class RequestPlacer:
             prompt_tokens=self._packed_prompt,
             output_tokens=pack_tokens(output),
             sampling=c.sampling,
+            grammar=c.grammar,
             first_choice=choices[0].index,
             n=len(choices),
             salt=self._services.salt(kv_group.model_id, c.prefix_scope),

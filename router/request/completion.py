@@ -23,6 +23,7 @@ class Completion:
     model: str
     prompt_tokens: list[int]
     sampling: common_pb2.SamplingParams
+    grammar: common_pb2.Grammar | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     include_stop_text: bool = False

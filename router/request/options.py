@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.json_schema import WithJsonSchema
 
 from router.request.fields import AtMost, Length, RequestModel, Within, late, wrong
+from router.request.grammars import AskedGrammar
 
 MAX_PRIORITY = 2**15
 MAX_TOKEN_DIGITS = 10  # of a token id that is a key
@@ -81,6 +82,11 @@ class GenerationOptions(RequestModel):
     logprobs: LogprobCount | None = None
     include_stop_text: Flag = None
     priority: Priority | None = None
+
+    @property
+    def asked_grammar(self) -> AskedGrammar | None:
+        """What every answer must match."""
+        return None
 
     @property
     def token_limit(self) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config.router import RouterConfig
-from cluster.errors import ContextLengthError, InvalidRequestError, ModelError
+from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnsupportedFieldError
 from router.request.completion import Completion
 from router.request.fields import range_error, read, refuse
 from router.request.limits import FieldLimits
@@ -70,12 +70,20 @@ class Validator:
                 f"{len(resumed)} tokens leave none of max_tokens = {sampling.max_tokens} to generate",
                 f"< max_tokens = {sampling.max_tokens}",
             )
-        longest = self._config.request_seconds
+        longest, grammar = self._config.request_seconds, options.asked_grammar
+        if grammar is not None:
+            for name in ("stop", "stop_token_ids"):
+                if getattr(options, name):
+                    raise UnsupportedFieldError(
+                        f"{name}: not with {grammar.field}: it would cut the answer where {grammar.field} does not",
+                        field=name,
+                    )
         return Completion(
             request_id=self._request_id(envelope.request_id),
             model=self.limits.served_model,
             prompt_tokens=tokens,
             sampling=sampling,
+            grammar=None if grammar is None else grammar.spec.to_wire(),
             n=n,
             stop=tuple(options.stop or ()),
             include_stop_text=bool(options.include_stop_text),

@@ -64,6 +64,7 @@ class ModelText:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
+        self._directory = directory
         self.pieces = TokenPieces(self.tokenizer)
         self._byte_table = make_byte_table(self.tokenizer)
         self._prompt_pieces = make_piece_tokenizer(self.tokenizer, cache_bytes)
@@ -71,6 +72,7 @@ class ModelText:
         config = _read(directory / "config.json")
         self.max_position_embeddings = model_limits.context_tokens(config)
         self.vocab_size = model_limits.vocab_size(config) or self.tokenizer.get_vocab_size()
+        self._eos = model_limits.text_part(config).get("eos_token_id", config.get("eos_token_id"))
         self.generation = _read(directory / "generation_config.json")
         settings = _read(directory / "tokenizer_config.json")
         self._special = {
@@ -197,6 +199,16 @@ class ModelText:
         (encoding,) = self.tokenizer.encode_batch_fast([given], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """As engines read them."""
+        found = self.generation.get("eos_token_id", self._eos)
+        ids = found if isinstance(found, list) else [found]
+        return tuple(one for one in ids if type(one) is int and 0 <= one < self.vocab_size)
+
+    def tokenizer_json(self) -> str:
+        return model_limits.text_of(self._directory / "tokenizer.json")
 
     @property
     def piece_cache(self) -> PieceCache | None:

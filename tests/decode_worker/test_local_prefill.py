@@ -33,7 +33,7 @@ BUDGET = 16
 class Core:
     """The parts of a worker around a real scheduler over a made-up model; steps are taken by hand."""
 
-    def __init__(self, blocks: int = 400, **settings: int):
+    def __init__(self, blocks: int = 400, **settings: Any):
         runner = FakeRunner(blocks, max_batch_tokens=BUDGET, **settings)
         self.engine = Engine(runner, runner.config, secret=b"s")
         self.config = WorkerConfig(
@@ -67,7 +67,7 @@ class Core:
 class Local:
     """Requests to a role, and the order of their first tokens and ends."""
 
-    def __init__(self, blocks: int = 400, **settings: int) -> None:
+    def __init__(self, blocks: int = 400, **settings: Any) -> None:
         self.core = Core(blocks, **settings)
 
         async def abort(transfer_id: bytes) -> HandoffState:

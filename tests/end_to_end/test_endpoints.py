@@ -6,11 +6,12 @@ import asyncio
 import json
 import math
 import socket
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import httpx
 import openai
+import pydantic
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -70,6 +71,34 @@ def test_completions_with_choices_logprobs_and_token_prompts(client):
     assert first.logprobs.token_logprobs[0] == max(first.logprobs.top_logprobs[0].values())
     several = client.completions.create(model=NAME, prompt=["ab", "cd"], max_tokens=2, temperature=0)
     assert [choice.index for choice in several.choices] == [0, 1]
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    legs: Literal[3, 4]
+    tame: bool
+
+
+def test_answers_in_a_response_format_parse(client):
+    """Whole, and through the client's own helper for pydantic models."""
+    ask = {"model": NAME, "messages": [{"role": "user", "content": "a pet"}], "max_completion_tokens": 90}
+    parsed = client.chat.completions.parse(**ask, response_format=Pet)
+    assert parsed.choices[0].finish_reason == "stop"
+    assert isinstance(parsed.choices[0].message.parsed, Pet)
+    digits = client.completions.create(
+        model=NAME, prompt="x", n=2, max_tokens=9, extra_body={"guided_regex": "[0-9]{4}"}
+    )
+    assert all(len(one.text) == 4 and one.text.isdigit() for one in digits.choices)
+    assert client.models.list().data[0].model_extra["structured_output"] is True
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_with_its_place(client):
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=r"at /properties/tags/uniqueItems: .*uniqueItems"):
+        client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "x"}], response_format=wanted
+        )
 
 
 def test_a_stop_string_ends_the_answer_before_itself(client):
@@ -234,11 +263,8 @@ BAD: list[tuple[str, dict, str]] = [
         "tools",
     ),
     ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
-    (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-        "response_format",
-    ),
+    ("completions", {"prompt": "x", "guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json"),
+    ("completions", {"prompt": "x", "guided_regex": "a+", "stop": "a"}, "stop"),
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,18 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, **settings: object):
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        model: Path = Path("/fake"),
+        context: int = CONTEXT,
+        vocab: int = VOCAB,
+        **settings: Any,
+    ):
         self.num_blocks = num_blocks
         self.page_size = PAGE
-        self.config = EngineConfig(model=Path("/fake"), max_model_len=CONTEXT, page_size=PAGE, **settings)  # type: ignore[arg-type]
+        self.config = EngineConfig(model=model, max_model_len=context, page_size=PAGE, **settings)
         self.device = torch.device("cpu")
         self.num_ranks = 1
         self.cache = torch.zeros(num_blocks + 1, PAGE, dtype=torch.int64)
@@ -63,7 +72,7 @@ class FakeRunner:
         self.sick: set[str] = set()  # requests whose logits are NaN
         self.model_config = ModelConfig(
             family=FAMILIES["LlamaForCausalLM"],
-            vocab_size=VOCAB,
+            vocab_size=vocab,
             hidden_size=1,
             intermediate_size=1,
             num_layers=1,
@@ -71,7 +80,7 @@ class FakeRunner:
             num_kv_heads=1,
             head_dim=1,
             norm_eps=1e-6,
-            max_model_len=CONTEXT,
+            max_model_len=context,
             rope={},
             tie_embeddings=False,
             attention_bias=False,
@@ -117,9 +126,14 @@ class FakeRunner:
                     and int(step.positions[step.cu_q[index + 1] - 1]) == end - 1
                 )
                 used = self.cache[step.blocks_of(int(step.rows[index]), end)].flatten()[:end].tolist()
-                row = torch.zeros(VOCAB)
-                row[next_token(used)] = 1.0
+                row = self.row(used)
                 if item.request_id in self.sick:
                     row[:] = torch.nan
                 logits.append(row)
-        return torch.stack(logits) if logits else torch.zeros(0, VOCAB)
+        return torch.stack(logits) if logits else torch.zeros(0, self.model_config.vocab_size)
+
+    def row(self, tokens: list[int]) -> Tensor:
+        """The logits after these tokens."""
+        row = torch.zeros(self.model_config.vocab_size)
+        row[next_token(tokens)] = 1.0
+        return row

@@ -13,9 +13,12 @@ import torch
 from cluster.config.worker import EngineConfig
 from engine.cache.block_pool import BlockPool
 from engine.flight import Flight
+from engine.grammar_masks import GrammarMasks
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan
 from engine.request import ChainReport, EngineRequest, EngineStats, SamplingParams, StepOutput
+from engine.sampling.grammar.registry import backend_for
+from engine.sampling.grammar.store import Grammars
 from engine.sampling.host_sampler import HostSampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
@@ -61,8 +64,9 @@ class Parts:
         self.scheduler = Scheduler(config, self.pool, prefixes, lambda: self.now)
         limits = StopLimits((EOS,), CONTEXT)
         drafter = Drafter(config, self.scheduler, self.pool, CONTEXT, None)
+        masks = GrammarMasks(Grammars(backend_for(config.model, VOCAB, (EOS,))), VOCAB)
         self.outputs = OutputProcessor(
-            self.scheduler, prefixes, limits, self.counters, HostSampler(), drafter
+            self.scheduler, prefixes, limits, self.counters, HostSampler(), drafter, masks
         )
 
     def choices(self, name: str) -> list[Sequence]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ class LateRunner(FakeRunner):
 
     That of a step without draws at once: nobody waits for it, and a device lets what lands wait for it (ADR 0142)."""
 
-    def __init__(self, blocks: int, **settings: object):
+    def __init__(self, blocks: int, **settings: Any):
         super().__init__(blocks, **settings)
         self.late: list[tuple[Tensor, Tensor]] = []
 

@@ -46,7 +46,7 @@ class HurtRunner(FakeRunner):
         return logits
 
 
-def engine_of(**settings: object) -> tuple[HurtRunner, Engine, dict[bytes, bool]]:
+def engine_of(**settings: Any) -> tuple[HurtRunner, Engine, dict[bytes, bool]]:
     """Also returns what a listener to all chain reports takes for cached."""
     runner, known = HurtRunner(64, **settings), {}
 

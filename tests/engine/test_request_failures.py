@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def greedy(**more: object) -> SamplingParams:
 class SickRunner(FakeRunner):
     """Puts `value` into the `at`-th logits of the request "bad", counted over all choices."""
 
-    def __init__(self, value: float, at: int, **settings: object):
+    def __init__(self, value: float, at: int, **settings: Any):
         super().__init__(64, **settings)
         self.value, self.at, self.seen = value, at, 0
 
@@ -145,7 +146,7 @@ WORK: list[tuple[object, str, Callable[..., str]]] = [
     (PrefixCache, "register", lambda _, sequence, __: sequence.request.request_id),
     (OutputProcessor, "append_tokens", lambda _, sequence, __: sequence.request.request_id),
     (OutputProcessor, "_accept", lambda _, sequence, *__: sequence.request.request_id),
-    (next_tokens_module, "_rows", lambda one, _: one.sequence.request.request_id),
+    (next_tokens_module, "_rows", lambda one, *_: one.sequence.request.request_id),
     (next_tokens_module, "_output", lambda sequence, *_: sequence.request.request_id),
     (Adjustments, "add", lambda _, __, row: "bad" if row.params.min_tokens else "good"),
     # Of all rows of a step that need it, here the bad ones: then each is drawn alone, and fails again.

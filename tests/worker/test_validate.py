@@ -32,6 +32,7 @@ def test_valid_values_pass():
     check_spec(spec(), LIMITS)
     check_spec(spec(model_id="model", n=8, first_choice=3, priority=-5, tenant="acme"), LIMITS)
     check_spec(spec(output_tokens=pack_tokens([5]), n=0, weight=0.0), LIMITS)
+    check_spec(spec(grammar=common_pb2.Grammar(regex="x+")), LIMITS)
     check_spec(spec({"temperature": 2.0, "logit_bias": {99: -100.0}, "top_logprobs": 100}), LIMITS)
     check_transfer_id(bytes(16))
 
@@ -54,6 +55,9 @@ def test_valid_values_pass():
         ("tenant", {"tenant": "x" * 2000}),
         ("weight", {"weight": float("nan")}),
         ("weight", {"weight": -1.0}),
+        ("grammar", {"grammar": common_pb2.Grammar()}),
+        ("grammar", {"grammar": common_pb2.Grammar(regex="x" * 140_000)}),
+        ("stop_token_ids", {"grammar": common_pb2.Grammar(regex="x"), "sampling": {"stop_token_ids": [5]}}),
     ],
 )
 def test_a_mistake_is_named(field, more):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import grpc
+from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError, OverloadedError
+from cluster.grammar.spec import grammar_from_wire
 from cluster.security.keys import Caller
 from router.admission.admission import HeldBytes
 from router.dispatch.turn import Turn
@@ -20,16 +22,36 @@ from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
 from router.request.completion import Completion
-from router.request.fields import read, refuse
+from router.request.fields import read, refuse, wrong
+from router.request.grammars import AskedGrammar, json_spec
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions
 from router.request.permissions import check_allowed
 from router.request.validator import Envelope
 from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
+from wire import common_pb2
 from wire import inference_pb2 as pb
 
 SERVICE = "baton.v1.Inference"
+
+
+def _grammar(message: common_pb2.Grammar) -> AskedGrammar:
+    try:
+        spec = grammar_from_wire(message)
+        return AskedGrammar("grammar", json_spec(spec.text) if spec.kind == "json_schema" else spec)
+    except InvalidRequestError as error:
+        raise wrong(error.message.removeprefix("grammar: "), error.limit) from None
+    except ValueError as error:
+        raise wrong(str(error)) from None
+
+
+class GrpcOptions(GenerationOptions):
+    grammar: Annotated[AskedGrammar | None, PlainValidator(_grammar)] = None
+
+    @property
+    def asked_grammar(self) -> AskedGrammar | None:
+        return self.grammar
 
 
 class InferenceService:
@@ -82,6 +104,8 @@ class InferenceService:
         if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
         async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
+            if (asked := options.asked_grammar) is not None:
+                await self._gateway.grammars.check(asked, caller.tenant)
             prompt = request.token_ids.ids if kind == "token_ids" else await self._encode(request, caller)
             made = self._gateway.validator.completion(prompt, options, _envelope(request, context))
             check_allowed(made, caller)
@@ -119,6 +143,8 @@ class InferenceService:
                 id=limits.served_model,
                 max_model_len=limits.max_model_len,
                 created_unix_seconds=self._gateway.created_unix_seconds,
+                structured_output=not self._gateway.grammars.refusal,
+                structured_output_reason=self._gateway.grammars.refusal,
             )
             await self._answer(pb.ListModelsResponse(models=[model]).SerializeToString(), context)
 
@@ -152,9 +178,7 @@ async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller
 
 def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GenerationOptions:
     """Lists are passed as they are: the model counts them before anything copies them."""
-    return read(
-        GenerationOptions, {field.name: value for field, value in request.options.ListFields()}, limits
-    )
+    return read(GrpcOptions, {field.name: value for field, value in request.options.ListFields()}, limits)
 
 
 def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:

@@ -65,7 +65,10 @@ class Views:
             "created": gateway.created_unix_seconds,
             "owned_by": "baton",
             "max_model_len": gateway.validator.limits.max_model_len,
+            "structured_output": not gateway.grammars.refusal,
         }
+        if gateway.grammars.refusal:
+            model["structured_output_reason"] = gateway.grammars.refusal
         self._model = orjson.dumps(model)
         self._models = orjson.dumps({"object": "list", "data": [model]})
         self._document = orjson.dumps(build_document(gateway))

@@ -15,6 +15,7 @@ from cluster.errors import (
     ContextLengthError,
     DrainingError,
     ForbiddenError,
+    GrammarDeadEndError,
     InternalError,
     InvalidRequestError,
     OverloadedError,
@@ -36,12 +37,20 @@ _CODES: dict[type[BatonError], str] = {
     UnauthenticatedError: "invalid_api_key",
     ForbiddenError: "insufficient_permissions",
     DrainingError: "draining",
+    GrammarDeadEndError: "grammar_dead_end",
 }
+_OF_THE_REQUEST = (
+    InvalidRequestError,
+    RequestTooLargeError,
+    UnauthenticatedError,
+    ForbiddenError,
+    GrammarDeadEndError,
+)
 
 
 def error_body(error: BatonError) -> dict[str, Any]:
     kind = "rate_limit_error" if isinstance(error, OverloadedError) else "server_error"
-    if isinstance(error, InvalidRequestError | RequestTooLargeError | UnauthenticatedError | ForbiddenError):
+    if isinstance(error, _OF_THE_REQUEST):
         kind = "invalid_request_error"
     return {
         "error": {

@@ -133,6 +133,8 @@ class Generate:
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
         async with self._gateway.preparing(caller):
+            if (asked := options.asked_grammar) is not None:
+                await self._gateway.grammars.check(asked, caller.tenant)
             rendered = await self._gateway.render(
                 lambda: read_messages(options.messages, limits),
                 chat_size(options.messages),
@@ -157,6 +159,8 @@ class Generate:
         # Before tokenising: a request that gets no place costs nothing of the quota.
         admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller):
+            if (asked := options.asked_grammar) is not None:
+                await self._gateway.grammars.check(asked, caller.tenant)
             encode = partial(
                 self._gateway.encode,
                 truncated=options.truncates,

@@ -13,6 +13,14 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainVa
 from pydantic.json_schema import WithJsonSchema
 
 from cluster.errors import UnsupportedFieldError
+from router.frontends.http.grammar_fields import (
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from router.frontends.http.messages import AnyMessage
 from router.request.fields import (
     Length,
@@ -26,6 +34,7 @@ from router.request.fields import (
     unsupported,
     wrong,
 )
+from router.request.grammars import AskedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import (
     AnswerTokens,
@@ -39,6 +48,14 @@ from router.request.options import (
 PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
 MAX_CACHE_SALT = 256  # characters
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat takes what the context leaves
+GRAMMAR_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 # Objects have no other fields, where the router does not ignore unknown ones
 _CLOSED = ConfigDict(json_schema_extra={"additionalProperties": {"$limit": "ignore_unknown"}})
 
@@ -128,6 +145,13 @@ class HttpRequest(GenerationOptions):
         None, description="changes nothing: special tokens are never shown"
     )
 
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: GuidedJson = None
+    guided_regex: GuidedRegex = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: GuidedGrammar = None
+
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
@@ -142,7 +166,6 @@ class HttpRequest(GenerationOptions):
     tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
     functions: Annotated[Any, OnlyNeutral([])] = None
     function_call: Annotated[Any, OnlyNeutral("none")] = None
-    response_format: Annotated[Any, OnlyNeutral({"type": "text"})] = None
     echo: Annotated[Any, OnlyNeutral(False)] = None
     suffix: Annotated[Any, OnlyNeutral("")] = None
     modalities: Annotated[Any, OnlyNeutral(["text"])] = None
@@ -151,8 +174,16 @@ class HttpRequest(GenerationOptions):
     web_search_options: Annotated[Any, OnlyNeutral()] = None
     skip_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     bad_words: Annotated[Any, OnlyNeutral([])] = None
-    guided_json: Annotated[Any, OnlyNeutral()] = None
     prompt_logprobs: Annotated[Any, OnlyNeutral()] = None
+
+    @property
+    def asked_grammar(self) -> AskedGrammar | None:
+        given = [
+            AskedGrammar(name, spec) for name in GRAMMAR_FIELDS if (spec := getattr(self, name)) is not None
+        ]
+        if len(given) > 1:
+            raise refuse(given[1].field, f"not with {given[0].field}: an answer has one grammar")
+        return given[0] if given else None
 
     @property
     def token_limit(self) -> int | None:

@@ -18,6 +18,7 @@ from cluster.errors import (
     DrainingError,
     EngineFailedError,
     EngineRequestError,
+    GrammarDeadEndError,
     InternalError,
     PeerLostError,
 )
@@ -89,6 +90,15 @@ async def test_two_failures_end_the_request_in_any_case(text, monkeypatch, error
     assert len(world.attempts) == 3, "a third engine has seen it"
     assert not caught.value.retryable
     assert world.released == [one.transfer_id for one in world.attempts]
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+@pytest.mark.parametrize("source", list(Source))
+async def test_a_dead_end_of_a_grammar_is_not_tried_elsewhere(text, monkeypatch, source, tokens):
+    world = Failing(text, [(source, GrammarDeadEndError("grammar: no token", field="grammar"), tokens)])
+    with pytest.raises(GrammarDeadEndError):
+        await run(world, monkeypatch)
+    assert len(world.attempts) == 1
 
 
 @pytest.mark.parametrize(

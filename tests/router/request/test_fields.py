@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from router.frontends.grpc.service import GrpcOptions
 from router.frontends.http.openapi.document import request_schemas
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.request.fields import RequestModel, filled, read, shown
@@ -85,7 +86,7 @@ def test_schemas_have_no_unfilled_limits() -> None:
 
 def test_the_message_and_the_model_have_the_same_options() -> None:
     options = {field.name for field in inference_pb2.GenerateOptions.DESCRIPTOR.fields}
-    assert options == set(GenerationOptions.model_fields)
+    assert options == set(GrpcOptions.model_fields) == {*GenerationOptions.model_fields, "grammar"}
 
 
 def test_workers_get_every_option_that_concerns_them() -> None:

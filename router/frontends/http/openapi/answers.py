@@ -46,7 +46,10 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
                 "created": COUNT,
                 "owned_by": one_of(["baton"]),
                 "max_model_len": COUNT,
-            }
+                "structured_output": BOOLEAN,
+                "structured_output_reason": text(description="why not, where it is false"),
+            },
+            ["id", "object", "created", "owned_by", "max_model_len", "structured_output"],
         ),
         "ModelList": record({"object": one_of(["list"]), "data": array(ref("Model"))}),
         "Cluster": _cluster(),

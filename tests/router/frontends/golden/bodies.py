@@ -53,8 +53,11 @@ HARMLESS = [
     "parallel_tool_calls", "verbosity",
 ]  # fmt: skip
 NEUTRAL = [
-    "tools", "tool_choice", "functions", "function_call", "response_format", "echo", "suffix", "modalities", "audio",
-    "prediction", "web_search_options", "skip_special_tokens", "bad_words", "guided_json", "prompt_logprobs",
+    "tools", "tool_choice", "functions", "function_call", "echo", "suffix", "modalities", "audio",
+    "prediction", "web_search_options", "skip_special_tokens", "bad_words", "prompt_logprobs",
+]  # fmt: skip
+STRUCTURED = [
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 ]  # fmt: skip
 UNKNOWN = ["top_a", "include_stop_text", "prompt", "messages", "", "request_id", "explain", "x" * 2000]
 KINDS: list[Any] = [
@@ -65,6 +68,7 @@ KINDS: list[Any] = [
 FEW_KINDS: list[Any] = [None, True, 0, 1.5, "x", [], [1], {}]
 
 # The last value that is accepted and the first that is not, or whatever else is special about a field.
+UNCOMPILED = {"properties": {"a/b": {"items": {"type": "array", "uniqueItems": True}}}}
 SPECIAL: dict[str, list[Any]] = {
     "model": ["tiny", "other", "x" * 1000, "tiny ", "TINY"],
     "temperature": [100, 100.1, -1e-9, 1e-320, 0.7],
@@ -106,7 +110,24 @@ SPECIAL: dict[str, list[Any]] = {
     "tools": [[{"type": "function"}]],
     "tool_choice": ["none", "auto", "required"],
     "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}, {"type": "json_object"}, {"type": "text", "more": 1}],
+    "response_format": [
+        {"type": "text"}, {"type": "json_object"}, {"type": "text", "more": 1}, {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}, "strict": True}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "null"}, "strict": 1}},
+        {"type": "json_schema", "json_schema": {"name": "a"}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": UNCOMPILED}}, {"type": "structural_tag"},
+    ],
+    "structured_outputs": [
+        {"json": {"type": "null"}}, {"json": "{}"}, {"json": "{"}, {"regex": "a+"}, {"regex": "("}, {"choice": ["a", "b"]},
+        {"choice": []}, {"grammar": 'start: "a"'}, {"grammar": "start: b"}, {"json_object": True}, {"json_object": 1},
+        {"json_object": False}, {"regex": "a", "choice": ["b"]}, {"structural_tag": "x"}, {"json": UNCOMPILED},
+        {"regex": "a", "disable_any_whitespace": False},
+    ],
+    "guided_json": [True, {"type": "null"}, '{"type":"null"}', UNCOMPILED, {"type": "strin"}, {"x": "y" * 140_000}],
+    "guided_regex": ["a|b", "(", ""],
+    "guided_choice": [["a"], [""], ["a", 1]],
+    "guided_grammar": ['start: "a" start | "b"', "start: c"],
     "modalities": [["text"], ["audio"], ["text", "text"]],
     "skip_special_tokens": [True],
 }  # fmt: skip
@@ -209,6 +230,8 @@ TOGETHER: list[dict[str, Any]] = [
         "response_format": {"type": "text"},
     },
     {"priority": "batch", "cache_salt": "mine", "return_token_ids": True},
+    {"guided_regex": "a+", "n": 2, "temperature": 0, "ignore_eos": True, "min_tokens": 3},
+    {"guided_regex": "a+", "stop": None, "stop_token_ids": []},
 ]
 # More than one thing is wrong; which one is named says in what order things are checked.
 SEVERAL: list[dict[str, Any]] = [
@@ -237,6 +260,11 @@ SEVERAL: list[dict[str, Any]] = [
     {"min_tokens": -1, "max_tokens": 0},
     {"max_tokens": 1000, "temperature": "x"},
     {"stop": ["a", "b", "c"], "stop_token_ids": [1, 2, 3, 4]},
+    {"guided_regex": "a+", "stop": "a"},
+    {"response_format": {"type": "json_object"}, "stop_token_ids": [7]},
+    {"guided_regex": "a+", "guided_choice": ["a"]},
+    {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+    {"guided_regex": "(", "temperature": "x"},
 ]
 RAW: list[bytes] = [
     b"", b" ", b"null", b"[]", b"5", b'"x"', b"{", b"{}", b'{"prompt": NaN}', b'{"prompt": "a", "temperature": NaN}',
@@ -290,6 +318,7 @@ def _field_cases(path: str) -> Iterator[Case]:
     """For chats fewer kinds: the endpoints share most fields."""
     yield from _fields("strict", path, SHARED, KINDS if path == COMPLETION else FEW_KINDS)
     yield from _fields("strict", path, NEUTRAL, FEW_KINDS)
+    yield from _fields("strict", path, STRUCTURED, FEW_KINDS)
     yield from _fields("strict", path, HARMLESS, FEW_KINDS[-3:])
     for field in UNKNOWN:
         if field not in _base(path):

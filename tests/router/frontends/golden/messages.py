@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.router.frontends.golden.bodies import CONTEXT
 from wire import inference_pb2 as pb
+from wire.common_pb2 import Choices, Grammar
 
 FLOATS = [
     0.0,
@@ -41,6 +42,11 @@ OPTIONS: dict[str, list[Any]] = {
     ],
     "include_stop_text": [True, False],
     "priority": [0, 5, -5, 32768, 32769, -32768, -32769],
+    "grammar": [
+        Grammar(json_schema='{"type":"null"}'), Grammar(json_schema='{"type":"nil"}'), Grammar(json_schema="{"),
+        Grammar(regex="a+"), Grammar(regex="("), Grammar(choice=Choices(texts=["a", "b"])), Grammar(choice=Choices()),
+        Grammar(lark='start: "a"'), Grammar(lark="x"), Grammar(regex="x" * 140_000), Grammar(),
+    ],
 }  # fmt: skip
 TOGETHER: list[dict[str, Any]] = [
     {},
@@ -50,6 +56,7 @@ TOGETHER: list[dict[str, Any]] = [
     {"n": 4, "logprobs": 5, "max_tokens": 51},
     {"temperature": 0.0, "top_k": 0, "seed": 7, "stop": ["a"], "include_stop_text": True},
     {"temperature": -1.0, "n": 0},
+    {"grammar": Grammar(regex="a+"), "stop": ["a"]},
 ]
 
 

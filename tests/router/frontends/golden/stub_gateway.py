@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
+
 from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
 from router.admission.admission import Admission
@@ -18,6 +20,7 @@ from router.gateway import RequestGateway
 from router.http_endpoint import HttpEndpoint
 from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta, Outcome
+from router.request.grammars import GrammarChecks
 from router.request.validator import Validator
 from router.text.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
@@ -73,6 +76,7 @@ class StubGateway(RequestGateway):
         )
         self.text = text
         self.validator = Validator(self.config, text)
+        self.grammars = GrammarChecks(text.tokenizer_json(), text.vocab_size, (2,))
         self.low_priority = LowPriority()
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0
@@ -112,11 +116,16 @@ def told(completion: Completion) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "logit_bias": {str(key): value for key, value in sorted(sampling.logit_bias.items())},
         **{name: getattr(completion, name) for name in _FIELDS},
+        "grammar": _grammar(completion),
         "prompt_tokens": _short(completion.prompt_tokens),
         "request_id": completion.request_id if not completion.request_id.startswith("req-") else "",
     }
     found = {name: value for name, value in made.items() if value and USUAL.get(name) != value}
     return found | dict.fromkeys(name for name in USUAL if not made.get(name))
+
+
+def _grammar(completion: Completion) -> dict[str, Any]:
+    return {} if completion.grammar is None else MessageToDict(completion.grammar)
 
 
 def _short(prompt: list[int]) -> list[int]:

@@ -1,0 +1,116 @@
+"""How grammars are given to llguidance, and the bounds of its work. It is imported with the first grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from cluster.errors import InvalidRequestError, ModelError
+from cluster.grammar.spec import GrammarSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Compact JSON, nothing left out, no alternative for oneOf: what is said in the schema must hold. These go before what a
+# schema itself may ask of the library.
+_JSON = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": False,
+    "whitespace_pattern": "",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+
+_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def parser_limits() -> LLParserLimits:
+    """The work of compiling and of each step, in the library's units: about 0.1 s and 10 ms at most, and 50 MB of
+    states."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=25_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def make_tokenizer(tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
+    """Raises ModelError with the reason if the library has no use for this tokenizer."""
+    from llguidance import LLTokenizer
+
+    if not eos:
+        raise ModelError("the model names no end-of-sequence token", field="eos_token_id")
+    try:
+        marked = _with_special(tokenizer_json, eos)
+        return LLTokenizer(marked, n_vocab=vocab_size, eos_token=sorted(set(eos)))
+    except Exception as error:  # the library raises plain ones
+        raise ModelError(f"tokenizer.json: {_first_line(error)}", field="tokenizer.json") from error
+
+
+def _with_special(tokenizer_json: str, eos: tuple[int, ...]) -> str:
+    """With the ends of sequence among the special tokens. As plain ones they would be allowed wherever their text is."""
+    raw = json.loads(tokenizer_json)
+    added = raw.setdefault("added_tokens", [])
+    known = {one["id"]: one for one in added}
+    texts = {token: text for text, token in raw["model"]["vocab"].items()} if set(eos) - set(known) else {}
+    for token in eos:
+        if token in known:
+            known[token]["special"] = True
+        elif token in texts:
+            added.append({"id": token, "content": texts[token], "special": True, **_PLAIN})
+    added.sort(key=lambda one: one["id"])
+    return json.dumps(raw)
+
+
+def make_matcher(spec: GrammarSpec, tokenizer: LLTokenizer) -> LLMatcher:
+    """At the beginning of an answer. Raises InvalidRequestError with the library's reason."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, library_text(spec), log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise _refused(matcher.get_error())
+    return matcher
+
+
+def library_text(spec: GrammarSpec) -> str:
+    """The grammar in the library's own form. Raises InvalidRequestError."""
+    from llguidance import LLMatcher
+
+    try:
+        match spec.kind:
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(_object_schema(spec.text), overrides=_overrides())
+            case "regex":
+                return LLMatcher.grammar_from_regex(spec.text)
+            case "choice":
+                texts = json.loads(spec.text)
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+            case "lark":
+                return LLMatcher.grammar_from_lark(spec.text)
+    except ValueError as error:
+        raise _refused(str(error)) from error
+
+
+def _overrides() -> Any:  # the library's type is not there where it is not installed
+    return _JSON
+
+
+def _object_schema(text: str) -> str:
+    """The library takes options for a schema that is an object only."""
+    return '{"allOf":[' + text + "]}" if text.strip() in ("true", "false") else text
+
+
+def _refused(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"grammar: {_first_line(reason)}", field="grammar")
+
+
+def _first_line(reason: object) -> str:
+    lines = str(reason).strip().splitlines()
+    return " ".join(line.strip() for line in lines)[:300] if lines else "it cannot be used"

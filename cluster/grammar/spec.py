@@ -1,0 +1,69 @@
+"""The grammar of a request, as it travels from routers to workers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import orjson
+
+from cluster.errors import InvalidRequestError
+from wire import common_pb2
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+# Of its text, in UTF-8. A grammar is sent with every attempt, and again from the prefill to the decode worker.
+MAX_GRAMMAR_BYTES = 128 << 10
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """`text`: the JSON schema or the list of choices as JSON, the regular expression, or the grammar in Lark's syntax."""
+
+    kind: Kind
+    text: str
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal grammars have the same key."""
+        return hashlib.blake2b(f"{self.kind}\0{self.text}".encode(), digest_size=16).digest()
+
+    def to_wire(self) -> common_pb2.Grammar:
+        match self.kind:
+            case "json_schema":
+                return common_pb2.Grammar(json_schema=self.text)
+            case "regex":
+                return common_pb2.Grammar(regex=self.text)
+            case "lark":
+                return common_pb2.Grammar(lark=self.text)
+            case "choice":
+                return common_pb2.Grammar(choice=common_pb2.Choices(texts=orjson.loads(self.text)))
+
+
+def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
+    """Raises InvalidRequestError: a rule of a later version is refused, never left out."""
+    match grammar.WhichOneof("rule"):
+        case "json_schema":
+            spec = GrammarSpec("json_schema", grammar.json_schema)
+        case "regex":
+            spec = GrammarSpec("regex", grammar.regex)
+        case "lark":
+            spec = GrammarSpec("lark", grammar.lark)
+        case "choice" if grammar.choice.texts:
+            spec = GrammarSpec("choice", orjson.dumps(list(grammar.choice.texts)).decode())
+        case _:
+            raise InvalidRequestError("grammar: has no rule of a known kind, or no choices", field="grammar")
+    check_size(spec)
+    return spec
+
+
+def check_size(spec: GrammarSpec) -> None:
+    """Raises InvalidRequestError."""
+    size = len(spec.text.encode(errors="surrogatepass"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"grammar: {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed",
+            field="grammar",
+            limit=str(MAX_GRAMMAR_BYTES),
+        )

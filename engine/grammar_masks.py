@@ -1,0 +1,75 @@
+"""The grammar masks of a step's rows, filled on a thread of their own while the device or other cores compute the step.
+
+    schedule ─► prepare ─► forward pass ─────────────► of ─► draw
+                   └─────► accept the last token, fill ─┘
+
+The matcher of a sequence is made when its first mask is needed, and follows its output from then on: with the first token
+on a prefill worker, after a hand-off, after a preemption and where a stream is resumed, it is made from the output so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from cluster.errors import EngineRequestError, InvalidRequestError, engine_request_error
+from engine.sampling.grammar.base import Matcher, Words, word_count
+from engine.sampling.grammar.store import Grammars
+from engine.scheduler.sequence import Sequence
+
+
+class _Followed:
+    """A sequence's matcher, and how much of its output the matcher has accepted."""
+
+    def __init__(self, matcher: Matcher, vocab: int):
+        self.matcher = matcher
+        self.accepted = 0
+        self.words: Words = np.zeros(
+            word_count(vocab), dtype=np.int64
+        )  # of the last mask, copied by its draw
+
+
+class GrammarMasks:
+    """`active`: whether a request with a grammar was taken in since the last time that there was none."""
+
+    def __init__(self, grammars: Grammars, vocab: int):
+        self.active = False
+        self._grammars = grammars
+        self._vocab = vocab
+        self._followed = WeakKeyDictionary[Sequence, _Followed]()
+        self._filling: dict[Sequence, Future[Words]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def prepare(self, sequences: Seq[Sequence]) -> None:
+        """Begin to fill the masks of sequences with a grammar, each for the draw of this step."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        for sequence in sequences:
+            self._filling[sequence] = self._thread.submit(self._fill, sequence)
+
+    def of(self, sequence: Sequence) -> Words | None:
+        """The mask for the token after the sequence's last one; None without a grammar. Raises EngineRequestError."""
+        if sequence.request.grammar is None:
+            return None
+        begun = self._filling.pop(sequence, None)
+        return self._fill(sequence) if begun is None else begun.result()
+
+    def _fill(self, sequence: Sequence) -> Words:
+        grammar, followed = sequence.request.grammar, self._followed.get(sequence)
+        assert grammar is not None, "only sequences with one have masks"
+        try:
+            if followed is None:
+                followed = _Followed(self._grammars.get(grammar).matcher(), self._vocab)
+                self._followed[sequence] = followed
+            output = sequence.tokens[sequence.num_prompt :]
+            followed.matcher.accept(output[followed.accepted :])
+            followed.accepted = len(output)
+            followed.matcher.fill(followed.words)
+            return followed.words
+        except InvalidRequestError as error:
+            raise EngineRequestError(error.message, field="grammar") from error
+        except Exception as error:
+            raise engine_request_error(error) from error

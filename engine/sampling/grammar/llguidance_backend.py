@@ -1,0 +1,75 @@
+"""Grammars by llguidance: a lexer of regular expressions under an Earley parser, walked over a trie of the vocabulary."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.errors import EngineRequestError, GrammarDeadEndError, ModelError
+from cluster.grammar.library import make_matcher, make_tokenizer
+from cluster.grammar.spec import GrammarSpec
+from cluster.protocol.model_limits import text_of
+from engine.sampling.grammar.base import Words
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+class LlguidanceMatcher:
+    def __init__(self, matcher: LLMatcher, mask_bytes: int):
+        self._matcher = matcher
+        self._mask_bytes = mask_bytes
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        if tokens and not self._matcher.consume_tokens(list(tokens)):
+            raise self._failed("the answer so far does not match")
+
+    def fill(self, words: Words) -> None:
+        words[-1] = 0  # the mask has a multiple of 32 bits
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._mask_bytes)
+        if self._matcher.is_error():
+            raise self._failed("it cannot be followed")
+        if not words.any():
+            raise GrammarDeadEndError("grammar: no token of the vocabulary may come next", field="grammar")
+
+    def _failed(self, what: str) -> EngineRequestError:
+        reason = self._matcher.get_error() or self._matcher.stop_reason()
+        return EngineRequestError(f"grammar: {what}: {reason[:200]}", field="grammar")
+
+
+class LlguidanceGrammar:
+    def __init__(self, start: LLMatcher, mask_bytes: int):
+        self._start = start
+        self._mask_bytes = mask_bytes
+        self._copying = threading.Lock()
+
+    def matcher(self) -> LlguidanceMatcher:
+        with self._copying:
+            return LlguidanceMatcher(self._start.deep_copy(), self._mask_bytes)
+
+
+class LlguidanceBackend:
+    """Reads the tokenizer at the first grammar."""
+
+    def __init__(self, model: Path, vocab_size: int, eos: tuple[int, ...]):
+        self._model = model
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._loading = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def compile(self, spec: GrammarSpec) -> LlguidanceGrammar:
+        return LlguidanceGrammar(make_matcher(spec, self._loaded()), 4 * -(-self._vocab_size // 32))
+
+    def _loaded(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                path = self._model / "tokenizer.json"
+                try:
+                    text = text_of(path)
+                except (OSError, ValueError) as error:
+                    raise ModelError(f"{path}: {error}", field="tokenizer.json") from error
+                self._tokenizer = make_tokenizer(text, self._vocab_size, self._eos)
+            return self._tokenizer

@@ -1,0 +1,147 @@
+"""The fields that ask for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import PlainValidator
+from pydantic.json_schema import WithJsonSchema
+
+from cluster.grammar.spec import GrammarSpec
+from router.request.fields import unsupported, wrong
+from router.request.grammars import ANY_OBJECT, choice_spec, json_spec, text_spec
+
+_Make = Callable[[Any], GrammarSpec]
+_MAKERS: Mapping[str, _Make] = {
+    "json": json_spec,
+    "regex": lambda value: text_spec("regex", value),
+    "choice": choice_spec,
+    "grammar": lambda value: text_spec("lark", value),
+}
+_TEXT = {"type": "string", "minLength": 1}
+_SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "json": {"type": ["object", "boolean", "string"], "description": "a JSON schema, or its text"},
+    "regex": {**_TEXT, "description": "for the whole answer"},
+    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    "grammar": {**_TEXT, "description": "in Lark's syntax"},
+}
+
+
+def _made(make: _Make, value: Any, prefix: str = "") -> GrammarSpec:
+    try:
+        return make(value)
+    except ValueError as error:
+        raise wrong(prefix + str(error)) from None
+
+
+def _response_format(value: object) -> GrammarSpec | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong("must be an object")
+    match value.get("type"):
+        case "text" if len(value) == 1:
+            return None
+        case "json_object" if len(value) == 1:
+            return ANY_OBJECT
+        case "json_schema" if value.keys() == {"type", "json_schema"}:
+            return _json_schema(value["json_schema"])
+        case "text" | "json_object" | "json_schema":
+            raise wrong("has other fields than those of its type")
+    raise unsupported("its type must be text, json_object or json_schema")
+
+
+def _json_schema(value: object) -> GrammarSpec:
+    """`strict` changes nothing: answers always match."""
+    if not isinstance(value, dict):
+        raise wrong("json_schema must be an object")
+    if unknown := value.keys() - {"name", "description", "schema", "strict"}:
+        raise wrong(f"json_schema has an unknown field: {min(unknown)[:80]}")
+    if not isinstance(value.get("strict"), bool | None):
+        raise wrong("json_schema.strict must be true or false")
+    if not isinstance(value.get("schema"), dict):
+        raise wrong("json_schema.schema must be an object")
+    return _made(json_spec, value["schema"], "json_schema.schema ")
+
+
+def _structured_outputs(value: object) -> GrammarSpec | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong("must be an object")
+    given = {name: one for name, one in value.items() if one is not None and one is not False}
+    if unknown := given.keys() - {*_MAKERS, "json_object"}:
+        raise unsupported(f"{min(unknown)[:80]} is not supported")
+    if len(given) != 1:
+        raise wrong("must have one of json, regex, choice, grammar and json_object")
+    ((name, one),) = given.items()
+    if name == "json_object":
+        if one is not True:
+            raise wrong("json_object must be true or false")
+        return ANY_OBJECT
+    return _made(_MAKERS[name], one, f"{name} ")
+
+
+def _guided(name: str) -> Any:
+    def check(value: object) -> GrammarSpec | None:
+        return None if value is None else _made(_MAKERS[name], value)
+
+    schema = {"anyOf": [_SCHEMAS[name], {"type": "null"}]}
+    return Annotated[GrammarSpec | None, PlainValidator(check), WithJsonSchema(schema)]
+
+
+def _record(properties: dict[str, Any], required: list[str], others: Any = False) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": others,
+    }
+
+
+def _of_type(name: str, **more: Any) -> dict[str, Any]:
+    return _record({"type": {"enum": [name]}, **more}, ["type", *more])
+
+
+_JSON_SCHEMA = _record(
+    {
+        "name": {"type": ["string", "null"]},
+        "description": {"type": ["string", "null"]},
+        "schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"], "description": "changes nothing: answers always match"},
+    },
+    ["schema"],
+)
+_NEUTRAL = {"enum": [None, False]}
+ResponseFormat: TypeAlias = Annotated[
+    GrammarSpec | None,
+    PlainValidator(_response_format),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _of_type("text"),
+                _of_type("json_object"),
+                _of_type("json_schema", json_schema=_JSON_SCHEMA),
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+StructuredOutputs: TypeAlias = Annotated[
+    GrammarSpec | None,
+    PlainValidator(_structured_outputs),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                *(_record({name: schema}, [name], _NEUTRAL) for name, schema in _SCHEMAS.items()),
+                _record({"json_object": {"enum": [True]}}, ["json_object"], _NEUTRAL),
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+GuidedJson: TypeAlias = _guided("json")  # type: ignore[valid-type]
+GuidedRegex: TypeAlias = _guided("regex")  # type: ignore[valid-type]
+GuidedChoice: TypeAlias = _guided("choice")  # type: ignore[valid-type]
+GuidedGrammar: TypeAlias = _guided("grammar")  # type: ignore[valid-type]

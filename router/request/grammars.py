@@ -1,0 +1,118 @@
+"""Checks the grammars of requests before any worker gets them: each is compiled here once, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from cluster.errors import BatonError, DeadlineError, InvalidRequestError, ModelError, UnsupportedFieldError
+from cluster.grammar.library import make_matcher, make_tokenizer
+from cluster.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, Kind
+from router.request import schema_walk
+from router.text.fair_threads import FairThreads
+
+ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
+MAX_CHECKED = 1024  # grammars whose check is remembered
+CHECK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class AskedGrammar:
+    """A grammar, and the request's field that has it."""
+
+    field: str
+    spec: GrammarSpec
+
+
+class GrammarChecks:
+    """Of one model. `refusal`: why its requests can have no grammar; empty if they can."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]):
+        self.refusal = ""
+        self._checked = OrderedDict[bytes, InvalidRequestError | None]()
+        self._threads = FairThreads(1, "grammars")
+        try:
+            self._tokenizer = make_tokenizer(tokenizer_json, vocab_size, eos)
+        except ModelError as error:
+            self.refusal = error.message
+
+    async def check(self, asked: AskedGrammar, tenant: str) -> None:
+        """Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; DeadlineError."""
+        if self.refusal:
+            raise UnsupportedFieldError(
+                f"{asked.field}: this model has no structured output: {self.refusal}", field=asked.field
+            )
+        key = asked.spec.key
+        if key not in self._checked:
+            try:
+                async with asyncio.timeout(CHECK_SECONDS):
+                    self._checked[key] = await self._threads.run(tenant, self._reason, asked.spec)
+            except TimeoutError:
+                late = f"{asked.field}: it was not compiled within {CHECK_SECONDS:g} s"
+                raise DeadlineError(late, field=asked.field, limit=f"{CHECK_SECONDS:g} s") from None
+            while len(self._checked) > MAX_CHECKED:
+                self._checked.popitem(last=False)
+        else:
+            self._checked.move_to_end(key)
+        if (reason := self._checked[key]) is not None:
+            raise type(reason)(f"{asked.field}: {reason.message}", field=asked.field, limit=reason.limit)
+
+    def _reason(self, spec: GrammarSpec) -> InvalidRequestError | None:
+        if spec.kind == "json_schema":
+            return schema_walk.why_not(json.loads(spec.text), self._compiles)
+        reason = self._compiles(spec)
+        return InvalidRequestError(reason) if reason else None
+
+    def _compiles(self, spec: GrammarSpec) -> str:
+        """Why it does not compile; empty if it does."""
+        try:
+            make_matcher(spec, self._tokenizer)
+        except BatonError as error:
+            return error.message.removeprefix("grammar: ")
+        return ""
+
+    def close(self) -> None:
+        self._threads.close()
+
+
+def spec_of(kind: Kind, text: str) -> GrammarSpec:
+    """Raises ValueError if it is too long."""
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"{size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    return GrammarSpec(kind, text)
+
+
+def json_spec(schema: object) -> GrammarSpec:
+    """Of a JSON schema, or of its text. Raises ValueError."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise ValueError("must be a JSON schema") from None
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError("must be a JSON schema: an object, true or false")
+    try:
+        return spec_of("json_schema", orjson.dumps(schema).decode())
+    except TypeError:
+        raise ValueError("is nested too deeply, or has a value that JSON has not") from None
+
+
+def choice_spec(texts: object) -> GrammarSpec:
+    """Raises ValueError."""
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+        raise ValueError("must be a non-empty list of texts")
+    return spec_of("choice", orjson.dumps(texts).decode())
+
+
+def text_spec(kind: Kind, value: Any) -> GrammarSpec:
+    """Raises ValueError."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a non-empty string")
+    return spec_of(kind, value)

@@ -1,0 +1,134 @@
+"""Finds the keyword of a JSON schema because of which it cannot be compiled: the library gives no place.
+
+A part of the schema that fails alone, and for the same reason, has the fault in it; so the search goes down from the whole
+schema. At the part where it ends, the keyword is named without which the part compiles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from cluster.errors import InvalidRequestError
+from cluster.grammar.spec import GrammarSpec
+
+MAX_DEPTH = 32
+SEARCH_SECONDS = 0.5
+_PARTS = ("properties", "patternProperties", "$defs", "definitions")  # names to schemas
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+# Keywords of other drafts, and options, that the library would leave out without a word
+_LEFT_OUT = frozenset(
+    {"additionalItems", "$recursiveRef", "disallow", "divisibleBy", "extends", "x-guidance"}
+)
+Compiles = Callable[[GrammarSpec], str]
+
+
+def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
+    """The error for a schema that is too deep, has keywords that would be left out, or does not compile."""
+    for pointer, part, depth in _walk(schema):
+        if depth > MAX_DEPTH:
+            return _error(pointer, f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))
+        for keyword in part:
+            if keyword in _LEFT_OUT:
+                return _error(f"{pointer}/{_escaped(keyword)}", f"{keyword} is not supported")
+        if isinstance(part.get("items"), list):
+            return _error(f"{pointer}/items", "items must be a schema; use prefixItems for a list of them")
+        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            if isinstance(part.get(keyword), bool):
+                return _error(f"{pointer}/{keyword}", f"{keyword} must be a number")
+    reason = compiles(_spec(schema))
+    if not reason:
+        return None
+    pointer = _Search(schema, compiles, reason).pointer() if isinstance(schema, Mapping) else ""
+    return _error(pointer, reason)
+
+
+def _error(pointer: str, reason: str, limit: str = "") -> InvalidRequestError:
+    shown = pointer if len(pointer) <= 200 else "…" + pointer[-200:]
+    return InvalidRequestError(f"at {shown or '/'}: {reason}", limit=limit)
+
+
+def _walk(schema: Any) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Every part that is an object: its JSON pointer, itself, its depth."""
+    waiting = [("", schema, 1)]
+    while waiting:
+        pointer, part, depth = waiting.pop()
+        if isinstance(part, Mapping):
+            yield pointer, part, depth
+            if depth <= MAX_DEPTH:
+                waiting += [(pointer + inner, one, depth + 1) for inner, one in _children(part)]
+
+
+def _children(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for keyword in _PARTS:
+        if isinstance(named := part.get(keyword), Mapping):
+            for name, one in named.items():
+                yield f"/{keyword}/{_escaped(name)}", one
+    for keyword in _LISTS:
+        if isinstance(several := part.get(keyword), list):
+            for index, one in enumerate(several):
+                yield f"/{keyword}/{index}", one
+    for keyword in _SINGLE:
+        if keyword in part:
+            yield f"/{keyword}", part[keyword]
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _spec(schema: Any) -> GrammarSpec:
+    return GrammarSpec("json_schema", orjson.dumps(schema).decode())
+
+
+class _Search:
+    def __init__(self, schema: Mapping[str, Any], compiles: Compiles, reason: str):
+        self._compiles = compiles
+        self._reason = reason
+        self._schema = schema
+        self._definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        self._until = time.monotonic() + SEARCH_SECONDS
+
+    def pointer(self) -> str:
+        """Of the keyword, or of the part with the fault where no keyword alone is it, or where time is up."""
+        pointer, part, seen = "", self._schema, {""}
+        while found := next(
+            (
+                (inner, one)
+                for inner, one in self._below(pointer, part)
+                if inner not in seen and self._same(one)
+            ),
+            None,
+        ):
+            pointer, part = found
+            seen.add(pointer)
+        for keyword in part:
+            rest = {name: value for name, value in part.items() if name != keyword}
+            if keyword not in ("$defs", "definitions") and self._reason_of(rest) != self._reason:
+                return f"{pointer}/{_escaped(keyword)}"
+        return pointer
+
+    def _below(self, pointer: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            target: Any = self._schema
+            for name in reference[2:].split("/"):
+                name = name.replace("~1", "/").replace("~0", "~")
+                target = target.get(name) if isinstance(target, Mapping) else None
+            if isinstance(target, Mapping):
+                yield reference[1:], target
+        for inner, one in _children(part):
+            if isinstance(one, Mapping) and not inner.startswith(("/$defs/", "/definitions/")):
+                yield pointer + inner, one
+
+    def _same(self, part: Mapping[str, Any]) -> bool:
+        return self._reason_of(part) == self._reason
+
+    def _reason_of(self, part: Mapping[str, Any]) -> str:
+        if time.monotonic() > self._until:
+            return self._reason if part is self._schema else ""
+        return self._compiles(_spec({**self._definitions, **part}))

@@ -1,0 +1,99 @@
+"""The checks of grammars at a router: which place of a schema is named, which models have no structured output."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.grammar.spec import GrammarSpec, grammar_from_wire
+from router.request.grammars import AskedGrammar, GrammarChecks, json_spec
+from tests.harness.model_text import VOCAB, make_model_text
+from wire import common_pb2
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory):
+    model = make_model_text(tmp_path_factory.mktemp("model"))
+    made = GrammarChecks((model / "tokenizer.json").read_text(), VOCAB, (2,))
+    yield made
+    made.close()
+
+
+async def refusal(checks: GrammarChecks, schema: Any) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        await checks.check(AskedGrammar("response_format", json_spec(schema)), "")
+    assert caught.value.field == "response_format"
+    return caught.value.message
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(levels - 1)} if levels > 1 else {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"uniqueItems": True, "type": "array"}, "/uniqueItems"),
+        ({"properties": {"a": {"type": "strin"}}}, "/properties/a/type"),
+        ({"properties": {"a/b": {"items": {"not": {}}}}}, "/properties/a~1b/items/not"),
+        ({"anyOf": [{"type": "null"}, {"properties": {"x": {"if": {}}}}]}, "/anyOf/1/properties/x/if"),
+        (
+            {"$defs": {"d": {"contains": {}}}, "properties": {"p": {"$ref": "#/$defs/d"}}},
+            "/$defs/d/contains",
+        ),
+        ({"properties": {"p": {"$ref": "#/$defs/none"}}}, "/properties/p/$ref"),
+        ({"items": {"type": "string", "pattern": "("}}, "/items/pattern"),
+        ({"properties": {"a": {"additionalItems": False}}}, "/properties/a/additionalItems"),
+        ({"properties": {"a": {"items": [{}]}}}, "/properties/a/items"),
+        ({"x-guidance": {"lenient": True}}, "/x-guidance"),
+        ({"minimum": 1, "exclusiveMinimum": True}, "/exclusiveMinimum"),
+    ],
+)
+async def test_the_keyword_is_named_with_its_place(checks, schema, place):
+    assert f"at {place}: " in await refusal(checks, schema)
+    assert f"at {place}: " in await refusal(checks, schema), "remembered"
+
+
+async def test_schemas_have_a_depth(checks):
+    await checks.check(AskedGrammar("guided_json", json_spec(nested(32))), "")
+    assert "more than 32 levels" in await refusal(checks, nested(33))
+
+
+def test_grammars_have_a_size():
+    with pytest.raises(ValueError, match="at most 131072"):
+        json_spec({"const": "x" * (128 << 10)})
+    with pytest.raises(InvalidRequestError, match="at most 131072"):
+        grammar_from_wire(common_pb2.Grammar(regex="x" * ((128 << 10) + 1)))
+
+
+@pytest.mark.parametrize("message", [common_pb2.Grammar(), common_pb2.Grammar(choice=common_pb2.Choices())])
+def test_a_rule_of_no_known_kind_is_refused(message):
+    with pytest.raises(InvalidRequestError, match="no rule"):
+        grammar_from_wire(message)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("json_schema", "{}"),
+        GrammarSpec("regex", "a+"),
+        GrammarSpec("choice", '["a","b"]'),
+        GrammarSpec("lark", 'start: "a"'),
+    ],
+)
+def test_grammars_cross_the_wire(spec):
+    assert grammar_from_wire(spec.to_wire()) == spec
+
+
+async def test_a_model_whose_tokenizer_has_no_use_for_grammars_says_why():
+    plain = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    refused = GrammarChecks(plain.to_str(), 3, (2,))
+    assert refused.refusal
+    with pytest.raises(UnsupportedFieldError, match=r"guided_json: this model has no structured output: .+"):
+        await refused.check(AskedGrammar("guided_json", json_spec({})), "")
+    assert "end-of-sequence" in GrammarChecks(json.dumps({}), 3, ()).refusal
