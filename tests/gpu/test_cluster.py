@@ -4,6 +4,7 @@ drafts and without, and when a decode worker is killed in the middle of one."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from tests.harness.waiting import wait_for
 pytestmark = pytest.mark.gpu
 DEMO = Path(__file__).resolve().parents[2] / "demo/model"
 NEW = 32
+PATTERN = "[0-9]{3}-[a-f]{2}"
 LONG = 600  # tokens: the answer still runs when its worker is killed
 # Every prompt is handed over: none is computed on a decode worker.
 SMALL = ["--pool", "process", "--decode", "2", "--local-prefill", "fallback"]
@@ -80,6 +82,9 @@ def test_answers_are_the_cpus_through_a_cluster(running, request):
             for prompt in prompts
         ]
         answers = [one.result() for one in given]
+        for seed in range(3):
+            number = client.generate("call ", regex=PATTERN, max_tokens=NEW, temperature=1.0, seed=seed)
+            assert re.fullmatch(PATTERN, number.text), "a grammar's mask on the device"
         if way == "plain":
             survives_a_kill(running, client)
         else:
