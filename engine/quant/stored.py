@@ -288,7 +288,10 @@ def _groups(
             f"tensor {name} names groups {low} to {high}, expected 0 to {groups - 1} for {m.whole}",
             field=name,
         )
-    return slice(0, groups), found[m.columns].long()
+    # From the first group of the share on, as of `_blocks`: so codes in regular groups are kept on every rank
+    own = found[m.columns].long()
+    first, last = map(int, own.aminmax())
+    return slice(first, last + 1), own - first
 
 
 def _scales(source: Source, name: str, shape: tuple[int, ...], *parts: slice, why: str = "") -> Tensor:

@@ -153,8 +153,10 @@ def test_codes_that_are_kept_are_the_same_weights(name) -> None:
         assert isinstance(rows, Tensor) == (name in EXPANDED)
         assert torch.equal(bf16_of(rows), expected[5:27].bfloat16())
         for columns in (slice(32, shape[1]), slice(16, 64)):
-            share = bf16_of(checkpoint.matrix(tensor, *shape, columns=columns))
-            assert torch.equal(share, expected[:, columns].bfloat16())
+            share = checkpoint.matrix(tensor, *shape, columns=columns)
+            assert torch.equal(bf16_of(share), expected[:, columns].bfloat16())
+            if columns.start % 32 == 0:
+                assert isinstance(share, Tensor) == (name in EXPANDED)
 
 
 def bf16_of(weight: object) -> Tensor:
