@@ -81,7 +81,11 @@ def reserve_grpc(config: RouterConfig) -> socket.socket:
         # First without SO_REUSEPORT, which would share the port with another router of the same user.
         with listen(config.host, config.grpc_port, 1) as alone:
             port = alone.getsockname()[1]
+        # Only while it binds: connections that a former router has left, without SO_REUSEPORT perhaps, are no obstacle,
+        # but another router is refused also while none of this one's processes listens.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((config.host.strip("[]"), port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         sock.close()
         raise ConfigError(

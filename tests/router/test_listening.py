@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.addresses import listen
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from router.listening import (
@@ -93,6 +94,34 @@ def test_a_reserved_port_is_taken_for_others_and_free_for_the_routers_own() -> N
             with pytest.raises(ConfigError, match=f"--grpc-port {port}") as caught:
                 reserve_grpc(CONFIG.model_copy(update={"grpc_port": port}))
             assert caught.value.field == "grpc_port"
+
+
+def test_a_reserved_port_on_which_nothing_listens_yet_is_taken_for_others() -> None:
+    with reserve_grpc(CONFIG) as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--grpc-port {port}"):
+            reserve_grpc(CONFIG.model_copy(update={"grpc_port": port}))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_connections_that_a_former_router_has_left_keep_no_port(ended: bool) -> None:
+    """Those of a router that did not share its port, still open or waiting for late packets (TIME_WAIT)."""
+    with listen("127.0.0.1", 0, 1) as former:
+        port = former.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        left, _ = former.accept()
+    with client, left:
+        if ended:
+            left.shutdown(socket.SHUT_RDWR)
+            client.close()
+        again = CONFIG.model_copy(update={"grpc_port": port})
+        with reserve_grpc(again), contextlib.ExitStack() as stack:
+            for _ in range(2):
+                own = stack.enter_context(socket.socket())
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                own.bind(("127.0.0.1", port))
+                own.listen()
 
 
 def test_a_port_that_is_taken_is_named(listener: socket.socket) -> None:
