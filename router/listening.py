@@ -50,7 +50,7 @@ _SHARE_OF_ADDRESS = (
     (0x20, 0, 0, _IP_HEADER + 12),
     (0xAC, 0, 0, 0),  # the first word xor the second
     (0x24, 0, 0, 0x9E3779B1),  # neighbouring addresses spread: multiply by 2^32 / the golden ratio
-    (0x74, 0, 0, 16),  # the high bits
+    (0x74, 0, 0, 32 - (ADDRESS_SHARES - 1).bit_length()),  # the highest bits, which all bits of the address change
     (0x94, 0, 0, ADDRESS_SHARES),  # modulo
     (0x16, 0, 0, 0),  # return it
 )
@@ -81,7 +81,11 @@ def reserve_grpc(config: RouterConfig) -> socket.socket:
         # First without SO_REUSEPORT, which would share the port with another router of the same user.
         with listen(config.host, config.grpc_port, 1) as alone:
             port = alone.getsockname()[1]
+        # Only while it binds: connections that a former router has left, without SO_REUSEPORT perhaps, are no obstacle,
+        # but another router is refused also while none of this one's processes listens.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((config.host.strip("[]"), port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         sock.close()
         raise ConfigError(

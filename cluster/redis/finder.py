@@ -31,7 +31,7 @@ FRESH_SECONDS = 2.0  # a server found for a caller that had given up
 
 class Finder:
     def __init__(self, seeds: Seeds):
-        """Raises ConfigError if the URL is a cluster's without a hash tag."""
+        """Raises ConfigError if the URL is a cluster's without a hash tag, or has an unknown option."""
         if seeds.kind == "cluster" and not seeds.name:
             raise ConfigError(
                 "a redis+cluster:// URL needs the hash tag of the keys: ?hash_tag=NAMESPACE",
@@ -45,6 +45,12 @@ class Finder:
             "socket_connect_timeout": ASK_SECONDS,
             "driver_info": None,
         }
+        try:
+            redis.Redis(**self._options).close()
+        except TypeError:  # the message leaves its name out, which may be part of a password
+            raise ConfigError(
+                "redis_url has an option that Redis clients do not know", field="redis_url"
+            ) from None
         self._sentinels = sentinels_of(seeds, self._options) if seeds.kind == "sentinel" else None
         self._ask = self._ask_node if self._sentinels is None else self._sentinels.ask
         self._finding: asyncio.Future[tuple[Address, float]] | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.addresses import listen
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from router.listening import (
@@ -95,6 +96,34 @@ def test_a_reserved_port_is_taken_for_others_and_free_for_the_routers_own() -> N
             assert caught.value.field == "grpc_port"
 
 
+def test_a_reserved_port_on_which_nothing_listens_yet_is_taken_for_others() -> None:
+    with reserve_grpc(CONFIG) as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--grpc-port {port}"):
+            reserve_grpc(CONFIG.model_copy(update={"grpc_port": port}))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_connections_that_a_former_router_has_left_keep_no_port(ended: bool) -> None:
+    """Those of a router that did not share its port, still open or waiting for late packets (TIME_WAIT)."""
+    with listen("127.0.0.1", 0, 1) as former:
+        port = former.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        left, _ = former.accept()
+    with client, left:
+        if ended:
+            left.shutdown(socket.SHUT_RDWR)
+            client.close()
+        again = CONFIG.model_copy(update={"grpc_port": port})
+        with reserve_grpc(again), contextlib.ExitStack() as stack:
+            for _ in range(2):
+                own = stack.enter_context(socket.socket())
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                own.bind(("127.0.0.1", port))
+                own.listen()
+
+
 def test_a_port_that_is_taken_is_named(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     with pytest.raises(ConfigError, match=f"--http-port {port}") as caught:
@@ -127,15 +156,20 @@ def test_all_connections_from_an_address_reach_the_same_listener(host: str, fami
             port = one.getsockname()[1]
             listeners.append(one)
         spread_by_address(listeners[0])
-        used = set()
-        for last in range(1, 33):
-            for _ in range(4):
-                where = ("127.0.0.1", port)
-                socket.create_connection(where, 5, source_address=(f"127.0.0.{last}", 0)).close()
-            found = accepted(listeners)
-            assert len(found) == 4 and len(set(found)) == 1
-            used |= set(found)
-        assert used == set(range(ADDRESS_SHARES)), "addresses are spread"
+        where = "127.0.0.1", port
+        # Also if they differ in their first bits only, as the routers of several networks may.
+        for sources in (
+            [f"127.0.0.{last}" for last in range(1, 33)],
+            [f"127.{second}.0.1" for second in range(8, 256, 8)],
+        ):
+            used = set()
+            for source in sources:
+                for _ in range(4):
+                    socket.create_connection(where, 5, source_address=(source, 0)).close()
+                found = accepted(listeners)
+                assert len(found) == 4 and len(set(found)) == 1
+                used |= set(found)
+            assert used == set(range(ADDRESS_SHARES)), "addresses are spread"
         if family == socket.AF_INET6:
             for _ in range(4):
                 socket.create_connection(("::1", port), 5).close()
