@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.errors import CancelledError, EngineRequestError, InvalidRequestError
 from cluster.faults.points import Point
+from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import hash_blocks
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from decode_worker.attempts import DecodeAttempts
@@ -20,6 +21,9 @@ from worker.validate import check_spec
 
 # Blocks are reserved for as many new tokens of each choice; longer answers grow block by block.
 PROJECTED_GROWTH_TOKENS = 256
+# Below the time that a prefill worker waits for an answer. A worker's first grammar takes the longest: with it, the tokenizer is
+# read.
+GRAMMAR_SECONDS = 3.0
 
 
 class HandoffEngineAdapter:
@@ -35,16 +39,17 @@ class HandoffEngineAdapter:
     async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
         self._parts.health.check_accepting()
         self._check(request)
+        if request.spec.HasField("grammar"):
+            # Now: a step that had to compile it would keep every other sequence waiting.
+            await self._parts.host.compile_grammar(grammar_from_wire(request.spec.grammar), GRAMMAR_SECONDS)
+            self._parts.health.check_accepting()
         attempt = self._attempts.open_new(request)
         attempt.whole_tokens = request.spec.sampling.logprobs
         attempt.choices = max(1, request.spec.n)
         began = time.monotonic()
         attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
         # Refused ones come again and again; commits, aborts and pauses do not wait for all of them.
-        wanted = request_from_wire(attempt.engine_id, request.spec)
-        if wanted.grammar is not None:
-            self._parts.host.engine.grammars.begin(wanted.grammar)  # until the commit there is time
-        reserve = self._reserve_blocks(wanted, request)
+        reserve = self._reserve_blocks(request_from_wire(attempt.engine_id, request.spec), request)
         reservation = await self._parts.host.call(reserve, behind=True)
         try:
             self._reserved(attempt, request, reservation)

@@ -106,7 +106,9 @@ class Engine:
         method = method_for(config, draft)
         self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len, method)
         vocab = runner.model_config.vocab_size
-        self.grammars = grammars or Grammars(backend_for(Path(config.model), vocab, limits.eos))
+        if grammars is None:
+            grammars = Grammars(backend_for(Path(config.model), vocab, limits.eos))
+        self.grammars = grammars
         self._masks = GrammarMasks(self.grammars, vocab)
         self._outputs = OutputProcessor(
             self._scheduler, prefixes, limits, self._counters, sampler, self._drafter, self._masks

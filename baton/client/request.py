@@ -78,7 +78,7 @@ def _set_rule(grammar: common_pb2.Grammar, name: str, value: Any) -> None:
         raise InvalidRequestError(f"{name}: not with {other}: an answer has one grammar", field=name)
     with _naming(name):
         if name == "choice":
-            grammar.choice.texts.extend(value)
+            grammar.choice.texts.extend([value] if isinstance(value, str) else value)
         elif name == "json_schema" and not isinstance(value, str):
             grammar.json_schema = json.dumps(value)
         else:

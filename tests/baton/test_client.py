@@ -112,6 +112,12 @@ def test_options_left_out_stay_unset_and_zero_is_sent(stream: Streamer, router: 
     assert dict(options.logit_bias) == {3: -1.5}
 
 
+def test_a_single_choice_may_be_a_text(stream: Streamer, router: StubRouter) -> None:
+    """A text is a sequence of texts too: its characters are not the choices."""
+    stream(router.address, "hi", choice="yes")
+    assert list(router.inference.requests[0].options.grammar.choice.texts) == ["yes"]
+
+
 def test_logprobs(stream: Streamer, router: StubRouter) -> None:
     _, completion = stream(router.address, "x", max_tokens=2, logprobs=2)
     assert [item.logprob for item in completion.choices[0].logprobs] == [-0.5, -0.5]

@@ -12,6 +12,7 @@ import torch
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError
 from cluster.grammar.spec import GrammarSpec
+from engine.engine import Engine
 from engine.request import FinishReason
 from tests.engine.fake_model import FakeRunner
 from tests.engine.grammars import (
@@ -295,3 +296,10 @@ def test_compiled_grammars_are_kept_up_to_a_number(model):
     for n in range(3):
         engine.grammars.get(GrammarSpec("regex", f"a{{{n + 1}}}"))
     assert len(engine.grammars) == 3 and not engine.grammars.has(FOUR_DIGITS)
+
+
+def test_an_engine_keeps_the_store_that_it_is_given(model):
+    """An empty store is false."""
+    given = grammar_engine(model).grammars
+    runner = RandomRunner(8, model=model)
+    assert Engine(runner, runner.config, secret=b"g", grammars=given).grammars is given
