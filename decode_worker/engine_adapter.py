@@ -43,7 +43,7 @@ class HandoffEngineAdapter:
         # Refused ones come again and again; commits, aborts and pauses do not wait for all of them.
         wanted = request_from_wire(attempt.engine_id, request.spec)
         if wanted.grammar is not None:
-            self._parts.host.engine.grammars.begin(wanted.grammar)  # until the commit there is time
+            self._parts.host.engine.grammars.begin(wanted.grammar)  # compiled while the parts arrive
         reserve = self._reserve_blocks(wanted, request)
         reservation = await self._parts.host.call(reserve, behind=True)
         try:
