@@ -69,7 +69,7 @@ def _weights(**changes: Any) -> dict[str, Any]:
 
 
 def _scale(largest: Tensor, code: float) -> Tensor:
-    """The scale that maps `largest` to `code`; of zeros alone any but 0."""
+    """The scale that maps `largest` to `code`; 1 where it would be 0."""
     scale = (largest.float() / code).to(largest.dtype)
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 

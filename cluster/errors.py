@@ -220,7 +220,7 @@ class EngineRequestError(InternalError):
 
 
 class GrammarDeadEndError(EngineRequestError):
-    """No token is left that the request's grammar and its other options allow. It would be so in any engine."""
+    """No token is left that the request's grammar and its other options allow. Every engine would fail in the same way."""
 
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400

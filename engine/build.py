@@ -122,7 +122,7 @@ def _keeps_codes(config: EngineConfig) -> bool:
 
 
 def _code_bytes(model: ModelConfig, config: EngineConfig) -> tuple[float, int] | None:
-    """As coded.code_bytes, for the matrices of a rank. Where only some of them are expanded, all count as expanded."""
+    """As coded.code_bytes, for the matrices of a rank. None if any of them is expanded: then all count as expanded."""
     if not _keeps_codes(config):
         return None
     size = config.tensor_parallel
@@ -140,7 +140,7 @@ def _weights_line(model: ModelConfig, config: EngineConfig, untied_head: bool) -
     if formats.is_int8(model.quantization, config.quantization):
         return line
     if _code_bytes(model, config) is not None:
-        return f"{line}, and kept so"
+        return f"{line}, and not expanded"
     if model.experts is not None:  # int8 is refused for them
         return f"{line}, expanded to {config.dtype} while loading"
     less = weight_bytes(model, config.model_copy(update={"quantization": "int8"}))
@@ -412,7 +412,7 @@ def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
 def _cuda_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
     if isinstance(weight, CodedWeight):
         return CodedLinear(weight, bias)
-    assert isinstance(weight, Tensor), "int8 does not come here"
+    assert isinstance(weight, Tensor), "int8 layers are made by engine/quant/int8.py"
     return CudaLinear(weight, bias)
 
 

@@ -91,7 +91,7 @@ class Engine:
         draft: DraftRunner | None = None,
         grammars: Grammars | None = None,
     ):
-        """`draft`: the runner of the draft model, if the settings name one. `grammars`: where compiled ones are kept."""
+        """`draft`: the runner of the draft model, if the settings name one. `grammars`: the store of compiled grammars."""
         self._clock = clock
         self._runner = runner
         self._max_len = config.max_model_len or runner.model_config.max_model_len

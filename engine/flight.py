@@ -91,7 +91,7 @@ def _plain(sequence: Sequence) -> bool:
         sequence.num_computed >= sequence.num_prompt
         and not request.prefill_only
         and not request.export
-        and request.grammar is None  # its mask needs the token before
+        and request.grammar is None  # its mask depends on the preceding token
         and not _counts_tokens(request.sampling)
     )
 

@@ -3,8 +3,8 @@
     schedule ─► prepare ─► forward pass ─────────────► of ─► draw
                    └─────► accept the last token, fill ─┘
 
-The matcher of a sequence is made when its first mask is needed, and follows its output from then on: with the first token
-on a prefill worker, after a hand-off, after a preemption and where a stream is resumed, it is made from the output so far.
+The matcher of a sequence is made when its first mask is needed, from the output so far, and follows the output from then
+on. So it is right after a hand-off, after a preemption and where a stream is resumed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ class _Followed:
     def __init__(self, matcher: Matcher, vocab: int):
         self.matcher = matcher
         self.accepted = 0
-        self.words: Words = np.zeros(
-            word_count(vocab), dtype=np.int64
-        )  # of the last mask, copied by its draw
+        # The last mask. Its draw copies it before the next one is filled.
+        self.words: Words = np.zeros(word_count(vocab), dtype=np.int64)
 
 
 class GrammarMasks:
-    """`active`: whether a request with a grammar was taken in since the last time that there was none."""
+    """`active`: whether requests may have a grammar; while it is False, steps skip all work for masks."""
 
     def __init__(self, grammars: Grammars, vocab: int):
         self.active = False
@@ -44,7 +43,7 @@ class GrammarMasks:
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self, sequences: Seq[Sequence]) -> None:
-        """Begin to fill the masks of sequences with a grammar, each for the draw of this step."""
+        """Begin to fill the masks of sequences with a grammar, for the draws of this step."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammar-masks")
         for sequence in sequences:

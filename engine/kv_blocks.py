@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.protocol.kv_format import SCALE_BYTES
 
 MOST = 127.0  # largest magnitude of a code
-WRITE_PART_BYTES = 12  # bound of what `write_part` takes while it runs, for each number of a block
+WRITE_PART_BYTES = 12  # upper bound of the temporaries of `write_part`, for each number of a block
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     """[..., dim] → codes, int8, and scales, bf16 [...]: of each row the largest magnitude / 127, rounded; NaN where a
     number is not finite."""
     exact = values.float()
-    most = exact.new_full((), MOST)  # by a Python number CUDA would multiply with its inverse
+    most = exact.new_full((), MOST)  # a division by a Python number multiplies by its inverse on CUDA
     scales = (exact.abs().amax(-1) / most).to(torch.bfloat16)
     scales = torch.where(scales.isfinite(), scales, math.nan)
     wide = scales.float()[..., None]
@@ -74,7 +74,8 @@ def write(blocks: Tensor, token: int, numbers: Tensor) -> None:
 
 def write_part(blocks: Tensor, numbers: Tensor, ids: Tensor, offset: int) -> None:
     """Write a part's numbers, flat in the order of the wire, into int8 blocks [block, layer, K|V, head, token, row],
-    beginning at token `offset` of block ids[0]. Block by block: what lies between stays in a cache."""
+    beginning at token `offset` of block ids[0]. Block by block, so that temporaries stay in the CPU's
+    cache."""
     _, layers, _, heads, page, row = blocks.shape
     codes, scales = split(blocks)
     shape = (1, layers, 2, heads, -1, row - SCALE_BYTES)

@@ -1,4 +1,4 @@
-"""Chooses what rounds the parts of a hand-off to int8 as they are written into the KV cache."""
+"""Chooses the function that rounds the parts of a hand-off to int8 as they are written into the KV cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ K|V, head, token, row], beginning at token `offset` of block ids[0]. `ids`: int6
 
 
 def writer(blocks: Tensor, dtype: torch.dtype) -> WritePart:
-    """For parts of `dtype` and caches of the shape and device of `blocks`. It is compiled and tried before this returns,
-    so that the first part does not wait for that."""
+    """Return the function for parts of `dtype` and caches of the shape and device of `blocks`. It is compiled and tried
+    first, so that no part waits for that."""
     made = _compiled(blocks.device)
     if made is None:
         return kv_blocks.write_part

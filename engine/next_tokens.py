@@ -122,7 +122,7 @@ def _rows(draws: Draws, limits: StopLimits, mask: Words | None) -> list[Row]:
     ends = limits.eos if mask is not None or not params.ignore_eos else ()
     banned = forbidden(len(sequence.tokens) - sequence.num_prompt, params, ends)
     if banned and mask is not None and _only(mask, limits.eos):
-        banned = ()  # the grammar ends here
+        banned = ()  # the grammar allows nothing but the end
     return [
         Row(params, sequence.choice + extra, sequence.tokens, sequence.num_prompt, banned, mask)
         for extra in range(draws.choices)
@@ -130,7 +130,7 @@ def _rows(draws: Draws, limits: StopLimits, mask: Words | None) -> list[Row]:
 
 
 def _only(mask: Words, token_ids: Seq[int]) -> bool:
-    """Whether the mask allows none but these."""
+    """Whether the mask allows no other tokens than these."""
     rest = mask.view(np.uint8).copy()
     for token in token_ids:
         rest[token >> 3] &= ~(1 << (token & 7)) & 0xFF
@@ -168,7 +168,8 @@ def finish_reason(
 
 
 def forbidden(output_count: int, params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
-    """Ids that would end the choice before min_tokens, for the next token. `eos`: those that end it."""
+    """Ids that would end the choice before min_tokens, for the next token. `eos`: the end-of-sequence
+    tokens that end it."""
     if output_count + 1 >= params.min_tokens:
         return ()
     return tuple({*eos, *params.stop_token_ids})

@@ -50,9 +50,8 @@ def first_steps(config: EngineConfig, rows: int) -> list[tuple[str, StepPlan]]:
     """
     most = min(config.max_model_len - 1, config.max_batch_tokens)
     wanted = {2, 2 * config.page_size, LONG_PROMPT}
-    if (
-        config.attention_backend == "triton"
-    ):  # products with quantised weights have tiles of 16, 64 and 128 rows
+    # Products with quantised weights have tiles of 16, 64 and 128 rows.
+    if config.attention_backend == "triton":
         wanted |= {17, 65, LONG_PROMPT + 1}
     lengths = [one for one in sorted(wanted) if one <= most] or [max(1, most)]
     plans = [

@@ -1,8 +1,8 @@
 """The router's gRPC port.
 
-gRPC for Python hands a server's calls to Python one by one, in the order in which they arrived, whoever sends them: a
-flood of calls keeps all others waiting, or gets them cancelled. So several servers listen on the port, and the kernel
-gives each address's connections to one of them: a flood delays only calls from addresses of the same share.
+gRPC for Python hands a server's calls to Python one by one, in the order of arrival: a flood of calls makes all others
+wait, or gets them cancelled. So several servers listen on the port, each for a share of all addresses, and the kernel
+gives all connections of an address to the same server: a flood delays only calls from addresses of the same share.
 """
 
 from __future__ import annotations

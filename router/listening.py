@@ -36,9 +36,9 @@ _DROP_SYN = (
     (0x06, 0, 0, 0),  # drop
     (0x06, 0, 0, 0xFFFFFFFF),  # keep
 )
-_IP_HEADER = 0x1_0000_0000 - 0x100000  # SKF_NET_OFF: offsets from here are of the IP header
-# Of a packet that asks for a connection: a number from the address it comes from, below that of the shares. Of an IPv6
-# address the first 64 bits count: a client usually has all addresses below.
+_IP_HEADER = 0x1_0000_0000 - 0x100000  # SKF_NET_OFF: offsets from here on are in the IP header
+# Of a packet that asks for a connection: the number of the share to which its source address belongs. Only the first 64
+# bits of an IPv6 address count: a client usually has all addresses that begin with them.
 _SHARE_OF_ADDRESS = (
     (0x30, 0, 0, _IP_HEADER),  # load the byte with the version
     (0x54, 0, 0, 0xF0),
@@ -142,14 +142,14 @@ def allow_connections(sock: socket.socket) -> None:
 
 
 def address_shares(config: RouterConfig) -> int:
-    """Servers behind the gRPC port of a process. Processes that share a port share all addresses: one client may be a
-    load balancer, which all of them serve."""
+    """Return the number of servers behind the gRPC port of a process. It is 1 where several processes share the port: all
+    connections through one load balancer would reach one of them."""
     return ADDRESS_SHARES if config.processes == 1 and sys.platform == "linux" else 1
 
 
 def spread_by_address(listener: socket.socket) -> None:
-    """Of ADDRESS_SHARES sockets that listen on one port (SO_REUSEPORT), this one among them, the same one gets all
-    connections from an address. Without it, connections are spread at random. Raises OSError."""
+    """Give all connections from an address to the same one of the ADDRESS_SHARES sockets that listen on one port
+    (SO_REUSEPORT), of which `listener` is one. Without this they are spread by address and port. Raises OSError."""
     _attach(listener, _SO_ATTACH_REUSEPORT_CBPF, _SHARE_OF_ADDRESS)
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 ROUND_SECONDS = 0.005  # of commands between two steps
 JOIN_LOOK_SECONDS = 0.1
-GRAMMAR_SECONDS = 10.0  # each takes less than one; many may wait for each other
+GRAMMAR_SECONDS = 10.0  # one takes less than a second; they are compiled one after another
 LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 
 
@@ -132,12 +132,13 @@ class EngineHost:
         ModelError."""
         if self.engine.grammars.has(grammar):
             return
+        limit = min(seconds, GRAMMAR_SECONDS)
         try:
-            async with asyncio.timeout(min(seconds, GRAMMAR_SECONDS)):
+            async with asyncio.timeout(limit):
                 await asyncio.wrap_future(self.engine.grammars.begin(grammar))
         except TimeoutError:
             raise DeadlineError(
-                f"grammar: it was not compiled within {seconds:.1f} s", field="grammar"
+                f"grammar: it was not compiled within {limit:.1f} s", field="grammar"
             ) from None
 
     def _run(self) -> None:

@@ -39,7 +39,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     include_stop_text: bool
     priority: int  # higher is more important
-    # At most one of them: what every answer must match
+    # The grammar that every answer must match: at most one of these four
     json_schema: Mapping[str, object] | str
     regex: str
     choice: Sequence[str]

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # Measured: a router with a tokenizer; Ray's processes with Serve and two empty replicas.
 ROUTER_BYTES = 256 << 20
 RAY_BYTES = 1 << 30
-PROCESS_SECONDS = 60.0  # of a process that loads torch
+PROCESS_SECONDS = 60.0  # limit of a process that loads torch and prints what it found
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 HOST = -1  # a location; the others are numbers of cards
 
@@ -132,8 +132,8 @@ def cards() -> list[Limit]:
 
 
 def draft_pool_bytes(engine: EngineConfig) -> int:
-    """Bytes of the KV pool of `engine`'s draft model. 0 if they are unknown: the worker refuses the model then, and says
-    why."""
+    """Return the bytes of the KV pool of `engine`'s draft model; 0 if they are unknown, because then the worker refuses
+    the draft model with the reason."""
     if engine.draft_model is None or engine.draft_kv_memory_bytes:
         return engine.draft_kv_memory_bytes
     command = [sys.executable, "-m", "engine.speculation.pool_bytes"]

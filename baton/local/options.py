@@ -184,9 +184,8 @@ class UpOptions(Frozen):
                 engine.kv_memory_bytes,
                 engine.draft_kv_memory_bytes,
             )
-        if any(
-            pool.kv_bytes for pool in pools.values()
-        ):  # else each worker's own pool gets what this one leaves
+        # Without a given size the KV pool of each worker takes what the draft model's pool leaves.
+        if any(pool.kv_bytes for pool in pools.values()):
             pools["decode"] = pools["decode"]._replace(draft_bytes=self._draft_pool_bytes)
         return pools
 

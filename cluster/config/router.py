@@ -194,8 +194,8 @@ class ConnectionLimits(Frozen):
     max_grpc_connections: Count = Field(
         1024,
         ge=1,
-        description="of each eighth of all addresses (with several processes: of all): further gRPC connections"
-        " are closed at once",
+        description="gRPC connections from each eighth of all addresses (with several processes, or on other systems than "
+        "Linux: from all); further ones are closed at once",
     )
     grpc_idle_seconds: Seconds = Field(
         60.0, gt=0, description="a gRPC connection without a call for this long is closed"

@@ -13,7 +13,7 @@ _SETTINGS = ("speculation", "speculative_tokens", "draft_model", "draft_kv_memor
 
 
 class Settings(Protocol):
-    """What is checked of EngineConfig."""
+    """The settings of EngineConfig that are checked here."""
 
     @property
     def speculation(self) -> str: ...
@@ -43,7 +43,7 @@ class DraftSource(NamedTuple):
 
     @property
     def off(self) -> str:
-        """What the setting is without drafts."""
+        """The value that turns drafts off, for messages."""
         return "speculation none" if self.setting == "speculation" else "no draft_model"
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class DraftSource(NamedTuple):
 
 
 def draft_source(engine: Settings) -> DraftSource | None:
-    """None: no setting asks for drafts."""
+    """Return the setting that asks for drafts, or None."""
     if engine.draft_model is not None:
         return DraftSource("draft_model", str(engine.draft_model))
     return None if engine.speculation == "none" else DraftSource("speculation", engine.speculation)
@@ -66,8 +66,8 @@ def without_drafts(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check(engine: Settings) -> None:
-    """Raise ConfigError for settings that exclude each other or have no effect, ValueError for those that leave drafts no
-    room."""
+    """Raise ConfigError for settings that exclude each other or have no effect, ValueError for those that leave a step
+    no room for drafts."""
     _check_source(engine)
     source = draft_source(engine)
     if source is None:

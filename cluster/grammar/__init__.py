@@ -1,1 +1,1 @@
-"""Grammars that an answer must match: what travels with a request, and how it is read."""
+"""Grammars that an answer must match: their form on the wire, and how llguidance compiles them."""

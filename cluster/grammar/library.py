@@ -1,4 +1,4 @@
-"""How grammars are given to llguidance, and the bounds of its work. It is imported with the first grammar."""
+"""Compiles grammars by llguidance, with bounds of its work. llguidance is imported when it is first needed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cluster.grammar.spec import GrammarSpec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Compact JSON, nothing left out, no alternative for oneOf: what is said in the schema must hold. These go before what a
-# schema itself may ask of the library.
+# Compact JSON; no keyword is ignored, and oneOf is not weakened to anyOf. These options override those that a schema may
+# set itself.
 _JSON = {
     "item_separator": ",",
     "key_separator": ":",
@@ -26,7 +26,7 @@ _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": 
 
 
 def parser_limits() -> LLParserLimits:
-    """The work of compiling and of each step, in the library's units: about 0.1 s and 10 ms at most, and 50 MB of
+    """Return the bounds of compiling and of each step, in the library's units: at most about 0.1 s and 10 ms, and 50 MB of
     states."""
     from llguidance import LLParserLimits
 
@@ -42,7 +42,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def make_tokenizer(tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
-    """Raises ModelError with the reason if the library has no use for this tokenizer."""
+    """Make the library's tokenizer. Raises ModelError with the reason if the library cannot use this one."""
     from llguidance import LLTokenizer
 
     if not eos:
@@ -55,7 +55,8 @@ def make_tokenizer(tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]) -
 
 
 def _with_special(tokenizer_json: str, eos: tuple[int, ...]) -> str:
-    """With the ends of sequence among the special tokens. As plain ones they would be allowed wherever their text is."""
+    """Return tokenizer.json with the end-of-sequence tokens marked as special: plain ones are allowed wherever their text
+    is."""
     raw = json.loads(tokenizer_json)
     added = raw.setdefault("added_tokens", [])
     known = {one["id"]: one for one in added}
@@ -70,7 +71,7 @@ def _with_special(tokenizer_json: str, eos: tuple[int, ...]) -> str:
 
 
 def make_matcher(spec: GrammarSpec, tokenizer: LLTokenizer) -> LLMatcher:
-    """At the beginning of an answer. Raises InvalidRequestError with the library's reason."""
+    """Make a matcher at the beginning of an answer. Raises InvalidRequestError with the library's reason."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, library_text(spec), log_level=0, limits=parser_limits())
@@ -80,7 +81,7 @@ def make_matcher(spec: GrammarSpec, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def library_text(spec: GrammarSpec) -> str:
-    """The grammar in the library's own form. Raises InvalidRequestError."""
+    """Return the grammar in the library's own form. Raises InvalidRequestError."""
     from llguidance import LLMatcher
 
     try:
@@ -98,12 +99,12 @@ def library_text(spec: GrammarSpec) -> str:
         raise _refused(str(error)) from error
 
 
-def _overrides() -> Any:  # the library's type is not there where it is not installed
+def _overrides() -> Any:  # Any: mypy may run where the library is not installed
     return _JSON
 
 
 def _object_schema(text: str) -> str:
-    """The library takes options for a schema that is an object only."""
+    """Wrap true and false: the library accepts options only with a schema that is an object."""
     return '{"allOf":[' + text + "]}" if text.strip() in ("true", "false") else text
 
 

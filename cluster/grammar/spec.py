@@ -1,4 +1,4 @@
-"""The grammar of a request, as it travels from routers to workers."""
+"""The grammar of a request, as routers send it to workers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GrammarSpec:
 
 
 def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
-    """Raises InvalidRequestError: a rule of a later version is refused, never left out."""
+    """Read a grammar. Raises InvalidRequestError: a rule of a later version is refused, never ignored."""
     match grammar.WhichOneof("rule"):
         case "json_schema":
             spec = GrammarSpec("json_schema", grammar.json_schema)
@@ -53,13 +53,15 @@ def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
         case "choice" if grammar.choice.texts:
             spec = GrammarSpec("choice", orjson.dumps(list(grammar.choice.texts)).decode())
         case _:
-            raise InvalidRequestError("grammar: has no rule of a known kind, or no choices", field="grammar")
+            raise InvalidRequestError(
+                "grammar: has none of json_schema, regex, choice and lark, or no choices", field="grammar"
+            )
     check_size(spec)
     return spec
 
 
 def check_size(spec: GrammarSpec) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError if the text is too long."""
     size = len(spec.text.encode(errors="surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(

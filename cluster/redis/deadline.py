@@ -1,4 +1,4 @@
-"""A deadline for the whole answer of a server that is asked which one has the keys."""
+"""A deadline for the whole answer of a Sentinel or of a cluster's node."""
 
 from __future__ import annotations
 

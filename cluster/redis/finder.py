@@ -138,7 +138,7 @@ class Finder:
 
 def _owner(answer: Any, slot: int, asked: Address) -> Address | None:
     """The primary of `slot`. `answer`: [[first slot, last slot, [host, port, …] of the primary, …], …]; an empty host is
-    that of the node that was `asked`. Raises TypeError, ValueError or LookupError if the answer is another one."""
+    that of the node that was `asked`. Raises TypeError, ValueError or LookupError if the answer has another form."""
     for first, last, primary, *_ in answer:
         if int(first) <= slot <= int(last):
             return Address.checked(str_if_bytes(primary[0] or b"") or asked.host, int(primary[1]))

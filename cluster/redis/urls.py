@@ -32,7 +32,8 @@ class Address(NamedTuple):
 
     @classmethod
     def checked(cls, host: str, port: int) -> Self:
-        """Raises ValueError for one at which a socket would raise UnicodeError or OverflowError, no OSError."""
+        """Return the address. Raises ValueError for one for which a socket would raise UnicodeError or OverflowError,
+        and not OSError."""
         if not host or "\0" in host or not 0 < port < 1 << 16:
             raise ValueError("no address")
         host.encode("idna")  # UnicodeError: a part of the name is too long

@@ -118,8 +118,8 @@ class CudaLinear:
 
 
 class CodedLinear:
-    """Weights as they are stored, on CUDA by our own kernels, which need Triton: few rows read the codes, for many the
-    weights are expanded, a part at a time."""
+    """Weights as they are stored, on CUDA by our own kernels, which need Triton: products of few rows read the
+    codes; for many rows the weights are expanded, a part at a time."""
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None = None):
         from engine.ops import triton_codes

@@ -29,8 +29,8 @@ class Checkpoint:
         quantization: StoredFormat | None = None,
         coded: bool = False,
     ):
-        """`quantization`: the format of quantised matrices; None: none is quantised. `coded`: they are kept in their codes
-        where kernels can read these."""
+        """`quantization`: the format of quantised matrices; None: none is quantised. `coded`: they are kept as codes where
+        kernels can read these."""
         self._dtype = dtype
         self._device = device
         self._directory = directory
@@ -70,8 +70,8 @@ class Checkpoint:
     def matrix(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
     ) -> Weight:
-        """The weights of a product, as `get`: int8 where they are stored so, in their codes if these are kept, else in the
-        engine's dtype."""
+        """The weights of a product, as `get`: int8 where they are stored so, codes if these are kept, else in the engine's
+        dtype."""
         outputs, inputs = shape
         product, how = name.removesuffix(".weight"), self._quantization
         if how is None or not stored.is_stored(how, self, product):

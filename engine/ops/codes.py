@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 FP8, BYTES, NIBBLES = "fp8", "bytes", "nibbles"
-FP8_SCALED = 256.0  # scales of FP8 are stored times this: kernels read its bits as those of fp16
-SPAN = 32  # inputs in 16 bytes of nibbles: a byte has those of its place in both halves, the first in its low bits
+FP8_SCALED = 256.0  # scales of FP8 are stored times this, as kernels read its bits as fp16's
+SPAN = (
+    32  # inputs in 16 bytes of nibbles: byte i has input i in its low bits and input 16 + i in its high bits
+)
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class CodedWeight:
         return outputs, stride * (2 if self.kind == NIBBLES else 1)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> CodedWeight:
-        """With its tensors changed, which all have a row per output."""
+        """Return it with `change` applied to each tensor; all of them have a row per output."""
         zeros = None if self.zeros is None else change(self.zeros)
         return CodedWeight(self.kind, change(self.codes), change(self.scales), zeros, self.group)
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
-        """In float32 and rounded once, by torch."""
+        """Compute the matrix in float32, by torch, and round it once to `dtype`."""
         outputs, inputs = self.shape
         if self.kind == FP8:
             numbers, scales = self.codes.view(torch.float8_e4m3fn).float(), self.scales / FP8_SCALED

@@ -132,8 +132,8 @@ def _store_row_of(kind, rows, at, cache, plane, page, offset, dim):
 
 @compiled_exactly
 def quantize_row(rows, at, codes, scales, token, dim):
-    """As engine/kv_blocks.py does, to the last bit; returns the scale. A row that is not finite has the scale NaN. Bits of
-    magnitudes are compared, which are in the order of the numbers: a largest float is not found by vectors."""
+    """As engine/kv_blocks.py does, to the last bit; returns the scale. A row that is not finite has the scale NaN.
+    Magnitudes are compared by their bits, which have the same order: a maximum of floats is not vectorised."""
     top = np.uint32(0)
     for i in range(dim):
         bits = np.uint32(as_u32(load(rows, at + i)) & np.uint32(0x7FFFFFFF))

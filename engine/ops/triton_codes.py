@@ -14,7 +14,7 @@ from engine.ops.codes import BYTES, FP8, NIBBLES, CodedWeight
 OPTIONS = {"enable_fp_fusion": True}
 KINDS = {FP8: kernels.FP8.value, BYTES: kernels.BYTES.value, NIBBLES: kernels.NIBBLES.value}
 MOST_ROWS = 128  # above, expanding the weights costs less than converting them in each tile of rows
-EXPANDED = 1 << 26  # weights that are expanded at a time: memory beside a product of many rows
+EXPANDED = 1 << 26  # weights that are expanded at a time, which bounds the memory of a product
 EXPAND_BLOCK = 1024
 ROW_INPUTS = 1024  # of a single row that a program multiplies at a time
 _LONGEST = 128  # inputs of one group that are multiplied at a time
@@ -43,7 +43,7 @@ def tile_sizes(rows: int, group: int) -> dict[str, int]:
 
 
 def form(weight: CodedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The tensors and constants of a weight that all kernels take."""
+    """Return the tensors and constants of a weight that all kernels take."""
     zeros = weight.codes if weight.zeros is None else weight.zeros
     return (weight.codes, weight.scales, zeros), {"KIND": KINDS[weight.kind]}
 

@@ -1,8 +1,8 @@
 """Rows of a KV cache in int8 on CUDA: codes, and a bf16 scale for each row. Importing it needs Triton.
 
-To the last bit as engine/kv_blocks.py rounds them: divisions are those of IEEE, a row's codes are its numbers times
-1 / scale, rounded to the nearest. A compiler may join a product and a sum to one operation, which rounds once: here a
-clamp is between them.
+Codes and scales equal those of engine/kv_blocks.py to the last bit: divisions are rounded as IEEE 754 requires, and a
+row's codes are its numbers times 1 / scale, rounded to the nearest. A compiler may fuse a product and a sum into one
+operation, which rounds once: here a clamp is between them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def as_scales(address):
 
 @triton.jit
 def load_scales(address, there, MASKED: tl.constexpr):
-    """float32. MASKED: those that are not `there` are 0, whatever lies there."""
+    """float32. MASKED: scales that are not `there` are 0, and are not read."""
     at = as_scales(address)
     bits = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -60,5 +60,5 @@ def load_scales(address, there, MASKED: tl.constexpr):
 
 @triton.jit
 def numbers(codes, like):
-    """Codes as numbers of the dtype of `like`, which has all of them."""
+    """Convert codes to the dtype of `like`, in which all of them are exact."""
     return codes.to(tl.float32) if INTERPRETED else codes.to(like.dtype)

@@ -117,7 +117,7 @@ def multiply_int8(
 
 @triton.jit
 def numbers(codes, KIND: tl.constexpr):
-    """uint8 codes as float32; of FP8 E4M3 1/256 of its numbers, because its bits are moved to those of fp16."""
+    """Convert uint8 codes to float32. FP8 E4M3 gives 1/256 of its numbers, because its bits are moved to fp16's places."""
     if KIND == FP8:
         wide = codes.to(tl.int16)
         found = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
@@ -190,8 +190,8 @@ def multiply_codes(
     KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     BIASED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The same for several rows: codes are exact in the type of x, their products are added in float32, and scaled. INPUTS
-    divides GROUP; WHOLE: INPUTS divides the inputs."""
+    """As multiply_row_codes for several rows: codes are exact in the type of x, their products are added in float32, and
+    scaled. INPUTS divides GROUP; WHOLE: INPUTS divides the inputs."""
     tall = tl.cdiv(rows, ROWS)
     row = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) // tall * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -252,7 +252,7 @@ def multiply_codes(
 @triton.jit
 def expand_codes(codes, scales, zeros, out, stride, groups, group, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """out [outputs, inputs] = (codes − zeros) · scales, in float32 and rounded once. A program per output and BLOCK
-    bytes. `group`: of how many inputs."""
+    bytes. `group`: inputs of a group."""
     row = tl.program_id(0).to(tl.int64)
     each: tl.constexpr = 2 if KIND == NIBBLES else 1
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

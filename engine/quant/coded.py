@@ -1,4 +1,4 @@
-"""Keeps a matrix in its codes, for kernels that read them (engine/ops/triton_codes.py)."""
+"""Keeps a matrix as codes, for kernels that read them (engine/ops/triton_codes.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from engine.quant.expand import Parts
 from engine.quant.formats import StoredFormat
 
 _ROWS = 1024  # outputs whose codes are packed at a time
-_MOST = {FP8: 448.0, BYTES: 255.0, NIBBLES: 15.0}  # of codes without their scales
+_MOST = {FP8: 448.0, BYTES: 255.0, NIBBLES: 15.0}  # the largest codes, without scales
 _FLOATS = (formats.FP8, formats.FP8_BLOCKS)
 _KEPT = (*_FLOATS, formats.PACKED, formats.AWQ, formats.GPTQ)
 _KINDS = {0: FP8, 4: NIBBLES, 8: BYTES}
 
 
 def code_bytes(stored: StoredFormat | None, inputs: Collection[int]) -> tuple[float, int] | None:
-    """If kernels for CUDA read the codes of matrices with so many inputs on a rank: the bytes of a weight, its share of a
-    group's scale included, and those of an output beside its weights. None if they are expanded."""
+    """Return the bytes of a weight, its share of a group's scale included, and those of an output beside its weights; None
+    if kernels for CUDA cannot read the codes of one of the matrices. `inputs`: of each matrix on a rank."""
     if stored is None or stored.name not in _KEPT or stored.act_order:
         return None
     group, beside = stored.block[1], 4 if stored.name in _FLOATS else 5

@@ -21,7 +21,7 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 @dataclass(frozen=True)
 class Computed:
-    """How products with matrices of a format are computed. `size`: of a weight."""
+    """How products with matrices of a format are computed. `size`: that of a weight, as text."""
 
     name: str
     size: str
@@ -32,9 +32,6 @@ AS_STORED = Computed("`--dtype`", "2 or 4 bytes")
 INT8_KERNELS = Computed("int8, Baton's kernels", "1 byte")
 INT8_TORCH = Computed("int8, torch's integer product", "1 byte")
 INT8_CUDA = Computed("int8, Baton's kernels; without Triton, torch's integer product", "1 byte")
-_KEPT = (
-    "as stored, in bf16 by Baton's kernels; in fp32 or without Triton, expanded to `--dtype` while loading"
-)
 VNNI, CPU, CUDA = "CPU with AVX512-VNNI", "other CPUs", "CUDA"
 DEVICES = (VNNI, CPU, CUDA)
 
@@ -55,8 +52,11 @@ def _int8() -> dict[str, Computed]:
 
 def _expanded(kept: str = "") -> dict[str, Computed]:
     """`kept`: the bytes of a weight whose codes are kept on CUDA."""
-    found = dict.fromkeys(DEVICES, DTYPE)
-    return {**found, CUDA: Computed(_KEPT, f"{kept}, 2 or 4")} if kept else found
+    cells = dict.fromkeys(DEVICES, DTYPE)
+    if kept:
+        name = f"as stored ({kept}) in bf16 by Baton's kernels, or {DTYPE.name} ([which](serve-a-model.md#quantisation))"
+        cells[CUDA] = Computed(name, DTYPE.size)
+    return cells
 
 
 # By name. With `--quantization int8` every format has the cells of INT8.

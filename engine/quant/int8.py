@@ -20,7 +20,7 @@ from engine.parallel.group import TpGroup
 SMALLEST = 1e-30
 MOST_INPUTS = 1 << 16  # up to here sums of products are exact in 32 bits
 OUTPUT_BYTES = 12  # of an output channel beside its codes: its scale, its bias, where its sum begins
-# Of torch's integer product on CUDA
+# torch's integer product on CUDA needs so many rows, and this multiple of inputs and outputs
 CUDA_LEAST_ROWS, CUDA_MULTIPLE = 17, 8
 _CHANNELS = 128  # quantised at a time: less memory beside the weights
 
@@ -169,10 +169,10 @@ class PanelInt8:
 
 
 def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton: bool = False) -> MakeLinear:
-    """Makes int8 layers in the fastest form of this machine. `triton`: our kernels for CUDA run here.
+    """Make int8 layers in the fastest form of this machine. `triton`: our kernels for CUDA run here.
 
-    `plain` makes those whose weights are not stored as int8; None:
-    these are turned into int8. Every rank of the group must call what it returns for the same layers in the same order."""
+    `plain` makes the layers whose weights are not stored as int8; without it they are turned into int8. Every rank
+    of the group must call the result for the same layers in the same order."""
     scratch = Scratch()
 
     def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
@@ -182,7 +182,7 @@ def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton
         elif plain is not None:
             return plain(weight, bias, split_inputs=split_inputs)
         else:
-            assert isinstance(weight, Tensor), "codes are kept only where they are computed with"
+            assert isinstance(weight, Tensor), "weights are kept as codes only with quantization auto"
             largest = largest_of(weight)
             packed = quantize_weight(weight, sharing.largest(largest) if sharing else largest)
         if packed.codes.shape[1] > MOST_INPUTS:

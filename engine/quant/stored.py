@@ -77,7 +77,7 @@ def read(stored: StoredFormat, source: Source, matrix: Matrix, dtype: torch.dtyp
 
 
 def read_coded(stored: StoredFormat, source: Source, matrix: Matrix) -> CodedWeight | None:
-    """The share as it is stored; None if it has to be expanded. Raises ModelError as `read`."""
+    """Return the share as it is stored; None if it has to be expanded. Raises ModelError as `read` does."""
     parts = _READERS[stored.name](stored, source, matrix)
     return coded.of_parts(parts, stored.block[1])
 

@@ -120,8 +120,8 @@ def apply(logits: Tensor, changes: Changes[Tensor]) -> None:
 
 
 def _apply_masks(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """-inf is added, and not written, where `words`, int64 [rows, words], have no bit: a row with NaN keeps it, and
-    fails."""
+    """Add -inf where the bits of `words`, int64 [rows, words], are 0. It is added and not written, so that a row with
+    NaN keeps it, and fails."""
     octets = words.view(torch.uint8).flatten().int()  # little-endian, as the words' bits
     added = _added_by_octet(logits.device).index_select(0, octets).view(len(rows), -1)
     logits.index_add_(0, rows, added[:, : logits.shape[1]])

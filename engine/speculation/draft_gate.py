@@ -8,8 +8,8 @@
 Steps with drafts do not show what catching up costs. So the seconds that drafting has cost, less those that it has saved,
 are summed too; a sum of more than MAX_COST_STEPS steps without drafts counts as drafts that do not pay.
 
-Another process may delay some steps, or all steps for a while. Hence medians, a limit of what one step adds to the sum,
-and the second measurement: steps without drafts are measured again, under the same load.
+Another process may delay some steps, or all steps for a while. Hence medians, a limit to what one step adds to the sum,
+and a second measurement: steps without drafts are measured again, under the same load.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ SHORTEST_OFF, LONGEST_OFF = 64, 1024
 # Less would end drafting while a prompt of 4,096 tokens is caught up with, in 32 chunks, even if each took as long as a
 # step of the target and the drafts after it would make up for that.
 MAX_COST_STEPS = 32
-MAX_COST_OF_ONE = (
-    8  # the most that one step adds, in steps without drafts: a delay of seconds does not decide
-)
+# The most that one step adds to the sum, in steps without drafts: a delay of seconds does not decide.
+MAX_COST_OF_ONE = 8
 
 
 @dataclass

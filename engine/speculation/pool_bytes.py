@@ -1,6 +1,6 @@
 """Prints the bytes of a draft model's KV pool, for engine settings as JSON on standard input.
 
-`baton up` runs it in a process of its own, so that it needs no torch itself (as engine/cards.py).
+`baton up` runs it in a process of its own, so that it does not load torch itself (as with engine/cards.py).
 """
 
 from __future__ import annotations

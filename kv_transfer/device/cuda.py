@@ -80,8 +80,8 @@ class Buffers:
 
 
 class IndexedRows(NamedTuple):
-    """A part's whole blocks as rows: `part[i]` belongs to `cache[numbers[i]]`. Both have the widest integers that fit the
-    rows and, where a cut block comes before them, its end."""
+    """A part's whole blocks as rows: `part[i]` belongs to `cache[numbers[i]]`. Both consist of the widest integers that
+    divide a row, and what comes before the first one in the part (of a cut block)."""
 
     cache: Tensor  # [all rows, columns]
     numbers: Tensor  # int64 [rows]
@@ -120,7 +120,7 @@ class CudaCopier:
         self._rows = CacheRows.of(kv_cache)
         self._engine_stream = self._cuda.current_stream()
         self._stream = self._cuda.new_stream()
-        # Of a conversion they are numbers of blocks, two of which may be cut.
+        # With a conversion they are the numbers of blocks, and two blocks may be cut.
         rows = max(2, part_bytes // (self._rows.least_elements * kv_cache.element_size()))
         with self._cuda.on(self._stream):
             self._buffers = BufferPool([self._make_buffers(rows) for _ in range(WORKS)])

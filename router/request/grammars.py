@@ -1,4 +1,4 @@
-"""Checks the grammars of requests before any worker gets them: each is compiled here once, off the event loop."""
+"""Checks the grammars of requests before they are sent to workers: each is compiled once, off the event loop."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CHECK_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class AskedGrammar:
-    """A grammar, and the request's field that has it."""
+    """A grammar, and the name of the request's field that contains it."""
 
     field: str
     spec: GrammarSpec
 
 
 class GrammarChecks:
-    """Of one model. `refusal`: why its requests can have no grammar; empty if they can."""
+    """Checks grammars for one model. `refusal`: why its requests cannot have a grammar; empty if they can."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]):
         self.refusal = ""
@@ -82,7 +82,7 @@ class GrammarChecks:
 
 
 def spec_of(kind: Kind, text: str) -> GrammarSpec:
-    """Raises ValueError if it is too long."""
+    """Return the grammar of a text. Raises ValueError if it is too long."""
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
         raise ValueError(f"{size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
@@ -90,7 +90,7 @@ def spec_of(kind: Kind, text: str) -> GrammarSpec:
 
 
 def json_spec(schema: object) -> GrammarSpec:
-    """Of a JSON schema, or of its text. Raises ValueError."""
+    """Return the grammar of a JSON schema, or of its text. Raises ValueError."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -101,7 +101,7 @@ def json_spec(schema: object) -> GrammarSpec:
     try:
         return spec_of("json_schema", orjson.dumps(schema).decode())
     except TypeError:
-        raise ValueError("is nested too deeply, or has a value that JSON has not") from None
+        raise ValueError("is nested too deeply, or has a value that JSON does not have") from None
 
 
 def choice_spec(texts: object) -> GrammarSpec:

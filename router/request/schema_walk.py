@@ -1,7 +1,7 @@
-"""Finds the keyword of a JSON schema because of which it cannot be compiled: the library gives no place.
+"""Finds the keyword because of which a JSON schema cannot be compiled: the library does not report where it is.
 
-A part of the schema that fails alone, and for the same reason, has the fault in it; so the search goes down from the whole
-schema. At the part where it ends, the keyword is named without which the part compiles.
+A part of the schema that fails by itself, for the same reason, contains the fault; so the search descends from the whole
+schema into such parts. In the innermost one it names the keyword without which that part compiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEARCH_SECONDS = 0.5
 _PARTS = ("properties", "patternProperties", "$defs", "definitions")  # names to schemas
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
-# Keywords of other drafts, and options, that the library would leave out without a word
+# Keywords of other drafts, and options, that the library would silently ignore
 _LEFT_OUT = frozenset(
     {"additionalItems", "$recursiveRef", "disallow", "divisibleBy", "extends", "x-guidance"}
 )
@@ -28,7 +28,7 @@ Compiles = Callable[[GrammarSpec], str]
 
 
 def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
-    """The error for a schema that is too deep, has keywords that would be left out, or does not compile."""
+    """The error for a schema that is too deep, has keywords that would be ignored, or does not compile."""
     for pointer, part, depth in _walk(schema):
         if depth > MAX_DEPTH:
             return _error(pointer, f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))
@@ -53,7 +53,7 @@ def _error(pointer: str, reason: str, limit: str = "") -> InvalidRequestError:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """Every part that is an object: its JSON pointer, itself, its depth."""
+    """Yield JSON pointer, part and depth of every part that is an object."""
     waiting = [("", schema, 1)]
     while waiting:
         pointer, part, depth = waiting.pop()
@@ -94,7 +94,7 @@ class _Search:
         self._until = time.monotonic() + SEARCH_SECONDS
 
     def pointer(self) -> str:
-        """Of the keyword, or of the part with the fault where no keyword alone is it, or where time is up."""
+        """Return that of the keyword, or of the innermost part if no single keyword causes the fault or the time is up."""
         pointer, part, seen = "", self._schema, {""}
         while found := next(
             (

@@ -75,7 +75,7 @@ class Validator:
             for name in ("stop", "stop_token_ids"):
                 if getattr(options, name):
                     raise UnsupportedFieldError(
-                        f"{name}: not with {grammar.field}: it would cut the answer where {grammar.field} does not",
+                        f"{name}: not with {grammar.field}: it could end an answer that does not match yet",
                         field=name,
                     )
         return Completion(

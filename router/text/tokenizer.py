@@ -202,7 +202,7 @@ class ModelText:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """As engines read them."""
+        """The end-of-sequence tokens, as engines read them."""
         found = self.generation.get("eos_token_id", self._eos)
         ids = found if isinstance(found, list) else [found]
         return tuple(one for one in ids if type(one) is int and 0 <= one < self.vocab_size)

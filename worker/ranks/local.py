@@ -36,7 +36,7 @@ def check(config: WorkerConfig) -> None:
     if own.draft_model is not None:
         load_draft.settings(own)
     if config.role == "prefill":
-        # Refuse what decode workers refuse
+        # Refuse the settings that decode workers refuse
         build.check_kv_dtype(
             engine.model_copy(update={"kv_dtype": _side(config, of_decode=True)}), engine.dtype
         )
@@ -71,7 +71,7 @@ def _converts(config: WorkerConfig) -> bool:
 
 
 def _conversion_bytes(config: WorkerConfig, device: torch.device) -> int:
-    """Bound of what converting a part takes of the device's memory for a while."""
+    """Upper bound of the device memory that converting a part takes while it runs."""
     if config.role == "prefill" or not _converts(config):
         return 0
     return kv_conversion.temporary_bytes(build.block_bytes(*build.check(own_engine(config))), device)

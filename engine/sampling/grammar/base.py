@@ -20,19 +20,19 @@ class Matcher(Protocol):
         """Follow the answer's next tokens. Raises EngineRequestError if the grammar does not allow them."""
 
     def fill(self, words: Words) -> None:
-        """Write which tokens may come next, ends of the answer among them. `words` has `word_count` of them. Raises
-        EngineRequestError."""
+        """Write which tokens may come next, ends of the answer among them. `words` has `word_count`
+        elements. Raises EngineRequestError."""
 
 
 class CompiledGrammar(Protocol):
     def matcher(self) -> Matcher:
-        """A matcher at the beginning of an answer. Any thread."""
+        """Return a matcher at the beginning of an answer. Thread-safe."""
 
 
 class GrammarBackend(Protocol):
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Bounded in time and memory. Raises InvalidRequestError, or ModelError where the model's tokenizer has no use
-        for grammars. Any thread."""
+        """Compile a grammar, in bounded time and memory. Raises InvalidRequestError, or ModelError if the library cannot
+        use the model's tokenizer. Thread-safe."""
 
 
 def all_allowed(vocab: int) -> Words:

@@ -27,7 +27,7 @@ class LlguidanceMatcher:
             raise self._failed("the answer so far does not match")
 
     def fill(self, words: Words) -> None:
-        words[-1] = 0  # the mask has a multiple of 32 bits
+        words[-1] = 0  # the library writes a multiple of 32 bits, and a word has 64
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._mask_bytes)
         if self._matcher.is_error():
             raise self._failed("it cannot be followed")

@@ -1,4 +1,4 @@
-"""The grammar library of a model."""
+"""Chooses the grammar library of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.sampling.grammar.base import GrammarBackend
 
 
 def backend_for(model: Path, vocab_size: int, eos: tuple[int, ...]) -> GrammarBackend:
-    """Reads nothing yet: neither the library nor the tokenizer is needed before the first grammar."""
+    """Make the backend. It reads nothing yet: library and tokenizer are needed at the first grammar only."""
     from engine.sampling.grammar.llguidance_backend import LlguidanceBackend
 
     return LlguidanceBackend(model, vocab_size, eos)

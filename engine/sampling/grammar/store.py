@@ -13,7 +13,7 @@ MOST_GRAMMARS = 32
 
 
 class Grammars:
-    """Any thread."""
+    """Keeps at most `most` compiled grammars. Thread-safe."""
 
     def __init__(self, backend: GrammarBackend, most: int = MOST_GRAMMARS):
         self._backend = backend
@@ -29,14 +29,14 @@ class Grammars:
         return spec.key in self._compiled
 
     def begin(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        """Compile it on a thread, one after another, so that `get` finds it."""
+        """Start to compile a grammar on the store's one thread, so that `get` finds it later."""
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "grammars")
             return self._thread.submit(self.get, spec)
 
     def get(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile it, unless that has been done. Raises InvalidRequestError, ModelError."""
+        """Return a compiled grammar; compile it if it is not in the store. Raises InvalidRequestError, ModelError."""
         with self._lock:
             if (found := self._compiled.get(spec.key)) is not None:
                 self._compiled.move_to_end(spec.key)

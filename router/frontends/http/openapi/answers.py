@@ -47,7 +47,7 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
                 "owned_by": one_of(["baton"]),
                 "max_model_len": COUNT,
                 "structured_output": BOOLEAN,
-                "structured_output_reason": text(description="why not, where it is false"),
+                "structured_output_reason": text(description="the reason, if structured_output is false"),
             },
             ["id", "object", "created", "owned_by", "max_model_len", "structured_output"],
         ),
