@@ -50,12 +50,7 @@ _SHARE_OF_ADDRESS = (
     (0x20, 0, 0, _IP_HEADER + 12),
     (0xAC, 0, 0, 0),  # the first word xor the second
     (0x24, 0, 0, 0x9E3779B1),  # neighbouring addresses spread: multiply by 2^32 / the golden ratio
-    (
-        0x74,
-        0,
-        0,
-        32 - (ADDRESS_SHARES - 1).bit_length(),
-    ),  # the highest bits, which all bits of the address change
+    (0x74, 0, 0, 32 - (ADDRESS_SHARES - 1).bit_length()),  # the highest bits: all bits change them
     (0x94, 0, 0, ADDRESS_SHARES),  # modulo
     (0x16, 0, 0, 0),  # return it
 )

@@ -14,7 +14,7 @@ from engine.ops.cpu_llvm import cached, halves, integers
 
 
 @functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
-def _kernel(kind: int | float) -> Any:
+def kernel_of(kind: int | float) -> Any:
     def convert(numbers, blocks, ids, offset, tokens, layers, heads, page, dim, block, layer, side, head):
         rows = ptr(numbers, kind)
         of_block = integers(ids)
@@ -42,7 +42,7 @@ def write_part(blocks: Tensor, numbers: Tensor, ids: Tensor, offset: int) -> Non
     _, layers, _, heads, page, row = blocks.shape
     dim = row - SCALE_BYTES
     tokens = numbers.numel() // (layers * 2 * heads * dim)
-    _kernel(kind_of(numbers.dtype))(
+    kernel_of(kind_of(numbers.dtype))(
         numbers.data_ptr(), blocks.data_ptr(), ids.data_ptr(), offset, tokens, layers, heads, page, dim,
         *blocks.stride()[:4],
     )  # fmt: skip

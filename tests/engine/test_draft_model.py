@@ -29,7 +29,7 @@ from engine.speculation import draft_model, drafts, load_draft, pool_bytes
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_gate import DraftGate
 from engine.speculation.draft_model import DraftModel
-from tests.engine.fake_model import CONTEXT, PAGE, FakeRunner, continuation
+from tests.engine.fake_model import CONTEXT, PAGE, VOCAB, FakeRunner, continuation, next_token
 from tests.engine.ranks import KV_BYTES, engine_of, run, runners
 from tests.engine.served import serve
 from tests.harness.checkpoints import prompt_ids
@@ -64,8 +64,10 @@ class Smaller(Observed):
         super().__init__()
         self.model_config = replace(self.model_config, vocab_size=self.VOCAB)
 
-    def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
-        return super().execute(plan, drawn)[:, : self.VOCAB]
+    def row(self, tokens: list[int]) -> Tensor:
+        row = torch.zeros(VOCAB)
+        row[next_token(tokens)] = 1.0
+        return row[: self.VOCAB]
 
 
 def greedy(count: int, **more: Any) -> SamplingParams:

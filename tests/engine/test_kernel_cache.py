@@ -14,7 +14,7 @@ import torch
 from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
-from engine.ops import cpu_jobs, cpu_kernels, cpu_llvm
+from engine.ops import cpu_conversion, cpu_jobs, cpu_kernels, cpu_llvm
 from engine.sampling import cpu_cuts, cpu_draw
 from tests.engine.compiled_by_requests import kernels
 
@@ -42,7 +42,9 @@ def copied(to: Path) -> Path:
 def test_functions_that_others_contain_have_no_cache():
     """numba would look for changes in the file of each only."""
     entries = {cpu_jobs.work, cpu_cuts.cut_row, cpu_draw.draw_rows}
-    entries |= {cpu_kernels.softmax_rows(kind) for kind in (0, 0.0)}
+    entries |= {
+        made(kind) for made in (cpu_kernels.softmax_rows, cpu_conversion.kernel_of) for kind in (0, 0.0)
+    }
     for one in kernels():
         assert (one.stats.cache_path is not None) == (one in entries), one.py_func.__qualname__
 
