@@ -21,8 +21,8 @@ from worker.validate import check_spec
 
 # Blocks are reserved for as many new tokens of each choice; longer answers grow block by block.
 PROJECTED_GROWTH_TOKENS = 256
-# Below the time that a prefill worker waits for an answer. A worker's first grammar takes the longest: with it, the tokenizer is
-# read.
+# Below the time that a prefill worker waits for an answer. A worker's first grammar takes the longest: the tokenizer
+# is read with it.
 GRAMMAR_SECONDS = 3.0
 
 
