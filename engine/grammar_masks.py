@@ -10,15 +10,17 @@ on. So it is right after a hand-off, after a preemption and where a stream is re
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from cluster.errors import EngineRequestError, InvalidRequestError, engine_request_error
+from cluster.errors import EngineRequestError, GrammarDeadEndError, InvalidRequestError, engine_request_error
 from engine.sampling.grammar.base import Matcher, Words, word_count
 from engine.sampling.grammar.store import Grammars
 from engine.scheduler.sequence import Sequence
+
+MASK_SECONDS = 1.0  # of waiting for one mask: the step is the other requests' too
 
 
 class _Followed:
@@ -44,17 +46,38 @@ class GrammarMasks:
 
     def prepare(self, sequences: Seq[Sequence]) -> None:
         """Begin to fill the masks of sequences with a grammar, for the draws of this step."""
+        for sequence in sequences:
+            self._filling[sequence] = self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> Future[Words]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        for sequence in sequences:
-            self._filling[sequence] = self._thread.submit(self._fill, sequence)
+        return self._thread.submit(self._fill, sequence)
 
     def of(self, sequence: Sequence) -> Words | None:
-        """The mask for the token after the sequence's last one; None without a grammar. Raises EngineRequestError."""
+        """The mask for the token after the sequence's last one; None without a grammar. Raises EngineRequestError, after
+        MASK_SECONDS at the latest."""
         if sequence.request.grammar is None:
             return None
-        begun = self._filling.pop(sequence, None)
-        return self._fill(sequence) if begun is None else begun.result()
+        begun = self._filling.pop(sequence, None) or self._begin(sequence)
+        for _ in range(2):
+            try:
+                return begun.result(MASK_SECONDS)
+            except CancelledError:
+                pass
+            except TimeoutError:
+                assert self._thread is not None, "it was begun there"
+                waited = begun.cancel()
+                self._thread.shutdown(wait=False, cancel_futures=True)
+                self._thread = None
+                if not waited:
+                    break
+            begun = self._begin(sequence)  # another one took too long, and that one is to fail
+        raise GrammarDeadEndError(
+            "grammar: the tokens that it allows next take too long to find",
+            field="grammar",
+            limit=f"{MASK_SECONDS:g} s",
+        )
 
     def _fill(self, sequence: Sequence) -> Words:
         grammar, followed = sequence.request.grammar, self._followed.get(sequence)
@@ -72,3 +95,5 @@ class GrammarMasks:
             raise EngineRequestError(error.message, field="grammar") from error
         except Exception as error:
             raise engine_request_error(error) from error
+        except BaseException as error:  # the library's panics; one must not end the engine
+            raise EngineRequestError(f"grammar: {type(error).__name__}", field="grammar") from error

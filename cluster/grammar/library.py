@@ -74,7 +74,12 @@ def make_matcher(spec: GrammarSpec, tokenizer: LLTokenizer) -> LLMatcher:
     """Make a matcher at the beginning of an answer. Raises InvalidRequestError with the library's reason."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(tokenizer, library_text(spec), log_level=0, limits=parser_limits())
+    try:
+        matcher = LLMatcher(tokenizer, library_text(spec), log_level=0, limits=parser_limits())
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # no Exception, and would end the thread
+            raise
+        raise _refused("the library fails on it") from error
     if matcher.is_error():
         raise _refused(matcher.get_error())
     return matcher

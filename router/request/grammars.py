@@ -1,4 +1,4 @@
-"""Checks the grammars of requests before they are sent to workers: each is compiled once, off the event loop."""
+"""Checks the grammars of requests before they are sent to workers: each is compiled once, in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from cluster.errors import BatonError, DeadlineError, InvalidRequestError, ModelError, UnsupportedFieldError
-from cluster.grammar.library import make_matcher, make_tokenizer
+from cluster.errors import DeadlineError, InvalidRequestError, ModelError, UnsupportedFieldError
+from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, Kind
-from router.request import schema_walk
+from router.request.grammar_trial import GrammarTrials
 from router.text.fair_threads import FairThreads
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
@@ -37,8 +37,9 @@ class GrammarChecks:
         self.refusal = ""
         self._checked = OrderedDict[bytes, InvalidRequestError | None]()
         self._threads = FairThreads(1, "grammars")
+        self._trials = GrammarTrials(tokenizer_json, vocab_size, eos)
         try:
-            self._tokenizer = make_tokenizer(tokenizer_json, vocab_size, eos)
+            make_tokenizer(tokenizer_json, vocab_size, eos)
         except ModelError as error:
             self.refusal = error.message
 
@@ -52,7 +53,7 @@ class GrammarChecks:
         if key not in self._checked:
             try:
                 async with asyncio.timeout(CHECK_SECONDS):
-                    self._checked[key] = await self._threads.run(tenant, self._reason, asked.spec)
+                    self._checked[key] = await self._threads.run(tenant, self._trials.reason, asked.spec)
             except TimeoutError:
                 late = f"{asked.field}: it was not compiled within {CHECK_SECONDS:g} s"
                 raise DeadlineError(late, field=asked.field, limit=f"{CHECK_SECONDS:g} s") from None
@@ -63,22 +64,9 @@ class GrammarChecks:
         if (reason := self._checked[key]) is not None:
             raise type(reason)(f"{asked.field}: {reason.message}", field=asked.field, limit=reason.limit)
 
-    def _reason(self, spec: GrammarSpec) -> InvalidRequestError | None:
-        if spec.kind == "json_schema":
-            return schema_walk.why_not(json.loads(spec.text), self._compiles)
-        reason = self._compiles(spec)
-        return InvalidRequestError(reason) if reason else None
-
-    def _compiles(self, spec: GrammarSpec) -> str:
-        """Why it does not compile; empty if it does."""
-        try:
-            make_matcher(spec, self._tokenizer)
-        except BatonError as error:
-            return error.message.removeprefix("grammar: ")
-        return ""
-
     def close(self) -> None:
         self._threads.close()
+        self._trials.close()
 
 
 def spec_of(kind: Kind, text: str) -> GrammarSpec:

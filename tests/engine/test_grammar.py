@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError
 from cluster.grammar.spec import GrammarSpec
+from engine import grammar_masks
 from engine.engine import Engine
 from engine.request import FinishReason
 from tests.engine.fake_model import FakeRunner
@@ -303,3 +305,34 @@ def test_an_engine_keeps_the_store_that_it_is_given(model):
     given = grammar_engine(model).grammars
     runner = RandomRunner(8, model=model)
     assert Engine(runner, runner.config, secret=b"g", grammars=given).grammars is given
+
+
+class Panic(BaseException):
+    """As the library's: no Exception."""
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_mask_that_hangs_or_panics_fails_its_request_alone(model, monkeypatch, hangs):
+    monkeypatch.setattr(grammar_masks, "MASK_SECONDS", 0.1)
+    engine, ended = grammar_engine(model), threading.Event()
+    real = engine.grammars.get
+
+    class Broken:
+        def accept(self, tokens):
+            pass
+
+        def fill(self, words):
+            if hangs:
+                ended.wait(20)
+            raise Panic
+
+        def matcher(self):
+            return self
+
+    monkeypatch.setattr(engine.grammars, "get", lambda spec: Broken() if spec == DIGITS else real(spec))
+    others = [grammar_request(name, FOUR_DIGITS) for name in ("a", "b")]
+    answers = serve(engine, others[0], grammar_request("broken", DIGITS), others[1])
+    ended.set()
+    assert isinstance(answers.error("broken"), GrammarDeadEndError if hangs else EngineRequestError)
+    assert [len(answers.text(name)) for name in "ab"] == [4, 4]
+    assert len(serve(engine, grammar_request("next", FOUR_DIGITS)).text("next")) == 4

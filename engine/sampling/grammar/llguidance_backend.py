@@ -24,19 +24,21 @@ class LlguidanceMatcher:
 
     def accept(self, tokens: Sequence[int]) -> None:
         if tokens and not self._matcher.consume_tokens(list(tokens)):
-            raise self._failed("the answer so far does not match")
+            raise EngineRequestError(
+                f"grammar: the answer so far does not match: {self._reason}", field="grammar"
+            )
 
     def fill(self, words: Words) -> None:
         words[-1] = 0  # the library writes a multiple of 32 bits, and a word has 64
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._mask_bytes)
-        if self._matcher.is_error():
-            raise self._failed("it cannot be followed")
+        if self._matcher.is_error():  # in any engine
+            raise GrammarDeadEndError(f"grammar: it cannot be followed: {self._reason}", field="grammar")
         if not words.any():
             raise GrammarDeadEndError("grammar: no token of the vocabulary may come next", field="grammar")
 
-    def _failed(self, what: str) -> EngineRequestError:
-        reason = self._matcher.get_error() or self._matcher.stop_reason()
-        return EngineRequestError(f"grammar: {what}: {reason[:200]}", field="grammar")
+    @property
+    def _reason(self) -> str:
+        return str(self._matcher.get_error() or self._matcher.stop_reason())[:200]
 
 
 class LlguidanceGrammar:

@@ -97,3 +97,44 @@ async def test_a_model_whose_tokenizer_has_no_use_for_grammars_says_why():
     with pytest.raises(UnsupportedFieldError, match=r"guided_json: this model has no structured output: .+"):
         await refused.check(AskedGrammar("guided_json", json_spec({})), "")
     assert "end-of-sequence" in GrammarChecks(json.dumps({}), 3, ()).refusal
+
+
+def references(count: int) -> str:
+    """Each definition is a reference to the next one."""
+    last = {f"d{count}": {"type": "null"}}
+    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)} | last
+    return json.dumps({"$defs": definitions, "$ref": "#/$defs/d0"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", references(2500), "too much time, memory or depth"),  # overflows a thread's stack
+        (
+            "lark",
+            "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(8000)) + 'a8000: "x"',
+            "too much",
+        ),
+        (
+            "lark",
+            "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(8000)) + 'A8000: "x"',
+            "too much",
+        ),
+        pytest.param("regex", "a?" * 40_000, "too much", marks=pytest.mark.long),  # would take minutes
+        pytest.param("regex", "a{1000000}", "too", marks=pytest.mark.long),  # the library hangs
+        ("json_schema", '{"$ref": "#"}', "allows no token"),
+        ("choice", json.dumps([str(i) for i in range(3000)]), "cannot be followed: .*2000"),
+    ],
+    ids=range(7),
+)
+async def test_grammars_that_would_end_or_stop_a_process_are_refused(checks, kind, text, reason):
+    asked = AskedGrammar("guided", GrammarSpec(kind, text))
+    with pytest.raises(InvalidRequestError, match=reason):
+        await checks.check(asked, "")
+    await checks.check(AskedGrammar("guided", GrammarSpec("regex", "still|here")), "")
+
+
+async def test_a_killed_process_of_the_checks_is_started_again(checks):
+    await checks.check(AskedGrammar("guided", GrammarSpec("regex", "before")), "")
+    checks._trials._server.kill()
+    await checks.check(AskedGrammar("guided", GrammarSpec("regex", "after")), "")
