@@ -19,13 +19,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.checkpoint import ModelShape, write
-from bench.context import Context
 from bench.figures import Figure, Section
 from bench.pairs.ratios import interval
 from bench.sections.engine import load
+
+if TYPE_CHECKING:
+    from bench.context import Context  # which a machine for gpu-check lacks a package for
 
 PAIRS = 7
 PROMPT, TOKENS = 64, 96

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
-
-import orjson
 
 from cluster.errors import InvalidRequestError
 from wire import common_pb2
@@ -38,7 +37,7 @@ class GrammarSpec:
             case "lark":
                 return common_pb2.Grammar(lark=self.text)
             case "choice":
-                return common_pb2.Grammar(choice=common_pb2.Choices(texts=orjson.loads(self.text)))
+                return common_pb2.Grammar(choice=common_pb2.Choices(texts=json.loads(self.text)))
 
 
 def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
@@ -51,7 +50,9 @@ def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
         case "lark":
             spec = GrammarSpec("lark", grammar.lark)
         case "choice" if grammar.choice.texts:
-            spec = GrammarSpec("choice", orjson.dumps(list(grammar.choice.texts)).decode())
+            spec = GrammarSpec(
+                "choice", json.dumps(list(grammar.choice.texts), ensure_ascii=False, separators=(",", ":"))
+            )
         case _:
             raise InvalidRequestError(
                 "grammar: has none of json_schema, regex, choice and lark, or no choices", field="grammar"

@@ -93,7 +93,7 @@ def test_products_with_codes_are_those_of_the_expanded_weights(kind, group):
             assert float(error) < 1e-6, rows
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+@pytest.mark.parametrize("name", ["awq"])
 def test_an_engine_keeps_the_codes_and_says_the_same(name, monkeypatch):
     monkeypatch.setattr(registry, "choose", lambda name, *others, **more: name)
     path = Path(__file__).resolve().parents[1] / "golden/formats" / name

@@ -236,12 +236,12 @@ def test_products_with_codes_compile(code, group):
     check_codes(90, code, group, (16,))
 
 
-@pytest.mark.long
+@pytest.mark.system
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("capability", [89, 90])  # the least and the most shared memory
 @pytest.mark.parametrize("code", [FP8, BYTES, NIBBLES])
 def test_every_product_with_codes_compiles(capability, code):
-    for group in (0, 32, 128):
+    for group in (0, 128):
         check_codes(capability, code, group, (16, 64, 128))
 
 
@@ -262,7 +262,7 @@ def test_int8_products_compile():
         (90, "bf16", 128, 4, 0.0, False, False),
         (80, "fp32", 64, 4, 0.0, False, False),
         *(
-            pytest.param(90, *variant, marks=pytest.mark.long)
+            pytest.param(90, *variant, marks=pytest.mark.system)
             for variant in (
                 ("bf16", 64, 8, 0.0, True, False),
                 ("bf16", 256, 2, 50.0, False, False),
@@ -289,7 +289,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.system
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("capability", "kind", "group", "dims"),
@@ -304,12 +304,14 @@ VARIANTS = [
 def test_every_variant_compiles(capability, kind, group, dims):
     for dim in dims:
         check_attention(capability, kind, dim, group, 16)
-        check_attention(capability, kind, dim, group, 16, int8=True)
+        # On sm_89 these have fewer registers than they need (up to 164 bytes of a thread are spilled), and are slow.
+        if kind == "bf16" and capability != 89:
+            check_attention(capability, kind, dim, group, 16, int8=True)
     if kind == "bf16" and group == 1:
-        for int8 in (False, True):
-            check_attention(capability, kind, 256, 2, 16, cap=50.0, int8=int8)  # Gemma 2
-            check_attention(capability, kind, 64, 8, 16, sinks=True, int8=int8)  # gpt-oss
+        check_attention(capability, kind, 256, 2, 16, cap=50.0)  # Gemma 2
+        check_attention(capability, kind, 64, 8, 16, sinks=True)  # gpt-oss
     if group == 4:
         check_small(capability, kind, 64)
         check_conversion(capability, kind, 80)
-        check_int8(capability, kind, (16, 64, 128, 2048))
+        if kind == "bf16":
+            check_int8(capability, kind, (16, 64, 128, 2048))

@@ -27,16 +27,16 @@ def run_interpreted(file: str, *more: str) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param("interpreted_attention.py", marks=pytest.mark.long),
+        pytest.param("interpreted_attention.py", marks=pytest.mark.system),
         "interpreted_ops.py",
-        pytest.param("interpreted_products.py", marks=pytest.mark.long),
+        pytest.param("interpreted_products.py", marks=pytest.mark.system),
     ],
 )
 def test_kernels_interpreted(file):
     run_interpreted(file)
 
 
-@pytest.mark.long
+@pytest.mark.system
 def test_engines_interpreted():
     run_interpreted("interpreted_engine.py")
 
