@@ -136,7 +136,7 @@ def start(model: Path, dtype: str, kv_dtype: str, cache: Path) -> dict[str, obje
     return found
 
 
-@pytest.mark.long
+@pytest.mark.system
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("bfloat16", "int8")])
 def test_requests_compile_nothing_and_a_second_start_neither(dtype, kv_dtype, model, tmp_path):

@@ -109,7 +109,7 @@ def steps(page: int) -> Iterator[StepPlan]:
         )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("variant", "dtype", "form"),
     [

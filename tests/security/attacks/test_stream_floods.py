@@ -84,12 +84,10 @@ class Callers:
     "flags",
     [
         (),
-        ("--connections", "64"),
         ("--reset",),
-        ("--path", "/grpc.health.v1.Health/Watch"),
         ("--connections", "16", "--message", "16384"),
     ],
-    ids=["left open", "on 64 connections", "reset at once", "of health", "with long messages"],
+    ids=["left open", "reset at once", "with long messages"],
 )
 def test_calls_with_a_key_are_answered_beside_a_flood_of_another_share(
     router: Any, metadata: Any, flags: tuple[str, ...]
