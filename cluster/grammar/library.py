@@ -104,6 +104,11 @@ def library_text(spec: GrammarSpec) -> str:
         raise _refused(str(error)) from error
 
 
+def reason_of(matcher: LLMatcher) -> str:
+    """Return why a matcher has failed or ended, in the library's words."""
+    return str(matcher.get_error() or matcher.stop_reason())
+
+
 def _overrides() -> Any:  # Any: mypy may run where the library is not installed
     return _JSON
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,6 +23,10 @@ class GrammarSpec:
 
     kind: Kind
     text: str
+
+    @classmethod
+    def of_choices(cls, texts: Iterable[str]) -> GrammarSpec:
+        return cls("choice", json.dumps(list(texts), ensure_ascii=False, separators=(",", ":")))
 
     @cached_property
     def key(self) -> bytes:
@@ -50,23 +55,17 @@ def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
         case "lark":
             spec = GrammarSpec("lark", grammar.lark)
         case "choice" if grammar.choice.texts:
-            spec = GrammarSpec(
-                "choice", json.dumps(list(grammar.choice.texts), ensure_ascii=False, separators=(",", ":"))
-            )
+            spec = GrammarSpec.of_choices(grammar.choice.texts)
         case _:
             raise InvalidRequestError(
                 "grammar: has none of json_schema, regex, choice and lark, or no choices", field="grammar"
             )
-    check_size(spec)
+    if reason := why_too_long(spec.text):
+        raise InvalidRequestError(f"grammar: {reason}", field="grammar", limit=str(MAX_GRAMMAR_BYTES))
     return spec
 
 
-def check_size(spec: GrammarSpec) -> None:
-    """Raise InvalidRequestError if the text is too long."""
-    size = len(spec.text.encode(errors="surrogatepass"))
-    if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequestError(
-            f"grammar: {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed",
-            field="grammar",
-            limit=str(MAX_GRAMMAR_BYTES),
-        )
+def why_too_long(text: str) -> str:
+    """Why a grammar cannot have this text; empty if it can."""
+    size = len(text.encode(errors="surrogatepass"))
+    return f"{size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed" if size > MAX_GRAMMAR_BYTES else ""

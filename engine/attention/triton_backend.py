@@ -12,7 +12,7 @@ from torch import Tensor
 from engine import kv_blocks
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionShape
-from engine.ops.triton_ops import OPTIONS
+from engine.ops.triton_ops import OPTIONS, is_hopper
 from engine.step_buffers import StepBuffers
 
 NO_WINDOW = 1 << 30  # more than any context
@@ -90,9 +90,8 @@ class TritonBackend:
         self._shape = shape
         self._cache = kv_cache
         group = shape.num_heads // shape.num_kv_heads
-        hopper = kv_cache.is_cuda and torch.cuda.get_device_capability(kv_cache.device)[0] == 9
         dtype = shape.dtype or kv_cache.dtype
-        self._prompt = prompt_tiles(dtype, shape.head_dim, group, hopper=hopper)
+        self._prompt = prompt_tiles(dtype, shape.head_dim, group, hopper=is_hopper(kv_cache.device))
         self._token = token_tiles(dtype, shape.head_dim, group, int8=kv_blocks.is_quantized(kv_cache))
         self._splits = most_splits(shape.num_kv_heads)
         self._sizes: dict[str, Any] = {

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.ops import triton_products as kernels
 from engine.ops.codes import BYTES, FP8, NIBBLES, CodedWeight
+from engine.ops.triton_ops import OPTIONS
 
-OPTIONS = {"enable_fp_fusion": True}
 KINDS = {FP8: kernels.FP8.value, BYTES: kernels.BYTES.value, NIBBLES: kernels.NIBBLES.value}
 MOST_ROWS = 128  # above, expanding the weights costs less than converting them in each tile of rows
 EXPANDED = 1 << 26  # weights that are expanded at a time, which bounds the memory of a product

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from engine.ops import triton_products as kernels
+from engine.ops.triton_ops import is_hopper
 
 # Results are those of CPUs to the last bit: no multiplication is fused with an addition.
 OPTIONS = {"enable_fp_fusion": False}
@@ -32,10 +33,6 @@ def tile_sizes(rows: int, *, hopper: bool) -> dict[str, int]:
     if hopper:
         return {"ROWS": 128, "OUTPUTS": 256, "INPUTS": 128, "num_warps": 8, "num_stages": 3}
     return {"ROWS": 128, "OUTPUTS": 128, "INPUTS": 128, "num_warps": 8, "num_stages": 3}
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def quantize(x: Tensor, inputs: int, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:

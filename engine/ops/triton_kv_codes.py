@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 
 from engine import kv_blocks
+from engine.ops.triton_interpreter import INTERPRETED
 
 MOST = tl.constexpr(kv_blocks.MOST)
 # Added to a float32 of less than 2^22, it leaves the nearest integer, ties to even.
 ROUNDING = tl.constexpr(12582912.0)
 NAN_BITS = tl.constexpr(0x7FC0)
-# The interpreter computes bf16 as integers: operands of products are made fp32 there.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit

@@ -19,6 +19,10 @@ ROW_SIZES = {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4}
 OPTIONS = {"enable_fp_fusion": True}
 
 
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def norm_sizes(width: int) -> dict[str, int]:
     block = int(triton.next_power_of_2(width))
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The interpreter computes bf16 as integers: operands of products are made fp32 there.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from engine.ops.triton_interpreter import INTERPRETED
+
 FP8, BYTES, NIBBLES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # 1.5 · 2²³ has steps of 1: the low bits of a number added to it are the nearest integer, the even one of two.
 NEAREST, NEAREST_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)

@@ -25,7 +25,7 @@ import weakref
 from typing import IO, Any
 
 from cluster.errors import BatonError, InvalidRequestError, OverloadedError
-from cluster.grammar.library import make_matcher, make_tokenizer
+from cluster.grammar.library import make_matcher, make_tokenizer, reason_of
 from cluster.grammar.spec import GrammarSpec
 from router.request import schema_walk
 
@@ -209,8 +209,7 @@ def _walked(matcher: Any, spec: GrammarSpec) -> tuple[str, str] | None:
 
 
 def _reason(matcher: Any) -> str:
-    reason = str(matcher.get_error() or matcher.stop_reason())
-    return reason.splitlines()[0][:200]
+    return reason_of(matcher).splitlines()[0][:200]
 
 
 if __name__ == "__main__":

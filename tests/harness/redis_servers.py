@@ -102,9 +102,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def run_server(directory: Path, *options: str) -> Iterator[Path]:
+def run_server(directory: Path, *options: str, ready: str = Server.ready) -> Iterator[Path]:
     """Serves until the end; yields its log."""
-    server = Server(directory, ["--port", "0", "--save", "", "--dir", str(directory), *options])
+    server = Server(directory, ["--port", "0", "--save", "", "--dir", str(directory), *options], ready)
     try:
         server.start()
         yield server.log

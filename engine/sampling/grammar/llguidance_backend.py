@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError, ModelError
-from cluster.grammar.library import make_matcher, make_tokenizer
+from cluster.grammar.library import make_matcher, make_tokenizer, reason_of
 from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.model_limits import text_of
 from engine.sampling.grammar.base import Words
@@ -38,7 +38,7 @@ class LlguidanceMatcher:
 
     @property
     def _reason(self) -> str:
-        return str(self._matcher.get_error() or self._matcher.stop_reason())[:200]
+        return reason_of(self._matcher)[:200]
 
 
 class LlguidanceGrammar:
