@@ -1,0 +1,58 @@
+"""The parts of a parsed answer: reasoning, content and tool calls, in the order in which the model wrote them.
+
+A parser turns the text of one choice into parts. It is a function of the choice's text and marker tokens alone, however
+these are cut into pieces: after a hand-over, a resume or another attempt it is rebuilt by feeding it the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+
+class ReasoningText(NamedTuple):
+    """A further piece of the text that precedes the answer."""
+
+    text: str
+
+
+class ContentText(NamedTuple):
+    """A further piece of the answer's text."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """The begin of a tool call. `call` counts a choice's calls from 0."""
+
+    call: int
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """A further piece of a call's arguments; all pieces together are one JSON object if the model ended it."""
+
+    call: int
+    text: str
+
+
+Part: TypeAlias = ReasoningText | ContentText | CallBegin | CallArguments
+
+
+class AnswerParser(Protocol):
+    """Parses one choice. Text that is not a complete call stays content: nothing the model wrote is lost, except for the
+    markers of the format and white space around them."""
+
+    def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
+        """Parse further pieces: text, or the id of a marker, a special token that the format uses and that has no text."""
+        ...
+
+    def end(self) -> Sequence[Part]:
+        """The parts of what was held back, at the end of the choice."""
+        ...
+
+    @property
+    def called(self) -> bool:
+        """Whether a call was complete or begun, so that the finish reason is `tool_calls`."""
+        ...
