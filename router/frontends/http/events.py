@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 
+from cluster.errors import BatonError
+from router.frontends.http.errors import error_body
 from router.frontends.http.requests import StreamOptions
 from router.frontends.http.shapes import Shape, UsageSoFar, baton, usage
 from router.request.completion import Delta, Outcome
@@ -61,6 +63,10 @@ class Events:
         if self._wanted.include_usage:
             frames += event({**self._shape.chunk([]), "usage": usage(outcomes)})
         return frames + _DONE
+
+    def failed(self, error: BatonError) -> bytes:
+        """Encode the event that ends a stream in place of the rest."""
+        return event(error_body(error))
 
     def _without_last_finish(self, delta: Delta) -> Delta | None:
         self._unfinished -= 1

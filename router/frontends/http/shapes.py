@@ -97,6 +97,22 @@ class Answer:
         return empty | {name: orjson.Fragment(json) for name, json in joined.items()}
 
 
+class WholeShape:
+    """Collects the answers of all choices."""
+
+    def __init__(self, shape: Shape, choices: int):
+        self._shape = shape
+        self._answers = [Answer(shape, index) for index in range(choices)]
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._answers[delta.choice].add(delta)
+
+    def body(self, outcomes: Sequence[Outcome]) -> bytes:
+        choices = [self._shape.choice(answer) for answer in self._answers]
+        return orjson.dumps(self._shape.whole(choices, outcomes))
+
+
 @dataclass(frozen=True)
 class Shape:
     """One endpoint's objects."""

@@ -21,6 +21,7 @@ from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http.generate import Generate
+from router.frontends.http.serving import Serving
 from router.gateway import RequestGateway
 from router.quota.quota import Use
 from router.request.validator import OTHER_BYTES, Validator
@@ -244,7 +245,7 @@ async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
     request: Any = Request({"type": "http", "headers": []}, receive)
     request.watch = request.unwatch = lambda *_: None  # as an Exchange
     with pytest.raises(DispatchedError) as caught:
-        await Generate(dispatching).completion(request)
+        await Generate(Serving(dispatching)).completion(request)
     assert caught.value.args == (0, prompts)
     assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
 

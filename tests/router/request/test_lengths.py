@@ -22,6 +22,7 @@ from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http import generate
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
+from router.frontends.http.serving import Serving
 from router.observe.traces import Arrival
 from router.request.completion import Completion
 from router.request.fields import read
@@ -115,7 +116,7 @@ async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway
     for kind, body in (("completion", {"prompt": "a"}), ("chat", {"messages": many(1, "a")})):
         request: Any = SimpleNamespace(scope={"baton.caller": few}, headers=Headers())
         with pytest.raises(OverloadedError):
-            await getattr(generate.Generate(gateway), f"_read_{kind}")(
+            await getattr(generate.Generate(Serving(gateway)), f"_read_{kind}")(
                 request, body, ARRIVAL, lambda prompts: None
             )
     assert not gateway.text.encoded and not gateway.text.rendered
@@ -131,7 +132,7 @@ async def test_a_truncation_is_checked_before_its_text_is_tokenised(gateway, kin
         body = {"truncate_prompt_tokens": 0, "messages": [{"role": "user", "content": "a"}]}
     request: Any = SimpleNamespace(scope={}, headers={})
     with pytest.raises(InvalidRequestError) as caught:
-        await getattr(generate.Generate(gateway), f"_read_{kind}")(
+        await getattr(generate.Generate(Serving(gateway)), f"_read_{kind}")(
             request, body, ARRIVAL, lambda prompts: None
         )
     assert caught.value.field == "truncate_prompt_tokens"
@@ -143,7 +144,7 @@ async def completions(gateway: Any, body: dict[str, Any]) -> list[Completion]:
     request: Any = SimpleNamespace(
         scope={}, headers=Headers(), watch=lambda watcher: None, unwatch=lambda: None
     )
-    read = generate.Generate(gateway)._read_completion
+    read = generate.Generate(Serving(gateway))._read_completion
     return (await read(request, {"max_tokens": 1, **body}, ARRIVAL, lambda prompts: None)).completions
 
 

@@ -25,6 +25,7 @@ from router.admission.low_priority import LowPriority
 from router.frontends.http import generate
 from router.frontends.http.body import read_json
 from router.frontends.http.json_scan import JsonScan
+from router.frontends.http.serving import Serving
 from tests.router.counting_gateway import counting_gateway
 
 ANY = 1 << 30
@@ -164,5 +165,5 @@ async def test_the_refusal_of_a_draining_router_comes_after_the_body():
     gateway.low_priority = LowPriority()
     request: Any = Request({"type": "http", "headers": []}, receive)
     with pytest.raises(DrainingError):
-        await generate.Generate(gateway).completion(request)
+        await generate.Generate(Serving(gateway)).completion(request)
     assert not left

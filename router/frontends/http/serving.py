@@ -1,0 +1,215 @@
+"""Serves one generation: admission, its body, its dispatch and its answer, whole or streamed.
+
+An endpoint is a Reader: it reads a body and says with which Form its answer is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
+from router.admission.admission import HeldBytes
+from router.dispatch.dispatcher import RequestDispatcher
+from router.dispatch.turn import Turn
+from router.frontends.answer_queue import AnswerQueue
+from router.frontends.http.body import discard_body, read_json
+from router.frontends.http.exchange import Exchange
+from router.frontends.http.gate import caller_of, connection_of
+from router.frontends.http.protocol import KEEPS
+from router.gateway import RequestGateway
+from router.observe.traces import Arrival
+from router.request.completion import Completion, Delta, Outcome
+from router.request.validator import MAX_REQUEST_ID
+
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class WholeAnswer(Protocol):
+    """Collects an answer that is sent at its end."""
+
+    def add(self, deltas: Sequence[Delta]) -> None: ...
+
+    def body(self, outcomes: Sequence[Outcome]) -> bytes:
+        """JSON; call it once every choice has finished."""
+        ...
+
+
+class StreamedAnswer(Protocol):
+    """Encodes an answer's events."""
+
+    def of(self, deltas: Sequence[Delta]) -> bytes:
+        """The events of deltas that arrived together, for one write; the first call's begin the stream."""
+        ...
+
+    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+        """The last events, once every choice has finished."""
+        ...
+
+    def failed(self, error: BatonError) -> bytes:
+        """The last events of a stream that an error ends."""
+        ...
+
+
+class Form(Protocol):
+    """How one answer is written. `choices`: of all its prompts."""
+
+    def whole(self, choices: int) -> WholeAnswer: ...
+
+    def streamed(self, choices: int) -> StreamedAnswer: ...
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request's completions, one per prompt, and how they are shown."""
+
+    completions: list[Completion]
+    stream: bool
+    form: Form
+    arrival: Arrival
+
+    @property
+    def first_choices(self) -> list[int]:
+        """By completion, in the numbers of the whole answer."""
+        return [sum(one.n for one in self.completions[:i]) for i in range(len(self.completions))]
+
+
+Admit = Callable[[int], None]  # takes places for a number of further prompts; raises OverloadedError
+NextTurn = Callable[[], Awaitable[None]]
+Reader = Callable[[Exchange, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
+
+
+class Serving:
+    """Serves the generations of all HTTP endpoints."""
+
+    def __init__(self, gateway: RequestGateway):
+        self.gateway = gateway
+        self._turn = Turn()
+
+    async def serve(self, request: Exchange, read: Reader) -> Response | None:
+        """Return an answer of known length; None: it was streamed. Raises BatonError before the answer has begun."""
+        caller, connection = caller_of(request), connection_of(request)
+
+        def admit(prompts: int) -> None:
+            for _ in range(prompts):
+                held.enter_context(self.gateway.admission.admit(caller, connection))
+
+        with contextlib.ExitStack() as held:
+            try:
+                body_bytes = held.enter_context(self.gateway.admission.admit(caller, connection))
+                held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
+            except DrainingError:
+                await discard_body(request, self.gateway.low_priority, caller.tenant)
+                raise
+            except OverloadedError:
+                await self.gateway.low_priority.refuse(caller.tenant)
+                raise
+            parsed = await self._read(request, read, body_bytes, admit)
+            body_bytes.release()
+            dispatchers = [
+                held.enter_context(self.gateway.request(one, caller, first, parsed.arrival))
+                for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
+            ]
+            answer = _stream if parsed.stream else _whole
+            return await answer(request, parsed, dispatchers, self._turn, lambda: self.start_turn(request))
+
+    async def _read(self, request: Exchange, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
+        """Read and check a request. Only the result keeps anything of the body in memory."""
+        gateway, arrival = self.gateway, Arrival(request.headers.getlist)
+
+        async def turn() -> None:
+            nonlocal arrival
+            arrival = Arrival(request.headers.getlist)  # its body is there
+            await self.start_turn(request)
+
+        body = await read_json(request, gateway.config, held, gateway.low_priority, turn)
+        return await read(request, body, arrival, admit)
+
+    async def start_turn(self, request: Exchange) -> None:
+        """Wait for the tenant's turn to start a request, or one more prompt of this one."""
+        caller = caller_of(request)
+        await self.gateway.admission.starts.turn(caller.tenant, caller.weight, request)
+
+
+async def _whole(
+    request: Exchange,
+    parsed: ParsedRequest,
+    dispatchers: Sequence[RequestDispatcher],
+    turn: Turn,
+    next_turn: NextTurn,
+) -> Response:
+    answer = parsed.form.whole(sum(one.choices for one in dispatchers))
+    queue = AnswerQueue(request, answer.add, len(dispatchers), turn, streamed=False)
+    await queue.pass_all(dispatchers, next_turn)
+    outcomes = [dispatcher.outcome for dispatcher in dispatchers]
+    shown = {
+        "x-request-id": _shown_id(request, parsed),
+        **_timing_headers(outcomes[-1], admin=caller_of(request).admin),
+    }
+    return Response(answer.body(outcomes), media_type="application/json", headers=shown)
+
+
+async def _stream(
+    request: Exchange,
+    parsed: ParsedRequest,
+    dispatchers: Sequence[RequestDispatcher],
+    turn: Turn,
+    next_turn: NextTurn,
+) -> None:
+    """Until the first delta, a failure is an HTTP error; after it, an event of the stream."""
+    events = parsed.form.streamed(sum(one.choices for one in dispatchers))
+
+    def write(deltas: Sequence[Delta]) -> None:
+        if not request.begun:
+            shown_id = (b"x-request-id", _shown_id(request, parsed).encode("latin-1"))
+            request.begin((shown_id, *_STREAM_HEADERS))
+        if frames := events.of(deltas):
+            request.write(frames)
+
+    try:
+        await AnswerQueue(request, write, len(dispatchers), turn, streamed=True).pass_all(
+            dispatchers, next_turn
+        )
+    except BatonError as error:
+        if not request.begun:
+            raise
+        request.end(events.failed(error))
+    else:
+        request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
+
+
+def _shown_id(request: Request, parsed: ParsedRequest) -> str:
+    return request.headers.get("x-request-id") or parsed.completions[0].request_id
+
+
+def request_id(request: Request) -> str:
+    """UTF-8 where the header is that, as over gRPC; else Latin-1. Raises InvalidRequestError."""
+    given = request.headers.get("x-request-id", "")
+    with contextlib.suppress(UnicodeDecodeError):
+        given = given.encode("latin-1").decode()
+    if len(given) > MAX_REQUEST_ID or not given.isprintable():
+        message = f"x-request-id: at most {MAX_REQUEST_ID} printable characters in UTF-8"
+        raise InvalidRequestError(message, field="x-request-id", limit=str(MAX_REQUEST_ID))
+    return given
+
+
+def _timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
+    timings = outcome.timings
+    workers = {
+        "x-baton-prefill-worker": timings.prefill_worker,
+        "x-baton-decode-worker": timings.decode_worker,
+    }
+    return {
+        **(workers if admin else {}),
+        "x-baton-kv-bytes-shipped": str(timings.kv_bytes_shipped),
+        "x-baton-total-seconds": f"{timings.total_seconds:.6f}",
+    }
