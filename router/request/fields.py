@@ -86,6 +86,9 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
     names: ClassVar[frozenset[str]] = frozenset()  # of the fields, as clients write them
+    objects: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # fields that errors call by the names of the fields in them
     error_names: ClassVar[Mapping[str, str]] = {}  # fields that errors call by another name
 
     @classmethod
@@ -109,6 +112,8 @@ def _refusal(error: ErrorDetails, model: type[RequestModel], part: str) -> Inval
     field, *inner = map(str, error["loc"])
     if inner and field == "stream_options":
         field = inner.pop(0)
+    if inner and field in model.objects:
+        field = f"{field}.{inner.pop(0)}"
     name = ".".join(filter(None, (part, model.error_names.get(field, field))))
     context = error.get("ctx", {})
     if error["type"] == "unsupported":

@@ -22,6 +22,7 @@ from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import ADMIN, GENERATE, caller_of
 from router.frontends.http.generate import Generate
 from router.frontends.http.openapi.document import build_document
+from router.frontends.http.responses.endpoint import Responses
 from router.frontends.http.serving import Serving
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
@@ -166,10 +167,12 @@ def _worker(worker: WorkerInfo) -> dict[str, Any]:
 
 def build_routes(gateway: RequestGateway) -> Routes:
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
-    generate, views = Generate(Serving(gateway)), Views(gateway)
+    serving, views = Serving(gateway), Views(gateway)
+    generate = Generate(serving)
     generations = {
         ("POST", "/v1/chat/completions"): generate.chat,
         ("POST", "/v1/completions"): generate.completion,
+        ("POST", "/v1/responses"): Responses(serving).create,
     }
     for method, path in generations:
         assert path in GENERATE

@@ -23,7 +23,7 @@ OPEN = frozenset({"/health", "/live", "/ready"})
 # because their patterns also match other spellings, such as "/metrics\n".
 ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live"})
 # They have places and quotas; every other request is a step of low priority.
-GENERATE = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _CALLER = "baton.caller"
 
 

@@ -46,23 +46,24 @@ def _response_format(value: object) -> GrammarSpec | None:
         case "json_object" if len(value) == 1:
             return ANY_OBJECT
         case "json_schema" if value.keys() == {"type", "json_schema"}:
-            return _json_schema(value["json_schema"])
+            return schema_grammar(value["json_schema"], "json_schema")
         case "text" | "json_object" | "json_schema":
             raise wrong("has other fields than those of its type")
     raise unsupported("its type must be text, json_object or json_schema")
 
 
-def _json_schema(value: object) -> GrammarSpec:
-    """`strict` changes nothing: answers always match."""
+def schema_grammar(value: object, name: str) -> GrammarSpec:
+    """The grammar of a schema in OpenAI's object of that name. `strict` changes nothing: answers always match."""
     if not isinstance(value, dict):
-        raise wrong("json_schema must be an object")
+        raise wrong(f"{name} must be an object")
+    inner = f"{name}." if name else ""
     if unknown := value.keys() - {"name", "description", "schema", "strict"}:
-        raise wrong(f"json_schema has an unknown field: {min(unknown)[:80]}")
+        raise wrong(f"{name or 'it'} has an unknown field: {min(unknown)[:80]}")
     if not isinstance(value.get("strict"), bool | None):
-        raise wrong("json_schema.strict must be true or false")
+        raise wrong(f"{inner}strict must be true or false")
     if not isinstance(value.get("schema"), dict):
-        raise wrong("json_schema.schema must be an object")
-    return _made(json_spec, value["schema"], "json_schema.schema ")
+        raise wrong(f"{inner}schema must be an object")
+    return _made(json_spec, value["schema"], f"{inner}schema ")
 
 
 def _structured_outputs(value: object) -> GrammarSpec | None:
@@ -104,7 +105,7 @@ def _of_type(name: str, **more: Any) -> dict[str, Any]:
     return _record({"type": {"enum": [name]}, **more}, ["type", *more])
 
 
-_JSON_SCHEMA = _record(
+JSON_SCHEMA = _record(
     {
         "name": {"type": ["string", "null"]},
         "description": {"type": ["string", "null"]},
@@ -122,7 +123,7 @@ ResponseFormat: TypeAlias = Annotated[
             "anyOf": [
                 _of_type("text"),
                 _of_type("json_object"),
-                _of_type("json_schema", json_schema=_JSON_SCHEMA),
+                _of_type("json_schema", json_schema=JSON_SCHEMA),
                 {"type": "null"},
             ]
         }

@@ -57,7 +57,7 @@ GRAMMAR_FIELDS = (
     "guided_grammar",
 )
 # Objects have no other fields, where the router does not ignore unknown ones
-_CLOSED = ConfigDict(json_schema_extra={"additionalProperties": {"$limit": "ignore_unknown"}})
+CLOSED = ConfigDict(json_schema_extra={"additionalProperties": {"$limit": "ignore_unknown"}})
 
 Ignored: TypeAlias = Annotated[Any, WithJsonSchema({"description": "accepted, changes nothing"})]
 
@@ -86,6 +86,16 @@ def _model(value: str, info: ValidationInfo) -> str:
     return value
 
 
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ServedModel: TypeAlias = Annotated[
+    str, AfterValidator(_model), WithJsonSchema({"enum": ["", {"$limit": "served_model"}]})
+]
+AskedPriority: TypeAlias = Annotated[
+    Priority | None, BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None)
+]
+CacheSalt: TypeAlias = Annotated[str, Length(1, MAX_CACHE_SALT)] | None
+
+
 def _truncation(value: object, info: ValidationInfo) -> int | None:
     context = limits_of(info).max_model_len
     if value is None or (type(value) is int and (value == -1 or 1 <= value <= context)):
@@ -100,7 +110,7 @@ def _best_of(value: object, info: ValidationInfo) -> None:
 
 
 class StreamOptions(RequestModel):
-    model_config = _CLOSED
+    model_config = CLOSED
 
     include_usage: Flag = Field(None, description="a last chunk with the answer's usage and no choices")
     include_obfuscation: Flag = Field(None, description="changes nothing")
@@ -110,7 +120,7 @@ class StreamOptions(RequestModel):
 class HttpRequest(GenerationOptions):
     """The fields of both endpoints."""
 
-    model_config = _CLOSED
+    model_config = CLOSED
     error_names: ClassVar[Mapping[str, str]] = {"max_completion_tokens": "max_tokens"}
 
     truncate_prompt_tokens: Annotated[
@@ -122,18 +132,14 @@ class HttpRequest(GenerationOptions):
         None,
         description="keeps only this many tokens of the prompt's end; -1: as many as leave room for max_tokens",
     )
-    model: Annotated[
-        str, AfterValidator(_model), WithJsonSchema({"enum": ["", {"$limit": "served_model"}]})
-    ] = Field("", description="empty = the served one")
+    model: ServedModel = Field("", description="empty = the served one")
     best_of: Annotated[
         Any, PlainValidator(_best_of, Annotated[int, late(minimum=1, maximum="max_choices")] | None)
     ] = Field(None, description="must equal n")
     max_completion_tokens: AnswerTokens | None = Field(None, description="goes before max_tokens")
     include_stop_text: Flag = Field(None, alias="include_stop_str_in_output")
-    priority: Annotated[
-        Priority | None, BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None)
-    ] = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
-    cache_salt: Annotated[str, Length(1, MAX_CACHE_SALT)] | None = Field(
+    priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
+    cache_salt: CacheSalt = Field(
         None, description="cached prefixes are shared only among the tenant's requests with the same salt"
     )
     stream: Flag = None
@@ -260,9 +266,7 @@ class ChatCompletionRequest(HttpRequest):
     messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[AnyMessage], late(minItems=1)])]
     logprobs: Flag = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs = true")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="for chat templates that use it"
-    )
+    reasoning_effort: ReasoningEffort | None = Field(None, description="for chat templates that use it")
 
     @property
     def alternatives(self) -> int | None:
@@ -273,7 +277,7 @@ class ChatCompletionRequest(HttpRequest):
         return None
 
 
-R = TypeVar("R", bound=HttpRequest)
+R = TypeVar("R", bound=RequestModel)
 
 
 def read_request(model: type[R], body: Mapping[str, Any], limits: FieldLimits) -> R:

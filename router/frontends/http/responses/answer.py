@@ -1,0 +1,123 @@
+"""How a response is written, whole and as events.
+
+response.created, response.in_progress          with the first piece of the answer
+output_item.added … output_item.done            for each item (output_items.py)
+response.completed | response.incomplete        with the whole response
+error, response.failed                          in their place where an error ends the stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from cluster.errors import BatonError
+from router.frontends.http.errors import error_body
+from router.frontends.http.responses.output_items import Event, OutputItems
+from router.frontends.http.responses.shape import ResponseShape
+from router.request.answer_parts import ContentText, Part, ReasoningText
+from router.request.completion import Delta, Outcome
+
+
+class ResponseForm:
+    def __init__(self, shape: ResponseShape):
+        self._shape = shape
+
+    def whole(self, choices: int) -> WholeResponse:
+        return WholeResponse(self._shape)
+
+    def streamed(self, choices: int) -> ResponseEvents:
+        return ResponseEvents(self._shape)
+
+
+class _Output:
+    """The items of the answer, fed with its deltas."""
+
+    def __init__(self, shape: ResponseShape):
+        self._shape = shape
+        self._items = OutputItems(encrypt_reasoning=shape.encrypt_reasoning)
+        self._reasoning_tokens = 0
+        self._waiting: list[Any] = []  # tokens whose text is not decided yet
+        self._whole = True
+
+    def _add(self, deltas: Sequence[Delta]) -> list[Event]:
+        events: list[Event] = []
+        for delta in deltas:
+            self._whole = delta.finish != "length"
+            self._waiting += delta.tokens
+            if parts := parts_of(delta):
+                events += self._add_parts(parts)
+        return events
+
+    def _add_parts(self, parts: Sequence[Part]) -> list[Event]:
+        tokens, self._waiting = self._waiting, []
+        if self._items.reasons or isinstance(parts[0], ReasoningText):
+            self._reasoning_tokens += len(tokens)
+        return self._items.add(parts, self._shape.token_logprobs(tokens))
+
+    def _end(self, outcomes: Sequence[Outcome]) -> tuple[list[Event], orjson.Fragment]:
+        """The last items' events, and the response."""
+        if self._items.reasons:
+            self._reasoning_tokens += len(self._waiting)
+        whole = self._whole
+        events = self._items.end(whole=whole)
+        response = self._shape.ended(self._items.done, outcomes[-1], self._reasoning_tokens, whole=whole)
+        return events, response
+
+
+class WholeResponse(_Output):
+    def add(self, deltas: Sequence[Delta]) -> None:
+        self._add(deltas)
+
+    def body(self, outcomes: Sequence[Outcome]) -> bytes:
+        return orjson.dumps(self._end(outcomes)[1])
+
+
+class ResponseEvents(_Output):
+    def __init__(self, shape: ResponseShape):
+        super().__init__(shape)
+        self._number = 0
+
+    def of(self, deltas: Sequence[Delta]) -> bytes:
+        return self._begin() + self._encoded(self._add(deltas))
+
+    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+        begin = self._begin()
+        events, response = self._end(outcomes)
+        kind = "response.completed" if self._whole else "response.incomplete"
+        return begin + self._encoded([*events, {"type": kind, "response": response}])
+
+    def failed(self, error: BatonError) -> bytes:
+        begin = self._begin()
+        shown = error_body(error)["error"]
+        named = {
+            "code": shown["code"] or shown["type"],
+            "message": shown["message"],
+            "param": shown["param"],
+        }
+        response = self._shape.failed(self._items.done, error)
+        events = [{"type": "error", **named}, {"type": "response.failed", "response": response}]
+        return begin + self._encoded(events)
+
+    def _begin(self) -> bytes:
+        if self._number:
+            return b""
+        response = self._shape.begun()
+        kinds = ("response.created", "response.in_progress")
+        return self._encoded([{"type": kind, "response": response} for kind in kinds])
+
+    def _encoded(self, events: Sequence[Event]) -> bytes:
+        frames: list[bytes] = []
+        for event in events:
+            kind = event["type"].encode()
+            event["sequence_number"] = self._number
+            self._number += 1
+            frames += (b"event: ", kind, b"\ndata: ", orjson.dumps(event), b"\n\n")
+        return b"".join(frames)
+
+
+def parts_of(delta: Delta) -> Sequence[Part]:
+    """The delta's parts; the text of an answer that no parser reads is its content."""
+    return (ContentText(delta.text),) if delta.text else ()

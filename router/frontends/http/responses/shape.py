@@ -1,0 +1,147 @@
+"""OpenAI's response object, as it is at the begin, at the end, or where an error ends it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from cluster.errors import BatonError, InvalidRequestError, OverloadedError, cut
+from router.frontends.http.responses.request import ENCRYPTED_REASONING, LOGPROBS, ResponseRequest
+from router.frontends.http.shapes import baton
+from router.link.token import Token
+from router.request.completion import Completion, Outcome
+from router.text.tokenizer import ModelText
+
+_PLAIN_TEXT = {"type": "text"}
+
+
+def _id() -> str:
+    return f"resp_{secrets.token_hex(24)}"
+
+
+@dataclass(frozen=True)
+class ResponseShape:
+    completion: Completion
+    text: ModelText
+    echo: bytes  # JSON members that repeat the request, of `echoed`
+    logprobs: bool
+    encrypt_reasoning: bool
+    admin: bool
+    id: str = field(default_factory=_id)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(
+        cls, request: ResponseRequest, completion: Completion, text: ModelText, *, admin: bool
+    ) -> ResponseShape:
+        return cls(
+            completion,
+            text,
+            orjson.dumps(echoed(request, completion)),
+            LOGPROBS in request.include,
+            ENCRYPTED_REASONING in request.include,
+            admin,
+        )
+
+    def begun(self) -> orjson.Fragment:
+        return self._response("in_progress")
+
+    def ended(
+        self, output: Sequence[dict[str, Any]], outcome: Outcome, reasoning_tokens: int, *, whole: bool
+    ) -> orjson.Fragment:
+        """`whole`: max_output_tokens did not end it."""
+        more = {"usage": _usage(outcome, reasoning_tokens), "baton": baton(outcome, admin=self.admin)}
+        if not whole:
+            details = {"reason": "max_output_tokens"}
+            return self._response("incomplete", output=output, incomplete_details=details, **more)
+        return self._response("completed", output=output, completed_at=int(time.time()), **more)
+
+    def failed(self, output: Sequence[dict[str, Any]], error: BatonError) -> orjson.Fragment:
+        shown = {"code": _code(error), "message": cut(error.message)}
+        return self._response("failed", output=output, error=shown)
+
+    def _response(self, status: str, **more: Any) -> orjson.Fragment:
+        given = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            **more,
+        }
+        return orjson.Fragment(orjson.dumps(given)[:-1] + b"," + self.echo[1:])
+
+    def token_logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        if not self.logprobs:
+            return []
+        return [
+            {
+                **self._token(token.token_id, token.logprob),
+                "top_logprobs": [self._token(top.token_id, top.logprob) for top in token.top_logprobs],
+            }
+            for token in tokens
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        pieces = self.text.pieces
+        return {
+            "token": pieces.text_of(token_id),
+            "logprob": logprob,
+            "bytes": list(pieces.bytes_of(token_id)),
+        }
+
+
+def echoed(request: ResponseRequest, completion: Completion) -> dict[str, Any]:
+    """What a response repeats of its request, with the values that were used."""
+    reasoning, text, sampling = request.reasoning, request.text, completion.sampling
+    asked = text.format.asked if text is not None and text.format is not None else _PLAIN_TEXT
+    return {
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "model": completion.model,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {
+            "effort": reasoning.effort if reasoning is not None else None,
+            "summary": None,
+        },
+        "service_tier": "default",
+        "store": False,
+        "temperature": sampling.temperature,
+        "text": {"format": asked},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": request.truncation or "disabled",
+    }
+
+
+def _usage(outcome: Outcome, reasoning_tokens: int) -> dict[str, Any]:
+    usage = outcome.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, usage.completion_tokens)},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _code(error: BatonError) -> str:
+    """Of those that clients know."""
+    if isinstance(error, OverloadedError):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InvalidRequestError) else "server_error"

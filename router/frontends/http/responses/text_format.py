@@ -1,0 +1,64 @@
+"""`text.format`: what every answer must match."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import PlainValidator
+from pydantic.json_schema import WithJsonSchema
+
+from cluster.grammar.spec import GrammarSpec
+from router.frontends.http.grammar_fields import JSON_SCHEMA, schema_grammar
+from router.request.fields import RequestModel, unsupported, wrong
+from router.request.grammars import ANY_OBJECT
+
+
+class TextFormat(RequestModel):
+    """A format and its grammar; `asked` is shown in the answer."""
+
+    grammar: GrammarSpec | None
+    asked: dict[str, Any]
+
+
+def _format(value: object) -> TextFormat | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong("must be an object")
+    match value.get("type"):
+        case "text" if len(value) == 1:
+            grammar = None
+        case "json_object" if len(value) == 1:
+            grammar = ANY_OBJECT
+        case "json_schema":
+            grammar = schema_grammar({name: one for name, one in value.items() if name != "type"}, "")
+        case "text" | "json_object":
+            raise wrong("has other fields than those of its type")
+        case _:
+            raise unsupported("its type must be text, json_object or json_schema")
+    return TextFormat.model_construct(grammar=grammar, asked=value)
+
+
+def _of_type(name: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"type": {"enum": [name]}, **properties},
+        "required": ["type", *required],
+        "additionalProperties": False,
+    }
+
+
+AskedFormat: TypeAlias = Annotated[
+    TextFormat | None,
+    PlainValidator(_format),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _of_type("text", {}, []),
+                _of_type("json_object", {}, []),
+                _of_type("json_schema", JSON_SCHEMA["properties"], ["schema"]),
+                {"type": "null"},
+            ]
+        }
+    ),
+]
