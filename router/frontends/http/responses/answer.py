@@ -9,7 +9,6 @@ error, response.failed                          in their place where an error en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 
@@ -17,7 +16,8 @@ from cluster.errors import BatonError
 from router.frontends.http.errors import error_body
 from router.frontends.http.responses.output_items import Event, OutputItems
 from router.frontends.http.responses.shape import ResponseShape
-from router.request.answer_parts import ContentText, Part, ReasoningText
+from router.link.token import Token
+from router.request.answer_parts import ContentText, Part
 from router.request.completion import Delta, Outcome
 
 
@@ -38,33 +38,24 @@ class _Output:
     def __init__(self, shape: ResponseShape):
         self._shape = shape
         self._items = OutputItems(encrypt_reasoning=shape.encrypt_reasoning)
-        self._reasoning_tokens = 0
-        self._waiting: list[Any] = []  # tokens whose text is not decided yet
+        self._waiting: list[Token] = []  # whose text is not decided yet; where log probabilities are shown
         self._whole = True
 
     def _add(self, deltas: Sequence[Delta]) -> list[Event]:
         events: list[Event] = []
         for delta in deltas:
             self._whole = delta.finish != "length"
-            self._waiting += delta.tokens
+            if self._shape.logprobs:
+                self._waiting += delta.tokens
             if parts := parts_of(delta):
-                events += self._add_parts(parts)
+                events += self._items.add(parts, self._shape.token_logprobs(self._waiting))
+                self._waiting = []
         return events
-
-    def _add_parts(self, parts: Sequence[Part]) -> list[Event]:
-        tokens, self._waiting = self._waiting, []
-        if self._items.reasons or isinstance(parts[0], ReasoningText):
-            self._reasoning_tokens += len(tokens)
-        return self._items.add(parts, self._shape.token_logprobs(tokens))
 
     def _end(self, outcomes: Sequence[Outcome]) -> tuple[list[Event], orjson.Fragment]:
         """The last items' events, and the response."""
-        if self._items.reasons:
-            self._reasoning_tokens += len(self._waiting)
-        whole = self._whole
-        events = self._items.end(whole=whole)
-        response = self._shape.ended(self._items.done, outcomes[-1], self._reasoning_tokens, whole=whole)
-        return events, response
+        events = self._items.end(whole=self._whole)
+        return events, self._shape.ended(self._items.done, outcomes[-1], whole=self._whole)
 
 
 class WholeResponse(_Output):
@@ -119,5 +110,7 @@ class ResponseEvents(_Output):
 
 
 def parts_of(delta: Delta) -> Sequence[Part]:
-    """The delta's parts; the text of an answer that no parser reads is its content."""
+    """The delta's parts; the text of an answer that is not parsed is its content."""
+    if (parts := getattr(delta, "parts", None)) is not None:
+        return parts
     return (ContentText(delta.text),) if delta.text else ()

@@ -185,11 +185,6 @@ class OutputItems:
         self._encrypt = encrypt_reasoning
         self._open: OpenItem | None = None
 
-    @property
-    def reasons(self) -> bool:
-        """Whether the open item is reasoning."""
-        return isinstance(self._open, ReasoningOutput)
-
     def add(self, parts: Sequence[Part], logprobs: Logprobs | None = None) -> list[Event]:
         """`logprobs`: of the tokens of these parts; those of reasoning and calls are not shown."""
         events: list[Event] = []

@@ -181,6 +181,7 @@ class ResponseRequest(GenerationOptions):
     logprobs: Annotated[Any, OnlyNeutral(False)] = None
     include_stop_text: Annotated[Any, OnlyNeutral(False)] = None
 
+    client_metadata: Ignored = None
     max_tool_calls: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None

@@ -51,11 +51,9 @@ class ResponseShape:
     def begun(self) -> orjson.Fragment:
         return self._response("in_progress")
 
-    def ended(
-        self, output: Sequence[dict[str, Any]], outcome: Outcome, reasoning_tokens: int, *, whole: bool
-    ) -> orjson.Fragment:
+    def ended(self, output: Sequence[dict[str, Any]], outcome: Outcome, *, whole: bool) -> orjson.Fragment:
         """`whole`: max_output_tokens did not end it."""
-        more = {"usage": _usage(outcome, reasoning_tokens), "baton": baton(outcome, admin=self.admin)}
+        more = {"usage": _usage(outcome), "baton": baton(outcome, admin=self.admin)}
         if not whole:
             details = {"reason": "max_output_tokens"}
             return self._response("incomplete", output=output, incomplete_details=details, **more)
@@ -129,13 +127,13 @@ def echoed(request: ResponseRequest, completion: Completion) -> dict[str, Any]:
     }
 
 
-def _usage(outcome: Outcome, reasoning_tokens: int) -> dict[str, Any]:
+def _usage(outcome: Outcome) -> dict[str, Any]:
     usage = outcome.usage
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, usage.completion_tokens)},
+        "output_tokens_details": {"reasoning_tokens": getattr(usage, "reasoning_tokens", 0)},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

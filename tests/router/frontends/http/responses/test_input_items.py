@@ -1,0 +1,159 @@
+"""Items of an input become the messages of one chat, and errors name their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from router.frontends.http.responses.input_items import encrypted, items_size, read_items
+from router.frontends.http.responses.truncation import without_oldest
+from router.request.limits import FieldLimits
+
+LIMITS: Any = FieldLimits.__new__(FieldLimits)
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "12"}
+CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def reasoning(text: str, **more: Any) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        ("hi", [user("hi")]),
+        ([user("hi")], [user("hi")]),
+        ([{"type": "message", **user("hi"), "status": "completed"}], [user("hi")]),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
+            [user("ab")],
+        ),
+        ([{"role": "developer", "content": "d"}], [{"role": "system", "content": "d"}]),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "id": "m",
+                    "content": [{"type": "output_text", "text": "a", "annotations": []}],
+                }
+            ],
+            [assistant("a")],
+        ),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
+        # One turn of the assistant is one message
+        (
+            [reasoning("r"), {"role": "assistant", "content": "a"}, CALL, {**CALL, "call_id": "c2"}, OUTPUT],
+            [
+                assistant("a", reasoning_content="r", tool_calls=[CHAT_CALL, {**CHAT_CALL, "id": "c2"}]),
+                {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "12"},
+            ],
+        ),
+        ([reasoning("r"), CALL], [assistant("", reasoning_content="r", tool_calls=[CHAT_CALL])]),
+        # What comes behind a call begins another message
+        ([CALL, assistant("a")], [assistant("", tool_calls=[CHAT_CALL]), assistant("a")]),
+        ([assistant("a"), reasoning("r")], [assistant("a"), assistant("", reasoning_content="r")]),
+        ([assistant("a"), assistant("b")], [assistant("a"), assistant("b")]),
+        (
+            [CALL, {**OUTPUT, "output": [{"type": "input_text", "text": "1"}]}],
+            [
+                assistant("", tool_calls=[CHAT_CALL]),
+                {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "1"},
+            ],
+        ),
+        # Reasoning without its text is left out
+        ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}, user("u")], [user("u")]),
+        (
+            [{"type": "reasoning", "summary": [], "encrypted_content": encrypted("r")}],
+            [assistant("", reasoning_content="r")],
+        ),
+        ([reasoning("r", encrypted_content="foreign")], [assistant("", reasoning_content="r")]),
+    ],
+)
+def test_messages(given, messages):
+    assert read_items(given, None, LIMITS) == messages
+
+
+def test_instructions_come_first():
+    assert read_items("hi", "be brief", LIMITS) == [{"role": "system", "content": "be brief"}, user("hi")]
+
+
+@pytest.mark.parametrize(
+    ("items", "field"),
+    [
+        ([1], "input[0]"),
+        ([user("a"), {}], "input[1].role"),
+        ([{"type": "message", "content": "a"}], "input[0].role"),
+        ([{"role": "tool", "content": "a"}], "input[0].role"),
+        ([{"role": "user"}], "input[0].content"),
+        ([{"role": "user", "content": None}], "input[0].content"),
+        ([{"role": "user", "content": [1]}], "input[0].content[0]"),
+        ([{"role": "user", "content": [{}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}], "input[0].content[0].type"),
+        ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "input[0].name"),
+        ([CALL, CALL], "input[1].call_id"),
+        ([OUTPUT], "input[0].call_id"),
+        ([CALL, {**OUTPUT, "output": 1}], "input[1].output"),
+        ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], "input[0].content[0].text"),
+        ([{"type": "reasoning", "encrypted_content": "Zm9yZWlnbg=="}], "input[0].encrypted_content"),
+    ],
+)
+def test_errors_name_the_place(items, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        read_items(items, None, LIMITS)
+    assert caught.value.field == field
+    assert caught.value.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("items", "field", "named"),
+    [
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].type", "input_image"),
+        ([{"type": "web_search_call", "id": "w"}], "input[0].type", "web_search_call"),
+        ([{"type": "item_reference", "id": "w"}], "input[0].type", "item_reference"),
+    ],
+)
+def test_what_is_not_supported_is_named(items, field, named):
+    with pytest.raises(UnsupportedFieldError) as caught:
+        read_items(items, None, LIMITS)
+    assert caught.value.field == field
+    assert named in caught.value.message
+
+
+def test_size_counts_texts_and_stops_at_the_limit():
+    assert items_size("a" * 1000, None) > 1000
+    assert items_size([user("a" * 1000)], "b" * 500) > 1500
+    assert items_size([{"role": "user", "content": [{"type": "input_text", "text": "a" * 900}]}], None) > 900
+    assert items_size([CALL | {"arguments": "x" * 700}], None) > 700
+    many = items_size([user("a" * 10_000)] * 1000, None)
+    assert many < 10_000 * 1000
+    assert items_size([None, 1, {"content": [1, {"text": 2}]}], None) > 0
+
+
+def test_the_oldest_turns_are_left_out():
+    turns = [user("x" * 100), assistant("y" * 100)] * 4
+    system = {"role": "system", "content": "s"}
+    shorter = without_oldest([system, *turns], tokens=400, room=200)
+    assert shorter is not None
+    assert shorter[0] == system and shorter[1]["role"] == "user"
+    assert 0 < len(shorter) < len(turns)
+    assert without_oldest([system, user("x" * 1000)], tokens=400, room=200) is None
+    # It always gets shorter, until one turn is left
+    messages: list[Any] | None = [system, *turns]
+    lengths = []
+    while messages is not None:
+        lengths.append(len(messages))
+        messages = without_oldest(messages, tokens=400, room=399)
+    assert lengths == sorted(set(lengths), reverse=True) and lengths[-1] == 3
