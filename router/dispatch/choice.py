@@ -6,6 +6,7 @@ import asyncio
 
 from router.link.token import Token
 from router.request.completion import Completion, Delta, FinishReason
+from router.text.marked_text import MarkedText
 from router.text.stop import StopMatcher
 from router.text.tokenizer import ModelText
 from wire import common_pb2
@@ -35,12 +36,22 @@ class ChoiceStream:
         self.finish: FinishReason | None = None
         self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
+        source = completion.answer_format
+        self._marked = None if source is None else MarkedText(source.parser(), source.marker_ids)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of its output whose text was parsed as reasoning."""
+        return 0 if self._marked is None else self._marked.reasoning_tokens
 
     async def read_resumed(self) -> None:
-        """Read the tokens that the client already holds, because stop strings may begin in their text. Call it before the
-        first token. They may be as long as a whole answer, so it yields to the event loop in between."""
+        """Read the tokens that the client already holds, because stop strings may begin in their text, and the parser must
+        have read it; their parts are not shown again. Call it before the first token. They may be as long as a whole
+        answer, so it yields to the event loop in between."""
         for count, token in enumerate(self.output, 1):
-            self._stop.add(self._detokenizer.add(token))
+            text = self._read(token)
+            if self._marked is not None:
+                self._marked.passed(text)
             if count % RESUMED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
@@ -57,10 +68,35 @@ class ChoiceStream:
         self.new_tokens += 1
         ended = _FINISH.get(token.finish)
         # The token that stops an answer is not part of its text (it may be an ordinary word: a stop id).
-        text = "" if ended == "stop" else self._stop.add(self._detokenizer.add(token_id))
+        text = "" if ended == "stop" else self._read(token_id)
         if self._stop.stopped:
             self.finish = "stop"
         elif ended is not None:
-            text += self._stop.add(self._detokenizer.flush()) + self._stop.flush()
+            text += self._passed(self._detokenizer.flush()) + self._stop.flush()
             self.finish = "stop" if self._stop.stopped else ended
-        return Delta(self._shown_as, text, (token,), self.finish)
+        if self._marked is None:
+            return Delta(self._shown_as, text, (token,), self.finish)
+        return self._parsed(self._marked, text, token)
+
+    def _read(self, token_id: int) -> str:
+        """The text that can be shown now that the token came."""
+        if self._marked is None:
+            return self._stop.add(self._detokenizer.add(token_id))
+        if token_id not in self._marked.marker_ids:
+            return self._passed(self._detokenizer.add(token_id))
+        text = self._passed(self._detokenizer.complete())
+        self._marked.add_marker(token_id)
+        return text
+
+    def _passed(self, text: str) -> str:
+        if self._marked is not None:
+            self._marked.came(text)
+        return self._stop.add(text)
+
+    def _parsed(self, marked: MarkedText, text: str, token: Token) -> Delta:
+        parts = marked.passed(text)
+        if self.finish is not None:
+            parts += marked.end()
+            if self.finish == "stop" and marked.called:
+                self.finish = "tool_calls"
+        return Delta(self._shown_as, text, (token,), self.finish, parts)

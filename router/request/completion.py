@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from cluster.security.keys import NO_LIMITS, RateLimits
 from router.link.token import Token
+from router.request.answer_parts import AnswerParser, Part
 from router.text.stop import StopStrings
 from wire import common_pb2, inference_pb2
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ParserSource(Protocol):
+    """How the answers of a request are parsed: router/text/parsers has the formats."""
+
+    @property
+    def marker_ids(self) -> Collection[int]:
+        """Special tokens, without text, that the parser reads beside the text."""
+        ...
+
+    def parser(self) -> AnswerParser:
+        """A new parser, for one choice."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class Completion:
     # From the client: within its tenant, only requests with the same salt share prefixes
     cache_salt: str = ""
     prefix_scope: str = ""  # requests with the same scope share prefixes
+    answer_format: ParserSource | None = None  # None: answers are not parsed
 
     @cached_property
     def stop_strings(self) -> StopStrings:
@@ -52,6 +68,7 @@ class Delta(NamedTuple):
     text: str
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
+    parts: tuple[Part, ...] | None = None  # of the same text, where the answer is parsed
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,12 @@ class TableDetokenizer(Detokenizer):
         self._settled = False
         return super().flush()
 
+    def complete(self) -> str:
+        if self._settled:
+            return ""
+        self._restore_window()
+        return super().complete()
+
     def _decode(self, begin: int, end: int) -> str:
         return self._table.decode(self._ids[begin:end])
 

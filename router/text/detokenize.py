@@ -75,6 +75,10 @@ class Detokenizer:
         self._shown = None
         return text[len(shown) :]
 
+    def complete(self) -> str:
+        """Before a special token: the text of a character that no later token will complete."""
+        return "" if self._read == len(self._ids) else self.flush()
+
     def _decode_shown(self) -> str:
         if self._shown is None:
             self._shown = self._decode(self._prefix, self._read)

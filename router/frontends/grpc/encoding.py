@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from router.link.token import PlainToken, Token
+from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from router.request.completion import Delta
+from wire import inference_pb2 as pb
 
 # Field number and wire type, as in proto/wire/inference.proto and common.proto
 _CHUNK = b"\x12"  # GenerateResponse.chunk
 # Of Chunk; Token.choice is 1, too.
-_CHOICE, _TEXT, _TOKENS, _FINISH_REASON = b"\x08", b"\x12", b"\x1a", b"\x22"
+_CHOICE, _TEXT, _TOKENS, _FINISH_REASON, _PARTS = b"\x08", b"\x12", b"\x1a", b"\x22", b"\x2a"
 _POSITION, _TOKEN_ID = b"\x10", b"\x18"  # of Token
 _SHORT = tuple(bytes((value,)) for value in range(0x80))
 
@@ -19,7 +21,7 @@ def encode_chunks(deltas: Sequence[Delta]) -> list[bytes]:
     """GenerateResponses. Tokens of one choice that follow each other share one: a message costs more than its tokens."""
     if len(deltas) == 1:
         (only,) = deltas
-        return [_response(only.choice, only.text, only.tokens, only.finish)]
+        return [_response(only.choice, only.text, only.tokens, only.finish, only.parts or ())]
     messages = []
     begin = 0
     for end in range(1, len(deltas) + 1):
@@ -28,12 +30,15 @@ def encode_chunks(deltas: Sequence[Delta]) -> list[bytes]:
             run = deltas[begin:end]
             text = "".join([delta.text for delta in run])
             tokens = [token for delta in run for token in delta.tokens]
-            messages.append(_response(last.choice, text, tokens, last.finish))
+            parts = [part for delta in run for part in delta.parts or ()]
+            messages.append(_response(last.choice, text, tokens, last.finish, parts))
             begin = end
     return messages
 
 
-def _response(choice: int, text: str, tokens: Iterable[Token], finish: str | None) -> bytes:
+def _response(
+    choice: int, text: str, tokens: Iterable[Token], finish: str | None, parsed: Iterable[Part]
+) -> bytes:
     parts = [] if choice == 0 else [_CHOICE, _varint(choice)]
     if text:
         encoded = text.encode()
@@ -44,8 +49,23 @@ def _response(choice: int, text: str, tokens: Iterable[Token], finish: str | Non
     if finish:
         encoded = finish.encode()
         parts += (_FINISH_REASON, _varint(len(encoded)), encoded)
+    for part in parsed:
+        encoded = _part(part).SerializeToString()
+        parts += (_PARTS, _varint(len(encoded)), encoded)
     chunk = b"".join(parts)
     return _CHUNK + _varint(len(chunk)) + chunk
+
+
+def _part(part: Part) -> pb.Part:
+    match part:
+        case ReasoningText(text):
+            return pb.Part(reasoning=text)
+        case ContentText(text):
+            return pb.Part(content=text)
+        case CallBegin(call, call_id, name):
+            return pb.Part(call=pb.CallBegin(call=call, id=call_id, name=name))
+        case CallArguments(call, text):
+            return pb.Part(arguments=pb.CallArguments(call=call, text=text))
 
 
 def _plain(token: PlainToken) -> bytes:

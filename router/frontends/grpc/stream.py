@@ -72,6 +72,7 @@ class GenerateStream:
             prompt_tokens=len(self._completion.prompt_tokens),
             worker_ids=workers_for(self._caller, self._dispatcher.worker_ids),
             resume_ticket=self._dispatcher.resume_ticket(),
+            parsed=self._completion.answer_format is not None,
         )
         return pb.GenerateResponse(started=started).SerializeToString()
 

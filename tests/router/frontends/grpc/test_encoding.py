@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.frontends.grpc.encoding import encode_chunks
 from router.link.token import PlainToken, Token
+from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from router.request.completion import Delta, FinishReason
 from wire import common_pb2
 from wire import inference_pb2 as pb
@@ -35,9 +36,21 @@ WHOLE = st.builds(
     st.lists(IDS, max_size=3),
     st.sampled_from([0, 1, 2]),
 )
+TEXTS = st.text(max_size=20)
+PARTS = st.one_of(
+    st.builds(ReasoningText, TEXTS),
+    st.builds(ContentText, TEXTS),
+    st.builds(CallBegin, CHOICES, TEXTS, TEXTS),
+    st.builds(CallArguments, CHOICES, TEXTS),
+)
 FINISHES = st.sampled_from([None, None, "stop", "length"])
 DELTAS = st.builds(
-    Delta, CHOICES, st.text(max_size=200), st.lists(PLAIN | WHOLE, max_size=3).map(tuple), FINISHES
+    Delta,
+    CHOICES,
+    st.text(max_size=200),
+    st.lists(PLAIN | WHOLE, max_size=3).map(tuple),
+    FINISHES,
+    st.none() | st.lists(PARTS, max_size=3).map(tuple),
 )
 
 
@@ -45,6 +58,15 @@ def message_of(token: Token) -> common_pb2.Token:
     if isinstance(token, PlainToken):
         return common_pb2.Token(choice=token.choice, position=token.position, token_id=token.token_id)
     return token
+
+
+def part_of(part: Part) -> pb.Part:
+    fields = part._asdict()
+    if isinstance(part, CallBegin):
+        return pb.Part(call=pb.CallBegin(**fields))
+    if isinstance(part, CallArguments):
+        return pb.Part(arguments=pb.CallArguments(**fields))
+    return pb.Part(**{"reasoning" if isinstance(part, ReasoningText) else "content": part.text})
 
 
 def by_protobuf(deltas: list[Delta]) -> list[pb.GenerateResponse]:
@@ -57,6 +79,7 @@ def by_protobuf(deltas: list[Delta]) -> list[pb.GenerateResponse]:
             text="".join(delta.text for delta in run),
             tokens=[message_of(token) for delta in run for token in delta.tokens],
             finish_reason=finish or "",
+            parts=[part_of(part) for delta in run for part in delta.parts or ()],
         )
         made.append(pb.GenerateResponse(chunk=chunk))
     return made

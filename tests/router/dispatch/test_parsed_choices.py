@@ -1,0 +1,142 @@
+"""Parts of a choice: markers reach the parser in their place, stop strings keep their meaning, resumed parts are not shown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from router.dispatch.choice import ChoiceStream
+from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
+from router.request.completion import Completion
+from wire import common_pb2
+
+TEXTS = {1: "plan", 2: "say", 3: " STO", 4: "P it", 5: '{"a":1}'}
+END_OF_REASONING, CALL, EOS = 90, 91, 99
+
+
+class Parser:
+    """Reasoning up to one marker; a second one begins a call."""
+
+    def __init__(self):
+        self.kind: Any = ReasoningText
+        self.called = False
+
+    def feed(self, pieces):
+        parts = []
+        for piece in pieces:
+            if piece == END_OF_REASONING:
+                self.kind = ContentText
+            elif piece == CALL:
+                self.called = True
+                self.kind = lambda text: CallArguments(0, text)
+                parts.append(CallBegin(0, "c", "f"))
+            else:
+                parts.append(self.kind(piece))
+        return parts
+
+    def end(self):
+        return [ContentText("!")]
+
+
+class Detokenizer:
+    def __init__(self):
+        self.incomplete = False
+
+    def add(self, token_id):
+        self.incomplete = token_id == 6
+        return TEXTS.get(token_id, "")
+
+    def complete(self):
+        return "\ufffd" if self.incomplete else ""
+
+    def flush(self):
+        return ""
+
+
+def choice(resumed=(), **fields: Any) -> ChoiceStream:
+    source = SimpleNamespace(marker_ids={END_OF_REASONING, CALL}, parser=Parser)
+    completion = Completion(
+        "r",
+        "m",
+        [0],
+        common_pb2.SamplingParams(),
+        resume_tokens=list(resumed),
+        answer_format=source,
+        **fields,
+    )
+    text: Any = SimpleNamespace(detokenizer=lambda prompt: Detokenizer())
+    return ChoiceStream(0, completion, text)
+
+
+def token(stream: ChoiceStream, token_id: int, finish: Any = 0) -> common_pb2.Token:
+    return common_pb2.Token(position=stream.next_position, token_id=token_id, finish=finish)
+
+
+def taken(stream: ChoiceStream, *ids: int, finish=common_pb2.FINISH_REASON_STOP):
+    deltas = []
+    for token_id in ids:
+        end = finish if token_id == ids[-1] else 0
+        delta = stream.take(token(stream, token_id, end))
+        assert delta is not None
+        deltas.append(delta)
+    return deltas
+
+
+def parts(deltas):
+    return [part for delta in deltas for part in delta.parts or ()]
+
+
+def test_parts_follow_the_markers():
+    stream = choice()
+    deltas = taken(stream, 1, END_OF_REASONING, 2, CALL, 5, EOS)
+    assert parts(deltas) == [
+        ReasoningText("plan"),
+        ContentText("say"),
+        CallBegin(0, "c", "f"),
+        CallArguments(0, '{"a":1}'),
+        ContentText("!"),
+    ]
+    assert "".join(delta.text for delta in deltas) == 'plansay{"a":1}'
+    assert deltas[-1].finish == "tool_calls"
+    assert stream.reasoning_tokens == 1
+
+
+def test_a_choice_cut_by_its_length_says_so():
+    assert taken(choice(), CALL, 5, finish=common_pb2.FINISH_REASON_LENGTH)[-1].finish == "length"
+
+
+def test_a_marker_waits_for_text_that_may_begin_a_stop_string():
+    stream = choice(stop=("STOX",))
+    deltas = taken(stream, 3, END_OF_REASONING, 4, EOS)
+    assert parts(deltas)[:2] == [ReasoningText(" "), ReasoningText("STO")]
+    assert parts(deltas)[2:] == [ContentText("P it"), ContentText("!")]
+
+
+def test_a_stop_string_over_a_marker_ends_the_choice_before_it():
+    stream = choice(stop=("STOP",))
+    deltas = [stream.take(token(stream, one)) for one in (3, CALL, 4)]
+    assert deltas[-1].finish == "stop"
+    assert parts(deltas) == [ReasoningText(" "), ContentText("!")]
+
+
+def test_an_incomplete_character_precedes_the_marker():
+    assert parts(taken(choice(), 6, END_OF_REASONING, 2, EOS))[:2] == [
+        ReasoningText("\ufffd"),
+        ContentText("say"),
+    ]
+
+
+async def test_resumed_parts_are_not_shown_again():
+    whole = parts(taken(choice(), 1, END_OF_REASONING, 2, CALL, 5, EOS))
+    stream = choice([1, END_OF_REASONING, 2])
+    await stream.read_resumed()
+    assert parts(taken(stream, CALL, 5, EOS)) == whole[2:]
+    assert stream.reasoning_tokens == 1
+
+
+def test_without_a_parser_there_are_no_parts():
+    text: Any = SimpleNamespace(detokenizer=lambda prompt: Detokenizer())
+    stream = ChoiceStream(0, Completion("r", "m", [0], common_pb2.SamplingParams()), text)
+    (delta,) = taken(stream, 1)
+    assert delta.parts is None
+    assert stream.reasoning_tokens == 0
