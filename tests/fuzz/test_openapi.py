@@ -32,7 +32,7 @@ CHECKS = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 ]
-GENERATE = ("/v1/completions", "/v1/chat/completions")
+GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 READ = (
     "/v1/models",
     "/v1/models/{model}",

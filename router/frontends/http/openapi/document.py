@@ -9,6 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_jso
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema
 from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest
+from router.frontends.http.responses.request import ResponseRequest
 from router.gateway import RequestGateway
 from router.request.fields import filled
 from router.request.limits import FieldLimits
@@ -41,6 +42,11 @@ _OTHER_LIMITS = (
     "http_idle_seconds", "max_grpc_connections", "grpc_idle_seconds", "max_health_watchers",
     "max_concurrent_requests", "max_concurrent_requests_per_tenant", "max_concurrent_requests_per_connection",
 )  # fmt: skip
+_SUMMARIES = {
+    "chat": "Complete a conversation",
+    "completion": "Complete a text",
+    "response": "Complete a conversation of items; nothing is stored",
+}
 _REQUEST_ID: Schema = {
     "name": "x-request-id",
     "in": "header",
@@ -88,9 +94,9 @@ class _Generator(GenerateJsonSchema):
 
 
 def request_schemas(limits: FieldLimits) -> dict[str, Schema]:
-    """Both endpoints' requests and the objects in them, by name."""
+    """The endpoints' requests and the objects in them, by name."""
     _, schemas = models_json_schema(
-        [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+        [(model, "validation") for model in (ChatCompletionRequest, CompletionRequest, ResponseRequest)],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Generator,
     )
@@ -109,6 +115,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
     return {
         "/v1/chat/completions": {"post": _generate("chat", "ChatCompletion", keys)},
         "/v1/completions": {"post": _generate("completion", "Completion", keys)},
+        "/v1/responses": {"post": _responses(keys)},
         "/v1/models": {"get": _get("models", "The served model", ref("ModelList"), keys)},
         "/v1/models/{model}": {
             "get": _get("model", "A model by name", ref("Model"), keys, 404) | {"parameters": [model]}
@@ -145,7 +152,7 @@ def _generate(name: str, schema: str, keys: bool) -> dict[str, Any]:
     whole["headers"] = {"x-request-id": {"schema": text()}}
     return {
         "operationId": name,
-        "summary": "Complete a conversation" if name == "chat" else "Complete a text",
+        "summary": _SUMMARIES[name],
         "parameters": [_REQUEST_ID],
         "requestBody": {
             "required": True,
@@ -153,6 +160,18 @@ def _generate(name: str, schema: str, keys: bool) -> dict[str, Any]:
         },
         "responses": {"200": whole, **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else (403,)))},
     }
+
+
+def _responses(keys: bool) -> dict[str, Any]:
+    made = _generate("response", "Response", keys)
+    events = made["responses"]["200"]["content"]["text/event-stream"]
+    data = text(contentMediaType="application/json", contentSchema=ref("ResponseEvent"))
+    events["schema"] = {
+        "type": "object",
+        "properties": {"data": data, "event": text(description="the type of the event")},
+        "required": ["data", "event"],
+    }
+    return made
 
 
 def _event(schema: str) -> Schema:

@@ -111,6 +111,6 @@ class ResponseEvents(_Output):
 
 def parts_of(delta: Delta) -> Sequence[Part]:
     """The delta's parts; the text of an answer that is not parsed is its content."""
-    if (parts := getattr(delta, "parts", None)) is not None:
-        return parts
+    if delta.parts is not None:
+        return delta.parts
     return (ContentText(delta.text),) if delta.text else ()

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from router.frontends.http.openapi.document import build_document
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
 from tests.router.frontends.http.responses.record import RECORDED
@@ -206,3 +208,20 @@ def test_a_long_conversation_is_shortened_where_it_may_be(gateway):
     assert context // 2 < len(accepted.prompt_tokens) <= context - 9
     shown = gateway.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
     assert "first" in shown and "the last" in shown
+
+
+def test_the_document_describes_requests_answers_and_events(gateway):
+    document = build_document(gateway)
+
+    def valid(value: Any, name: str) -> None:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(value)
+
+    bodies = [*BODIES.values(), BODIES["second turn"] | {"stream": True}]
+    for body, answer in zip(bodies, asyncio.run(_post(gateway, *bodies)), strict=True):
+        valid(body, "ResponseRequest")
+        if body.get("stream"):
+            for event in events_of(answer):
+                valid(event, "ResponseEvent")
+        else:
+            valid(answer.json(), "Response")
