@@ -109,7 +109,7 @@ def read(model: type[M], values: object, limits: FieldLimits, part: str = "") ->
 
 
 def _refusal(error: ErrorDetails, model: type[RequestModel], part: str) -> InvalidRequestError:
-    field, *inner = map(str, error["loc"])
+    field, *inner = map(str, error["loc"] or ("",))  # without a place: the part is no object
     if inner and field == "stream_options":
         field = inner.pop(0)
     if inner and field in model.objects:

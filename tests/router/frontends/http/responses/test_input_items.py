@@ -107,6 +107,7 @@ def test_instructions_come_first():
         ([OUTPUT], "input[0].call_id"),
         ([CALL, {**OUTPUT, "output": 1}], "input[1].output"),
         ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], "input[0].content[0].text"),
+        ([{"type": "reasoning", "content": [[None]]}], "input[0].content[0]"),
         ([{"type": "reasoning", "encrypted_content": "Zm9yZWlnbg=="}], "input[0].encrypted_content"),
     ],
 )
