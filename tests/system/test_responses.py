@@ -51,6 +51,7 @@ def test_create_and_stream_answer_alike(client: openai.OpenAI) -> None:
                 deltas.append(event.delta)
     assert "".join(deltas) == whole.output_text
     assert event.type in ("response.completed", "response.incomplete")
+    assert event.response.usage is not None
     assert event.response.usage.output_tokens == whole.usage.output_tokens
     # Its items are the next request's input
     question: Any = {"role": "user", "content": "Go on"}

@@ -32,7 +32,7 @@ class ScriptedGateway(StubGateway):
         self.accepted.clear()
 
     @contextlib.contextmanager
-    def request(
+    def request(  # type: ignore[override]
         self,
         completion: Completion,
         caller: Caller = ANYONE,
