@@ -25,7 +25,7 @@ from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of, connection_of
-from router.frontends.http.messages import chat_size, read_messages
+from router.frontends.http.parts import WHOLE_VIEW, ChatView
 from router.frontends.http.protocol import KEEPS
 from router.frontends.http.requests import (
     ChatCompletionRequest,
@@ -37,6 +37,7 @@ from router.frontends.http.requests import (
 from router.frontends.http.shapes import Answer, ChatShape, CompletionShape, Shape
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
+from router.request.answer_plan import AnswerPlan
 from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import check_allowed
 from router.request.validator import MAX_REQUEST_ID, Envelope
@@ -57,6 +58,7 @@ class ParsedRequest:
     usage: StreamOptions
     token_ids: bool
     arrival: Arrival
+    view: ChatView
 
     @property
     def first_choices(self) -> list[int]:
@@ -133,23 +135,16 @@ class Generate:
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
         async with self._gateway.preparing(caller):
-            if (asked := options.asked_grammar) is not None:
-                await self._gateway.grammars.check(asked, caller.tenant)
-            rendered = await self._gateway.render(
-                lambda: read_messages(options.messages, limits),
-                chat_size(options.messages),
-                options.reasoning_effort,
-                truncated=options.truncates,
-                tenant=caller.tenant,
-            )
-            prompt = await self._gateway.encode(
-                rendered,
-                special=False,
+            prompt = await self._gateway.converse(
+                lambda: options.conversation(limits),
+                options.size,
+                options.asked_grammar,
                 truncated=options.truncates,
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
             )
-            return self._parsed(caller, options, [prompt], envelope, arrival)
+            view = ChatView(options.include_reasoning is not False, options.names_tool)
+            return self._parsed(caller, options, [prompt.tokens], envelope, arrival, prompt.plan, view)
 
     async def _read_completion(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
@@ -181,10 +176,12 @@ class Generate:
         prompts: list[list[int]],
         envelope: Envelope,
         arrival: Arrival,
+        plan: AnswerPlan | None = None,
+        view: ChatView = WHOLE_VIEW,
     ) -> ParsedRequest:
         validator = self._gateway.validator
         kept = (options.kept(prompt, validator.limits.max_model_len) for prompt in prompts)
-        completions = [validator.completion(prompt, options, envelope) for prompt in kept]
+        completions = [validator.completion(prompt, options, envelope, plan) for prompt in kept]
         check_allowed(completions[0], caller)
         return ParsedRequest(
             completions,
@@ -192,12 +189,13 @@ class Generate:
             options.stream_options or StreamOptions(),
             bool(options.return_token_ids),
             arrival,
+            view,
         )
 
     def _shape(self, kind: type[Shape], parsed: ParsedRequest, caller: Caller) -> Shape:
         answer_id = kind.id_prefix + secrets.token_hex(12)
         first, text = parsed.completions[0], self._gateway.text
-        return kind(first, text, int(time.time()), answer_id, parsed.token_ids, caller.admin)
+        return kind(first, text, int(time.time()), answer_id, parsed.token_ids, caller.admin, parsed.view)
 
 
 async def _whole(
