@@ -89,6 +89,7 @@ def _serving(gateway: StubGateway) -> Iterator[str]:
 def scripted() -> Iterator[ScriptedGateway]:
     text = ModelText(DEMO)
     gateway = ScriptedGateway(text, {})
+    gateway.plans.tool_parser = "scripted"
     with _serving(gateway) as url:
         gateway.url = f"{url}/v1"
         yield gateway
