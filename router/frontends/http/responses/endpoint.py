@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from router.text.conversation import Conversation
 
 # What errors of a conversation and of its options call by a chat's names
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\.")
 
 
 class Responses:
@@ -88,10 +90,12 @@ def own_names() -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        name = _NAMES.get(error.field)
-        if name is None:
+        field, message = error.field, error.message
+        name = _NAMES.get(field, field)
+        if message.startswith(field):
+            message = name + message.removeprefix(field)
+        # A function is no object within its tool here
+        name, message = (_FUNCTION.sub(r"\1.", text) for text in (name, message))
+        if (name, message) == (field, error.message):
             raise
-        message = error.message
-        if message.startswith(error.field):
-            message = name + message.removeprefix(error.field)
         raise type(error)(message, field=name, limit=error.limit) from error

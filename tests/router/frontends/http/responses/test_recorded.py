@@ -228,7 +228,7 @@ def test_the_document_describes_requests_answers_and_events(gateway):
 
 
 def test_a_key_decides_priority_and_what_is_shown(gateway, monkeypatch):
-    monkeypatch.setattr(endpoint, "caller_of", lambda request: Caller("acme"))
+    monkeypatch.setattr(endpoint, "caller_of", lambda request: Caller())  # without rights
     refused, allowed = _post(gateway, {"input": "a", "priority": "high"}, {"input": "a", "priority": "batch"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
     assert gateway.accepted[-1].priority < 0
