@@ -118,6 +118,7 @@ def test_recorded_requests(gateway):
             "metadata",
             "parallel_tool_calls",
             "temperature",
+            "top_p",
             "tool_choice",
         ):
             if field in body:
