@@ -130,13 +130,13 @@ class ApiFields(Frozen):
     )
     tool_parser: str = Field(
         "auto",
-        description="format of the model's tool calls: auto = from its chat template; none = requests may have no tools; or "
-        "the name of a parser (docs/api.md)",
+        description="format of the model's tool calls: auto = from its chat template; none = requests may have no tools; "
+        "or the name of a parser (docs/api.md)",
     )
     reasoning_parser: str = Field(
         "auto",
-        description="format of the model's reasoning: auto = from its chat template; none = it stays part of the content; or "
-        "the name of a parser (docs/api.md)",
+        description="format of the model's reasoning: auto = from its chat template; none = it stays part of the content; "
+        "or the name of a parser (docs/api.md)",
     )
     cors_origins: tuple[str, ...] = Field(
         (),

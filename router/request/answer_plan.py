@@ -10,6 +10,7 @@ from cluster.errors import UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
+from router.request.first_call import FirstCall
 from router.request.grammars import AskedGrammar, json_spec
 from router.text.conversation import Conversation, Tool
 
@@ -83,6 +84,8 @@ class AnswerPlans:
                 field="tools",
             )
         parsed = self._formats.format(conversation, rendered)
+        if parsed is not None and not conversation.parallel_tool_calls:
+            parsed = FirstCall(parsed)
         demanding = _demanding(conversation)
         if demanding:
             return self._with_tool_grammar(conversation, rendered, asked, demanding, parsed)

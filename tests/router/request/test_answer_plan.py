@@ -8,6 +8,7 @@ import pytest
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
+from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.request.answer_plan import AnswerPlans, NoFormats
 from router.request.grammars import ANY_OBJECT, AskedGrammar
 from router.text.conversation import Conversation, Tool
@@ -63,6 +64,28 @@ def test_calls_that_are_demanded_have_a_grammar(fields, name, checked):
     with pytest.raises(UnsupportedFieldError, match="its tokenizer") as caught:
         planned(refusal="its tokenizer", tools=[LOOSE, STRICT], **fields)
     assert caught.value.field == name
+
+
+def test_further_calls_are_left_out_where_one_is_wanted():
+    class Parser:
+        called = True
+
+        def feed(self, pieces):
+            begun = [CallBegin(0, "a", "f"), CallArguments(0, "{}"), CallBegin(1, "b", "f")]
+            return [*begun, ContentText("x")]
+
+        def end(self):
+            return [CallArguments(1, "{}")]
+
+    class Parsed(Formats):
+        def format(self, conversation, rendered):
+            return SimpleNamespace(marker_ids={7}, parser=Parser)
+
+    source = planned(formats=Parsed(), tools=[LOOSE], parallel_tool_calls=False).format
+    parser = source.parser()
+    assert source.marker_ids == {7} and parser.called
+    assert parser.feed(["x"]) == [CallBegin(0, "a", "f"), CallArguments(0, "{}"), ContentText("x")]
+    assert parser.end() == []
 
 
 def test_a_grammar_begins_after_reasoning():
