@@ -29,7 +29,7 @@ class AnswerPlan:
 class ChatPrompt:
     """A conversation as a request to workers: Validator.completion takes both."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     plan: AnswerPlan = field(default_factory=AnswerPlan)
 
 

@@ -173,7 +173,7 @@ class Generate:
         self,
         caller: Caller,
         options: HttpRequest,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         envelope: Envelope,
         arrival: Arrival,
         plan: AnswerPlan | None = None,
