@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +70,35 @@ def test_parse_returns_a_pydantic_model(client: openai.OpenAI) -> None:
         assert answer.status == "completed" and isinstance(answer.output_parsed, Colour)
         with client.responses.stream(model="", input="A colour?", text_format=Colour) as stream:
             assert isinstance(stream.get_final_response().output_parsed, Colour)
+
+
+@pytest.mark.system
+def test_a_call_and_its_result_are_input(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", **openai.pydantic_function_tool(Paint)["function"]}]
+    items: Any = [
+        {"role": "user", "content": "Paint it"},
+        {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "A colour is needed"}],
+        },
+        {
+            "type": "function_call",
+            "call_id": "c",
+            "name": "Paint",
+            "arguments": json.dumps({"colour": {"name": "red", "shade": 1}}),
+        },
+        {"type": "function_call_output", "call_id": "c", "output": "done"},
+    ]
+    answer = client.responses.create(
+        model="",
+        input=items,
+        tools=tools,
+        tool_choice="none",
+        max_output_tokens=4,
+    )
+    assert answer.usage is not None and 0 < answer.usage.output_tokens <= 4
+    assert answer.tools[0].to_dict()["name"] == "Paint"
 
 
 @pytest.mark.system
