@@ -38,6 +38,7 @@ class Prefilling:
 
     async def run(self, attempt: PrefillAttempt) -> None:
         """Return when the decode worker has committed, or the attempt was done with its first token. Raises BatonError."""
+        self._parts.host.engine.adapters.check(attempt.request.spec.adapter)
         tokens = attempt.token_count
         remaining = attempt.deadline - time.monotonic()
         spec = attempt.request.spec

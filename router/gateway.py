@@ -22,6 +22,7 @@ from router.observe.requests import RouterMetrics
 from router.observe.traces import Arrival
 from router.processes.member import Member
 from router.quota.quota import Use
+from router.request.adapters import LoadedAdapters
 from router.request.completion import Completion, prefix_scope
 from router.request.grammars import GrammarChecks
 from router.request.validator import Validator
@@ -39,7 +40,9 @@ class RequestGateway:
         self.services = services
         self.text = services.text
         self.config = services.config
-        self.validator = Validator(services.config, services.text)
+        self.validator = Validator(
+            services.config, services.text, LoadedAdapters(lambda: services.members.all)
+        )
         self.grammars = GrammarChecks(
             services.text.tokenizer_json(), services.text.vocab_size, services.text.eos_token_ids
         )

@@ -56,7 +56,7 @@ class GenerateRequest(_message.Message):
     RESUME_TICKET_FIELD_NUMBER: _builtins.int
     RECONNECTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """empty = the served model"""
+    """empty = the served model; or the name of an adapter"""
     text: _builtins.str
     request_id: _builtins.str
     """empty = the router makes one"""
@@ -628,6 +628,7 @@ class Model(_message.Message):
     CREATED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_REASON_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     created_unix_seconds: _builtins.int
@@ -635,6 +636,8 @@ class Model(_message.Message):
     """whether requests may have a grammar"""
     structured_output_reason: _builtins.str
     """why not"""
+    parent: _builtins.str
+    """of an adapter: the model that it changes"""
     def __init__(
         self,
         *,
@@ -643,10 +646,11 @@ class Model(_message.Message):
         created_unix_seconds: _builtins.int = ...,
         structured_output: _builtins.bool = ...,
         structured_output_reason: _builtins.str = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "id", b"id", "max_model_len", b"max_model_len", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "id", b"id", "max_model_len", b"max_model_len", "parent", b"parent", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

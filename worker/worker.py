@@ -75,6 +75,7 @@ class Worker:
             self._server.address,
             self._telemetry.metrics_address,
             self._links.address,
+            self._engine.adapters,
         )
         self._membership = Membership(
             config,

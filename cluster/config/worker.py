@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from cluster.config import speculation
+from cluster.config import adapters, speculation
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 from cluster.config.speculation import DraftSource
@@ -125,6 +125,18 @@ class EngineConfig(Frozen):
         description="nodes that the ranks are spread over; above 1, Ray places those on other nodes",
     )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of one rank")
+    lora: tuple[str, ...] = Field(
+        (),
+        description="adapters to load at the start, NAME=DIR each, as a JSON list: a request whose model is NAME is computed "
+        "with the low-rank weights (PEFT) in DIR. One value per deployment",
+    )
+    max_loras: int = Field(
+        0,
+        ge=0,
+        le=adapters.MAX_ADAPTERS,
+        description="adapters that may be loaded at a time, whose memory is taken at the start; 0 = as many as lora names",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=1024, description="highest rank of an adapter; sizes that memory")
     recompute_limit_tokens: int = Field(
         0,
         ge=0,
@@ -145,6 +157,15 @@ class EngineConfig(Frozen):
         return -(-self.max_model_len // self.page_size)
 
     @property
+    def adapter_slots(self) -> int:
+        return self.max_loras or len(self.lora)
+
+    @property
+    def adapter_directories(self) -> dict[str, Path]:
+        """Directories of the adapters to load at the start, by name."""
+        return dict(adapters.parse(entry) for entry in self.lora)
+
+    @property
     def draft_source(self) -> DraftSource | None:
         return speculation.draft_source(self)
 
@@ -156,6 +177,11 @@ class EngineConfig(Frozen):
     @model_validator(mode="after")
     def _drafts_are_possible(self) -> EngineConfig:
         speculation.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> EngineConfig:
+        adapters.check(self.lora, self.max_loras)
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,8 @@ from cluster.errors import WireVersionError
 # 3: one link per router process and worker carries tokens, cancels and credits; Run is a unary call.
 # 4: a token is drawn as the largest of logit and noise, so a stream goes on only among workers that draw so.
 # 5: a request may have a grammar, which its workers must not leave out.
-WIRE_VERSION = 5
+# 6: a request may be for an adapter, which its workers must not leave out.
+WIRE_VERSION = 6
 
 
 def check_wire_version(version: int, worker_id: str) -> None:

@@ -69,7 +69,7 @@ class Services:
         self.links = links
         self.quota = quota
         self.tickets = Tickets(config.secret, config.request_seconds)
-        self._salts: dict[tuple[str, str], bytes] = {}
+        self._salts: dict[tuple[str, str, str], bytes] = {}
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
         self.work_reports = WorkReports()
@@ -103,13 +103,15 @@ class Services:
         )
         return replace(request, excluded={**request.excluded, **dict.fromkeys(out, Reason.UNREACHABLE)})
 
-    def salt(self, model_id: str, prefix_scope: str) -> bytes:
-        """The salt of a model's block hashes, for requests that share prefixes."""
-        known = self._salts.get((model_id, prefix_scope))
+    def salt(self, model_id: str, prefix_scope: str, adapter: str = "") -> bytes:
+        """The salt of a model's block hashes, for requests that share prefixes. `adapter`: its digest, so that KV never
+        meets other weights under the same name."""
+        key = (model_id, adapter, prefix_scope)
+        known = self._salts.get(key)
         if known is None:
             if len(self._salts) >= MAX_SALTS:
                 self._salts.clear()
-            known = self._salts[model_id, prefix_scope] = make_salt(model_id, tenant=prefix_scope)
+            known = self._salts[key] = make_salt(model_id, adapter, prefix_scope)
         return known
 
     def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnsupportedFieldError
+from router.request.adapters import Adapters, no_adapters
 from router.request.completion import Completion
 from router.request.fields import range_error, read, refuse
 from router.request.limits import FieldLimits
@@ -29,6 +30,7 @@ class Envelope:
     """What comes with a prompt and its options."""
 
     request_id: str = ""
+    model: str = ""  # as asked: "" is the served one
     cache_salt: str = ""
     resume_tokens: Sequence[int] = ()
     resume_ticket: bytes = b""
@@ -39,10 +41,10 @@ class Envelope:
 
 
 class Validator:
-    def __init__(self, config: RouterConfig, text: ModelText):
+    def __init__(self, config: RouterConfig, text: ModelText, adapters: Adapters = no_adapters):
         self._config = config
         self._text = text
-        self.limits = FieldLimits.of(config, text)
+        self.limits = FieldLimits.of(config, text, adapters)
         self._defaults = self._read_defaults(text.generation)
 
     def _read_defaults(self, generation: dict[str, Any]) -> GenerationOptions:
@@ -80,7 +82,8 @@ class Validator:
                     )
         return Completion(
             request_id=self._request_id(envelope.request_id),
-            model=self.limits.served_model,
+            model=envelope.model or self.limits.served_model,
+            adapter=self.limits.adapter_of(envelope.model),
             prompt_tokens=tokens,
             sampling=sampling,
             grammar=None if grammar is None else grammar.spec.to_wire(),

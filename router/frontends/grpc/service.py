@@ -139,14 +139,19 @@ class InferenceService:
         async with self._admitted(caller, context) as held:
             await read_message(context, self._gateway.config, held)
             await self._gateway.low_priority.step(caller.tenant)
-            model = pb.Model(
-                id=limits.served_model,
-                max_model_len=limits.max_model_len,
-                created_unix_seconds=self._gateway.created_unix_seconds,
-                structured_output=not self._gateway.grammars.refusal,
-                structured_output_reason=self._gateway.grammars.refusal,
-            )
-            await self._answer(pb.ListModelsResponse(models=[model]).SerializeToString(), context)
+            names = [(limits.served_model, ""), *((name, limits.served_model) for name in limits.adapters())]
+            models = [
+                pb.Model(
+                    id=name,
+                    parent=parent,
+                    max_model_len=limits.max_model_len,
+                    created_unix_seconds=self._gateway.created_unix_seconds,
+                    structured_output=not self._gateway.grammars.refusal,
+                    structured_output_reason=self._gateway.grammars.refusal,
+                )
+                for name, parent in names
+            ]
+            await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)
 
     async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
         """Token ids of a text or a conversation."""
@@ -184,6 +189,7 @@ def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GenerationOpti
 def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
     return Envelope(
         request_id=request.request_id,
+        model=request.model,
         resume_tokens=request.resume_tokens.ids,
         resume_ticket=request.resume_ticket,
         reconnects=request.reconnects,

@@ -69,8 +69,8 @@ class Views:
         }
         if gateway.grammars.refusal:
             model["structured_output_reason"] = gateway.grammars.refusal
-        self._model = orjson.dumps(model)
-        self._models = orjson.dumps({"object": "list", "data": [model]})
+        self._served = model
+        self._encoded_models: tuple[Mapping[str, str], dict[str, bytes], bytes] | None = None
         self._document = orjson.dumps(build_document(gateway))
 
     async def health(self, request: Request) -> Response:
@@ -85,14 +85,25 @@ class Views:
         return _json({"ready": not why, "why": why}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
-        return _encoded(self._models)
+        return _encoded(self._all()[1])
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._gateway.validator.limits.served_model:
+        found = self._all()[0].get(request.path_params["model"])
+        if found is None:
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )
-        return _encoded(self._model)
+        return _encoded(found)
+
+    def _all(self) -> tuple[dict[str, bytes], bytes]:
+        """Each model, and the list of all: the served one, then the adapters that workers have loaded."""
+        adapters = self._gateway.validator.limits.adapters()
+        if self._encoded_models is None or self._encoded_models[0] is not adapters:
+            served = self._served
+            models = [served, *({**served, "id": name, "parent": served["id"]} for name in adapters)]
+            of_name = {str(model["id"]): orjson.dumps(model) for model in reversed(models)}
+            self._encoded_models = adapters, of_name, orjson.dumps({"object": "list", "data": models})
+        return self._encoded_models[1:]
 
     async def document(self, request: Request) -> Response:
         return _encoded(self._document)

@@ -259,7 +259,7 @@ def _shown_id(request: Request, parsed: ParsedRequest) -> str:
 
 
 def _envelope(request: Request, options: HttpRequest, prompts: int) -> Envelope:
-    return Envelope(_request_id(request), options.cache_salt or "", prompts=prompts)
+    return Envelope(_request_id(request), options.model, options.cache_salt or "", prompts=prompts)
 
 
 def _request_id(request: Request) -> str:
