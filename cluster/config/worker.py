@@ -127,8 +127,8 @@ class EngineConfig(Frozen):
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of one rank")
     lora: tuple[str, ...] = Field(
         (),
-        description="adapters to load at the start, NAME=DIR each, as a JSON list: a request whose model is NAME is computed "
-        "with the low-rank weights (PEFT) in DIR. One value per deployment",
+        description="an adapter to load at the start, NAME=DIR; may be given several times. A request whose model is NAME "
+        "is computed with the low-rank weights in DIR, as PEFT saves them",
     )
     max_loras: int = Field(
         0,

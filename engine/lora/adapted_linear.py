@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class AdaptedLinear:
         self._product, self._step = product, step
         inputs = product[0].columns.stop - product[0].columns.start
         begins = [sum(one.width for one in product[:at]) for at in range(len(product) + 1)]
-        self._outputs = [slice(*pair) for pair in zip(begins[:-1], begins[1:], strict=True)]
+        self._outputs = [slice(*pair) for pair in pairwise(begins)]
         # Written here, so that this memory is in use before the KV pool is sized.
         self._a = torch.empty(slots, len(product), max_rank, inputs, dtype=dtype, device=device).fill_(0)
         self._b = torch.empty(slots, begins[-1], max_rank, dtype=dtype, device=device).fill_(0)

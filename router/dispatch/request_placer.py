@@ -10,7 +10,7 @@ from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.engine_failures import EngineFailures
-from router.dispatch.exclusions import exclusions
+from router.dispatch.exclusions import exclusions, without_adapter
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.services import Services
 from router.placement.types import KvGroup, Placed, PlacementRequest, Reason

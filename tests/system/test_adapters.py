@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ def running(checkpoint, tmp_path_factory) -> Iterator[Running]:
     out, model = tmp_path_factory.mktemp("adapters"), checkpoint("llama")
     made = {f"team/a{i}": make_adapter(out / f"a{i}", model, seed=i, rank=4 * (i + 1)) for i in range(3)}
     merged = {name: merge(model, adapter, out / f"m{i}") for i, (name, adapter) in enumerate(made.items())}
-    lora = json.dumps([f"{name}={directory}" for name, directory in made.items()])
-    flags = (*PROCESS, "--served-model-name", "base", "--lora", lora, "--dtype", "float32")
+    lora = [part for name, directory in made.items() for part in ("--lora", f"{name}={directory}")]
+    flags = (*PROCESS, "--served-model-name", "base", *lora)
     with run_cluster(out, model, *flags) as cluster:
         yield Running(cluster, {**merged, "base": model})
 
