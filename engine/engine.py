@@ -71,7 +71,9 @@ class Runner(Protocol):
     config: EngineConfig
     device: torch.device
     num_ranks: int
-    adapter_slots: int
+
+    @property
+    def adapter_slots(self) -> int: ...
 
     def read_adapter(self, directory: Path) -> Adapter: ...
 

@@ -11,7 +11,9 @@ from engine.lora.adapter_files import Adapter
 
 
 class AdapterRunner(Protocol):
-    adapter_slots: int
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that may be loaded at a time."""
 
     def read_adapter(self, directory: Path) -> Adapter:
         """Any thread. Raises ModelError."""

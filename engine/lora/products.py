@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.model.config import ModelConfig
+from engine.model.decoder import DOWN, GATE_UP, OUTPUT, QKV
 from engine.model.layer_weights import RankRows, ordered, rows_of
 
-QKV, OUTPUT, GATE_UP, DOWN = "qkv", "output", "gate_up", "down"
 O_PROJ, DOWN_PROJ = "self_attn.o_proj", "mlp.down_proj"
 
 
@@ -27,7 +27,7 @@ class Part:
 
     @property
     def width(self) -> int:
-        return self.rows.stop - self.rows.start
+        return len(range(self.rows.start, self.rows.stop))
 
     def own_b(self, config: ModelConfig, b: Tensor) -> Tensor:
         """[outputs, rank] of the module → [width, rank]."""

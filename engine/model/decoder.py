@@ -13,7 +13,6 @@ from cluster.protocol.kv_heads import head_range
 from engine.layers.linear import Linear, MakeLinear
 from engine.layers.moe import MOST_PAIRS, Mlp, Moe
 from engine.layers.row_norms import RowNorms
-from engine.lora.products import DOWN, GATE_UP, OUTPUT, QKV
 from engine.model.config import ModelConfig
 from engine.model.expert_weights import ExpertWeights
 from engine.model.layer_weights import LayerWeights
@@ -43,7 +42,8 @@ class Layer:
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-# Of a layer, the product of a name (engine/lora/products.py) that computes with adapters what this one computes without.
+QKV, OUTPUT, GATE_UP, DOWN = "qkv", "output", "gate_up", "down"  # products of a layer
+# Of a layer, the product of a name that computes with adapters what this one computes without.
 Adapt = Callable[[int, str, Linear], Linear]
 
 

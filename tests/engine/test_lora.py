@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ class Adapted:
 
     def __init__(self, model, directory):
         self.model = model
-        how = [
+        how: list[dict[str, Any]] = [
             {"rank": 4},
             {"rank": 8, "targets": ("q_proj", "down_proj", "o_proj"), "layers": (1,)},
             {"rank": 16, "use_rslora": True, "lora_alpha": 5},

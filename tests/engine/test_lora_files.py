@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,12 @@ def test_what_is_not_supported_is_refused_by_name(keys, field, model, tmp_path):
 
 
 def test_neutral_keys_of_peft_are_accepted(model, tmp_path):
-    more = {"use_dora": False, "modules_to_save": None, "lora_dropout": 0.1, "megatron_core": "megatron.core"}
+    more: dict[str, Any] = {
+        "use_dora": False,
+        "modules_to_save": None,
+        "lora_dropout": 0.1,
+        "megatron_core": "megatron.core",
+    }
     made = make_adapter(tmp_path, model, inference_mode=True, init_lora_weights="gaussian", **more)
     assert read(made, model).rank == 4
 

@@ -55,7 +55,8 @@ def answer(client: openai.OpenAI, model: str) -> tuple[list[int], int]:
     )
     assert given.model == model
     assert given.usage is not None and given.usage.prompt_tokens_details is not None
-    return given.choices[0].token_ids, given.usage.prompt_tokens_details.cached_tokens or 0
+    token_ids: list[int] = given.choices[0].model_extra["token_ids"]  # type: ignore[index]
+    return token_ids, given.usage.prompt_tokens_details.cached_tokens or 0
 
 
 def test_models_are_listed_with_their_parent(client, running):
