@@ -179,7 +179,7 @@ class Engine:
         return self._scheduler.requests[request_id][0].cached_tokens
 
     def unload_adapter(self, digest: str) -> None:
-        """Raises InvalidRequestError while requests use it."""
+        """Raises InvalidRequestError while requests use it; new ones are refused from now on."""
         requests = self._scheduler.requests.values()
         self.adapters.unload(digest, any(choices[0].request.adapter == digest for choices in requests))
 

@@ -343,6 +343,11 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
     step_stall_seconds: Seconds = Field(
         30.0, gt=0, description="an engine that has work and makes no step for this long is dead"
     )
+    lora_dir: Path | None = Field(
+        None,
+        description="directory below which administrators may name further adapters to load while the worker runs (POST "
+        "/v1/load_lora_adapter at a router); needs max_loras. Default: none may be loaded",
+    )
     drain_seconds: Seconds = Field(
         30.0, ge=0, description="time that a draining worker has to finish its requests"
     )
@@ -367,6 +372,12 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
     def _speculation_is_of_decode_workers(self) -> Self:
         if self.role == "prefill":
             speculation.check_prefill(self.engine)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_slots(self) -> Self:
+        if self.lora_dir is not None and not self.engine.adapter_slots:
+            raise ValueError("lora_dir needs max_loras: the memory of adapters is taken at the start")
         return self
 
     @model_validator(mode="after")

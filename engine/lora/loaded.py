@@ -28,6 +28,7 @@ class LoadedAdapters:
     def __init__(self, runner: AdapterRunner):
         self._runner = runner
         self.slots: dict[str, int] = {}  # from 1 on
+        self._leaving: set[str] = set()
 
     @property
     def digests(self) -> Mapping[str, int]:
@@ -36,11 +37,12 @@ class LoadedAdapters:
 
     def check(self, digest: str) -> None:
         """Raises AdapterMissingError if a request's adapter is not loaded."""
-        if digest and digest not in self.slots:
+        if digest and (digest not in self.slots or digest in self._leaving):
             raise AdapterMissingError(f"adapter {digest[:64]} is not loaded here", field="adapter")
 
     def load(self, adapter: Adapter) -> None:
         """Nothing changes if it is loaded already. Raises AdapterSlotsError if no slot is free, or ModelError."""
+        self._leaving.discard(adapter.digest)
         if adapter.digest in self.slots:
             return
         total, taken = self._runner.adapter_slots, set(self.slots.values())
@@ -55,7 +57,10 @@ class LoadedAdapters:
         self.slots[adapter.digest] = slot
 
     def unload(self, digest: str, in_use: bool) -> None:
-        """Free its slot. Raises InvalidRequestError while requests use it."""
+        """Free its slot. Raises InvalidRequestError while requests use it; new ones are refused from now on."""
+        if digest in self.slots:
+            self._leaving.add(digest)
         if in_use:
             raise InvalidRequestError(f"adapter {digest[:64]} is in use", field="adapter")
         self.slots.pop(digest, None)
+        self._leaving.discard(digest)

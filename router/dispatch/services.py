@@ -13,6 +13,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.points import NO_FAULTS, FaultPoint, Faults, Point
 from cluster.membership.reader import Members
+from cluster.membership.wanted_adapters import WantedWriter
 from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
@@ -68,6 +69,7 @@ class Services:
         self.channels = channels
         self.links = links
         self.quota = quota
+        self.wanted_adapters = WantedWriter(config.redis_url, config.namespace)
         self.tickets = Tickets(config.secret, config.request_seconds)
         self._salts: dict[tuple[str, str, str], bytes] = {}
         self.pairs = UnreachablePairs()
@@ -127,6 +129,7 @@ class Services:
         await self.placement.close()
         await self.quota.close()
         await self.members.close()
+        await self.wanted_adapters.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self.text.close()

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import ForbiddenError, InvalidRequestError, UnknownModelError
 from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
+from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.errors import error_body, failure_response
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import ADMIN, GENERATE, caller_of
@@ -202,6 +203,10 @@ def build_routes(gateway: RequestGateway) -> Routes:
     }.items():
         assert path in ADMIN
         app.add_api_route(path, _guard(_for_admins(gateway, endpoint)), methods=["GET"])
+    calls = AdapterCalls(gateway)
+    for path, endpoint in {LOAD: calls.load, UNLOAD: calls.unload}.items():
+        assert path in ADMIN
+        app.add_api_route(path, _guard(_for_admins(gateway, endpoint)), methods=["POST"])
     if gateway.config.ui:
         for path, page in read_pages().items():
             app.add_api_route(path, _guard(partial(_page, page)), methods=["GET"], include_in_schema=False)

@@ -124,7 +124,7 @@ class HttpRequest(GenerationOptions):
     )
     model: Annotated[
         str, AfterValidator(_model), WithJsonSchema({"enum": ["", {"$limit": "served_model"}]})
-    ] = Field("", description="empty = the served one")
+    ] = Field("", description="empty = the served one; also the name of an adapter that GET /v1/models lists")
     best_of: Annotated[
         Any, PlainValidator(_best_of, Annotated[int, late(minimum=1, maximum="max_choices")] | None)
     ] = Field(None, description="must equal n")

@@ -41,17 +41,20 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
         "Model": record(
             {
-                "id": one_of([gateway.validator.limits.served_model]),
+                "id": text(minLength=1),
                 "object": one_of(["model"]),
                 "created": COUNT,
                 "owned_by": one_of(["baton"]),
                 "max_model_len": COUNT,
                 "structured_output": BOOLEAN,
                 "structured_output_reason": text(description="the reason, if structured_output is false"),
+                "parent": text(description="of an adapter: the model that it changes"),
             },
             ["id", "object", "created", "owned_by", "max_model_len", "structured_output"],
         ),
         "ModelList": record({"object": one_of(["list"]), "data": array(ref("Model"))}),
+        "LoadedAdapter": record({"id": text(minLength=1), "digest": text()}),
+        "UnloadedAdapter": record({"id": text(minLength=1)}),
         "Cluster": _cluster(),
         "ClusterLive": _cluster_live(),
     }
