@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -13,9 +14,13 @@ from engine.build import load_model
 from engine.engine import Engine
 from engine.lora.slots import slot_bytes
 from engine.model.config import ModelConfig
+from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
+from engine.runner import ModelRunner
 from engine.speculation.per_sequence import PerSequence
+from engine.step_delta import StepDelta
 from tests.engine.ranks import KV_BYTES, engine_of, make_engine, run, runners
+from tests.engine.test_decode_jobs import needs_kernels
 from tests.engine.test_parity_ranks import move
 from tests.harness.adapters import ALL, ATTENTION, make_adapter, merge
 from tests.harness.checkpoints import EXPERTS, prompt_ids, reference_greedy, variants
@@ -96,6 +101,47 @@ def test_rows_without_adapter_pay_nothing_beside_none(adapted):
     assert engine._runner.adapted_rows == 0
     run(engine, adapted.request(3, name="base"), adapted.request(0))
     assert engine._runner.adapted_rows == len(PROMPT) + NEW - 1
+
+
+@needs_kernels
+def test_steps_without_adapters_stay_lists_of_jobs(adapted, monkeypatch):
+    """To the last bit as without slots for adapters."""
+
+    def made(**more: Any) -> Engine:
+        config = EngineConfig(model=adapted.model, dtype="bfloat16", kv_memory_bytes=KV_BYTES, **more)
+        return engine_of(ModelRunner(load_model(config)))
+
+    engine, lists = adapted.load(made(max_loras=3)), []
+    jobs = engine._runner._decode_jobs
+    compute = jobs.run
+    monkeypatch.setattr(jobs, "run", lambda: lists.append(1) or compute())
+    base = run(engine, adapted.request(3))
+    assert len(lists) == NEW - 1
+    assert base.tokens == run(made(), adapted.request(3)).tokens
+    mixed = run(engine, adapted.request(3), adapted.request(0))
+    assert len(lists) == NEW - 1
+    assert mixed.tokens["r0", 0] != mixed.tokens["r3", 0]
+
+
+def test_steps_with_adapters_are_not_recorded(adapted):
+    runner = ModelRunner(load_model(EngineConfig(model=adapted.model, kv_memory_bytes=KV_BYTES, max_loras=1)))
+    runner.write_adapter(1, runner.read_adapter(adapted.adapters[0]))
+    recorded: list[StepDelta] = []
+
+    class Graphs:
+        takes = staticmethod(lambda delta: True)
+        run = staticmethod(lambda delta, drawn: recorded.append(delta))
+
+    runner._graphs = Graphs()  # type: ignore[assignment]
+    item = PlanItem("r", [7], 0, [0], 0, 1)
+    with_adapter = msgspec.structs.replace(item, adapter=1)
+    assert runner.execute(StepPlan([with_adapter], [])).shape[0] == 1
+    assert not recorded
+    runner.execute(StepPlan([item], []))
+    assert len(recorded) == 1
+    runner._graphs = None
+    plain, changed = (runner.execute(StepPlan([one], [])).clone() for one in (item, with_adapter))
+    assert not torch.equal(plain, changed)
 
 
 def test_a_cached_prefix_is_met_by_its_own_adapter_only(adapted):
