@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.errors import ModelError
 
@@ -31,6 +31,7 @@ _READ = frozenset(
 )  # fmt: skip
 # The weights of the base model were changed before the training began, and this adapter belongs to the changed ones.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+N = TypeVar("N", int, float)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]{1,256}\Z")
 
 
@@ -40,7 +41,7 @@ def refused(key: str, reason: str) -> ModelError:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Rank and scaling of every module; a pattern is a module's name or the end of it, after a dot."""
+    """Rank and scaling of every module; the first pattern counts that is a module's name or the end of it."""
 
     rank: int
     alpha: float
@@ -69,21 +70,17 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        return next(
-            (self.rank_pattern[one] for one in _endings(module) if one in self.rank_pattern), self.rank
-        )
+        """`module`: its whole name in the base model."""
+        return _first(self.rank_pattern, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        found = next((self.alpha_pattern[one] for one in _endings(module) if one in self.alpha_pattern), None)
-        alpha = self.alpha if found is None else found
-        return alpha / (math.sqrt(rank) if self.by_root else rank)
+        return _first(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 
 
-def _endings(module: str) -> list[str]:
-    """The module's name, and what follows each of its dots: a longer one goes before a shorter one."""
-    parts = module.split(".")
-    return [".".join(parts[at:]) for at in range(len(parts))]
+def _first(pattern: Mapping[str, N], module: str, default: N) -> N:
+    """The value of the first entry that is the module's name or the end of it, as PEFT takes them."""
+    return next((value for name, value in pattern.items() if f".{module}".endswith(f".{name}")), default)
 
 
 def _check_supported(raw: Mapping[str, Any]) -> None:

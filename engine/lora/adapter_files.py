@@ -127,7 +127,8 @@ def _pair(
     if len(sides) != 2:
         only = next(iter(sides.values()))[0]
         raise ModelError(f"tensor {only}: its other half, lora_A or lora_B, is missing", field=only)
-    rank = config.rank_of(module)
+    whole = sides["A"][0].removeprefix(_ROOT).removesuffix(".lora_A.weight")
+    rank = config.rank_of(whole)
     if rank > max_rank:
         raise ModelError(
             f"{module} has rank {rank}, more than max_lora_rank {max_rank}", field="max_lora_rank"
@@ -142,4 +143,4 @@ def _pair(
             raise ModelError(f"tensor {name} is stored as {tensor.dtype}, not in 16 or 32 bits", field=name)
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"tensor {name} has numbers that are NaN or infinite", field=name)
-    return LowRank(sides["A"][1], sides["B"][1].float() * config.scaling_of(module))
+    return LowRank(sides["A"][1], sides["B"][1].float() * config.scaling_of(whole))

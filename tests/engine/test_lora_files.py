@@ -123,17 +123,21 @@ def test_the_digest_is_of_weights_and_configuration(model, tmp_path):
 
 
 def test_scaling_by_rank_its_root_and_patterns():
+    """The first pattern that matches counts, as for PEFT."""
     raw = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-    raw |= {"rank_pattern": {"q_proj": 16, "layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 2}}
+    raw |= {"rank_pattern": {"model.layers.1.q_proj": 2, "q_proj": 16, "layers.2.q_proj": 8}}
+    raw |= {"alpha_pattern": {"v_proj": 2}}
     plain = AdapterConfig.parse(json.dumps(raw).encode())
     stable = AdapterConfig.parse(json.dumps(raw | {"use_rslora": True}).encode())
-    scalings = {
-        "layers.0.self_attn.q_proj": 8 / 16,
-        "layers.1.self_attn.q_proj": 8 / 2,
-        "layers.0.v_proj": 2 / 4,
+    wanted = {
+        "0.q_proj": 8 / 16,
+        "1.q_proj": 8 / 2,
+        "2.q_proj": 8 / 16,
+        "0.v_proj": 2 / 4,
+        "0.xq_proj": 8 / 4,
     }
-    assert {name: plain.scaling_of(name) for name in scalings} == scalings
-    assert stable.scaling_of("layers.0.self_attn.q_proj") == 8 / 4
+    assert {name: plain.scaling_of(f"model.layers.{name}") for name in wanted} == wanted
+    assert stable.scaling_of("model.layers.0.q_proj") == 8 / 4
 
 
 @pytest.mark.parametrize(

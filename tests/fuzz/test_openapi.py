@@ -117,7 +117,7 @@ def test_reading(path, asker):
     ask()
     headers = asker.headers if wants_key else {}
     url = asker.base_url + path.format(
-        model=asker.document["components"]["schemas"]["Model"]["properties"]["id"]["enum"][0]
+        model=asker.document["components"]["schemas"]["Model"]["properties"]["id"]["examples"][0]
     )
     assert httpx.get(url, headers=headers).status_code == 200
 

@@ -41,7 +41,7 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
         "Model": record(
             {
-                "id": text(minLength=1),
+                "id": text(minLength=1, examples=[gateway.validator.limits.served_model]),
                 "object": one_of(["model"]),
                 "created": COUNT,
                 "owned_by": one_of(["baton"]),
