@@ -114,7 +114,12 @@ def test_steps_without_adapters_stay_lists_of_jobs(adapted, monkeypatch):
     engine, lists = adapted.load(made(max_loras=3)), []
     jobs = engine._runner._decode_jobs
     compute = jobs.run
-    monkeypatch.setattr(jobs, "run", lambda: lists.append(1) or compute())
+
+    def counted() -> torch.Tensor:
+        lists.append(1)
+        return compute()
+
+    monkeypatch.setattr(jobs, "run", counted)
     base = run(engine, adapted.request(3))
     assert len(lists) == NEW - 1
     assert base.tokens == run(made(), adapted.request(3)).tokens
