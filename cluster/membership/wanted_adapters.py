@@ -60,11 +60,18 @@ def parse(entries: Mapping[bytes, bytes]) -> dict[str, Wanted]:
 
 
 class WantedWriter:
-    """For a router."""
+    """For a router; connects at its first call."""
 
     def __init__(self, redis_url: str, namespace: str):
-        self._client = connect_async(redis_url)
+        self._redis_url = redis_url
         self._key = keys.adapters(namespace)
+        self._connected: Any = None
+
+    @property
+    def _client(self) -> Any:
+        if self._connected is None:
+            self._connected = connect_async(self._redis_url)
+        return self._connected
 
     async def add(self, name: str, path: str) -> None:
         """Raises InvalidRequestError if the name is taken or there are too many, redis.RedisError."""
@@ -84,7 +91,8 @@ class WantedWriter:
         return bool(await self._client.hdel(self._key, name))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if self._connected is not None:
+            await self._connected.aclose()
 
 
 class WantedReader:
