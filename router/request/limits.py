@@ -24,11 +24,15 @@ class FieldLimits:
     @classmethod
     def of(cls, settings: RouterConfig, text: ModelText) -> FieldLimits:
         own = text.max_position_embeddings
-        served = settings.served_model_name or settings.model.name
-        return cls(settings, served, min(settings.max_model_len or own, own), text.vocab_size)
+        return cls(settings, settings.served_name, min(settings.max_model_len or own, own), text.vocab_size)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self if hasattr(self, name) else self.settings, name)
+
+    @property
+    def accepted_names(self) -> list[str]:
+        """Of a request's model: of all models, with their aliases."""
+        return ["", *self.settings.model_names, *self.settings.all_aliases]
 
     @property
     def last_token(self) -> int:
@@ -57,10 +61,13 @@ class FieldLimits:
 
     def check_model(self, model: str) -> None:
         """Raises UnknownModelError."""
-        if model and model != self.served_model:
-            raise UnknownModelError(
-                f"model: {model[:MAX_SHOWN]!r} is not served here; {self.served_model!r} is", field="model"
-            )
+        if not model or model == self.served_model or model in self.settings.model_aliases:
+            return
+        served = ", ".join(map(repr, self.settings.model_names))
+        are = "are" if self.settings.models else "is"
+        raise UnknownModelError(
+            f"model: {model[:MAX_SHOWN]!r} is not served here; {served} {are}", field="model"
+        )
 
     def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0) -> None:
         """Check counts before anything iterates over the tokens: one may hold millions. Raises ContextLengthError."""

@@ -130,9 +130,13 @@ class Validator:
 
         Raises ContextLengthError.
         """
-        most = self._most_text_bytes
-        if most is not None and size > max(most, TOKEN_ID_BYTES * self.limits.max_model_len) + OTHER_BYTES:
+        if not self.takes_message(size):
             raise self._too_long("message", size)
+
+    def takes_message(self, size: int) -> bool:
+        """Whether a request that fits the context can be as long."""
+        most = self._most_text_bytes
+        return most is None or size <= max(most, TOKEN_ID_BYTES * self.limits.max_model_len) + OTHER_BYTES
 
     @property
     def _most_text_bytes(self) -> int | None:

@@ -24,6 +24,7 @@ from router.frontends.http.generate import Generate
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
+from router.request.served_model import ServedModel
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has streamed its answer
@@ -59,18 +60,9 @@ class Views:
 
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
-        model = {
-            "id": gateway.validator.limits.served_model,
-            "object": "model",
-            "created": gateway.created_unix_seconds,
-            "owned_by": "baton",
-            "max_model_len": gateway.validator.limits.max_model_len,
-            "structured_output": not gateway.grammars.refusal,
-        }
-        if gateway.grammars.refusal:
-            model["structured_output_reason"] = gateway.grammars.refusal
-        self._model = orjson.dumps(model)
-        self._models = orjson.dumps({"object": "list", "data": [model]})
+        models = [_model(one, gateway.created_unix_seconds) for one in gateway.models]
+        self._model = {str(one["id"]): orjson.dumps(one) for one in models}
+        self._models = orjson.dumps({"object": "list", "data": models})
         self._document = orjson.dumps(build_document(gateway))
 
     async def health(self, request: Request) -> Response:
@@ -88,11 +80,13 @@ class Views:
         return _encoded(self._models)
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._gateway.validator.limits.served_model:
+        asked = request.path_params["model"]
+        model = self._gateway.model(asked)
+        if asked not in (model.name, *model.validator.limits.settings.model_aliases):
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )
-        return _encoded(self._model)
+        return _encoded(self._model[model.name])
 
     async def document(self, request: Request) -> Response:
         return _encoded(self._document)
@@ -161,6 +155,20 @@ def _worker(worker: WorkerInfo) -> dict[str, Any]:
         "metrics": worker.metrics_address,
         "status": worker.status.encode(),
     }
+
+
+def _model(served: ServedModel, created: int) -> dict[str, Any]:
+    shown = {
+        "id": served.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "baton",
+        "max_model_len": served.validator.limits.max_model_len,
+        "structured_output": not served.grammars.refusal,
+    }
+    reason = {"structured_output_reason": served.grammars.refusal} if served.grammars.refusal else {}
+    aliases = served.validator.limits.settings.model_aliases
+    return {**shown, **reason, **({"aliases": aliases} if aliases else {})}
 
 
 def build_routes(gateway: RequestGateway) -> Routes:
