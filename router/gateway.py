@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
 from cluster.security.key_file import ApiKeys
@@ -24,28 +24,28 @@ from router.processes.member import Member
 from router.quota.quota import Use
 from router.request.adapters import LoadedAdapters
 from router.request.completion import Completion, prefix_scope
-from router.request.grammars import GrammarChecks
-from router.request.validator import Validator
+from router.request.served_model import ServedModel, further_models
 from router.text.contents import Rendered
 
 T = TypeVar("T")
 
 
 class RequestGateway:
+    further: Mapping[str, ServedModel] = {}  # models beside the first, by their names and aliases
     member: Member | None = None  # of the router's processes; None: there is one
 
     def __init__(
         self, services: Services, metrics: RouterMetrics, keys: ApiKeys, member: Member | None = None
     ):
         self.services = services
-        self.text = services.text
         self.config = services.config
-        self.validator = Validator(
-            services.config, services.text, LoadedAdapters(lambda: services.members.all)
-        )
-        self.grammars = GrammarChecks(
-            services.text.tokenizer_json(), services.text.vocab_size, services.text.eos_token_ids
-        )
+        first = ServedModel.of(services.config, services.text, LoadedAdapters(lambda: services.members.all))
+        self.text, self.validator, self.grammars = (
+            first.text,
+            first.validator,
+            first.grammars,
+        )  # the first model's
+        self.further = further_models(services.config, services.further_texts)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
         self.metrics = metrics
@@ -59,10 +59,30 @@ class RequestGateway:
         self.requests = 0
         self.live = Live(services, metrics, self._report)
 
+    def model(self, name: Any) -> ServedModel:
+        """The model that a request names. The first one for no name, and for one that is unknown, which its limits
+        refuse (FieldLimits.check_model)."""
+        found = self.further.get(name) if isinstance(name, str) else None
+        return found or ServedModel(self.text, self.validator, self.grammars)
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All of them, the first before the others."""
+        return [self.model(""), *dict.fromkeys(self.further.values())]
+
+    def check_message(self, size: int) -> None:
+        """Refuse a message of so many bytes, before it is parsed, if no model's context takes as long a request.
+
+        Raises ContextLengthError.
+        """
+        if not any(one.validator.takes_message(size) for one in self.further.values()):
+            self.validator.check_message(size)
+
     async def encode(
         self,
         given: str | Rendered,
         *,
+        model: str = "",
         special: bool = True,
         truncated: bool = False,
         tenant: str = "",
@@ -70,9 +90,10 @@ class RequestGateway:
     ) -> list[int]:
         """Tokenise a prompt. Raises ContextLengthError or InvalidRequestError before tokenising a text that is too long;
         one that will be `truncated` may exceed the context."""
-        self.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
+        asked = self.model(model)
+        asked.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
         scope = self._prefix_scope(tenant, cache_salt)
-        return await self._in_time(self.text.encode(given, special=special, tenant=tenant, scope=scope))
+        return await self._in_time(asked.text.encode(given, special=special, tenant=tenant, scope=scope))
 
     async def render(
         self,
@@ -80,19 +101,22 @@ class RequestGateway:
         characters: int,
         reasoning_effort: str | None = None,
         *,
+        model: str = "",
         truncated: bool = False,
         tenant: str = "",
     ) -> Rendered:
         """Render the conversation that `read` returns (ModelText.chat). Raises ContextLengthError or InvalidRequestError
         before special tokens are searched in contents that are too long."""
 
+        asked = self.model(model)
+
         def checked() -> Sequence[Mapping[str, str]]:
             messages = read()
             size = sum(len(message["content"]) for message in messages)
-            self.validator.check_contents(size, truncated=truncated)
+            asked.validator.check_contents(size, truncated=truncated)
             return messages
 
-        return await self._in_time(self.text.chat(checked, characters, reasoning_effort, tenant=tenant))
+        return await self._in_time(asked.text.chat(checked, characters, reasoning_effort, tenant=tenant))
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         """Raises DeadlineError where the threads are not free, or not done, within `request_seconds`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,9 +61,12 @@ class Services:
         quota: Quota,
         tracing: Tracing | None = None,
         faults: Faults = NO_FAULTS,
+        further_texts: Mapping[str, ModelText] | None = None,
     ):
+        """`further_texts`: of the models beside the first, by name."""
         self.config = config
         self.text = text
+        self.further_texts = further_texts or {}
         self.members = members
         self.placement = placement
         self.channels = channels
@@ -132,4 +135,5 @@ class Services:
         await self.wanted_adapters.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-        self.text.close()
+        for text in (self.text, *self.further_texts.values()):
+            text.close()

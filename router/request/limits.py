@@ -26,11 +26,16 @@ class FieldLimits:
     @classmethod
     def of(cls, settings: RouterConfig, text: ModelText, adapters: Adapters = no_adapters) -> FieldLimits:
         own = text.max_position_embeddings
-        served = settings.served_model_name or settings.model.name
+        served = settings.served_name
         return cls(settings, served, min(settings.max_model_len or own, own), text.vocab_size, adapters)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self if hasattr(self, name) else self.settings, name)
+
+    @property
+    def accepted_names(self) -> list[str]:
+        """Of a request's model: of all models, with their aliases."""
+        return ["", *self.settings.model_names, *self.settings.all_aliases]
 
     @property
     def last_token(self) -> int:
@@ -63,12 +68,14 @@ class FieldLimits:
 
     def adapter_of(self, model: str) -> str:
         """The digest of the adapter of this name; "" for the served model. Raises UnknownModelError."""
-        if not model or model == self.served_model:
+        if not model or model == self.served_model or model in self.settings.model_aliases:
             return ""
         digest = self.adapters().get(model)
         if digest is None:
+            served = ", ".join(map(repr, self.settings.model_names))
+            are = "are" if self.settings.models else "is"
             raise UnknownModelError(
-                f"model: {model[:MAX_SHOWN]!r} is not served here; {self.served_model!r} is", field="model"
+                f"model: {model[:MAX_SHOWN]!r} is not served here; {served} {are}", field="model"
             )
         return digest
 

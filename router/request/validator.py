@@ -80,10 +80,11 @@ class Validator:
                         f"{name}: not with {grammar.field}: it could end an answer that does not match yet",
                         field=name,
                     )
+        adapter = self.limits.adapter_of(envelope.model)
         return Completion(
             request_id=self._request_id(envelope.request_id),
-            model=envelope.model or self.limits.served_model,
-            adapter=self.limits.adapter_of(envelope.model),
+            model=envelope.model if adapter else self.limits.served_model,
+            adapter=adapter,
             prompt_tokens=tokens,
             sampling=sampling,
             grammar=None if grammar is None else grammar.spec.to_wire(),
@@ -133,9 +134,13 @@ class Validator:
 
         Raises ContextLengthError.
         """
-        most = self._most_text_bytes
-        if most is not None and size > max(most, TOKEN_ID_BYTES * self.limits.max_model_len) + OTHER_BYTES:
+        if not self.takes_message(size):
             raise self._too_long("message", size)
+
+    def takes_message(self, size: int) -> bool:
+        """Whether a request that fits the context can be as long."""
+        most = self._most_text_bytes
+        return most is None or size <= max(most, TOKEN_ID_BYTES * self.limits.max_model_len) + OTHER_BYTES
 
     @property
     def _most_text_bytes(self) -> int | None:

@@ -66,7 +66,7 @@ class InferenceService:
         caller = caller_of(self._gateway, context)
         async with self._admitted(caller, context) as held:
             raw = await read_message(context, self._gateway.config, held)
-            self._gateway.validator.check_message(len(raw))
+            self._gateway.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
             await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
             request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
@@ -97,7 +97,8 @@ class InferenceService:
     async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
         kind = request.WhichOneof("prompt")
         prompt: Sequence[int]
-        limits = self._gateway.validator.limits
+        model = self._gateway.model(request.model)
+        limits = model.validator.limits
         limits.check_model(request.model)
         limits.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
         options = _options(request, limits)
@@ -105,9 +106,9 @@ class InferenceService:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
         async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
             if (asked := options.asked_grammar) is not None:
-                await self._gateway.grammars.check(asked, caller.tenant)
+                await model.grammars.check(asked, caller.tenant)
             prompt = request.token_ids.ids if kind == "token_ids" else await self._encode(request, caller)
-            made = self._gateway.validator.completion(prompt, options, _envelope(request, context))
+            made = model.validator.completion(prompt, options, _envelope(request, context))
             check_allowed(made, caller)
         return made
 
@@ -117,12 +118,12 @@ class InferenceService:
         caller = caller_of(self._gateway, context)
         async with self._admitted(caller, context) as held:
             raw = await read_message(context, self._gateway.config, held)
-            self._gateway.validator.check_message(len(raw))
+            self._gateway.check_message(len(raw))
             await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
             async with self._gateway.counted(caller):
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
-                self._gateway.validator.limits.check_model(request.model)
+                self._gateway.model(request.model).validator.limits.check_model(request.model)
                 answer = self._tokenized(await self._encode(request, caller))
                 del request
             await self._answer(answer, context)
@@ -135,30 +136,30 @@ class InferenceService:
         return pb.TokenizeResponse(token_ids=ids).SerializeToString()
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        limits, caller = self._gateway.validator.limits, caller_of(self._gateway, context)
+        caller = caller_of(self._gateway, context)
         async with self._admitted(caller, context) as held:
             await read_message(context, self._gateway.config, held)
             await self._gateway.low_priority.step(caller.tenant)
-            names = [(limits.served_model, ""), *((name, limits.served_model) for name in limits.adapters())]
             models = [
                 pb.Model(
                     id=name,
                     parent=parent,
-                    max_model_len=limits.max_model_len,
+                    max_model_len=one.validator.limits.max_model_len,
                     created_unix_seconds=self._gateway.created_unix_seconds,
-                    structured_output=not self._gateway.grammars.refusal,
-                    structured_output_reason=self._gateway.grammars.refusal,
+                    structured_output=not one.grammars.refusal,
+                    structured_output_reason=one.grammars.refusal,
                 )
-                for name, parent in names
+                for one in self._gateway.models
+                for name, parent in one.names
             ]
             await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)
 
     async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
         """Token ids of a text or a conversation."""
         if request.WhichOneof("prompt") != "chat":
-            return await self._gateway.encode(request.text, tenant=caller.tenant)
-        rendered = await _render(self._gateway, request.chat, caller)
-        return await self._gateway.encode(rendered, special=False, tenant=caller.tenant)
+            return await self._gateway.encode(request.text, model=request.model, tenant=caller.tenant)
+        rendered = await _render(self._gateway, request, caller)
+        return await self._gateway.encode(rendered, special=False, model=request.model, tenant=caller.tenant)
 
 
 def _values(context: Context, name: str) -> list[str]:
@@ -166,10 +167,13 @@ def _values(context: Context, name: str) -> list[str]:
     return [value for key, value in metadata if key == name and isinstance(value, str)]
 
 
-async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller) -> Rendered:
+async def _render(
+    gateway: RequestGateway, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller
+) -> Rendered:
+    chat = request.chat
     if not chat.messages:
         raise InvalidRequestError("chat: has no messages", field="chat")
-    gateway.validator.limits.check_messages(len(chat.messages))
+    gateway.model(request.model).validator.limits.check_messages(len(chat.messages))
     size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
     return await gateway.render(
         lambda: [
@@ -177,6 +181,7 @@ async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller
             for i, one in enumerate(chat.messages)
         ],
         size,
+        model=request.model,
         tenant=caller.tenant,
     )
 

@@ -44,7 +44,7 @@ class AdapterCalls:
                 f"lora_name: letters, digits and . _ / : - (at most {MAX_NAME})", field="lora_name"
             )
         path = check_path(body["lora_path"])
-        if name == limits.served_model or name in limits.adapters():
+        if name in limits.accepted_names or name in limits.adapters():
             raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
         try:
             await self._gateway.services.wanted_adapters.add(name, path)

@@ -25,6 +25,7 @@ from router.frontends.http.generate import Generate
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
+from router.request.served_model import ServedModel
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has streamed its answer
@@ -60,18 +61,7 @@ class Views:
 
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
-        model = {
-            "id": gateway.validator.limits.served_model,
-            "object": "model",
-            "created": gateway.created_unix_seconds,
-            "owned_by": "baton",
-            "max_model_len": gateway.validator.limits.max_model_len,
-            "structured_output": not gateway.grammars.refusal,
-        }
-        if gateway.grammars.refusal:
-            model["structured_output_reason"] = gateway.grammars.refusal
-        self._served = model
-        self._encoded_models: tuple[Mapping[str, str], dict[str, bytes], bytes] | None = None
+        self._encoded_models: tuple[list[Mapping[str, str]], dict[str, bytes], bytes] | None = None
         self._document = orjson.dumps(build_document(gateway))
 
     async def health(self, request: Request) -> Response:
@@ -89,7 +79,10 @@ class Views:
         return _encoded(self._all()[1])
 
     async def model(self, request: Request) -> Response:
-        found = self._all()[0].get(request.path_params["model"])
+        asked = request.path_params["model"]
+        model = self._gateway.model(asked)
+        name = model.name if asked in model.validator.limits.settings.model_aliases else asked
+        found = self._all()[0].get(name)
         if found is None:
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
@@ -97,11 +90,15 @@ class Views:
         return _encoded(found)
 
     def _all(self) -> tuple[dict[str, bytes], bytes]:
-        """Each model, and the list of all: the served one, then the adapters that workers have loaded."""
-        adapters = self._gateway.validator.limits.adapters()
-        if self._encoded_models is None or self._encoded_models[0] is not adapters:
-            served = self._served
-            models = [served, *({**served, "id": name, "parent": served["id"]} for name in adapters)]
+        """Each model, and the list of all: those that are served, and after each the adapters that workers have loaded."""
+        served = self._gateway.models
+        adapters = [one.validator.limits.adapters() for one in served]
+        if self._encoded_models is None or self._encoded_models[0] != adapters:
+            models = []
+            for one in served:
+                shown = _model(one, self._gateway.created_unix_seconds)
+                own = {key: value for key, value in shown.items() if key != "aliases"}
+                models += [shown, *({**own, "id": name, "parent": up} for name, up in one.names[1:])]
             of_name = {str(model["id"]): orjson.dumps(model) for model in reversed(models)}
             self._encoded_models = adapters, of_name, orjson.dumps({"object": "list", "data": models})
         return self._encoded_models[1:]
@@ -173,6 +170,20 @@ def _worker(worker: WorkerInfo) -> dict[str, Any]:
         "metrics": worker.metrics_address,
         "status": worker.status.encode(),
     }
+
+
+def _model(served: ServedModel, created: int) -> dict[str, Any]:
+    shown = {
+        "id": served.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "baton",
+        "max_model_len": served.validator.limits.max_model_len,
+        "structured_output": not served.grammars.refusal,
+    }
+    reason = {"structured_output_reason": served.grammars.refusal} if served.grammars.refusal else {}
+    aliases = served.validator.limits.settings.model_aliases
+    return {**shown, **reason, **({"aliases": aliases} if aliases else {})}
 
 
 def build_routes(gateway: RequestGateway) -> Routes:

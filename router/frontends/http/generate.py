@@ -129,22 +129,25 @@ class Generate:
     async def _read_chat(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
-        limits, caller = self._gateway.validator.limits, caller_of(request)
+        model, caller = self._gateway.model(body.get("model")), caller_of(request)
+        limits = model.validator.limits
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
         async with self._gateway.preparing(caller):
             if (asked := options.asked_grammar) is not None:
-                await self._gateway.grammars.check(asked, caller.tenant)
+                await model.grammars.check(asked, caller.tenant)
             rendered = await self._gateway.render(
                 lambda: read_messages(options.messages, limits),
                 chat_size(options.messages),
                 options.reasoning_effort,
+                model=model.name,
                 truncated=options.truncates,
                 tenant=caller.tenant,
             )
             prompt = await self._gateway.encode(
                 rendered,
                 special=False,
+                model=model.name,
                 truncated=options.truncates,
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
@@ -154,15 +157,17 @@ class Generate:
     async def _read_completion(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
-        options = read_request(CompletionRequest, body, self._gateway.validator.limits)
+        model = self._gateway.model(body.get("model"))
+        options = read_request(CompletionRequest, body, model.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
         # Before tokenising: a request that gets no place costs nothing of the quota.
         admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller):
             if (asked := options.asked_grammar) is not None:
-                await self._gateway.grammars.check(asked, caller.tenant)
+                await model.grammars.check(asked, caller.tenant)
             encode = partial(
                 self._gateway.encode,
+                model=model.name,
                 truncated=options.truncates,
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
@@ -182,7 +187,7 @@ class Generate:
         envelope: Envelope,
         arrival: Arrival,
     ) -> ParsedRequest:
-        validator = self._gateway.validator
+        validator = self._gateway.model(options.model).validator
         kept = (options.kept(prompt, validator.limits.max_model_len) for prompt in prompts)
         completions = [validator.completion(prompt, options, envelope) for prompt in kept]
         check_allowed(completions[0], caller)
@@ -196,7 +201,8 @@ class Generate:
 
     def _shape(self, kind: type[Shape], parsed: ParsedRequest, caller: Caller) -> Shape:
         answer_id = kind.id_prefix + secrets.token_hex(12)
-        first, text = parsed.completions[0], self._gateway.text
+        first = parsed.completions[0]
+        text = self._gateway.model(first.model).text
         return kind(first, text, int(time.time()), answer_id, parsed.token_ids, caller.admin)
 
 

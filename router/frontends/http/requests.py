@@ -122,9 +122,9 @@ class HttpRequest(GenerationOptions):
         None,
         description="keeps only this many tokens of the prompt's end; -1: as many as leave room for max_tokens",
     )
-    model: Annotated[
-        str, AfterValidator(_model), WithJsonSchema({"enum": ["", {"$limit": "served_model"}]})
-    ] = Field("", description="empty = the served one; also the name of an adapter that GET /v1/models lists")
+    model: Annotated[str, AfterValidator(_model), WithJsonSchema({"enum": {"$limit": "accepted_names"}})] = (
+        Field("", description="empty = the first of /v1/models; also the name of an adapter that it lists")
+    )
     best_of: Annotated[
         Any, PlainValidator(_best_of, Annotated[int, late(minimum=1, maximum="max_choices")] | None)
     ] = Field(None, description="must equal n")

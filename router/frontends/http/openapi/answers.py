@@ -41,12 +41,13 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
         "Model": record(
             {
-                "id": text(minLength=1, examples=[gateway.validator.limits.served_model]),
+                "id": text(minLength=1, examples=[one.name for one in gateway.models]),
                 "object": one_of(["model"]),
                 "created": COUNT,
                 "owned_by": one_of(["baton"]),
                 "max_model_len": COUNT,
                 "structured_output": BOOLEAN,
+                "aliases": array(text()),
                 "structured_output_reason": text(description="the reason, if structured_output is false"),
                 "parent": text(description="of an adapter: the model that it changes"),
             },
