@@ -16,11 +16,13 @@ BatonError
 ├── CancelledError                 499 CANCELLED
 ├── SetupError                     500 FAILED_PRECONDITION before any request is taken
 │   ├── ConfigError                                        a flag, variable or file is wrong
+│   ├── AdapterSlotsError                                  as many adapters are loaded as may be
 │   └── ModelError                                         unknown architecture, missing tensor, wrong shape
 ├── HandoffError                   503 UNAVAILABLE         between workers; the router dispatches again
 │   ├── WireVersionError                                   request of another wire version; names both
 │   ├── LayoutMismatchError                                KV that can't be converted; names the field
 │   ├── BlocksExhaustedError                               the decode worker has no room now
+│   ├── AdapterMissingError                                the request's adapter is not loaded at this worker
 │   ├── StaleEpochError                                    addressed to an earlier epoch of this worker
 │   ├── StaleTransferError                                 an attempt that already ended
 │   ├── DigestMismatchError                                corrupted twice
@@ -166,6 +168,10 @@ class ModelError(SetupError):
     pass
 
 
+class AdapterSlotsError(SetupError):
+    pass
+
+
 class HandoffError(BatonError):
     internal = True
     grpc_status = grpc.StatusCode.UNAVAILABLE
@@ -185,6 +191,12 @@ class BlocksExhaustedError(HandoffError):
     @property
     def public_text(self) -> str:
         return f"no decode worker had enough free KV blocks ({type(self).__name__})"
+
+
+class AdapterMissingError(HandoffError):
+    @property
+    def public_text(self) -> str:
+        return f"no worker has the adapter of this model loaded ({type(self).__name__})"
 
 
 class StaleEpochError(HandoffError):

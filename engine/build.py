@@ -27,6 +27,8 @@ from engine.layers.linear import (
     TorchLinear,
     Weight,
 )
+from engine.lora import slots
+from engine.lora.slots import AdapterSlots
 from engine.model import shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -249,6 +251,7 @@ def load_model(
         untied_head = LayerWeights(model, stored, 0, 1).has_untied_head()
     tell(_weights_line(model, resolved, untied_head))
     weights = weight_bytes(model, resolved, untied_head=untied_head)
+    weights += slots.slot_bytes(model, resolved, dtype.itemsize)
     kv_cache.check_before_load(
         resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size, draft_bytes)
     )
@@ -256,6 +259,7 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
+    adapters = AdapterSlots(model, resolved, group, dtype, device) if resolved.adapter_slots else None
     with Checkpoint(
         config.model, dtype, device, quantization=model.quantization, coded=_keeps_codes(resolved)
     ) as checkpoint:
@@ -265,6 +269,7 @@ def load_model(
             group,
             _linear_of(resolved, model, team, group),
             expert_parallel=config.expert_parallel,
+            **({"adapt": adapters.adapt} if adapters is not None else {}),
         )
     spec = _kv_spec(model, resolved, decoder.num_kv_heads)
     shape = _attention_shape(model, decoder, resolved)
@@ -281,6 +286,7 @@ def load_model(
         tell("the largest step is measured")
         step_bytes = largest_step.bytes_taken(resolved, decoder, group, *small, memory)
         step_bytes += decoder.unmeasured_bytes(resolved.step_tokens)
+        step_bytes += slots.step_bytes(model, resolved, resolved.step_tokens, dtype.itemsize)
         recorded_bytes = _recorded_bytes(resolved, decoder, backends, one_block, memory)
     recorded_bytes += size  # the null block
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
@@ -290,7 +296,7 @@ def load_model(
     cache = kv_cache.allocate(resolved.kv_memory_bytes, spec.shape, spec.dtype, device)
     ops, attention = backends(cache)
     trim_allocator()
-    return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team)
+    return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team, adapters)
 
 
 def _attention_shape(model: ModelConfig, decoder: Decoder, config: EngineConfig) -> AttentionShape:

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.layers.linear import JobLinear, Linear
 from engine.layers.moe import Mlp, Moe
+from engine.lora.adapted_linear import base_of
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
 from engine.ops.cpu_ops import CpuOps
@@ -78,7 +79,10 @@ class _Parts:
     @property
     def _linears(self) -> list[object]:
         layers = self.decoder.layers
-        return [self.decoder.head, *(one for x in layers for one in (x.qkv, x.output, *_mlp(x)))]
+        return [
+            self.decoder.head,
+            *(one for x in layers for one in (base_of(x.qkv), base_of(x.output), *_mlp(x))),
+        ]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -181,10 +185,10 @@ class DecodeJobs:
         at = (step.positions.data_ptr(), step.slots.data_ptr())
         gate_up_product, down = _mlp(layer)
         return [
-            *self._product(layer.qkv, rows, w.y, w.qkv),
+            *self._product(base_of(layer.qkv), rows, w.y, w.qkv),
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
             self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
-            *self._product(layer.output, rows, w.mixed, w.delta),
+            *self._product(base_of(layer.output), rows, w.mixed, w.delta),
             *_norm(ops, rows, delta, 0, layer.attention_out, delta),
             *_norm(ops, rows, x, delta, layer.mlp_in, y),
             *self._product(gate_up_product, rows, w.y, w.gate_up),
@@ -222,4 +226,4 @@ def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out
 
 def _mlp(layer: Layer) -> tuple[Linear, Linear]:
     assert isinstance(layer.mlp, Mlp), "`make` has checked it"
-    return layer.mlp.gate_up, layer.mlp.down
+    return base_of(layer.mlp.gate_up), base_of(layer.mlp.down)

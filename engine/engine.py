@@ -26,6 +26,8 @@ from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
 from engine.flight import Flight, predictable
 from engine.grammar_masks import GrammarMasks
+from engine.lora.adapter_files import Adapter
+from engine.lora.loaded import LoadedAdapters
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
@@ -70,6 +72,13 @@ class Runner(Protocol):
     device: torch.device
     num_ranks: int
 
+    @property
+    def adapter_slots(self) -> int: ...
+
+    def read_adapter(self, directory: Path) -> Adapter: ...
+
+    def write_adapter(self, slot: int, adapter: Adapter) -> None: ...
+
     def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Logits, valid until the next step; for `drawn` see StepBuffers.load."""
 
@@ -100,6 +109,7 @@ class Engine:
             self._pool, runner.page_size, on_chain, secret=secret, enabled=config.prefix_caching
         )
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
+        self.adapters = LoadedAdapters(runner)
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
         sampler = sampler_for(runner.device)
@@ -130,6 +140,7 @@ class Engine:
         self._scheduler.add(request)
 
     def _check(self, request: EngineRequest) -> None:
+        self.adapters.check(request.adapter)
         self._masks.active |= request.grammar is not None
         length = len(request.prompt_tokens) + len(request.output_tokens)
         if request.request_id in self._scheduler.requests:
@@ -166,6 +177,11 @@ class Engine:
 
     def cached_tokens(self, request_id: str) -> int:
         return self._scheduler.requests[request_id][0].cached_tokens
+
+    def unload_adapter(self, digest: str) -> None:
+        """Raises InvalidRequestError while requests use it; new ones are refused from now on."""
+        requests = self._scheduler.requests.values()
+        self.adapters.unload(digest, any(choices[0].request.adapter == digest for choices in requests))
 
     # --- hand-off --------------------------------------------------------------------------------------
 
@@ -240,7 +256,7 @@ class Engine:
             return output
         self._drafter.draft(decision)
         self._scheduler.rows.assign(decision.scheduled)
-        plan = decision.plan()
+        plan = decision.plan(self.adapters.slots)
         self.step_items = plan.items if before is None else plan.items + before.plan.items
         if self._masks.active:
             self._prepare_masks(decision)

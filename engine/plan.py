@@ -26,6 +26,7 @@ class PlanItem(msgspec.Struct, frozen=True, gc=False):  # a struct: 256 of them 
     num_logits: int  # of the last tokens, so many; 1 when `end` reaches the last known token: one is sampled
     export: bool = False
     blocks_in_row: int = 0  # the row holds so many leading blocks already
+    adapter: int = 0  # slot of the request's adapter; 0: the base model
 
     @property
     def end(self) -> int:

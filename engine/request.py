@@ -73,6 +73,7 @@ class EngineRequest:
     first_choice: int = 0
     n: int = 1
     salt: bytes = bytes(16)
+    adapter: str = ""  # digest of the adapter that it is computed with; "": the base model
     priority: int = 0  # above 0 is high, 0 normal, below 0 batch
     waits_as: int | None = None  # priority until its first step, where an earlier wait has raised its class
     tenant: str = ""

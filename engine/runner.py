@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
+from cluster.errors import ModelError
 from engine import warm_up
 from engine.attention.base import AttentionBackend
 from engine.graphs.base import Recorder
 from engine.graphs.decode_graphs import DecodeGraphs, on_card, sizes_for
+from engine.lora.adapter_files import Adapter, read_adapter
+from engine.lora.message import AdapterMessage
+from engine.lora.slots import AdapterSlots
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
@@ -26,6 +33,8 @@ from engine.warm_up import Stage, Tell
 
 if TYPE_CHECKING:
     from engine.decode_jobs import DecodeJobs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class LoadedModel:
     kv_cache: Tensor  # the pool; `ops` and `attention` have one block more, the null block
     group: TpGroup
     team: Team
+    adapters: AdapterSlots | None = None
     draft: ModelRunner | None = None  # the leader's, where a draft model is set
 
     @property
@@ -68,6 +78,7 @@ class ModelRunner:
         self._attention = model.attention
         self._group = model.group
         self.num_ranks = model.group.size
+        self._adapters = model.adapters
         self._export_sink = export_sink
         self.device = self.kv_cache.device
         recorder = recorder or on_card(self.device, self.config.cuda_graphs, self._can_record())
@@ -120,7 +131,54 @@ class ModelRunner:
     def serve(self) -> None:
         """Run the leader's plans on another rank, until the leader stops the group."""
         while content := self._group.share(None):
-            self._run(StepDelta.from_bytes(content))
+            if (message := AdapterMessage.of(content)) is not None:
+                self._follow_adapter(message)
+            else:
+                self._run(StepDelta.from_bytes(content))
+
+    # --- adapters --------------------------------------------------------------------------------------
+
+    @property
+    def adapter_slots(self) -> int:
+        return self._adapters.count if self._adapters is not None else 0
+
+    @property
+    def adapted_rows(self) -> int:
+        """Rows of steps that were computed with an adapter, since the start."""
+        return self._adapters.step.adapted_rows if self._adapters is not None else 0
+
+    def read_adapter(self, directory: Path) -> Adapter:
+        """Any thread. Raises ModelError."""
+        return read_adapter(directory, self.model_config, self.config.max_lora_rank)
+
+    @torch.inference_mode()
+    def write_adapter(self, slot: int, adapter: Adapter) -> None:
+        """On the leader, between two steps. Raises ModelError if another rank does not read the same adapter."""
+        assert self._adapters is not None, "there are slots"
+        if self._group.size > 1:
+            self._group.share(AdapterMessage(slot, str(adapter.directory), adapter.digest).to_bytes())
+            self._agree(read=True, directory=adapter.directory)
+        self._adapters.write(slot, adapter)
+
+    def _follow_adapter(self, message: AdapterMessage) -> None:
+        assert self._adapters is not None, "every rank has the same settings"
+        try:
+            adapter = self.read_adapter(Path(message.directory))
+        except ModelError:
+            log.exception("rank %d does not read the adapter", self._group.rank)
+            adapter = None
+        read = adapter is not None and adapter.digest == message.digest
+        with contextlib.suppress(ModelError):  # the leader's to report
+            self._agree(read=read, directory=Path(message.directory))
+            assert adapter is not None, "all ranks have read it"
+            self._adapters.write(message.slot, adapter)
+
+    def _agree(self, *, read: bool, directory: Path) -> None:
+        own = torch.tensor([[int(read)]], dtype=torch.int64, device=self.device)
+        if int(self._group.gather_last(own).min()) == 0:
+            raise ModelError(
+                f"{directory}: another rank of this worker does not read the same adapter there", field="lora"
+            )
 
     def stop_ranks(self) -> None:
         """End `serve` on the other ranks. On the leader, after its last step."""
@@ -130,14 +188,18 @@ class ModelRunner:
     def _run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
         for source, target in delta.copies.tolist():
             self.kv_cache[target].copy_(self.kv_cache[source])
-        if self._graphs is not None and self._graphs.takes(delta):
+        plain = not len(delta.adapters)  # what was recorded or listed has no adapters
+        if self._adapters is not None:
+            self._adapters.step.begin(delta.adapters, delta.counts)
+        if plain and self._graphs is not None and self._graphs.takes(delta):
             if self._group.size > 1:  # the recorded operations of the group do not count themselves
                 self._group.arrivals.arrive()
             return self._graphs.run(delta, drawn)
         step = self._buffers
         step.load(delta, drawn)
-        if self._decode_jobs is not None and not delta.exports and self._decode_jobs.takes(step):
-            return self._decode_jobs.run()
+        listed = self._decode_jobs if plain and not delta.exports else None
+        if listed is not None and listed.takes(step):
+            return listed.run()
         return self._compute()
 
     def _compute(self) -> Tensor:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.plan import StepPlan
 
 Ints = NDArray[np.int32]
-_WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2)  # numbers in one entry of each array, in order
+_WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1)  # numbers in one entry of each array, in order
 
 
 def _ints(numbers: list[int]) -> Ints:
@@ -34,6 +34,7 @@ class StepDelta(NamedTuple):
     updates: Ints  # [n, 3]: row, first index, number of blocks to write there
     blocks: Ints  # of all updates
     copies: Ints  # [n, 2]: source, target
+    adapters: Ints  # of each item, the slot of its adapter or 0; empty if none has one
     exports: list[tuple[int, str]]  # item and its request's id
 
     @classmethod
@@ -52,6 +53,7 @@ class StepDelta(NamedTuple):
             _ints([number for update in updates for number in update]).reshape(-1, 3),
             _ints([block for item in changed for block in item.block_ids[item.blocks_in_row :]]),
             _ints([number for copy in plan.copies for number in (copy.source, copy.target)]).reshape(-1, 2),
+            _ints([item.adapter for item in items] if any(item.adapter for item in items) else []),
             [(index, item.request_id) for index, item in enumerate(items) if item.export],
         )
 

@@ -38,6 +38,8 @@ class Prefilling:
 
     async def run(self, attempt: PrefillAttempt) -> None:
         """Return when the decode worker has committed, or the attempt was done with its first token. Raises BatonError."""
+        if adapter := attempt.request.spec.adapter:
+            await self._parts.host.call(lambda engine: engine.adapters.check(adapter))
         tokens = attempt.token_count
         remaining = attempt.deadline - time.monotonic()
         spec = attempt.request.spec

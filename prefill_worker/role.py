@@ -99,6 +99,11 @@ class PrefillRole:
             if not self._has_failed:
                 end.outcome = common_pb2.ATTEMPT_OUTCOME_REFUSED
             end.error.CopyFrom(error.to_wire())
+        except errors.AdapterMissingError as error:
+            # Before its admission it is missing here, later at the decode worker.
+            if attempt.machine.state is PrefillState.DRAINED:
+                end.outcome = common_pb2.ATTEMPT_OUTCOME_REFUSED
+            end.error.CopyFrom(error.to_wire())
         except errors.BatonError as error:
             end.error.CopyFrom(error.to_wire())
         except asyncio.CancelledError:

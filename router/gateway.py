@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
 from cluster.security.key_file import ApiKeys
@@ -22,11 +22,11 @@ from router.observe.requests import RouterMetrics
 from router.observe.traces import Arrival
 from router.processes.member import Member
 from router.quota.quota import Use
-from router.request.answer_formats import formats_of
-from router.request.answer_plan import AnswerPlans, ChatPrompt
+from router.request.adapters import LoadedAdapters
+from router.request.answer_plan import ChatPrompt
 from router.request.completion import Completion, prefix_scope
-from router.request.grammars import AskedGrammar, GrammarChecks
-from router.request.validator import Validator
+from router.request.grammars import AskedGrammar
+from router.request.served_model import ServedModel, further_models
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
 
@@ -34,19 +34,19 @@ T = TypeVar("T")
 
 
 class RequestGateway:
+    further: Mapping[str, ServedModel] = {}  # models beside the first, by their names and aliases
     member: Member | None = None  # of the router's processes; None: there is one
 
     def __init__(
         self, services: Services, metrics: RouterMetrics, keys: ApiKeys, member: Member | None = None
     ):
         self.services = services
-        self.text = services.text
         self.config = services.config
-        self.validator = Validator(services.config, services.text)
-        self.grammars = GrammarChecks(
-            services.text.tokenizer_json(), services.text.vocab_size, services.text.eos_token_ids
-        )
-        self.plans = AnswerPlans(formats_of(services.config, services.text), self.grammars.refusal)
+        first = ServedModel.of(services.config, services.text, LoadedAdapters(lambda: services.members.all))
+        # The first model's
+        self.text, self.validator, self.grammars = first.text, first.validator, first.grammars
+        self.plans = first.plans
+        self.further = further_models(services.config, services.further_texts)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
         self.metrics = metrics
@@ -60,10 +60,30 @@ class RequestGateway:
         self.requests = 0
         self.live = Live(services, metrics, self._report)
 
+    def model(self, name: Any) -> ServedModel:
+        """The model that a request names. The first one for no name, and for one that is unknown, which its limits
+        refuse (FieldLimits.check_model)."""
+        found = self.further.get(name) if isinstance(name, str) else None
+        return found or ServedModel(self.text, self.validator, self.grammars, self.plans)
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All of them, the first before the others."""
+        return [self.model(""), *dict.fromkeys(self.further.values())]
+
+    def check_message(self, size: int) -> None:
+        """Refuse a message of so many bytes, before it is parsed, if no model's context takes as long a request.
+
+        Raises ContextLengthError.
+        """
+        if not any(one.validator.takes_message(size) for one in self.further.values()):
+            self.validator.check_message(size)
+
     async def encode(
         self,
         given: str | Rendered,
         *,
+        model: str = "",
         special: bool = True,
         truncated: bool = False,
         tenant: str = "",
@@ -71,9 +91,10 @@ class RequestGateway:
     ) -> list[int]:
         """Tokenise a prompt. Raises ContextLengthError or InvalidRequestError before tokenising a text that is too long;
         one that will be `truncated` may exceed the context."""
-        self.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
+        asked = self.model(model)
+        asked.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
         scope = self._prefix_scope(tenant, cache_salt)
-        return await self._in_time(self.text.encode(given, special=special, tenant=tenant, scope=scope))
+        return await self._in_time(asked.text.encode(given, special=special, tenant=tenant, scope=scope))
 
     async def converse(
         self,
@@ -81,6 +102,7 @@ class RequestGateway:
         characters: int,
         asked: AskedGrammar | None = None,
         *,
+        model: str = "",
         truncated: bool = False,
         tenant: str = "",
         cache_salt: str = "",
@@ -92,17 +114,24 @@ class RequestGateway:
         for tools and grammars that the model does not support.
         """
 
+        served = self.model(model)
+
         def checked() -> Conversation:
             conversation = read()
-            self.validator.check_contents(conversation.characters, truncated=truncated)
+            served.validator.check_contents(conversation.characters, truncated=truncated)
             return conversation
 
-        conversation, rendered = await self._in_time(self.text.chat(checked, characters, tenant=tenant))
-        plan = self.plans.plan(conversation, rendered.text, asked)
+        conversation, rendered = await self._in_time(served.text.chat(checked, characters, tenant=tenant))
+        plan = served.plans.plan(conversation, rendered.text, asked)
         for one in plan.checks:
-            await self.grammars.check(one, tenant)
+            await served.grammars.check(one, tenant)
         tokens = await self.encode(
-            rendered, special=False, truncated=truncated, tenant=tenant, cache_salt=cache_salt
+            rendered,
+            model=model,
+            special=False,
+            truncated=truncated,
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
         return ChatPrompt(tokens, plan)
 

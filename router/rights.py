@@ -19,6 +19,7 @@ def rights(namespace: str) -> Rights:
         placement.all_charges,
         keys.sets(namespace),
         keys.router_reports(namespace),
+        keys.adapters(namespace),
         prefix(namespace, "*") + "*",
     }
     registry = keys.registry(namespace)

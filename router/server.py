@@ -59,9 +59,7 @@ class Router:
     def __init__(self, config: RouterConfig, member: Member | None = None):
         """`member`: where this is one of the router's processes."""
         self._config = config = within_descriptors(config)
-        self._registry = registry = Registry(
-            aliases=config.metrics_aliases, model=config.served_model_name or config.model.name
-        )
+        self._registry = registry = Registry(aliases=config.metrics_aliases, model=config.served_name)
         inside = make_identity(config.tls_cert, config.tls_key, config.tls_ca)
         self._services = _services(config, registry, inside)
         self._loop_lag = LoopLag()
@@ -233,6 +231,7 @@ def _services(config: RouterConfig, registry: Registry, inside: Identity | None)
         Quota(config.redis_url, config.namespace, registry),
         open_tracing(config, "baton-router", config.router_id),
         faults,
+        {one.name: ModelText(one.model, config.tokenized_cache_bytes) for one in config.models},
     )
 
 

@@ -246,6 +246,7 @@ class GenerateSpec(_message.Message):
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     TRACE_STATE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     prompt_tokens: _builtins.bytes
     output_tokens: _builtins.bytes
@@ -265,6 +266,8 @@ class GenerateSpec(_message.Message):
     """W3C traceparent of the router's attempt; "" = this request is not traced"""
     trace_state: _builtins.str
     """W3C tracestate, as the client sent it"""
+    adapter: _builtins.str
+    """digest of the adapter that it is computed with; "" = the base model"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -287,10 +290,11 @@ class GenerateSpec(_message.Message):
         trace_parent: _builtins.str = ...,
         trace_state: _builtins.str = ...,
         grammar: Global___Grammar | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "grammar", b"grammar", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent", "trace_state", b"trace_state", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_choice", b"first_choice", "grammar", b"grammar", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent", "trace_state", b"trace_state", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -132,7 +132,7 @@ class GenerateRequest(_message.Message):
     RESUME_TICKET_FIELD_NUMBER: _builtins.int
     RECONNECTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """empty = the served model"""
+    """empty = the served model; or the name of an adapter"""
     text: _builtins.str
     request_id: _builtins.str
     """empty = the router makes one"""
@@ -842,6 +842,7 @@ class Model(_message.Message):
     STRUCTURED_OUTPUT_REASON_FIELD_NUMBER: _builtins.int
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     created_unix_seconds: _builtins.int
@@ -853,6 +854,8 @@ class Model(_message.Message):
     """of its tool calls; empty = requests may not have tools"""
     reasoning_parser: _builtins.str
     """empty = answers are not parsed for reasoning"""
+    parent: _builtins.str
+    """of an adapter: the model that it changes"""
     def __init__(
         self,
         *,
@@ -863,10 +866,11 @@ class Model(_message.Message):
         structured_output_reason: _builtins.str = ...,
         tool_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "id", b"id", "max_model_len", b"max_model_len", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason", "tool_parser", b"tool_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "id", b"id", "max_model_len", b"max_model_len", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason", "tool_parser", b"tool_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

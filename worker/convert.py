@@ -52,6 +52,7 @@ def request_from_wire(
         first_choice=spec.first_choice,
         n=max(1, spec.n),
         salt=spec.salt,
+        adapter=spec.adapter,
         priority=spec.priority,
         tenant=spec.tenant,
         weight=spec.weight if spec.weight > 0 else 1.0,

@@ -33,6 +33,7 @@ class WorkerIdentity:
     address: str
     metrics_address: str
     link_address: str
+    adapters: tuple[tuple[str, str], ...] = ()  # (name, digest)
 
     def __post_init__(self) -> None:
         self.worker_id = self.config.worker_id
@@ -101,6 +102,7 @@ class WorkerIdentity:
             max_model_len=self.runner.model_config.max_model_len,
             blocks_total=self.runner.num_blocks,
             page_size=self.page_size,
+            adapters=self.adapters,
             location=location,
             # A proof that this process has exited would not cover ranks on other nodes.
             pod=own_pod() if self.config.engine.nodes == 1 else Pod(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cluster.config.worker import WorkerConfig
+from cluster.config.worker import EngineConfig, WorkerConfig
+from cluster.errors import ModelError
 from cluster.index.reporter import Chain
 from cluster.protocol.times import LOST_SECONDS
 from engine.engine import Engine
@@ -39,6 +40,7 @@ class LoadedEngine:
         self.engine = Engine(
             runner, runner.config, secret=config.secret.encode(), on_chain=on_chain, draft=self.ranks.draft
         )
+        self.adapters = self._load_adapters(config.engine, health)
         self.host = EngineHost(
             self.engine,
             config.worker_id,
@@ -49,6 +51,19 @@ class LoadedEngine:
             use_thread=runner.use_thread,
         )
         self._watching: asyncio.Task[None] | None = None
+
+    def _load_adapters(self, config: EngineConfig, health: Health) -> tuple[tuple[str, str], ...]:
+        """Load those of the settings; returns (name, digest) of each. Raises ModelError naming the adapter."""
+        loaded = []
+        for name, directory in config.adapter_directories.items():
+            health.describe(f"adapter {name} is read")
+            try:
+                adapter = self.ranks.runner.read_adapter(directory)
+                self.engine.adapters.load(adapter)
+            except ModelError as error:
+                raise ModelError(f"--lora {name}={directory}: {error.message}", field="lora") from error
+            loaded.append((name, adapter.digest))
+        return tuple(loaded)
 
     def start(self) -> None:
         self.host.start()

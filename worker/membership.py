@@ -84,6 +84,10 @@ class Membership:
             running.cancel()
             raise
 
+    def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> bool:
+        """Register with these adapters. Blocks. Returns False if that has to be tried again."""
+        return self._registration is not None and self._registration.set_adapters(adapters)
+
     def report(self, hashes: list[bytes], held: int) -> None:
         """Report a prefix chain to the index. Any thread."""
         if self._reporter is not None:

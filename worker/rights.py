@@ -13,7 +13,7 @@ def rights(namespace: str) -> Rights:
     return Rights(
         "worker",
         keys=(*keys.registry(namespace), keys.sets(namespace), prefix(namespace, "*") + "*"),
-        read_keys=(keys.load(namespace),),
+        read_keys=(keys.load(namespace), keys.adapters(namespace)),
         commands=(
             "append del eval evalsha exists get hdel hexists hget hgetall hmget hset incr info pexpireat "
             "script|load set time zadd zcard zrange zrem zscore"

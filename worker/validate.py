@@ -11,7 +11,7 @@ import numpy as np
 from cluster.errors import ContextLengthError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import HASH_BYTES
-from cluster.protocol.names import check_name, check_transfer_id, invalid
+from cluster.protocol.names import ADAPTER_DIGEST, check_name, check_transfer_id, invalid
 from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS
 from wire import common_pb2, decode_pb2, prefill_pb2
@@ -62,6 +62,8 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
         raise invalid("output_tokens", "a resumed request has one choice")
     if len(spec.salt) != HASH_BYTES:
         raise invalid("salt", f"{len(spec.salt)} bytes instead of {HASH_BYTES}")
+    if spec.adapter and not ADAPTER_DIGEST.match(spec.adapter):
+        raise invalid("adapter", "no digest of 32 hexadecimal digits")
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)

@@ -14,8 +14,11 @@ from cluster.faults.points import Faults
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
 from cluster.membership.types import Then
+from cluster.membership.wanted_adapters import WantedReader
+from cluster.periodic import Periodic
 from cluster.security.tls import Peers, worker_peers
 from engine.request import ChainReport, StepOutput
+from worker.adapters import LOOK_SECONDS, AdapterChanges
 from worker.ending import Ending, WorkerFailure
 from worker.health import Health, Phase
 from worker.identity import WorkerIdentity, draw_epoch
@@ -75,6 +78,7 @@ class Worker:
             self._server.address,
             self._telemetry.metrics_address,
             self._links.address,
+            self._engine.adapters,
         )
         self._membership = Membership(
             config,
@@ -85,6 +89,8 @@ class Worker:
             status=self.status,
             rejoin=self._rejoin,
         )
+        self._adapters = self._adapter_changes(config)
+        self._following: Periodic | None = None
         self._role = make_role(self._parts(peers, faults))
         self._ending.on_failure(self._failed)
         self._leaving = Leaving(
@@ -102,6 +108,18 @@ class Worker:
             engine_moves=self._engine.host.healthy, registered=lambda: self._membership.registered
         )
         self._health.to(Phase.STARTING)
+
+    def _adapter_changes(self, config: WorkerConfig) -> AdapterChanges | None:
+        if config.lora_dir is None or not config.redis_url:
+            return None
+        return AdapterChanges(
+            self._engine.adapters,
+            config.lora_dir,
+            self._engine.host,
+            wanted=WantedReader(config.redis_url, config.namespace).read,
+            read_adapter=self._engine.ranks.runner.read_adapter,
+            publish=self._membership.set_adapters,
+        )
 
     def _parts(self, peers: Peers, faults: Faults) -> RoleParts:
         return RoleParts(
@@ -152,6 +170,7 @@ class Worker:
             kv_usage_ratio=stats.blocks_held / max(1, stats.blocks_total),
             prompt_tokens_asked=seen,
             prefix_hit_ratio=stats.prompt_tokens_cached / max(1, seen),
+            adapters_refused=self._adapters.refused_text if self._adapters is not None else None,
             self_checks=check.count if checked else None,
             self_check_wrong=check.failure if checked else None,
         )
@@ -176,6 +195,9 @@ class Worker:
         if self._config.fault_orders is not None:
             self._self_check.start()
         self._membership.start()
+        if self._adapters is not None:
+            self._following = Periodic("loading adapters", LOOK_SECONDS, self._adapters.follow)
+            self._following.start()
         self._health.to(Phase.SERVING)
         await self._role.start()
 
@@ -211,6 +233,8 @@ class Worker:
     async def _close(self) -> None:
         """Leave the registry first, so that nothing new is placed here; then end what runs."""
         self._health.to(Phase.LEAVING)
+        if self._following is not None:
+            await self._following.close(GRACE_SECONDS)
         await self._membership.stop()
         await self._server.stop(GRACE_SECONDS)
         await self._links.stop()

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
@@ -14,11 +14,32 @@ from cluster.config.shared import ClusterFields, IndexFields, SecretFields, Tele
 LocalPrefill = Literal["never", "fallback", "auto", "always"]
 
 
+class FurtherModel(Frozen):
+    """A model that a router serves beside its first one."""
+
+    name: str = Field(min_length=1, max_length=256, description="name that clients use")
+    model: Path = Field(description="model directory: tokenizer, chat template, generation config")
+    aliases: tuple[str, ...] = Field((), description="further names that clients may use")
+    max_model_len: Count = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    max_concurrent_requests: Count = Field(
+        0, ge=0, description="of this model at this router; 0 = max_concurrent_requests_per_model"
+    )
+
+
 class ModelFields(Frozen):
     panel = "Model"
 
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name that clients use; default: the directory's name")
+    model_aliases: tuple[str, ...] = Field(
+        (), description="further names that clients may use; answers show served_model_name"
+    )
+    models: tuple[FurtherModel, ...] = no_flag(
+        (),
+        max_length=64,
+        description="models served beside the first, each with name, model (its directory) and, where wanted, aliases, "
+        "max_model_len and max_concurrent_requests; their workers register with that name (served_model_name)",
+    )
     max_model_len: Count = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
     tokenized_cache_bytes: Bytes = Field(
         64 << 20,
@@ -96,6 +117,12 @@ class OverloadFields(Frozen):
         ge=0,
         description="of one tenant at this router; a key's max_concurrent_requests goes first; 0 = with API keys half "
         "of max_concurrent_requests, or of max_http_connections if that is less; no limit without",
+    )
+    max_concurrent_requests_per_model: Count = Field(
+        0,
+        ge=0,
+        description="of one model at this router; 0 = with several models half of max_concurrent_requests, no limit with "
+        "one",
     )
     max_concurrent_requests_per_connection: Count = Field(
         512, ge=0, description="of one connection; 0 = no limit"
@@ -264,3 +291,45 @@ class RouterConfig(
     fault_orders: Path | None = no_flag(
         None, description="tests only: a directory whose orders inject faults at named points"
     )
+
+    @property
+    def served_name(self) -> str:
+        """Of the first model."""
+        return self.served_model_name or self.model.name
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Of all models, the first before the others."""
+        return (self.served_name, *(one.name for one in self.models))
+
+    @property
+    def all_aliases(self) -> tuple[str, ...]:
+        return (*self.model_aliases, *(alias for one in self.models for alias in one.aliases))
+
+    def by_model(self) -> dict[str, RouterConfig]:
+        """The settings as each model has them, by its name."""
+        found = {self.served_name: self}
+        for one in self.models:
+            own = {
+                "model": one.model,
+                "served_model_name": one.name,
+                "model_aliases": one.aliases,
+                "max_model_len": one.max_model_len,
+            }
+            found[one.name] = self.model_copy(update=own)
+        return found
+
+    def most_of_model(self, name: str) -> int:
+        """Requests of one model that may be in flight; 0 = no limit of its own."""
+        if not self.models:
+            return self.max_concurrent_requests_per_model
+        own = next((one.max_concurrent_requests for one in self.models if one.name == name), 0)
+        return own or self.max_concurrent_requests_per_model or max(1, self.max_concurrent_requests // 2)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> RouterConfig:
+        names = [*self.model_names, *self.all_aliases]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice or "" in names:
+            raise ValueError(f"models: {(twice or [''])[0]!r} names two models, or is empty")
+        return self

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from cluster.config import speculation
+from cluster.config import adapters, speculation
 from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
 from cluster.config.shared import ClusterFields, IndexFields, SecretFields, TelemetryFields, TlsFields
 from cluster.config.speculation import DraftSource
@@ -125,6 +125,18 @@ class EngineConfig(Frozen):
         description="nodes that the ranks are spread over; above 1, Ray places those on other nodes",
     )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of one rank")
+    lora: tuple[str, ...] = Field(
+        (),
+        description="an adapter to load at the start, NAME=DIR; may be given several times. A request whose model is NAME "
+        "is computed with the low-rank weights in DIR, as PEFT saves them",
+    )
+    max_loras: int = Field(
+        0,
+        ge=0,
+        le=adapters.MAX_ADAPTERS,
+        description="adapters that may be loaded at a time, whose memory is taken at the start; 0 = as many as lora names",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=1024, description="highest rank of an adapter; sizes that memory")
     recompute_limit_tokens: int = Field(
         0,
         ge=0,
@@ -145,6 +157,15 @@ class EngineConfig(Frozen):
         return -(-self.max_model_len // self.page_size)
 
     @property
+    def adapter_slots(self) -> int:
+        return self.max_loras or len(self.lora)
+
+    @property
+    def adapter_directories(self) -> dict[str, Path]:
+        """Directories of the adapters to load at the start, by name."""
+        return dict(adapters.parse(entry) for entry in self.lora)
+
+    @property
     def draft_source(self) -> DraftSource | None:
         return speculation.draft_source(self)
 
@@ -156,6 +177,11 @@ class EngineConfig(Frozen):
     @model_validator(mode="after")
     def _drafts_are_possible(self) -> EngineConfig:
         speculation.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> EngineConfig:
+        adapters.check(self.lora, self.max_loras)
         return self
 
     @model_validator(mode="after")
@@ -317,6 +343,11 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
     step_stall_seconds: Seconds = Field(
         30.0, gt=0, description="an engine that has work and makes no step for this long is dead"
     )
+    lora_dir: Path | None = Field(
+        None,
+        description="directory below which administrators may name further adapters to load while the worker runs (POST "
+        "/v1/load_lora_adapter at a router); needs max_loras. Default: none may be loaded",
+    )
     drain_seconds: Seconds = Field(
         30.0, ge=0, description="time that a draining worker has to finish its requests"
     )
@@ -341,6 +372,12 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
     def _speculation_is_of_decode_workers(self) -> Self:
         if self.role == "prefill":
             speculation.check_prefill(self.engine)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_slots(self) -> Self:
+        if self.lora_dir is not None and not self.engine.adapter_slots:
+            raise ValueError("lora_dir needs max_loras: the memory of adapters is taken at the start")
         return self
 
     @model_validator(mode="after")

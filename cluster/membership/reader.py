@@ -15,6 +15,7 @@ from typing import Any, get_args
 import redis
 from google.protobuf.message import DecodeError
 
+from cluster.config import adapters
 from cluster.config.worker import Role
 from cluster.errors import InvalidRequestError
 from cluster.kubernetes.pod import Pod
@@ -23,7 +24,7 @@ from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
 from cluster.membership.types import WorkerInfo, lease_of
 from cluster.periodic import Periodic
-from cluster.protocol.names import check_name
+from cluster.protocol.names import ADAPTER_DIGEST, check_name
 from cluster.protocol.times import (
     FORGET_SECONDS,
     LEASE_DEAD_SECONDS,
@@ -98,9 +99,20 @@ def _registered(registration: bytes) -> Mapping[str, Any]:
     for name in ("link_min_version", "link_max_version"):
         facts.setdefault(name, 0)  # a worker from before the link speaks none
     facts["location"] = Location(**_known(facts.get("location", {}), _LOCATION))
+    facts["adapters"] = _adapters(facts.get("adapters", ()))
     facts["pod"] = Pod(**_known(facts.get("pod", {}), _POD))
     _check(facts)
     return _known(facts, _FIELDS)
+
+
+def _adapters(given: Any) -> tuple[tuple[str, str], ...]:
+    """Raises ValueError or TypeError."""
+    if len(given) > adapters.MAX_ADAPTERS:
+        raise ValueError(f"adapters: more than {adapters.MAX_ADAPTERS}")
+    found = tuple((name, digest) for name, digest in given)
+    if not all(adapters.is_adapter_name(name) and ADAPTER_DIGEST.match(digest) for name, digest in found):
+        raise ValueError("adapters: no names and digests")
+    return found
 
 
 def _check(facts: Mapping[str, Any]) -> None:

@@ -110,6 +110,12 @@ class Registration:
         self._calls.attempt(self._do_register)
         return True
 
+    def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> bool:
+        """Register with these adapters, under a new slot. Returns False if that has to be tried again."""
+        with self._lock:
+            self._info = replace(self._info, adapters=adapters)
+        return self.register_again()
+
     def _is_fenced(self) -> bool:
         return self._renewed is not None and self._clock() - self._renewed > LEASE_DEAD_SECONDS
 

@@ -72,6 +72,7 @@ class WorkerStatus:
     ring_free: Number | None = _shown(metrics.RING_SLOTS_FREE, default=None)
     ring_quarantined: Number | None = _shown(metrics.RING_SLOTS_QUARANTINED, default=None)
     transfer_rate_bytes_per_second: Number | None = _shown(metrics.TRANSFER_RATE, default=None)
+    adapters_refused: str | None = None  # names and reasons of adapters that could not be loaded
     # Of a worker under test
     self_checks: int | None = None
     self_check_wrong: str | None = None

@@ -39,9 +39,13 @@ class WorkerInfo:
     link_min_version: int = MIN_LINK_VERSION  # of the link's messages that it speaks
     link_max_version: int = LINK_VERSION
     process: str = ""  # the same for all epochs of its process
+    adapters: tuple[tuple[str, str], ...] = ()  # (name, digest) of each that it has loaded
     state: Literal["ready", "draining"] = "ready"
     lease: Lease = "live"
     status: WorkerStatus = WorkerStatus()
+
+    def has_adapter(self, digest: str) -> bool:
+        return any(own == digest for _, own in self.adapters)
 
     @property
     def name(self) -> str:

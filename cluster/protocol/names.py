@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from cluster.errors import InvalidRequestError
 
 TRANSFER_ID_BYTES = 16
+ADAPTER_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 MAX_NAME = 1024  # characters of a worker's or request's id, of a tenant
 
 

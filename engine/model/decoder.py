@@ -42,6 +42,15 @@ class Layer:
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+QKV, OUTPUT, GATE_UP, DOWN = "qkv", "output", "gate_up", "down"  # products of a layer
+# Of a layer, the product of a name that computes with adapters what this one computes without.
+Adapt = Callable[[int, str, Linear], Linear]
+
+
+def _unchanged(layer: int, name: str, linear: Linear) -> Linear:
+    return linear
+
+
 class Decoder:
     """`forward` returns hidden states, `logits` the logits of chosen rows of them."""
 
@@ -53,8 +62,11 @@ class Decoder:
         linear: MakeLinear,
         *,
         expert_parallel: bool = False,
+        adapt: Adapt = _unchanged,
     ):
+        """`adapt` makes the products that adapters may change."""
         c = self.config = config
+        self._adapt = adapt
         self._whole_experts = expert_parallel
         self.group = group
         size, rank = group.size, group.rank
@@ -101,7 +113,7 @@ class Decoder:
         names, at = self.config.family.names, f"layers.{index}."
         qkv, bias = weights.qkv(at)
         q_norm, k_norm = weights.qk_norms(at)
-        product = linear(qkv, bias)
+        product = self._adapt(index, QKV, linear(qkv, bias))
         if self.config.qk_norm == "row":
             assert q_norm is not None and k_norm is not None, "the family has them"
             product = RowNorms(product, (q_norm, k_norm), self.config.norm_eps, self.group)
@@ -109,7 +121,7 @@ class Decoder:
         return Layer(
             attention_in=weights.norm(names.attention_in, at),
             qkv=product,
-            output=linear(weights.output(at), None, split_inputs=True),
+            output=self._adapt(index, OUTPUT, linear(weights.output(at), None, split_inputs=True)),
             output_bias=weights.output_bias(at),
             q_norm=q_norm,
             k_norm=k_norm,
@@ -123,7 +135,8 @@ class Decoder:
     def _mlp(self, weights: LayerWeights, index: int, linear: MakeLinear) -> Mlp | Moe:
         c, at = self.config, f"layers.{index}."
         if c.experts is None or not c.experts.layers[index]:
-            return Mlp(linear(*weights.gate_up(at)), linear(weights.down(at), None, split_inputs=True))
+            gate_up, down = linear(*weights.gate_up(at)), linear(weights.down(at), None, split_inputs=True)
+            return Mlp(self._adapt(index, GATE_UP, gate_up), self._adapt(index, DOWN, down))
         rank, size = self.group.rank, self.group.size
         own = ExpertWeights(weights, c.experts, c.hidden_size, at, rank, size, whole=self._whole_experts)
         return make_moe(c.experts, own, linear)

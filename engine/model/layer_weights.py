@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from engine.ops.codes import CodedWeight
 
 # Where a checkpoint's tensors begin: text models, and the text part of models for several media, as Hugging Face writes
 # it now and wrote it before.
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _COMPARED_ROWS = 4096
 
@@ -28,15 +28,10 @@ class LayerWeights:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, rank: int, size: int):
         self._config, self._checkpoint = config, checkpoint
-        c, dim = config, config.head_dim
-        kv = head_range(rank, size, c.num_kv_heads)
-        heads, width = c.num_heads // size, c.intermediate_size // size
-        self._q_rows = slice(rank * heads * dim, (rank + 1) * heads * dim)
-        self._kv_rows = slice(kv[0] * dim, kv[1] * dim)
-        self._inner = slice(rank * width, (rank + 1) * width)
-        self._order = c.dim_order()
+        own = RankRows.of(config, rank, size)
+        self._q_rows, self._kv_rows, self._inner = own.q, own.kv, own.inner
         self._prefix = next(
-            (one for one in _PREFIXES if checkpoint.has(f"{one}embed_tokens.weight")), _PREFIXES[0]
+            (one for one in PREFIXES if checkpoint.has(f"{one}embed_tokens.weight")), PREFIXES[0]
         )
 
     def embedding(self, rows: slice) -> Tensor:
@@ -104,7 +99,7 @@ class LayerWeights:
         c = self._config
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         rows = (self._q_rows, self._kv_rows, self._kv_rows)
-        parts = _rows_of(c.family.names.qkv, (q, kv, kv), rows)
+        parts = rows_of(c.family.names.qkv, (q, kv, kv), rows)
         *heads, values = self._matrices(at, parts)
         weight = join(f"{self._prefix}{at}self_attn", [*map(self._ordered_weight, heads), values])
         if not c.attention_bias:
@@ -114,7 +109,7 @@ class LayerWeights:
 
     def gate_up(self, at: str) -> tuple[Weight, Tensor | None]:
         c = self._config
-        parts = _rows_of(c.family.names.gate_up, (c.intermediate_size,) * 2, (self._inner,) * 2)
+        parts = rows_of(c.family.names.gate_up, (c.intermediate_size,) * 2, (self._inner,) * 2)
         weight = join(f"{self._prefix}{at}mlp", self._matrices(at, parts))
         return weight, torch.cat(self._biases(at, parts)) if c.mlp_bias else None
 
@@ -165,11 +160,11 @@ class LayerWeights:
         """An expert's matrix; `shape` and `part` as in Checkpoint.expert."""
         return self._checkpoint.expert(self._prefix + name, *shape, **part)
 
-    def _matrices(self, at: str, parts: Sequence[_Rows]) -> list[Weight]:
+    def _matrices(self, at: str, parts: Sequence[Rows]) -> list[Weight]:
         hidden = self._config.hidden_size
         return [self.matrix(f"{at}{one.name}.weight", one.size, hidden, rows=one.rows) for one in parts]
 
-    def _biases(self, at: str, parts: Sequence[_Rows]) -> list[Tensor]:
+    def _biases(self, at: str, parts: Sequence[Rows]) -> list[Tensor]:
         return [self.get(f"{at}{one.name}.bias", one.size, rows=one.rows) for one in parts]
 
     def _ordered_weight(self, weight: Weight) -> Weight:
@@ -180,22 +175,46 @@ class LayerWeights:
         return Int8Weight(self._ordered(weight.codes), self._ordered(weight.scales))
 
     def _ordered(self, rows: Tensor) -> Tensor:
-        """Rows of heads, with the dimensions of each in the order in which the kernels rotate them.
-
-        Scales move with their row: those of blocks of several rows (FP8 in blocks of 128) have been repeated for each row.
-        """
-        if self._order is None:
-            return rows
-        heads = rows.view(-1, self._config.head_dim, *rows.shape[1:])
-        return heads[:, self._order].reshape(rows.shape)
+        return ordered(self._config, rows)
 
     def _offset(self, weight: Tensor) -> Tensor:
         """1 + w for families that multiply by it; in float32, because bf16 would round it to a multiple of 2⁻⁷."""
         return weight.float() + 1.0 if self._config.family.norm_offset else weight
 
 
+class RankRows(NamedTuple):
+    """A rank's rows of queries, of keys and of values, and of the MLP's inner size."""
+
+    q: slice
+    kv: slice
+    inner: slice
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, size: int) -> RankRows:
+        c, dim = config, config.head_dim
+        kv = head_range(rank, size, c.num_kv_heads)
+        heads, width = c.num_heads // size, c.intermediate_size // size
+        return cls(
+            slice(rank * heads * dim, (rank + 1) * heads * dim),
+            slice(kv[0] * dim, kv[1] * dim),
+            slice(rank * width, (rank + 1) * width),
+        )
+
+
+def ordered(config: ModelConfig, rows: Tensor) -> Tensor:
+    """Rows of heads, with the dimensions of each in the order in which the kernels rotate them.
+
+    Scales move with their row: those of blocks of several rows (FP8 in blocks of 128) have been repeated for each row.
+    """
+    order = config.dim_order()
+    if order is None:
+        return rows
+    heads = rows.view(-1, config.head_dim, *rows.shape[1:])
+    return heads[:, order].reshape(rows.shape)
+
+
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Rows of a tensor; `size`: all that it has."""
 
     name: str
@@ -203,11 +222,11 @@ class _Rows:
     rows: slice
 
 
-def _rows_of(names: Sequence[str], sizes: Sequence[int], own: Sequence[slice]) -> list[_Rows]:
+def rows_of(names: Sequence[str], sizes: Sequence[int], own: Sequence[slice]) -> list[Rows]:
     """Of each product, `own` rows, in the tensor of its name. Products of one name follow each other in one tensor."""
     found = []
     for index, (name, rows) in enumerate(zip(names, own, strict=True)):
         of_name = [size if other == name else 0 for other, size in zip(names, sizes, strict=True)]
         before = sum(of_name[:index])
-        found.append(_Rows(name, sum(of_name), slice(rows.start + before, rows.stop + before)))
+        found.append(Rows(name, sum(of_name), slice(rows.start + before, rows.stop + before)))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from engine.plan import BlockCopy, PlanItem, StepPlan
@@ -24,9 +24,10 @@ class StepDecision:
     preemptions: int = 0
     cached_tokens: int = 0  # of the sequences that were admitted
 
-    def plan(self) -> StepPlan:
+    def plan(self, slots: Mapping[str, int] | None = None) -> StepPlan:
         """The items of the scheduled sequences, then an item for each draft. It attends as any single token to all that
-        precede it, also to those of the same step, whose KV is written before attention begins."""
+        precede it, also to those of the same step, whose KV is written before attention begins. `slots`: of the loaded
+        adapters, by digest; None: no sequence has one."""
         items = [
             PlanItem(
                 request_id=s.request.request_id,
@@ -37,6 +38,7 @@ class StepDecision:
                 num_logits=int(count == s.missing),
                 export=s.request.export,
                 blocks_in_row=s.blocks_in_row,
+                adapter=_slot(s, slots),
             )
             for s, count in self.scheduled.items()
         ]
@@ -49,6 +51,7 @@ class StepDecision:
                 row=s.row,
                 num_logits=1,
                 blocks_in_row=len(s.blocks),
+                adapter=_slot(s, slots),
             )
             for s, tokens in self.drafts.items()
             for index, token in enumerate(tokens)
@@ -63,3 +66,7 @@ class StepDecision:
         """It has lost its blocks to another one of this step."""
         self.scheduled.pop(sequence, None)
         self.copies.pop(sequence, None)
+
+
+def _slot(sequence: Sequence, slots: Mapping[str, int] | None) -> int:
+    return slots[sequence.request.adapter] if slots and sequence.request.adapter else 0

@@ -302,6 +302,11 @@ class RequestDispatcher:
         self._placer.engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
         if isinstance(reason, errors.InvalidRequestError | errors.GrammarDeadEndError):
             raise reason
+        if isinstance(reason, errors.AdapterMissingError):
+            refused = outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED  # by the decode worker
+            worker = attempt.placed.decode if refused else attempt.worker_of(event.source)
+            self._placer.excluded[worker.worker_id] = Reason.ADAPTER
+            raise _Retry(reason)
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
             self._placer.excluded = {attempt.placed.decode.worker_id: Reason.REFUSED}
             raise _Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)

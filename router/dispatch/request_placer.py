@@ -10,7 +10,7 @@ from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.engine_failures import EngineFailures
-from router.dispatch.exclusions import exclusions
+from router.dispatch.exclusions import exclusions, without_adapter
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.services import Services
 from router.placement.types import KvGroup, Placed, PlacementRequest, Reason
@@ -67,7 +67,7 @@ class RequestPlacer:
             chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=exclusions(self._services.links.suspects, self.excluded, self.engine_failures.names),
+            excluded=self._exclusions(),
             kv_group=kv_group,
             explain=c.explain,
             priority_class=self._deadlines.priority_class,
@@ -76,6 +76,11 @@ class RequestPlacer:
             tenant=c.tenant,
             weight=c.weight,
         )
+
+    def _exclusions(self) -> dict[str, Reason]:
+        services, adapter = self._services, self._completion.adapter
+        lacking = without_adapter(services.members.all, adapter) if adapter else ()
+        return exclusions(services.links.suspects, self.excluded, self.engine_failures.names, lacking)
 
     def spec(self, choices: list[ChoiceStream], kv_group: KvGroup) -> common_pb2.GenerateSpec:
         c = self._completion
@@ -88,7 +93,8 @@ class RequestPlacer:
             grammar=c.grammar,
             first_choice=choices[0].index,
             n=len(choices),
-            salt=self._services.salt(kv_group.model_id, c.prefix_scope),
+            salt=self._services.salt(kv_group.model_id, c.prefix_scope, c.adapter),
+            adapter=c.adapter,
             priority=c.priority,
             tenant=c.tenant,
             weight=c.weight,

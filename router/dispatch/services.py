@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.points import NO_FAULTS, FaultPoint, Faults, Point
 from cluster.membership.reader import Members
+from cluster.membership.wanted_adapters import WantedWriter
 from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
@@ -60,16 +61,20 @@ class Services:
         quota: Quota,
         tracing: Tracing | None = None,
         faults: Faults = NO_FAULTS,
+        further_texts: Mapping[str, ModelText] | None = None,
     ):
+        """`further_texts`: of the models beside the first, by name."""
         self.config = config
         self.text = text
+        self.further_texts = further_texts or {}
         self.members = members
         self.placement = placement
         self.channels = channels
         self.links = links
         self.quota = quota
+        self.wanted_adapters = WantedWriter(config.redis_url, config.namespace)
         self.tickets = Tickets(config.secret, config.request_seconds)
-        self._salts: dict[tuple[str, str], bytes] = {}
+        self._salts: dict[tuple[str, str, str], bytes] = {}
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
         self.work_reports = WorkReports()
@@ -103,13 +108,15 @@ class Services:
         )
         return replace(request, excluded={**request.excluded, **dict.fromkeys(out, Reason.UNREACHABLE)})
 
-    def salt(self, model_id: str, prefix_scope: str) -> bytes:
-        """The salt of a model's block hashes, for requests that share prefixes."""
-        known = self._salts.get((model_id, prefix_scope))
+    def salt(self, model_id: str, prefix_scope: str, adapter: str = "") -> bytes:
+        """The salt of a model's block hashes, for requests that share prefixes. `adapter`: its digest, so that KV never
+        meets other weights under the same name."""
+        key = (model_id, adapter, prefix_scope)
+        known = self._salts.get(key)
         if known is None:
             if len(self._salts) >= MAX_SALTS:
                 self._salts.clear()
-            known = self._salts[model_id, prefix_scope] = make_salt(model_id, tenant=prefix_scope)
+            known = self._salts[key] = make_salt(model_id, adapter, prefix_scope)
         return known
 
     def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -125,6 +132,8 @@ class Services:
         await self.placement.close()
         await self.quota.close()
         await self.members.close()
+        await self.wanted_adapters.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-        self.text.close()
+        for text in (self.text, *self.further_texts.values()):
+            text.close()

@@ -22,7 +22,14 @@ _OUTCOMES = (
     *("ok", "cancelled", "overloaded", "refused"),
     *("InvalidRequestError", "OverloadedError", "UnavailableError", "DeadlineError", "InternalError"),
 )
-_RETRIES = ("PeerLostError", "BlocksExhaustedError", "UnavailableError", "StaleEpochError", "InternalError")
+_RETRIES = (
+    "PeerLostError",
+    "BlocksExhaustedError",
+    "UnavailableError",
+    "StaleEpochError",
+    "InternalError",
+    "AdapterMissingError",
+)
 
 
 # Counted at the end of each request

@@ -36,6 +36,7 @@ class Reason(StrEnum):
     UNANSWERED = "it did not answer whether this request's attempt had committed"
     HANDOFF = "a hand-off of this request to it failed"
     UNREACHABLE = "a worker of the other role does not reach it, or is not reached by it"
+    ADAPTER = "it has not loaded the request's adapter"
     ENGINE = "this request failed in its engine"
 
 

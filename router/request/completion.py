@@ -39,6 +39,7 @@ class Completion:
     prompt_tokens: list[int]
     sampling: common_pb2.SamplingParams
     grammar: common_pb2.Grammar | None = None
+    adapter: str = ""  # digest of the adapter that `model` names; "": the base model
     n: int = 1
     stop: tuple[str, ...] = ()
     include_stop_text: bool = False

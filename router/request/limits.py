@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, UnknownModelError
+from router.request.adapters import Adapters, no_adapters
 from router.text.tokenizer import ModelText
 
 MAX_SHOWN = 80  # characters of a client's value in an error
@@ -20,15 +21,21 @@ class FieldLimits:
     served_model: str
     max_model_len: int
     vocab_size: int
+    adapters: Adapters = no_adapters
 
     @classmethod
-    def of(cls, settings: RouterConfig, text: ModelText) -> FieldLimits:
+    def of(cls, settings: RouterConfig, text: ModelText, adapters: Adapters = no_adapters) -> FieldLimits:
         own = text.max_position_embeddings
-        served = settings.served_model_name or settings.model.name
-        return cls(settings, served, min(settings.max_model_len or own, own), text.vocab_size)
+        served = settings.served_name
+        return cls(settings, served, min(settings.max_model_len or own, own), text.vocab_size, adapters)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self if hasattr(self, name) else self.settings, name)
+
+    @property
+    def accepted_names(self) -> list[str]:
+        """Of a request's model: of all models, with their aliases."""
+        return ["", *self.settings.model_names, *self.settings.all_aliases]
 
     @property
     def last_token(self) -> int:
@@ -57,10 +64,20 @@ class FieldLimits:
 
     def check_model(self, model: str) -> None:
         """Raises UnknownModelError."""
-        if model and model != self.served_model:
+        self.adapter_of(model)
+
+    def adapter_of(self, model: str) -> str:
+        """The digest of the adapter of this name; "" for the served model. Raises UnknownModelError."""
+        if not model or model == self.served_model or model in self.settings.model_aliases:
+            return ""
+        digest = self.adapters().get(model)
+        if digest is None:
+            served = ", ".join(map(repr, self.settings.model_names))
+            are = "are" if self.settings.models else "is"
             raise UnknownModelError(
-                f"model: {model[:MAX_SHOWN]!r} is not served here; {self.served_model!r} is", field="model"
+                f"model: {model[:MAX_SHOWN]!r} is not served here; {served} {are}", field="model"
             )
+        return digest
 
     def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0) -> None:
         """Check counts before anything iterates over the tokens: one may hold millions. Raises ContextLengthError."""

@@ -2,7 +2,7 @@
 
     ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed ‖ amount)        24 bytes
     name   = BLAKE2b(tenant, request id, prompt)
-    amount = the options that decide how much is computed, the grammar among them
+    amount = the options that decide how much is computed, the grammar among them; and the adapter
 
 The stream's first event carries the ticket. If the router dies, the client sends it to another one with the tokens that it
 has received, and the request is not refused for being late. Tokens without a ticket are refused: a client could invent
@@ -72,6 +72,7 @@ class Tickets:
         s, when = completion.sampling, struct.pack("<Q", issued)
         amount = (s.max_tokens, s.min_tokens, s.ignore_eos, s.top_logprobs, completion.n)
         message = when + name + struct.pack("<QII?II", s.seed, *amount)
+        message += completion.adapter.encode()  # none or 32 digits
         if completion.grammar is not None:
             message += completion.grammar.SerializeToString(deterministic=True)
         return when + hashlib.blake2b(message, digest_size=MAC_BYTES, key=self._key).digest()

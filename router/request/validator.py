@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnsupportedFieldError
+from router.request.adapters import Adapters, no_adapters
 from router.request.answer_plan import AnswerPlan
 from router.request.completion import Completion
 from router.request.fields import range_error, read, refuse
@@ -30,6 +31,7 @@ class Envelope:
     """What comes with a prompt and its options."""
 
     request_id: str = ""
+    model: str = ""  # as asked: "" is the served one
     cache_salt: str = ""
     resume_tokens: Sequence[int] = ()
     resume_ticket: bytes = b""
@@ -40,10 +42,10 @@ class Envelope:
 
 
 class Validator:
-    def __init__(self, config: RouterConfig, text: ModelText):
+    def __init__(self, config: RouterConfig, text: ModelText, adapters: Adapters = no_adapters):
         self._config = config
         self._text = text
-        self.limits = FieldLimits.of(config, text)
+        self.limits = FieldLimits.of(config, text, adapters)
         self._defaults = self._read_defaults(text.generation)
 
     def _read_defaults(self, generation: dict[str, Any]) -> GenerationOptions:
@@ -87,9 +89,11 @@ class Validator:
                         f"{name}: not with {grammar.field}: it could end an answer that does not match yet",
                         field=name,
                     )
+        adapter = self.limits.adapter_of(envelope.model)
         return Completion(
             request_id=self._request_id(envelope.request_id),
-            model=self.limits.served_model,
+            model=envelope.model if adapter else self.limits.served_model,
+            adapter=adapter,
             prompt_tokens=tokens,
             sampling=sampling,
             grammar=None if grammar is None else grammar.spec.to_wire(),
@@ -140,9 +144,13 @@ class Validator:
 
         Raises ContextLengthError.
         """
-        most = self._most_text_bytes
-        if most is not None and size > max(most, TOKEN_ID_BYTES * self.limits.max_model_len) + OTHER_BYTES:
+        if not self.takes_message(size):
             raise self._too_long("message", size)
+
+    def takes_message(self, size: int) -> bool:
+        """Whether a request that fits the context can be as long."""
+        most = self._most_text_bytes
+        return most is None or size <= max(most, TOKEN_ID_BYTES * self.limits.max_model_len) + OTHER_BYTES
 
     @property
     def _most_text_bytes(self) -> int | None:

@@ -44,6 +44,20 @@ def test_extra_fields_of_a_later_version_are_left_out():
     assert [worker.worker_id for worker in decode(answer(later))] == ["later"]
 
 
+def test_adapters_are_read_and_checked():
+    digest = "0123456789abcdef" * 2
+    pairs = (("team/a", digest), ("b", digest))
+    written = json.loads(encode(replace(INFO, adapters=pairs)))
+    (worker,) = decode(answer(written))
+    assert worker.adapters == pairs
+    assert worker.has_adapter(digest) and not worker.has_adapter("")
+    before = facts("before")
+    del before["adapters"]
+    assert decode(answer(before))[0].adapters == ()
+    for wrong in ([["a", "short"]], [["a b", digest]], [["a", digest]] * 300, [["a"]], 5, [[1, 2]]):
+        assert decode(answer(facts("wrong", adapters=wrong))) == []
+
+
 def test_one_that_is_not_understood_does_not_take_the_others_along():
     broken = facts("broken")
     del broken["layout"]

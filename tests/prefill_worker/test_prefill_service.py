@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.errors import StaleEpochError, WireVersionError
+from cluster.errors import AdapterMissingError, StaleEpochError, WireVersionError
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
@@ -171,6 +171,28 @@ async def test_a_cancel_reports_free_blocks_once_they_are_free():
             write.state = "done"
         answer = await cancelling
         assert answer.known
+        assert world.engine.stats().blocks_held == 0
+
+
+@pytest.mark.parametrize(("loaded", "outcome"), [(False, "ABORTED"), (True, "REFUSED")])
+async def test_a_missing_adapter_is_reported_for_the_worker_that_lacks_it(loaded, outcome, monkeypatch):
+    """ABORTED: this one; REFUSED: the decode worker."""
+    digest = "0123456789abcdef" * 2
+
+    async def reserve(*_: object) -> None:
+        raise AdapterMissingError("at the decode worker")
+
+    async with serving() as (world, stub):
+        monkeypatch.setattr(world.role.prefilling._sender, "reserve", reserve)
+        if loaded:
+            world.engine.adapters.slots[digest] = 1
+        request = run()
+        request.spec.adapter = digest
+        await stub.Run(request)
+        await until(lambda: bool(world.router.ends), "its end came")
+        end = world.router.ends[HANDLE]
+        assert common_pb2.AttemptOutcome.Name(end.outcome) == f"ATTEMPT_OUTCOME_{outcome}"
+        assert end.error.code == "AdapterMissingError"
         assert world.engine.stats().blocks_held == 0
 
 

@@ -31,6 +31,7 @@ def spec(sampling: dict[str, Any] | None = None, **more: Any) -> common_pb2.Gene
 def test_valid_values_pass():
     check_spec(spec(), LIMITS)
     check_spec(spec(model_id="model", n=8, first_choice=3, priority=-5, tenant="acme"), LIMITS)
+    check_spec(spec(adapter="0123456789abcdef" * 2), LIMITS)
     check_spec(spec(output_tokens=pack_tokens([5]), n=0, weight=0.0), LIMITS)
     check_spec(spec(grammar=common_pb2.Grammar(regex="x+")), LIMITS)
     check_spec(spec({"temperature": 2.0, "logit_bias": {99: -100.0}, "top_logprobs": 100}), LIMITS)
@@ -52,6 +53,8 @@ def test_valid_values_pass():
         ("n", {"n": 9}),
         ("n", {"first_choice": 2**32 - 1}),
         ("salt", {"salt": b"short"}),
+        ("adapter", {"adapter": "0" * 31}),
+        ("adapter", {"adapter": "../" + "0" * 29}),
         ("tenant", {"tenant": "x" * 2000}),
         ("weight", {"weight": float("nan")}),
         ("weight", {"weight": -1.0}),

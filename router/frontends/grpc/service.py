@@ -66,7 +66,7 @@ class InferenceService:
         caller = caller_of(self._gateway, context)
         async with self._admitted(caller, context) as held:
             raw = await read_message(context, self._gateway.config, held)
-            self._gateway.validator.check_message(len(raw))
+            self._gateway.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
             await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
             request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
@@ -96,7 +96,8 @@ class InferenceService:
 
     async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
         kind = request.WhichOneof("prompt")
-        limits = self._gateway.validator.limits
+        model = self._gateway.model(request.model)
+        limits = model.validator.limits
         limits.check_model(request.model)
         limits.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
         options = _options(request, limits)
@@ -105,7 +106,7 @@ class InferenceService:
         async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
             prompt = await self._prompt(request, caller, options.asked_grammar)
             envelope = _envelope(request, context)
-            made = self._gateway.validator.completion(prompt.tokens, options, envelope, prompt.plan)
+            made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
             check_allowed(made, caller)
         return made
 
@@ -115,12 +116,12 @@ class InferenceService:
         caller = caller_of(self._gateway, context)
         async with self._admitted(caller, context) as held:
             raw = await read_message(context, self._gateway.config, held)
-            self._gateway.validator.check_message(len(raw))
+            self._gateway.check_message(len(raw))
             await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
             async with self._gateway.counted(caller):
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
-                self._gateway.validator.limits.check_model(request.model)
+                self._gateway.model(request.model).validator.limits.check_model(request.model)
                 answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
                 del request
             await self._answer(answer, context)
@@ -133,37 +134,47 @@ class InferenceService:
         return pb.TokenizeResponse(token_ids=ids).SerializeToString()
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        limits, caller = self._gateway.validator.limits, caller_of(self._gateway, context)
+        caller = caller_of(self._gateway, context)
         async with self._admitted(caller, context) as held:
             await read_message(context, self._gateway.config, held)
             await self._gateway.low_priority.step(caller.tenant)
-            model = pb.Model(
-                id=limits.served_model,
-                max_model_len=limits.max_model_len,
-                created_unix_seconds=self._gateway.created_unix_seconds,
-                structured_output=not self._gateway.grammars.refusal,
-                structured_output_reason=self._gateway.grammars.refusal,
-                tool_parser=self._gateway.plans.tool_parser,
-                reasoning_parser=self._gateway.plans.reasoning_parser,
-            )
-            await self._answer(pb.ListModelsResponse(models=[model]).SerializeToString(), context)
+            models = [
+                pb.Model(
+                    id=name,
+                    parent=parent,
+                    max_model_len=one.validator.limits.max_model_len,
+                    created_unix_seconds=self._gateway.created_unix_seconds,
+                    structured_output=not one.grammars.refusal,
+                    structured_output_reason=one.grammars.refusal,
+                    tool_parser=one.plans.tool_parser,
+                    reasoning_parser=one.plans.reasoning_parser,
+                )
+                for one in self._gateway.models
+                for name, parent in one.names
+            ]
+            await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)
 
     async def _prompt(
         self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller, asked: AskedGrammar | None
     ) -> ChatPrompt:
         """Token ids of a text or a conversation, and how it is answered."""
+        model = self._gateway.model(request.model)
         if request.WhichOneof("prompt") == "chat":
-            limits = self._gateway.validator.limits
+            limits = model.validator.limits
             chat = request.chat
             check_conversation(chat, limits)
             return await self._gateway.converse(
-                lambda: read_conversation(chat, limits), size_of(chat), asked, tenant=caller.tenant
+                lambda: read_conversation(chat, limits),
+                size_of(chat),
+                asked,
+                model=request.model,
+                tenant=caller.tenant,
             )
         if asked is not None:
-            await self._gateway.grammars.check(asked, caller.tenant)
+            await model.grammars.check(asked, caller.tenant)
         if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "token_ids":
             return ChatPrompt(request.token_ids.ids, AnswerPlan(grammar=asked))
-        tokens = await self._gateway.encode(request.text, tenant=caller.tenant)
+        tokens = await self._gateway.encode(request.text, model=request.model, tenant=caller.tenant)
         return ChatPrompt(tokens, AnswerPlan(grammar=asked))
 
 
@@ -180,6 +191,7 @@ def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GenerationOpti
 def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
     return Envelope(
         request_id=request.request_id,
+        model=request.model,
         resume_tokens=request.resume_tokens.ids,
         resume_ticket=request.resume_ticket,
         reconnects=request.reconnects,

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import ForbiddenError, InvalidRequestError, UnknownModelError
 from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
+from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.errors import error_body, failure_response
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import ADMIN, GENERATE, caller_of
@@ -26,6 +27,7 @@ from router.frontends.http.responses.endpoint import Responses
 from router.frontends.http.serving import Serving
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
+from router.request.served_model import ServedModel
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has streamed its answer
@@ -61,20 +63,7 @@ class Views:
 
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
-        model = {
-            "id": gateway.validator.limits.served_model,
-            "object": "model",
-            "created": gateway.created_unix_seconds,
-            "owned_by": "baton",
-            "max_model_len": gateway.validator.limits.max_model_len,
-            "structured_output": not gateway.grammars.refusal,
-            "tools": {"parser": gateway.plans.tool_parser or None},
-            "reasoning": {"parser": gateway.plans.reasoning_parser or None},
-        }
-        if gateway.grammars.refusal:
-            model["structured_output_reason"] = gateway.grammars.refusal
-        self._model = orjson.dumps(model)
-        self._models = orjson.dumps({"object": "list", "data": [model]})
+        self._encoded_models: tuple[list[Mapping[str, str]], dict[str, bytes], bytes] | None = None
         self._document = orjson.dumps(build_document(gateway))
 
     async def health(self, request: Request) -> Response:
@@ -89,14 +78,32 @@ class Views:
         return _json({"ready": not why, "why": why}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
-        return _encoded(self._models)
+        return _encoded(self._all()[1])
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._gateway.validator.limits.served_model:
+        asked = request.path_params["model"]
+        model = self._gateway.model(asked)
+        name = model.name if asked in model.validator.limits.settings.model_aliases else asked
+        found = self._all()[0].get(name)
+        if found is None:
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )
-        return _encoded(self._model)
+        return _encoded(found)
+
+    def _all(self) -> tuple[dict[str, bytes], bytes]:
+        """Each model, and the list of all: those that are served, and after each the adapters that workers have loaded."""
+        served = self._gateway.models
+        adapters = [one.validator.limits.adapters() for one in served]
+        if self._encoded_models is None or self._encoded_models[0] != adapters:
+            models = []
+            for one in served:
+                shown = _model(one, self._gateway.created_unix_seconds)
+                own = {key: value for key, value in shown.items() if key != "aliases"}
+                models += [shown, *({**own, "id": name, "parent": up} for name, up in one.names[1:])]
+            of_name = {str(model["id"]): orjson.dumps(model) for model in reversed(models)}
+            self._encoded_models = adapters, of_name, orjson.dumps({"object": "list", "data": models})
+        return self._encoded_models[1:]
 
     async def document(self, request: Request) -> Response:
         return _encoded(self._document)
@@ -167,6 +174,22 @@ def _worker(worker: WorkerInfo) -> dict[str, Any]:
     }
 
 
+def _model(served: ServedModel, created: int) -> dict[str, Any]:
+    shown = {
+        "id": served.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "baton",
+        "max_model_len": served.validator.limits.max_model_len,
+        "structured_output": not served.grammars.refusal,
+        "tools": {"parser": served.plans.tool_parser or None},
+        "reasoning": {"parser": served.plans.reasoning_parser or None},
+    }
+    reason = {"structured_output_reason": served.grammars.refusal} if served.grammars.refusal else {}
+    aliases = served.validator.limits.settings.model_aliases
+    return {**shown, **reason, **({"aliases": aliases} if aliases else {})}
+
+
 def build_routes(gateway: RequestGateway) -> Routes:
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     serving, views = Serving(gateway), Views(gateway)
@@ -197,6 +220,10 @@ def build_routes(gateway: RequestGateway) -> Routes:
     }.items():
         assert path in ADMIN
         app.add_api_route(path, _guard(_for_admins(gateway, endpoint)), methods=["GET"])
+    calls = AdapterCalls(gateway)
+    for path, endpoint in {LOAD: calls.load, UNLOAD: calls.unload}.items():
+        assert path in ADMIN
+        app.add_api_route(path, _guard(_for_admins(gateway, endpoint)), methods=["POST"])
     if gateway.config.ui:
         for path, page in read_pages().items():
             app.add_api_route(path, _guard(partial(_page, page)), methods=["GET"], include_in_schema=False)

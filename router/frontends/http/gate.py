@@ -19,9 +19,11 @@ from router.gateway import RequestGateway
 # Probes send no keys, nor does a browser that loads the page; the page's own requests for data send one. Every other
 # path requires a key, even if it does not exist.
 OPEN = frozenset({"/health", "/live", "/ready"})
-# They show every tenant's load and the workers' addresses. The routes check the key (router/frontends/http/app.py),
-# because their patterns also match other spellings, such as "/metrics\n".
-ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live"})
+# They show every tenant's load and the workers' addresses, or change what workers load. The routes check the key
+# (router/frontends/http/app.py), because their patterns also match other spellings, such as "/metrics\n".
+ADMIN = frozenset(
+    {"/metrics", "/v1/cluster", "/v1/cluster/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
 # They have places and quotas; every other request is a step of low priority.
 GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _CALLER = "baton.caller"

@@ -45,7 +45,8 @@ class Generate:
     async def _read_chat(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
-        limits, caller = self._gateway.validator.limits, caller_of(request)
+        model, caller = self._gateway.model(body.get("model")), caller_of(request)
+        limits = model.validator.limits
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
         async with self._gateway.preparing(caller):
@@ -53,6 +54,7 @@ class Generate:
                 lambda: options.conversation(limits),
                 options.size,
                 options.asked_grammar,
+                model=model.name,
                 truncated=options.truncates,
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
@@ -65,15 +67,17 @@ class Generate:
     async def _read_completion(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
-        options = read_request(CompletionRequest, body, self._gateway.validator.limits)
+        model = self._gateway.model(body.get("model"))
+        options = read_request(CompletionRequest, body, model.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
         # Before tokenising: a request that gets no place costs nothing of the quota.
         admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller):
             if (asked := options.asked_grammar) is not None:
-                await self._gateway.grammars.check(asked, caller.tenant)
+                await model.grammars.check(asked, caller.tenant)
             encode = partial(
                 self._gateway.encode,
+                model=model.name,
                 truncated=options.truncates,
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
@@ -96,13 +100,14 @@ class Generate:
         plan: AnswerPlan | None = None,
         view: ChatView = WHOLE_VIEW,
     ) -> ParsedRequest:
-        validator = self._gateway.validator
+        model = self._gateway.model(options.model)
+        validator = model.validator
         kept = (options.kept(prompt, validator.limits.max_model_len) for prompt in prompts)
         completions = [validator.completion(prompt, options, envelope, plan) for prompt in kept]
         check_allowed(completions[0], caller)
         shape = kind(
             completions[0],
-            self._gateway.text,
+            model.text,
             int(time.time()),
             kind.id_prefix + secrets.token_hex(12),
             bool(options.return_token_ids),
@@ -130,4 +135,4 @@ class ShapeForm:
 
 
 def _envelope(request: Request, options: HttpRequest, prompts: int) -> Envelope:
-    return Envelope(request_id(request), options.cache_salt or "", prompts=prompts)
+    return Envelope(request_id(request), options.model, options.cache_salt or "", prompts=prompts)

@@ -98,9 +98,10 @@ def _model(value: str, info: ValidationInfo) -> str:
 
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-ServedModel: TypeAlias = Annotated[
-    str, AfterValidator(_model), WithJsonSchema({"enum": ["", {"$limit": "served_model"}]})
+ModelName: TypeAlias = Annotated[
+    str, AfterValidator(_model), WithJsonSchema({"enum": {"$limit": "accepted_names"}})
 ]
+MODEL_DESCRIPTION = "empty = the first of /v1/models; also the name of an adapter that it lists"
 AskedPriority: TypeAlias = Annotated[
     Priority | None, BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None)
 ]
@@ -143,7 +144,7 @@ class HttpRequest(GenerationOptions):
         None,
         description="keeps only this many tokens of the prompt's end; -1: as many as leave room for max_tokens",
     )
-    model: ServedModel = Field("", description="empty = the served one")
+    model: ModelName = Field("", description=MODEL_DESCRIPTION)
     best_of: Annotated[
         Any, PlainValidator(_best_of, Annotated[int, late(minimum=1, maximum="max_choices")] | None)
     ] = Field(None, description="must equal n")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import (
+    AdapterMissingError,
     BatonError,
     BlocksExhaustedError,
     DrainingError,
@@ -142,6 +143,9 @@ async def test_a_lost_decode_worker_is_excluded_without_asking_the_arbiter(text,
 ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
     (P, "REFUSED", BlocksExhaustedError("full", retry_after_seconds=0.001), {"d"}),
     (P, "REFUSED", DrainingError("leaves", retry_after_seconds=0.001), {"d"}),
+    (P, "REFUSED", AdapterMissingError("at d"), {"d"}),
+    (P, "ABORTED", AdapterMissingError("at p"), {"p"}),
+    (D, "ABORTED", AdapterMissingError("at d"), {"d"}),
     (P, "ABORTED", DrainingError("p leaves"), {"p"}),
     (P, "ABORTED", TransportError("could not write"), {"d"}),
     # Aborted without a reason: treated as a pair that cannot reach each other.

@@ -43,17 +43,19 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         **response_schemas(),
         "Model": record(
             {
-                "id": one_of([gateway.validator.limits.served_model]),
+                "id": text(minLength=1, examples=[one.name for one in gateway.models]),
                 "object": one_of(["model"]),
                 "created": COUNT,
                 "owned_by": one_of(["baton"]),
                 "max_model_len": COUNT,
                 "structured_output": BOOLEAN,
+                "aliases": array(text()),
                 "structured_output_reason": text(description="the reason, if structured_output is false"),
                 "tools": record(
                     {"parser": optional(text(description="of tool calls; null: requests may have no tools"))}
                 ),
                 "reasoning": record({"parser": optional(text(description="null: reasoning stays content"))}),
+                "parent": text(description="of an adapter: the model that it changes"),
             },
             [
                 *("id", "object", "created", "owned_by", "max_model_len", "structured_output"),
@@ -61,6 +63,8 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
             ],
         ),
         "ModelList": record({"object": one_of(["list"]), "data": array(ref("Model"))}),
+        "LoadedAdapter": record({"id": text(minLength=1), "digest": text()}),
+        "UnloadedAdapter": record({"id": text(minLength=1)}),
         "Cluster": _cluster(),
         "ClusterLive": _cluster_live(),
     }

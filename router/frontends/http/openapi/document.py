@@ -132,6 +132,26 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
                 403,
             )
         },
+        "/v1/load_lora_adapter": {
+            "post": _post(
+                *(
+                    "loadAdapter",
+                    "Load an adapter at all workers (an admin's key)",
+                    ref("LoadedAdapter"),
+                    keys,
+                ),
+                {
+                    "lora_name": text(minLength=1),
+                    "lora_path": text(minLength=1, description="below lora_dir"),
+                },
+            )
+        },
+        "/v1/unload_lora_adapter": {
+            "post": _post(
+                *("unloadAdapter", "Unload such an adapter (an admin's key)", ref("UnloadedAdapter"), keys),
+                {"lora_name": text(minLength=1)},
+            )
+        },
         "/metrics": {"get": _metrics(keys)},
         "/openapi.json": {"get": _get("openapi", "This document", {"type": "object"}, keys)},
         "/health": {"get": _open("health", "The router runs", health_schema())},
@@ -191,6 +211,12 @@ def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dic
         "summary": summary,
         "responses": {"200": _content(summary, schema), **_refusals(*_ALWAYS, *needs, *more)},
     }
+
+
+def _post(name: str, summary: str, schema: Schema, keys: bool, fields: dict[str, Schema]) -> dict[str, Any]:
+    made = _get(name, summary, schema, keys, 403, *_GENERATE)
+    body = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    return made | {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
 
 
 def _open(name: str, summary: str, schema: Schema) -> dict[str, Any]:

@@ -42,20 +42,22 @@ class Responses:
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
         gateway, caller = self._gateway, caller_of(request)
-        options = read_request(ResponseRequest, body, gateway.validator.limits)
-        envelope = Envelope(request_id(request), options.cache_salt or "")
+        model = gateway.model(body.get("model"))
+        options = read_request(ResponseRequest, body, model.validator.limits)
+        envelope = Envelope(request_id(request), options.model, options.cache_salt or "")
         with own_names():
             async with gateway.preparing(caller):
                 prompt = await self._prompt(options, caller, envelope.cache_salt)
-                completion = gateway.validator.completion(prompt.tokens, options, envelope, prompt.plan)
+                completion = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
                 check_allowed(completion, caller)
-        shape = ResponseShape.of(options, completion, gateway.text, admin=caller.admin)
+        shape = ResponseShape.of(options, completion, model.text, admin=caller.admin)
         return ParsedRequest([completion], bool(options.stream), ResponseForm(shape), arrival)
 
     async def _prompt(self, options: ResponseRequest, caller: Caller, cache_salt: str) -> ChatPrompt:
         """Render and tokenise the conversation, shortened where it may be. Raises InvalidRequestError,
         ContextLengthError."""
-        limits, shortens = self._gateway.validator.limits, options.truncation == "auto"
+        model = self._gateway.model(options.model)
+        limits, shortens = model.validator.limits, options.truncation == "auto"
         room = max(1, limits.max_model_len - (options.max_output_tokens or 1))
         given: list[Conversation] = []  # as they were rendered
 
@@ -71,6 +73,7 @@ class Responses:
                 read,
                 options.size,
                 options.asked_grammar,
+                model=model.name,
                 truncated=shortens,
                 tenant=caller.tenant,
                 cache_salt=cache_salt,

@@ -9,11 +9,12 @@ from pydantic.json_schema import WithJsonSchema
 
 from router.frontends.http.requests import (
     CLOSED,
+    MODEL_DESCRIPTION,
     AskedPriority,
     CacheSalt,
     Ignored,
+    ModelName,
     ReasoningEffort,
-    ServedModel,
     TemplateKwargs,
 )
 from router.frontends.http.responses.input_items import AnyItem, items_size, read_items
@@ -149,7 +150,7 @@ class ResponseRequest(GenerationOptions):
     model_config = CLOSED
     objects: ClassVar[frozenset[str]] = frozenset({"reasoning", "text", "stream_options"})
 
-    model: ServedModel = Field("", description="empty = the served one")
+    model: ModelName = Field("", description=MODEL_DESCRIPTION)
     input: Annotated[
         str | list[Any], PlainValidator(_input, str | Annotated[list[AnyItem], late(minItems=1)])
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import ForbiddenError
+from router.frontends.http.adapters import LOAD, MAX_BODY_BYTES, UNLOAD
 from tests.harness.router import Router
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
@@ -68,3 +69,37 @@ def test_grpc_shows_them_to_admins_alone(guarded):
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("path", [LOAD, UNLOAD])
+def test_calls_that_load_adapters_are_the_administrators(guarded, path):
+    router, tenant, _ = guarded
+    for headers, status in (({}, 401), ({"authorization": f"Bearer {tenant}"}, 403)):
+        answer = httpx.post(router.http + path, json={"lora_name": "a", "lora_path": "a"}, headers=headers)
+        assert answer.status_code == status
+
+
+BODIES: list[tuple[str, Any, int, str]] = [
+    (LOAD, b"{", 400, "body"),
+    (LOAD, b"[]", 400, "body"),
+    (LOAD, b"[" * 10_000, 400, "body"),
+    (LOAD, b" " * (MAX_BODY_BYTES + 1), 413, "body"),
+    (LOAD, {"lora_path": "a"}, 400, "lora_name"),
+    (LOAD, {"lora_name": "a"}, 400, "lora_path"),
+    (LOAD, {"lora_name": ["a"], "lora_path": "a"}, 400, "lora_name"),
+    (LOAD, {"lora_name": "a b", "lora_path": "a"}, 400, "lora_name"),
+    (LOAD, {"lora_name": "a", "lora_path": "../a"}, 400, "lora_path"),
+    (LOAD, {"lora_name": "a", "lora_path": "/a"}, 400, "lora_path"),
+    (LOAD, {"lora_name": "tiny", "lora_path": "a"}, 400, "lora_name"),
+    (LOAD, {"lora_name": "a", "lora_path": "a", "load_inplace": True}, 400, "body"),
+    (UNLOAD, {"lora_name": "never"}, 404, "lora_name"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), BODIES)
+def test_wrong_calls_for_adapters_are_refused_by_field(guarded, path, body, status, param):
+    router, _, admin = guarded
+    given = {"content": body} if isinstance(body, bytes) else {"json": body}
+    headers = {"authorization": f"Bearer {admin}"}
+    answer = httpx.post(router.http + path, **given, headers=headers, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

@@ -1,0 +1,111 @@
+"""The adapters that an administrator wants loaded besides those of the workers' settings: names and directories in Redis.
+
+Each entry has a tag of its own, so that a directory that is loaded again under its name is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from cluster.config.adapters import MAX_ADAPTERS, is_adapter_name
+from cluster.errors import InvalidRequestError
+from cluster.membership import keys
+from cluster.redis.connect import connect, connect_async
+
+MAX_PATH = 512
+log = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    path: str  # below the workers' lora_dir
+    tag: str
+
+    @classmethod
+    def new(cls, path: str) -> Wanted:
+        return cls(path, secrets.token_hex(8))
+
+    def encode(self) -> str:
+        return json.dumps(self)
+
+
+def check_path(path: str) -> str:
+    """Raises InvalidRequestError unless it leads to a directory below another one."""
+    parts = PurePosixPath(path).parts
+    if not parts or len(path) > MAX_PATH or path.startswith("/") or ".." in parts or not path.isprintable():
+        raise InvalidRequestError(
+            f"lora_path: a relative path below the workers' lora_dir, without .., of at most {MAX_PATH} characters",
+            field="lora_path",
+            limit=str(MAX_PATH),
+        )
+    return path
+
+
+def parse(entries: Mapping[bytes, bytes]) -> dict[str, Wanted]:
+    """By name. What is not understood is left out: one wrong entry must not keep others from being loaded."""
+    found = {}
+    for name, entry in sorted(entries.items())[:MAX_ADAPTERS]:
+        try:
+            path, tag = json.loads(entry)
+            if not is_adapter_name(name.decode()) or type(tag) is not str:
+                raise ValueError("no name and tag")
+            found[name.decode()] = Wanted(check_path(path), tag)
+        except (ValueError, TypeError, AttributeError, RecursionError, InvalidRequestError) as error:
+            log.debug("the entry of adapter %r is ignored: %r", name, error)
+    return found
+
+
+class WantedWriter:
+    """For a router; connects at its first call."""
+
+    def __init__(self, redis_url: str, namespace: str):
+        self._redis_url = redis_url
+        self._key = keys.adapters(namespace)
+        self._connected: Any = None
+
+    @property
+    def _client(self) -> Any:
+        if self._connected is None:
+            self._connected = connect_async(self._redis_url)
+        return self._connected
+
+    async def add(self, name: str, path: str) -> None:
+        """Raises InvalidRequestError if the name is taken or there are too many, redis.RedisError."""
+        if await self._client.hlen(self._key) >= MAX_ADAPTERS:
+            raise InvalidRequestError(
+                f"lora_name: {MAX_ADAPTERS} adapters are wanted already; unload one",
+                field="lora_name",
+                limit=str(MAX_ADAPTERS),
+            )
+        if not await self._client.hsetnx(self._key, name, Wanted.new(check_path(path)).encode()):
+            raise InvalidRequestError(
+                f"lora_name: {name!r} is wanted already; unload it first", field="lora_name"
+            )
+
+    async def remove(self, name: str) -> bool:
+        """Whether it was there. Raises redis.RedisError."""
+        return bool(await self._client.hdel(self._key, name))
+
+    async def close(self) -> None:
+        if self._connected is not None:
+            await self._connected.aclose()
+
+
+class WantedReader:
+    """For a worker. Blocks."""
+
+    def __init__(self, redis_url: str, namespace: str):
+        self._client = connect(redis_url)
+        self._key = keys.adapters(namespace)
+
+    def read(self) -> dict[str, Wanted]:
+        """Raises redis.RedisError."""
+        entries: Any = self._client.hgetall(self._key)
+        return parse(entries)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,70 @@
+"""The products of a layer that adapters may change, and this rank's share of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.model.decoder import DOWN, GATE_UP, OUTPUT, QKV
+from engine.model.layer_weights import RankRows, ordered, rows_of
+
+O_PROJ, DOWN_PROJ = "self_attn.o_proj", "mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some outputs of a product: `rows` of the module's B, and `columns` of its A."""
+
+    module: str  # below the layer
+    outputs: int  # of the whole module
+    inputs: int
+    rows: slice
+    columns: slice
+    heads: bool = False  # its rows are those of rotated heads, which the engine keeps in an order of its own
+
+    @property
+    def width(self) -> int:
+        return len(range(self.rows.start, self.rows.stop))
+
+    def own_b(self, config: ModelConfig, b: Tensor) -> Tensor:
+        """[outputs, rank] of the module → [width, rank]."""
+        rows = b[self.rows]
+        return ordered(config, rows) if self.heads else rows
+
+
+Product = tuple[Part, ...]  # the outputs of its parts lie side by side
+
+
+def products(config: ModelConfig, layer: int, rank: int, size: int) -> Mapping[str, Product]:
+    """By name; those of experts are left out."""
+    c, own = config, RankRows.of(config, rank, size)
+    hidden, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    everything = slice(0, hidden)
+    found: dict[str, Product] = {
+        QKV: tuple(
+            Part(one.name, one.size, hidden, one.rows, everything, heads=index < 2)
+            for index, one in enumerate(rows_of(c.family.names.qkv, (q, kv, kv), (own.q, own.kv, own.kv)))
+        ),
+        OUTPUT: (Part(O_PROJ, hidden, q, everything, own.q),),
+    }
+    if c.experts is None or not c.experts.layers[layer]:
+        inner = c.intermediate_size
+        found[GATE_UP] = tuple(
+            Part(one.name, one.size, hidden, one.rows, everything)
+            for one in rows_of(c.family.names.gate_up, (inner, inner), (own.inner, own.inner))
+        )
+        found[DOWN] = (Part(DOWN_PROJ, hidden, inner, everything, own.inner),)
+    return found
+
+
+def modules(config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+    """(outputs, inputs) of every module that an adapter may change, by its name without the model's prefix."""
+    return {
+        f"layers.{layer}.{part.module}": (part.outputs, part.inputs)
+        for layer in range(config.num_layers)
+        for product in products(config, layer, 0, 1).values()
+        for part in product
+    }

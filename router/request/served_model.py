@@ -1,0 +1,49 @@
+"""The models that a router serves: what each needs to read requests and to write answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.config.router import RouterConfig
+from router.request.adapters import Adapters, no_adapters
+from router.request.answer_formats import formats_of
+from router.request.answer_plan import AnswerPlans
+from router.request.grammars import GrammarChecks
+from router.request.validator import Validator
+from router.text.tokenizer import ModelText
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    text: ModelText
+    validator: Validator
+    grammars: GrammarChecks
+    plans: AnswerPlans
+
+    @classmethod
+    def of(cls, config: RouterConfig, text: ModelText, adapters: Adapters = no_adapters) -> ServedModel:
+        """`config`: of this model (RouterConfig.by_model). `adapters`: those that requests may name."""
+        grammars = GrammarChecks(text.tokenizer_json(), text.vocab_size, text.eos_token_ids)
+        plans = AnswerPlans(formats_of(config, text), grammars.refusal)
+        return cls(text, Validator(config, text, adapters), grammars, plans)
+
+    @property
+    def name(self) -> str:
+        """What answers show, also where a request names an alias."""
+        return self.validator.limits.served_model
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """The model's and its adapters', each with its parent; the model has none."""
+        return [(self.name, ""), *((adapter, self.name) for adapter in self.validator.limits.adapters())]
+
+
+def further_models(config: RouterConfig, texts: Mapping[str, ModelText]) -> dict[str, ServedModel]:
+    """The models of `config.models` by their names and aliases; `texts` by name."""
+    found: dict[str, ServedModel] = {}
+    for name, own in config.by_model().items():
+        if name in texts:
+            model = ServedModel.of(own, texts[name])
+            found.update(dict.fromkeys((name, *own.model_aliases), model))
+    return found

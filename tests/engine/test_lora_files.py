@@ -1,0 +1,155 @@
+"""Adapters are read bounded and without pickle; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.config.worker import EngineConfig
+from cluster.errors import ModelError
+from engine.lora.adapter_config import AdapterConfig
+from engine.lora.adapter_files import Adapter, read_adapter
+from engine.model.config import ModelConfig
+from tests.harness.adapters import make_adapter
+
+CONFIGS = [
+    ({"peft_type": "LOHA"}, "peft_type"),
+    ({"task_type": "SEQ_CLS"}, "task_type"),
+    ({"bias": "lora_only"}, "bias"),
+    ({"use_dora": True}, "use_dora"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication"),
+    ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+    ({"a_later_key": 1}, "a_later_key"),
+    ({"use_rslora": 1}, "use_rslora"),
+    ({"r": 0}, "r"),
+    ({"r": 17}, "max_lora_rank"),
+    ({"lora_alpha": math.inf}, "lora_alpha"),
+    ({"rank_pattern": {"(a+)+": 2}}, "rank_pattern"),
+    ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern"),
+]
+
+
+@pytest.fixture
+def model(checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+def read(directory: Path, model: Path) -> Adapter:
+    return read_adapter(directory, ModelConfig.read(model), 16)
+
+
+@pytest.mark.parametrize(("keys", "field"), CONFIGS)
+def test_what_is_not_supported_is_refused_by_name(keys, field, model, tmp_path):
+    adapter = make_adapter(tmp_path, model)
+    raw = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(raw | keys))
+    with pytest.raises(ModelError) as refusal:
+        read(adapter, model)
+    assert refusal.value.field == field
+
+
+def test_neutral_keys_of_peft_are_accepted(model, tmp_path):
+    more: dict[str, Any] = {
+        "use_dora": False,
+        "modules_to_save": None,
+        "lora_dropout": 0.1,
+        "megatron_core": "megatron.core",
+    }
+    made = make_adapter(tmp_path, model, inference_mode=True, init_lora_weights="gaussian", **more)
+    assert read(made, model).rank == 4
+
+
+def _rename(tensors, to):
+    tensors[to] = tensors.pop(next(name for name in tensors if "q_proj.lora_A" in name))
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+TENSORS = [
+    (lambda t: t.pop(NAME), "other half"),
+    (lambda t: _rename(t, "base_model.model.lm_head.lora_A.weight"), "lm_head"),
+    (lambda t: _rename(t, "base_model.model.model.embed_tokens.lora_embedding_A"), "embed_tokens"),
+    (lambda t: _rename(t, "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"), "layers.9"),
+    (lambda t: t.update({NAME: t[NAME][:, 1:].clone()}), "has shape"),
+    (lambda t: t.update({NAME: t[NAME][1:].clone()}), "has shape"),
+    (lambda t: t.update({NAME: t[NAME].double()}), "float64"),
+    (lambda t: t[NAME].fill_(math.nan), "NaN"),
+    (lambda t: t.clear(), "no tensors"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), TENSORS)
+def test_tensors_are_checked_against_the_model(change, says, model, tmp_path):
+    adapter = make_adapter(tmp_path, model)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=says):
+        read(adapter, model)
+
+
+def test_files_are_bounded_and_never_pickled(model, tmp_path):
+    adapter = make_adapter(tmp_path / "a", model)
+    shutil.move(adapter / "adapter_model.safetensors", adapter / "adapter_model.bin")
+    with pytest.raises(ModelError, match="may run code"):
+        read(adapter, model)
+    with (adapter / "adapter_model.safetensors").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ModelError, match="more than the"):
+        read(adapter, model)
+    (adapter / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="adapter_config"):
+        read(adapter, model)
+
+
+def test_the_digest_is_of_weights_and_configuration(model, tmp_path):
+    first = make_adapter(tmp_path / "a", model, seed=1)
+    digest = read(first, model).digest
+    assert digest == read(Path(shutil.copytree(first, tmp_path / "b")), model).digest
+    assert digest != read(make_adapter(tmp_path / "c", model, seed=2), model).digest
+    assert digest != read(make_adapter(tmp_path / "d", model, seed=1, lora_alpha=9), model).digest
+
+
+def test_scaling_by_rank_its_root_and_patterns():
+    """The first pattern that matches counts, as for PEFT."""
+    raw = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    raw |= {"rank_pattern": {"model.layers.1.q_proj": 2, "q_proj": 16, "layers.2.q_proj": 8}}
+    raw |= {"alpha_pattern": {"v_proj": 2}}
+    plain = AdapterConfig.parse(json.dumps(raw).encode())
+    stable = AdapterConfig.parse(json.dumps(raw | {"use_rslora": True}).encode())
+    wanted = {
+        "0.q_proj": 8 / 16,
+        "1.q_proj": 8 / 2,
+        "2.q_proj": 8 / 16,
+        "0.v_proj": 2 / 4,
+        "0.xq_proj": 8 / 4,
+    }
+    assert {name: plain.scaling_of(f"model.layers.{name}") for name in wanted} == wanted
+    assert stable.scaling_of("model.layers.0.q_proj") == 8 / 4
+
+
+@pytest.mark.parametrize(
+    "entries", [("a",), ("=d",), ("a b=d",), ("a=",), ("a=x", "a=y"), ("a=x", "b=y", "c=z")]
+)
+def test_settings_are_checked(entries):
+    with pytest.raises(ValueError, match="lora"):
+        EngineConfig(model=Path("/none"), lora=entries, max_loras=2)
+
+
+def test_stored_in_half_precision(model, tmp_path):
+    adapter = make_adapter(tmp_path, model)
+    tensors = {k: v.to(torch.bfloat16) for k, v in load_file(adapter / "adapter_model.safetensors").items()}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    assert read(adapter, model).modules["layers.0.self_attn.q_proj"].b.dtype is torch.float32

@@ -1,0 +1,83 @@
+"""A request's model may be the name of an adapter that workers have loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.config.router import RouterConfig
+from cluster.errors import InvalidRequestError, UnknownModelError
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import make_salt
+from router.dispatch.exclusions import exclusions, without_adapter
+from router.dispatch.services import Services
+from router.placement.types import Reason
+from router.request.adapters import LoadedAdapters, digests
+from router.request.completion import Completion
+from router.request.options import GenerationOptions
+from router.request.resume_tickets import Tickets
+from router.request.validator import Envelope, Validator
+
+OLD, NEW = "0" * 32, "1" * 32
+WORKER = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+
+
+def workers(*adapters: tuple[tuple[str, str], ...]) -> list[WorkerInfo]:
+    return [replace(WORKER, worker_id=f"w{i}", adapters=one) for i, one in enumerate(adapters)]
+
+
+def completion(model: str, known: dict[str, str]) -> Completion:
+    text: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64, generation={})
+    config = RouterConfig(model="base", secret="x" * 16)  # type: ignore[arg-type]
+    validator = Validator(config, text, lambda: known)
+    validator.limits.check_model(model)
+    return validator.completion([1], GenerationOptions(seed=1), Envelope("r", model))
+
+
+def test_the_name_gives_model_and_digest():
+    made = completion("tuned", {"tuned": OLD})
+    assert (made.model, made.adapter) == ("tuned", OLD)
+    for name in ("", "base"):
+        made = completion(name, {"tuned": OLD, "base": NEW})
+        assert (made.model, made.adapter) == ("base", "")
+    with pytest.raises(UnknownModelError):
+        completion("other", {"tuned": OLD})
+
+
+def test_most_ready_workers_decide_what_a_name_means():
+    some = workers((("a", OLD),), (("a", NEW), ("b", OLD)), (("a", NEW),))
+    assert digests(some) == {"a": NEW, "b": OLD}
+    drained = [replace(one, state="draining") for one in some[1:]]
+    assert digests([some[0], *drained]) == {"a": OLD}
+    view = [some]
+    loaded = LoadedAdapters(lambda: view[0])
+    assert loaded() is loaded()
+    view[0] = some[:1]
+    assert loaded() == {"a": OLD}
+
+
+def test_workers_without_the_adapter_are_excluded_by_name():
+    lacking = without_adapter(workers((("a", OLD),), (), (("a", NEW),)), OLD)
+    assert exclusions((), {}, (), lacking) == {"w1": Reason.ADAPTER, "w2": Reason.ADAPTER}
+
+
+def test_salts_differ_by_digest():
+    services: Any = SimpleNamespace(_salts={})
+    salts = [Services.salt(services, "m", "tenant", adapter) for adapter in ("", OLD, NEW)]
+    assert len(set(salts)) == 3
+    assert salts == [make_salt("m", adapter, "tenant") for adapter in ("", OLD, NEW)]
+    assert salts == [Services.salt(services, "m", "tenant", adapter) for adapter in ("", OLD, NEW)]
+
+
+def test_a_ticket_is_for_one_adapter():
+    """Reloaded under its name with other weights: the rest of the answer would be another model's."""
+    tickets = Tickets("secret", 600.0)
+    first = completion("tuned", {"tuned": OLD})
+    ticket = tickets.issue(first, b"n" * 16)
+    again = replace(first, resume_ticket=ticket, resume_tokens=[5])
+    assert tickets.check(again, b"n" * 16)
+    with pytest.raises(InvalidRequestError, match="resume_ticket"):
+        tickets.check(replace(again, adapter=NEW), b"n" * 16)
