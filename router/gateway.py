@@ -173,7 +173,8 @@ class RequestGateway:
         if self.member is not None:
             self.member.count_request()
         dispatcher = RequestDispatcher(self._owned(completion, caller), self.services, first_shown, arrival)
-        with self.metrics.request(dispatcher):
+        # After the measuring began: a refusal is counted as any other end of a request.
+        with self.metrics.request(dispatcher), self.admission.of_model(completion.model):
             yield dispatcher
 
     @contextlib.asynccontextmanager
@@ -241,6 +242,11 @@ class RequestGateway:
             return ["draining: this router leaves"]
         missing = self.services.placement.eligibility.missing_role()
         return [f"no {missing} worker is available"] if missing else []
+
+    def why_not_served(self) -> dict[str, str]:
+        """By model that cannot be served now: why. Of a router with several models."""
+        missing = self.services.placement.eligibility.missing_roles() if self.config.models else {}
+        return {model: f"no {role} worker is available" for model, role in missing.items()}
 
     def why_router_not_ready(self) -> list[str]:
         """Why this router is not ready, over all its processes."""

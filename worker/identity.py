@@ -96,6 +96,7 @@ class WorkerIdentity:
             address=self.address,
             metrics_address=self.metrics_address,
             link_address=self.link_address,
+            served_model=self.config.served_model_name,
             layout=self.layout.SerializeToString(),
             place=location.place,
             host=socket.gethostname(),

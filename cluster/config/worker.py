@@ -310,6 +310,11 @@ class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, Telemetr
 
     role: Role = no_flag(..., description="prefill or decode")
     worker_id: str = Field("", description="unique per process; default: the role and a random suffix")
+    served_model_name: str = Field(
+        "",
+        max_length=256,
+        description="which of the models of a router this worker serves, by the name that clients use; empty = the first",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 or :: = all")
     advertise_host: str = Field(
         "",

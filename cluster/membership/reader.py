@@ -49,7 +49,17 @@ _NUMBERS = {
     "link_min_version": (0, 2**31),
     "link_max_version": (0, 2**31),
 }
-_TEXTS = ("worker_id", "model_id", "address", "metrics_address", "link_address", "place", "host", "process")
+_TEXTS = (
+    "worker_id",
+    "model_id",
+    "address",
+    "metrics_address",
+    "link_address",
+    "place",
+    "host",
+    "process",
+    "served_model",
+)
 STATUS_SECONDS = 1.0  # between two reads of the statuses while they are shown
 SHOWN_SECONDS = 5.0  # so long after they were shown last
 WHOLE_SECONDS = 10.0  # workers of earlier versions change no generation

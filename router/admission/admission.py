@@ -13,6 +13,7 @@ from router.admission.start_queue import StartQueue
 from router.admission.tally import ALL, LocalTally, Tallies, Tally, local_tallies
 
 RETRY_SECONDS = 1.0
+MODEL_HOLDER = "\0model:"  # begins holders in the tally of tenants, whose names are printable
 
 
 class ConcurrencyLimiter:
@@ -138,6 +139,7 @@ class Admission:
         tallies = local_tallies() if tallies is None else tallies
         self._requests = tallies.requests
         self._tenants = ConcurrencyLimiter("tenant", tallies.tenant_requests)
+        self._models = ConcurrencyLimiter("model", tallies.tenant_requests)
         self._connections = ConcurrencyLimiter("connection")
         self._bodies = ByteBudget.of(config, refused, tallies)
         self.starts = StartQueue()
@@ -161,6 +163,20 @@ class Admission:
             body = self._bodies.hold(caller.tenant)
             held.callback(body.release)
             yield body
+
+    @contextlib.contextmanager
+    def of_model(self, name: str) -> Iterator[None]:
+        """Count a request as one of its model's, so that no model takes every place. Raises OverloadedError."""
+        limit = self._config.most_of_model(name)
+        if not limit:
+            yield
+            return
+        holder = MODEL_HOLDER + name
+        self._models.acquire(holder, limit)
+        try:
+            yield
+        finally:
+            self._models.release(holder)
 
     def close(self, unaware: Collection[str] = ()) -> None:
         """Admit nothing more, but on `unaware`: connections whose clients could not know yet that this router leaves."""

@@ -33,11 +33,19 @@ _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 class Eligibility:
     """What follows for placement from one version of the membership; made once for it.
 
-    Only workers with the best lease state of their role are used: if all are suspect or dead, Redis is at fault.
+    Only workers with the best lease state of their model and role are used: if all are suspect or dead, Redis is at fault.
     """
 
-    def __init__(self, workers: Sequence[WorkerInfo], mode: Mode, unknown: Mapping[str, Role] | None = None):
-        """`unknown`: workers in Redis's sets that the view before lacked."""
+    def __init__(
+        self,
+        workers: Sequence[WorkerInfo],
+        mode: Mode,
+        unknown: Mapping[str, Role] | None = None,
+        models: Sequence[str] = (),
+    ):
+        """`unknown`: workers in Redis's sets that the view before lacked. `models`: the names of the router's models, the
+        first of which has the workers that name none; with fewer than two, every worker serves the one."""
+        self._models = tuple(models) if len(models) > 1 else ("",)
         self.workers = workers
         self.by_name = {worker.name: worker for worker in workers}
         self.unknown = {name: role for name, role in (unknown or {}).items() if name not in self.by_name}
@@ -45,18 +53,34 @@ class Eligibility:
         self.listed = False  # most workers are not in Redis's sets
         self._mode = mode
         ready = [worker for worker in workers if worker.state == "ready" and _has_link(worker)]
-        self._best_lease: dict[Role, Lease] = {
-            worker.role: worker.lease
+        self._best_lease: dict[tuple[str, Role], Lease] = {
+            (self.model_of(worker), worker.role): worker.lease
             for lease in reversed(_LEASES)
             for worker in ready
             if worker.lease == lease
         }
         self.prefill = self._of_good_standing("prefill")
         self.decode = self._of_good_standing("decode")
-        self.kv_groups = KvGroups(self.prefill, self.decode, mode)
+        self._kv_groups = {
+            model: KvGroups(
+                [one for one in self.prefill if self.model_of(one) == model],
+                [one for one in self.decode if self.model_of(one) == model],
+                mode,
+                model,
+            )
+            for model in self._models
+        }
         self._kept: dict[tuple[KvGroup | None, frozenset[str], bool], Candidates | Heads] = {}
         self._kept_whole: dict[tuple[KvGroup | None, frozenset[str]], Candidates] = {}
         self._pools: dict[KvGroup | None, _Pool] = {}
+
+    def model_of(self, worker: WorkerInfo) -> str:
+        """The name of the model that a worker serves; "" where there is one."""
+        return (worker.served_model or self._models[0]) if len(self._models) > 1 else ""
+
+    def kv_groups(self, model: str) -> KvGroups:
+        """Those of a model of this router."""
+        return self._kv_groups.get(model) or self._kv_groups[self._models[0]]
 
     def why_not(self, worker: WorkerInfo, request: PlacementRequest) -> Reason | None:
         """Why the request is not placed on the worker; None: it may be."""
@@ -166,10 +190,19 @@ class Eligibility:
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def missing_role(self) -> Role | None:
-        """A role without which no request can be served, and that has no worker of good standing."""
-        if not self.decode:
-            return "decode"
-        return "prefill" if not self.prefill and self._mode == "never" else None
+        """A role without which no request of any model can be served, and that has no worker of good standing."""
+        missing = self.missing_roles()
+        return None if len(missing) < len(self._models) else next(iter(missing.values()))
+
+    def missing_roles(self) -> dict[str, Role]:
+        """By the models that cannot be served: a role of which they have no worker of good standing."""
+        found: dict[str, Role] = {}
+        for model in self._models:
+            if not any(self.model_of(one) == model for one in self.decode):
+                found[model] = "decode"
+            elif self._mode == "never" and not any(self.model_of(one) == model for one in self.prefill):
+                found[model] = "prefill"
+        return found
 
     def _of_good_standing(self, role: Role) -> list[WorkerInfo]:
         return [one for one in self.workers if one.role == role and self._standing(one) is None]
@@ -181,7 +214,7 @@ class Eligibility:
             return Reason.LINK
         if worker.state == "draining":
             return Reason.DRAINING
-        if worker.lease != self._best_lease[worker.role]:
+        if worker.lease != self._best_lease[self.model_of(worker), worker.role]:
             return Reason.SUSPECT if worker.lease == "suspect" else Reason.DEAD
         if kv_group is not None and kv_group_of(worker) != kv_group:
             return Reason.KV_GROUP

@@ -23,7 +23,11 @@ def kv_group_of(worker: WorkerInfo) -> KvGroup:
 class KvGroups:
     """The KV groups of one membership."""
 
-    def __init__(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], mode: Mode):
+    def __init__(
+        self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], mode: Mode, model: str = ""
+    ):
+        """`model`: its name, for errors, where the router has several."""
+        self._of_model = f" for model {model!r}" if model else ""
         self._weights = Counter(kv_group_of(worker) for worker in decode)
         prefilled = {kv_group_of(worker) for worker in prefill}
         self._serving = [one for one in self._weights if mode == "always" or one in prefilled]
@@ -37,7 +41,7 @@ class KvGroups:
         """
         if not self._serving:
             missing = "prefill worker that fits a decode worker" if self._weights else "decode worker"
-            raise UnavailableError(f"no {missing} is available", retry_after_seconds=1.0)
+            raise UnavailableError(f"no {missing} is available{self._of_model}", retry_after_seconds=1.0)
         if before is not None and before in self._serving:
             return before
         same_model = [one for one in self._serving if before is not None and one.model_id == before.model_id]

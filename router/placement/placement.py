@@ -39,7 +39,8 @@ class Placement:
         self._members = members
         self.mode: Mode = config.local_prefill
         self.calibration = Calibration()
-        self._eligibility = Eligibility([], self.mode)
+        self._models = config.model_names
+        self._eligibility = Eligibility([], self.mode, models=self._models)
         self._keys = PlacementKeys(config.namespace, config.router_id)
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
         self.watch = MemoryWatch(self._keys.load)
@@ -84,12 +85,12 @@ class Placement:
         """Eligibility by the latest membership."""
         workers = self._members.all
         if self._eligibility.workers is not workers:
-            self._eligibility = Eligibility(workers, self.mode, self._eligibility.unknown)
+            self._eligibility = Eligibility(workers, self.mode, self._eligibility.unknown, self._models)
         return self._eligibility
 
-    def kv_group(self, before: KvGroup | None) -> KvGroup:
-        """Which workers a request is for; `before`: those that had it last. Raises UnavailableError."""
-        return self.eligibility.kv_groups.choose(before, self._rng)
+    def kv_group(self, before: KvGroup | None, model: str = "") -> KvGroup:
+        """Which workers a request for the model is for; `before`: those that had it last. Raises UnavailableError."""
+        return self.eligibility.kv_groups(model).choose(before, self._rng)
 
     async def place(self, request: PlacementRequest) -> Placed:
         """One script call, or two where the prefix index has a Redis of its own. Raises UnavailableError when a role

@@ -75,7 +75,9 @@ class Views:
 
     async def ready(self, request: Request) -> Response:
         why = self._gateway.why_router_not_ready()
-        return _json({"ready": not why, "why": why}, 503 if why else 200)
+        missing = self._gateway.why_not_served()
+        models = {"models": missing} if missing else {}
+        return _json({"ready": not why, "why": why, **models}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
         return _encoded(self._all()[1])

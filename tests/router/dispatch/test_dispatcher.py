@@ -209,7 +209,7 @@ class World:
         self.services = Services(config, text, members, stand_in, stand_in, Links("r"), stand_in)
         self.services.new_transfer_id = lambda: len(self.attempts).to_bytes(16)  # type: ignore[method-assign]
 
-    def kv_group(self, before: KvGroup | None) -> KvGroup:
+    def kv_group(self, before: KvGroup | None, model: str = "") -> KvGroup:
         return KvGroup("m", 16, b"")
 
     async def charge(self, *_: Any) -> None:

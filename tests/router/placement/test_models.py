@@ -1,0 +1,109 @@
+"""A router of several models: each has its own workers, and what befalls one leaves the others untouched."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config.router import FurtherModel, RouterConfig
+from cluster.config.worker import Role
+from cluster.errors import OverloadedError, UnavailableError
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import make_salt
+from router.admission.admission import Admission
+from router.placement.eligibility import Eligibility
+from router.placement.types import Mode, PlacementRequest
+from wire import common_pb2
+
+MODELS = ("first", "second")
+
+
+def worker(role: Role, index: int, model_id: str, served: str = "") -> WorkerInfo:
+    layout = common_pb2.KvLayout(wire_version=1, model_id=model_id, dtype="bfloat16", page_size=16)
+    name = f"{role}-{index}"
+    made = WorkerInfo(name, 1, index, role, model_id, "a:1", "", layout.SerializeToString(), "", "h", 64, 9)
+    return replace(made, served_model=served)
+
+
+def eligibility(*workers: WorkerInfo, mode: Mode = "fallback") -> Eligibility:
+    return Eligibility(workers, mode, models=MODELS)
+
+
+def chosen(view: Eligibility, model: str) -> set[str]:
+    return {view.kv_groups(model).choose(None, random.Random(seed)).model_id for seed in range(50)}
+
+
+A, B = worker("decode", 0, "aa"), worker("decode", 1, "bb", "second")
+
+
+def test_a_request_goes_to_workers_of_its_model() -> None:
+    """The first model has the workers that name none."""
+    view = eligibility(A, B, worker("decode", 2, "cc", "unknown"))
+    assert (chosen(view, "first"), chosen(view, "second")) == ({"aa"}, {"bb"})
+    request = PlacementRequest(b"t", b"", 16, 1, {}, view.kv_groups("second").choose(None, random.Random()))
+    assert [one.worker_id for one in view.usable("decode", request)] == ["decode-1"]
+
+
+def test_a_roll_of_one_model_leaves_the_others() -> None:
+    view = eligibility(A, B, worker("decode", 2, "b2", "second"))
+    assert (chosen(view, "first"), chosen(view, "second")) == ({"aa"}, {"bb", "b2"})
+
+
+def test_a_request_does_not_move_to_another_model() -> None:
+    before = eligibility(A, B).kv_groups("second").choose(None, random.Random())
+    with pytest.raises(UnavailableError, match="no decode worker is available for model 'second'"):
+        eligibility(A).kv_groups("second").choose(before, random.Random())
+
+
+def test_a_model_without_live_workers_does_not_depend_on_the_others() -> None:
+    """Where all workers of a model are suspect, Redis may be at fault; those of other models do not speak against it."""
+    view = eligibility(A, replace(B, lease="suspect"))
+    assert (chosen(view, "first"), chosen(view, "second")) == ({"aa"}, {"bb"})
+
+
+def test_a_router_is_ready_while_it_can_serve_a_model() -> None:
+    assert eligibility(A, B).missing_roles() == {}
+    view = eligibility(A)
+    assert (view.missing_role(), view.missing_roles()) == (None, {"second": "decode"})
+    never = eligibility(A, B, worker("prefill", 2, "bb", "second"), mode="never")
+    assert (never.missing_role(), never.missing_roles()) == (None, {"first": "prefill"})
+    assert eligibility().missing_role() == "decode"
+
+
+def test_one_model_has_every_worker_whatever_its_name() -> None:
+    view = Eligibility([A, B], "fallback", models=("first",))
+    assert chosen(view, "first") == {"aa", "bb"}
+
+
+def test_models_share_no_prefixes() -> None:
+    assert make_salt("aa") != make_salt("bb")
+
+
+def config(**settings: object) -> RouterConfig:
+    second = FurtherModel(name="second", model=Path("/b"), aliases=("two",))
+    return RouterConfig.model_validate({"model": "/m/first", "models": [second], **settings})
+
+
+def test_a_surging_model_leaves_places_to_the_others() -> None:
+    refused: list[str] = []
+    admission = Admission(config(max_concurrent_requests=4), refused.append)
+    with admission.of_model("first"), admission.of_model("first"):
+        with (
+            pytest.raises(OverloadedError, match="this model has 2 requests in flight"),
+            admission.of_model("first"),
+        ):
+            pass
+        with admission.of_model("second"), admission.of_model("second"):
+            pass
+    with admission.of_model("first"), admission.of_model("first"):
+        pass
+
+
+def test_the_names_of_models_differ() -> None:
+    assert config().model_names == MODELS
+    for wrong in ({"model_aliases": ["two"]}, {"served_model_name": "second"}, {"model_aliases": [""]}):
+        with pytest.raises(ValueError, match="names two models, or is empty"):
+            config(**wrong)
