@@ -91,6 +91,10 @@ class RequestGateway:
 
         return await self._in_time(self.text.chat(checked, characters, reasoning_effort, tenant=tenant))
 
+    async def decode(self, tokens: Sequence[int], *, tenant: str = "") -> str:
+        """The text of token ids. Raises DeadlineError."""
+        return await self._in_time(self.text.decode(tokens, tenant=tenant))
+
     async def _in_time(self, work: Awaitable[T]) -> T:
         """Raises DeadlineError where the threads are not free, or not done, within `request_seconds`."""
         seconds = self.config.request_seconds

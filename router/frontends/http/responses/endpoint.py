@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
 
-from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
 from router.frontends.http.exchange import Exchange
+from router.frontends.http.field_names import renamed
 from router.frontends.http.gate import caller_of
 from router.frontends.http.requests import read_request
 from router.frontends.http.responses.answer import ResponseForm
@@ -41,7 +40,7 @@ class Responses:
         gateway, caller = self._gateway, caller_of(request)
         options = read_request(ResponseRequest, body, gateway.validator.limits)
         envelope = Envelope(request_id(request), options.cache_salt or "")
-        with own_names():
+        with renamed(_NAMES):
             async with gateway.preparing(caller):
                 if (asked := options.asked_grammar) is not None:
                     await gateway.grammars.check(asked, caller.tenant)
@@ -88,18 +87,3 @@ class Responses:
         return await self._gateway.encode(
             rendered, special=False, truncated=truncates, tenant=caller.tenant, cache_salt=cache_salt
         )
-
-
-@contextlib.contextmanager
-def own_names() -> Iterator[None]:
-    """Errors within name this endpoint's fields."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        name = _NAMES.get(error.field)
-        if name is None:
-            raise
-        message = error.message
-        if message.startswith(error.field):
-            message = name + message.removeprefix(error.field)
-        raise type(error)(message, field=name, limit=error.limit) from error
