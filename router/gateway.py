@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,10 +22,12 @@ from router.observe.requests import RouterMetrics
 from router.observe.traces import Arrival
 from router.processes.member import Member
 from router.quota.quota import Use
+from router.request.answer_plan import AnswerPlans, ChatPrompt
 from router.request.completion import Completion, prefix_scope
-from router.request.grammars import GrammarChecks
+from router.request.grammars import AskedGrammar, GrammarChecks
 from router.request.validator import Validator
 from router.text.contents import Rendered
+from router.text.conversation import Conversation
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class RequestGateway:
         self.grammars = GrammarChecks(
             services.text.tokenizer_json(), services.text.vocab_size, services.text.eos_token_ids
         )
+        self.plans = AnswerPlans(services.config, services.text, self.grammars.refusal)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
         self.metrics = metrics
@@ -71,25 +74,36 @@ class RequestGateway:
         scope = self._prefix_scope(tenant, cache_salt)
         return await self._in_time(self.text.encode(given, special=special, tenant=tenant, scope=scope))
 
-    async def render(
+    async def converse(
         self,
-        read: Callable[[], Sequence[Mapping[str, str]]],
+        read: Callable[[], Conversation],
         characters: int,
-        reasoning_effort: str | None = None,
+        asked: AskedGrammar | None = None,
         *,
         truncated: bool = False,
         tenant: str = "",
-    ) -> Rendered:
-        """Render the conversation that `read` returns (ModelText.chat). Raises ContextLengthError or InvalidRequestError
-        before special tokens are searched in contents that are too long."""
+        cache_salt: str = "",
+    ) -> ChatPrompt:
+        """Render, plan and tokenise the conversation that `read` returns (ModelText.chat), whose answer must match the
+        grammar that was `asked` for.
 
-        def checked() -> Sequence[Mapping[str, str]]:
-            messages = read()
-            size = sum(len(message["content"]) for message in messages)
-            self.validator.check_contents(size, truncated=truncated)
-            return messages
+        Raises ContextLengthError or InvalidRequestError before special tokens are searched in texts that are too long, and
+        for tools and grammars that the model does not support.
+        """
 
-        return await self._in_time(self.text.chat(checked, characters, reasoning_effort, tenant=tenant))
+        def checked() -> Conversation:
+            conversation = read()
+            self.validator.check_contents(conversation.characters, truncated=truncated)
+            return conversation
+
+        conversation, rendered = await self._in_time(self.text.chat(checked, characters, tenant=tenant))
+        plan = self.plans.plan(conversation, rendered.text, asked)
+        for one in plan.checks:
+            await self.grammars.check(one, tenant)
+        tokens = await self.encode(
+            rendered, special=False, truncated=truncated, tenant=tenant, cache_salt=cache_salt
+        )
+        return ChatPrompt(tokens, plan)
 
     async def decode(self, tokens: Sequence[int], *, tenant: str = "") -> str:
         """The text of token ids. Raises DeadlineError."""

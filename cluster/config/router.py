@@ -174,6 +174,8 @@ class RequestLimits(Frozen):
         ge=1,
         description="prompts x n x max_tokens x (1 + logprobs) of one request; without max_tokens, answers end there",
     )
+    max_tools: Count = Field(128, ge=0, description="tools of one request")
+    max_tool_bytes: Bytes = Field(256 << 10, ge=0, description="all tools of one request, as JSON")
     max_json_depth: Count = Field(32, ge=2, description="nested lists and objects of a body")
     max_json_elements: Count = Field(
         1 << 20, ge=1, description="elements of a body; lists, objects and members of objects count as 16"

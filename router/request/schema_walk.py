@@ -29,9 +29,9 @@ Compiles = Callable[[GrammarSpec], str]
 
 def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
     """The error for a schema that is too deep, has keywords that would be ignored, or does not compile."""
-    for pointer, part, depth in _walk(schema):
-        if depth > MAX_DEPTH:
-            return _error(pointer, f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))
+    if (deep := too_deep(schema)) is not None:
+        return deep
+    for pointer, part, _ in _walk(schema):
         for keyword in part:
             if keyword in _LEFT_OUT:
                 return _error(f"{pointer}/{_escaped(keyword)}", f"{keyword} is not supported")
@@ -45,6 +45,18 @@ def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
         return None
     pointer = _Search(schema, compiles, reason).pointer() if isinstance(schema, Mapping) else ""
     return _error(pointer, reason)
+
+
+def too_deep(schema: Any) -> InvalidRequestError | None:
+    """The error for a schema with more than MAX_DEPTH levels."""
+    return next(
+        (
+            _error(pointer, f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))
+            for pointer, _, depth in _walk(schema)
+            if depth > MAX_DEPTH
+        ),
+        None,
+    )
 
 
 def _error(pointer: str, reason: str, limit: str = "") -> InvalidRequestError:

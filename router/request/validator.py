@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnsupportedFieldError
+from router.request.answer_plan import AnswerPlan
 from router.request.completion import Completion
 from router.request.fields import range_error, read, refuse
 from router.request.limits import FieldLimits
@@ -53,8 +54,14 @@ class Validator:
         except InvalidRequestError as error:
             raise ModelError(f"generation_config.json: {error.message}", field=error.field) from error
 
-    def completion(self, prompt: Sequence[int], options: GenerationOptions, envelope: Envelope) -> Completion:
-        """Raises InvalidRequestError or ContextLengthError."""
+    def completion(
+        self,
+        prompt: Sequence[int],
+        options: GenerationOptions,
+        envelope: Envelope,
+        plan: AnswerPlan | None = None,
+    ) -> Completion:
+        """`plan`: of a conversation. Raises InvalidRequestError or ContextLengthError."""
         self.limits.check_lengths(len(prompt), len(envelope.resume_tokens))
         tokens = self._tokens("prompt", prompt)
         if not tokens:
@@ -70,7 +77,9 @@ class Validator:
                 f"{len(resumed)} tokens leave none of max_tokens = {sampling.max_tokens} to generate",
                 f"< max_tokens = {sampling.max_tokens}",
             )
-        longest, grammar = self._config.request_seconds, options.asked_grammar
+        longest = self._config.request_seconds
+        plan = plan or AnswerPlan(grammar=options.asked_grammar)
+        grammar = plan.grammar
         if grammar is not None:
             for name in ("stop", "stop_token_ids"):
                 if getattr(options, name):
@@ -84,6 +93,7 @@ class Validator:
             prompt_tokens=tokens,
             sampling=sampling,
             grammar=None if grammar is None else grammar.spec.to_wire(),
+            answer_format=plan.format,
             n=n,
             stop=tuple(options.stop or ()),
             include_stop_text=bool(options.include_stop_text),

@@ -1,8 +1,9 @@
-"""Encodes special tokens' texts within messages as plain text, so that a message cannot forge the turns of a conversation.
+"""Encodes special tokens' texts within a conversation as plain text, so that no client's text can forge its turns.
 
 A tokenizer reads the text of a special token as that token wherever it stands: `<|im_end|>` in a user's message would end
-the message and begin another turn. Roles are therefore from a fixed set, and the texts of special tokens within contents
-are marked before the template is rendered, and encoded as plain text afterwards:
+the message and begin another turn. Roles are therefore from a fixed set, and the texts of special tokens within all other
+texts of the client (contents, arguments and results of tools, their descriptions and schemas, keys included) are marked
+before the template is rendered, and encoded as plain text afterwards:
 
     content ──mark──► template ──► rendered ──► [special][piece][special][marked piece]…
                                                     as special tokens       as plain text
@@ -15,16 +16,17 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequestError
 
 AskingRole = Literal["system", "developer", "user"]
-ROLES = (*get_args(AskingRole), "assistant")
+ROLES = (*get_args(AskingRole), "assistant", "tool")
+T = TypeVar("T")
 _MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
 _SPACE = re.compile(r"\s*")
 
@@ -70,20 +72,18 @@ class Contents:
         self._plain, self._inside = _without_special(tokenizer, [one for one in special if not one.special])
         self._ids = frozenset(found)
 
-    def marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[Mapping[str, str]], str]:
-        """The messages with a mark within every text of a special token, and the mark.
+    def marked(self, values: T) -> tuple[T, str]:
+        """The values, nested lists and objects, with a mark within every text of a special token, and the mark.
 
-        Raises InvalidRequestError for contents with special tokens that a mark cannot prevent: those of one character, and
+        Raises InvalidRequestError for texts with special tokens that a mark cannot prevent: those of one character, and
         those that only the tokenizer's normalizer makes.
         """
         if self._unmarkable:
-            self._refuse(messages)
+            self._refuse(values)
         special = self._special
-        if special is None or not any(special.search(message["content"]) for message in messages):
-            return messages, ""
-        mark = next(
-            (chr(code) for code in _MARKS if all(chr(code) not in one["content"] for one in messages)), None
-        )
+        if special is None or not any(map(special.search, texts(values))):
+            return values, ""
+        mark = next((one for one in map(chr, _MARKS) if all(one not in text for text in texts(values))), None)
         if mark is None:
             raise InvalidRequestError("messages: hold too many private-use characters", field="messages")
 
@@ -91,17 +91,20 @@ class Contents:
             return found[0][0] + mark + found[0][1:]
 
         # Each pass marks what does not overlap; breaking one text may leave another that overlapped it.
-        def protect(content: str) -> str:
-            while special.search(content):
-                content = special.sub(broken, content)
-            return content
+        def protect(value: Any) -> Any:
+            if isinstance(value, str):
+                while special.search(value):
+                    value = special.sub(broken, value)
+                return value
+            if isinstance(value, Mapping):
+                return {protect(key): protect(one) for key, one in value.items()}
+            return [protect(one) for one in value] if isinstance(value, list | tuple) else value
 
-        return [{**one, "content": protect(one["content"])} for one in messages], mark
+        return cast(T, protect(values)), mark
 
-    def _refuse(self, messages: Sequence[Mapping[str, str]]) -> None:
-        for index, message in enumerate(messages):
-            if not self._ids.isdisjoint(_encoded(self._tokenizer, message["content"])):
-                field = f"messages[{index}].content"
+    def _refuse(self, values: Any) -> None:
+        for field, text in _named_texts(values):
+            if not self._ids.isdisjoint(_encoded(self._tokenizer, text)):
                 raise InvalidRequestError(f"{field}: holds the text of a special token", field=field)
 
     def encode(self, rendered: Rendered) -> list[int]:
@@ -132,6 +135,34 @@ class Contents:
                 end = next(_SPACE.finditer(text, end)).end()
         if end > begin:
             yield text[begin:end], self._tokenizer
+
+
+def texts(values: Any) -> Iterator[str]:
+    """Every text in nested lists and objects, keys included."""
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from value
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+
+
+def _named_texts(values: Any) -> Iterator[tuple[str, str]]:
+    """Every text, with the name of the field that contains it."""
+    waiting = [("", values)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, str):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((name, key) for key in value)
+            waiting += [(f"{name}.{key}" if name else key, one) for key, one in reversed(value.items())]
+        elif isinstance(value, list | tuple):
+            waiting += [(f"{name}[{index}]", one) for index, one in reversed([*enumerate(value)])]
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:

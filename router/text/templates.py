@@ -12,7 +12,10 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MARK_NAME = "baton_mark"  # the variable with the mark of special tokens (router/text/contents.py)
 
 Clock = Callable[[], datetime.datetime]
 
@@ -50,7 +53,9 @@ def searched_texts(source: str) -> set[str]:
     return {one.value for one in given if isinstance(one, nodes.Const) and isinstance(one.value, str)}
 
 
+@jinja2.pass_context
 def _tojson(
+    context: Context,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -58,9 +63,11 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON without the HTML escapes of jinja's own filter."""
-    return json.dumps(
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    mark = context.get(MARK_NAME)  # must be found again in the rendered text
+    return text.replace(json.dumps(mark)[1:-1], mark) if ensure_ascii and mark else text
 
 
 def _raise_exception(message: str) -> None:

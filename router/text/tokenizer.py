@@ -16,10 +16,11 @@ from cluster.protocol import model_limits
 from router.text.bound import most_bytes
 from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
+from router.text.conversation import Conversation
 from router.text.detokenize import Detokenizer
 from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
-from router.text.templates import searched_texts, template_environment
+from router.text.templates import MARK_NAME, searched_texts, template_environment
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
 # Text up to this length is encoded on the event loop, in about 0.2 ms; a thread would cost a request 0.2 to 0.3 ms.
@@ -34,6 +35,16 @@ INLINE_CHAT_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
 # A conversation without contents
 _PROBE = [{"role": role, "content": ""} for role in ("system", "user", "assistant", "user")]
+# Stands where the answer continues the last message; of the marks' plane, behind them
+_CONTINUES = "\U000f0100"
+# What clients may not set in the template
+RESERVED_KWARGS = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "pad_token", "unk_token", MARK_NAME),
+        *template_environment().globals,
+    }
+)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -50,6 +61,23 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _token_text(value: Any) -> str:
     return str((value.get("content") if isinstance(value, Mapping) else value) or "")
+
+
+def _continued(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, the last one marked at the end of its content."""
+    *before, last = messages
+    return [*before, {**last, "content": last["content"] + _CONTINUES}]
+
+
+def _before_continuation(text: str) -> str:
+    """The rendered text up to the end of the last message's content."""
+    before, found, _ = text.rpartition(_CONTINUES)
+    if not found:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template does not show the last message's content",
+            field="continue_final_message",
+        )
+    return before
 
 
 class ModelText:
@@ -119,45 +147,58 @@ class ModelText:
         written = [source]
         for probe in (_PROBE, _PROBE[1:]):  # some templates refuse a system's message
             with contextlib.suppress(InvalidRequestError, RecursionError):
-                written.append(self.render(probe))
+                written.append(self.render(Conversation(probe)))
         added = {one.content for one in self.tokenizer.get_added_tokens_decoder().values() if not one.special}
         texts = {text for text in added if text.strip() and any(text in one for one in written)}
         return texts - searched_texts(source)
 
-    def render(self, messages: Sequence[Mapping[str, str]], reasoning_effort: str | None = None) -> str:
-        """Render a conversation with the model's chat template, up to where the assistant's answer begins.
+    def render(self, conversation: Conversation) -> str:
+        """Render a conversation with the model's chat template, as far as no text in it is that of a special token."""
+        tools = [one.for_template() for one in conversation.tools]
+        return self._rendered(conversation, conversation.messages, tools, conversation.template_kwargs, "")
 
-        A template that does not use `reasoning_effort` ignores it.
-        """
+    def _rendered(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        mark: str,
+    ) -> str:
+        """A template that does not use an option ignores it."""
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; send a prompt", field="messages")
+        effort = conversation.reasoning_effort
+        continues = conversation.continue_final_message
         try:
-            more = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
-            return self._template.render(
-                messages=messages,
-                tools=None,
+            text = self._template.render(
+                **({} if effort is None else {"reasoning_effort": effort}) | kwargs,
+                messages=_continued(messages) if continues else messages,
+                tools=tools or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=conversation.add_generation_prompt,
                 **self._special,
-                **more,
+                **{MARK_NAME: mark},
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequestError(f"the chat template refuses: {error}", field="messages") from error
+        return _before_continuation(text) if continues else text
 
     async def chat(
-        self,
-        read: Callable[[], Sequence[Mapping[str, str]]],
-        characters: int,
-        reasoning_effort: str | None = None,
-        *,
-        tenant: str = "",
-    ) -> Rendered:
+        self, read: Callable[[], Conversation], characters: int, *, tenant: str = ""
+    ) -> tuple[Conversation, Rendered]:
         """Render the conversation that `read` returns. A large one, by its size in `characters`, is rendered on a thread
         that tenants use in turns."""
 
-        def rendered() -> Rendered:
-            messages, mark = self._contents.marked(read())
-            return Rendered(self.render(messages, reasoning_effort), mark)
+        def rendered() -> tuple[Conversation, Rendered]:
+            given = read()
+            values = {
+                "messages": given.messages,
+                "tools": [one.for_template() for one in given.tools],
+                "chat_template_kwargs": given.template_kwargs,
+            }
+            marked, mark = self._contents.marked(values)
+            return given, Rendered(self._rendered(given, *marked.values(), mark), mark)
 
         if characters <= INLINE_CHAT_CHARACTERS:
             return rendered()

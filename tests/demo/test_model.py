@@ -11,6 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from router.text.conversation import Conversation
 from router.text.tokenizer import ModelText
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -29,7 +30,7 @@ def test_any_text_survives_the_tokenizer(text, tokenizer):
 
 def test_the_chat_template_ends_where_the_assistant_begins():
     text = ModelText(MODEL)
-    rendered = text.render([{"role": "user", "content": "hi"}])
+    rendered = text.render(Conversation([{"role": "user", "content": "hi"}]))
     assert rendered == "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -19,6 +19,7 @@ from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from router.request.options import GenerationOptions
 from router.request.validator import Envelope, Validator
+from router.text.conversation import Conversation
 from router.text.tokenizer import ModelText
 from tests.fuzz.conftest import few
 from tests.fuzz.strategies import anything
@@ -73,7 +74,7 @@ def _text(directory: Path) -> None:
     with contextlib.closing(text), contextlib.suppress(InvalidRequestError):
         assert text.vocab_size > 0 and text.max_position_embeddings > 0
         Validator(RouterConfig(model=directory), text).completion([1], GenerationOptions(), Envelope())
-        text.render([{"role": "user", "content": "hello"}])
+        text.render(Conversation([{"role": "user", "content": "hello"}]))
 
 
 def _weights(directory: Path) -> None:

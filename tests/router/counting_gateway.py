@@ -10,13 +10,16 @@ from typing import Any
 from cluster.config.router import RouterConfig
 from router.admission.start_queue import StartQueue
 from router.gateway import RequestGateway
+from router.request.answer_plan import AnswerPlan
 from router.request.validator import Validator
+from router.text.contents import Rendered
+from router.text.conversation import Conversation
 
 CONTEXT = 64
 
 
 class Gateway(SimpleNamespace):
-    encode, render, preparing = RequestGateway.encode, RequestGateway.render, RequestGateway.preparing
+    encode, converse, preparing = RequestGateway.encode, RequestGateway.converse, RequestGateway.preparing
     _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
     _rate_limits = RequestGateway._rate_limits
 
@@ -40,15 +43,16 @@ class Text:
         self.scopes.append(scope)
         return [1]
 
-    async def chat(
-        self, read: Any, characters: int, reasoning_effort: str | None = None, *, tenant: str = ""
-    ) -> str:
+    async def chat(self, read: Any, characters: int, *, tenant: str = "") -> tuple[Conversation, Rendered]:
         self.rendered += 1
-        return "".join(message["content"] for message in read())
+        given = read()
+        return given, Rendered("".join(message["content"] for message in given.messages))
 
 
 def counting_gateway() -> Any:
     text: Any = Text()
     config = RouterConfig(model=Path("/models/m"))
     admission = SimpleNamespace(starts=StartQueue())
-    return Gateway(text=text, config=config, validator=Validator(config, text), admission=admission)
+    plans = SimpleNamespace(plan=lambda *given: AnswerPlan())
+    validator = Validator(config, text)
+    return Gateway(text=text, config=config, validator=validator, admission=admission, plans=plans)

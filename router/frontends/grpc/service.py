@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any
 
 import grpc
@@ -14,6 +14,7 @@ from cluster.grammar.spec import grammar_from_wire
 from cluster.security.keys import Caller
 from router.admission.admission import HeldBytes
 from router.dispatch.turn import Turn
+from router.frontends.grpc.conversation import check_conversation, read_conversation, size_of
 from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
@@ -21,6 +22,7 @@ from router.frontends.grpc.stream import GenerateStream
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
+from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.completion import Completion
 from router.request.fields import read, refuse, wrong
 from router.request.grammars import AskedGrammar, json_spec
@@ -28,8 +30,6 @@ from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions
 from router.request.permissions import check_allowed
 from router.request.validator import Envelope
-from router.text.contents import Rendered, role_of
-from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import common_pb2
 from wire import inference_pb2 as pb
 
@@ -96,7 +96,6 @@ class InferenceService:
 
     async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
         kind = request.WhichOneof("prompt")
-        prompt: Sequence[int]
         limits = self._gateway.validator.limits
         limits.check_model(request.model)
         limits.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
@@ -104,10 +103,9 @@ class InferenceService:
         if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
         async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
-            if (asked := options.asked_grammar) is not None:
-                await self._gateway.grammars.check(asked, caller.tenant)
-            prompt = request.token_ids.ids if kind == "token_ids" else await self._encode(request, caller)
-            made = self._gateway.validator.completion(prompt, options, _envelope(request, context))
+            prompt = await self._prompt(request, caller, options.asked_grammar)
+            envelope = _envelope(request, context)
+            made = self._gateway.validator.completion(prompt.tokens, options, envelope, prompt.plan)
             check_allowed(made, caller)
         return made
 
@@ -123,7 +121,7 @@ class InferenceService:
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
                 self._gateway.validator.limits.check_model(request.model)
-                answer = self._tokenized(await self._encode(request, caller))
+                answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
                 del request
             await self._answer(answer, context)
 
@@ -145,35 +143,33 @@ class InferenceService:
                 created_unix_seconds=self._gateway.created_unix_seconds,
                 structured_output=not self._gateway.grammars.refusal,
                 structured_output_reason=self._gateway.grammars.refusal,
+                tool_parser=self._gateway.plans.tool_parser,
+                reasoning_parser=self._gateway.plans.reasoning_parser,
             )
             await self._answer(pb.ListModelsResponse(models=[model]).SerializeToString(), context)
 
-    async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
-        """Token ids of a text or a conversation."""
-        if request.WhichOneof("prompt") != "chat":
-            return await self._gateway.encode(request.text, tenant=caller.tenant)
-        rendered = await _render(self._gateway, request.chat, caller)
-        return await self._gateway.encode(rendered, special=False, tenant=caller.tenant)
+    async def _prompt(
+        self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller, asked: AskedGrammar | None
+    ) -> ChatPrompt:
+        """Token ids of a text or a conversation, and how it is answered."""
+        if request.WhichOneof("prompt") == "chat":
+            limits = self._gateway.validator.limits
+            chat = request.chat
+            check_conversation(chat, limits)
+            return await self._gateway.converse(
+                lambda: read_conversation(chat, limits), size_of(chat), asked, tenant=caller.tenant
+            )
+        if asked is not None:
+            await self._gateway.grammars.check(asked, caller.tenant)
+        if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "token_ids":
+            return ChatPrompt(request.token_ids.ids, AnswerPlan(grammar=asked))
+        tokens = await self._gateway.encode(request.text, tenant=caller.tenant)
+        return ChatPrompt(tokens, AnswerPlan(grammar=asked))
 
 
 def _values(context: Context, name: str) -> list[str]:
     metadata: Any = context.invocation_metadata() or ()
     return [value for key, value in metadata if key == name and isinstance(value, str)]
-
-
-async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller) -> Rendered:
-    if not chat.messages:
-        raise InvalidRequestError("chat: has no messages", field="chat")
-    gateway.validator.limits.check_messages(len(chat.messages))
-    size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
-    return await gateway.render(
-        lambda: [
-            {"role": role_of(one.role, f"chat.messages[{i}].role"), "content": one.content}
-            for i, one in enumerate(chat.messages)
-        ],
-        size,
-        tenant=caller.tenant,
-    )
 
 
 def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GenerationOptions:

@@ -13,7 +13,7 @@ from cluster.config.router import RequestLimits
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
 from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
-from router.frontends.http.json_scan import MAX_COST_PER_BYTE, JsonScan
+from router.request.json_scan import MAX_COST_PER_BYTE, JsonScan
 
 SCAN_BYTES = 1 << 16
 

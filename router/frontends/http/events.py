@@ -15,8 +15,10 @@ import orjson
 
 from cluster.errors import BatonError
 from router.frontends.http.errors import error_body
+from router.frontends.http.parts import split
 from router.frontends.http.requests import StreamOptions
 from router.frontends.http.shapes import Shape, UsageSoFar, baton, usage
+from router.request.answer_parts import ContentText
 from router.request.completion import Delta, Outcome
 
 _DONE = b"data: [DONE]\n\n"
@@ -42,13 +44,28 @@ class Events:
         frames: list[bytes] = []
         for delta in deltas:
             around = self._around.get(delta.choice) if delta.finish is None else None
-            if around is not None:
+            if around is not None and delta.parts is None:
                 frames += (around[0], orjson.dumps(delta.text), around[1])
                 continue
             shown = delta if delta.finish is None else self._without_last_finish(delta)
-            if shown is not None:
+            if shown is None:
+                continue
+            if shown.parts is None:
                 self._add(frames, shown)
+            else:
+                self._add_parts(frames, shown, around)
         return b"".join(frames)
+
+    def _add_parts(self, frames: list[bytes], delta: Delta, around: tuple[bytes, bytes] | None) -> None:
+        """A delta without parts is shown only where it has more, or is the first one: a parser may hold back much."""
+        parts = tuple(self._shape.view.shown(delta.parts or ()))
+        if around is not None and all(isinstance(part, ContentText) for part in parts):
+            if parts:
+                text = "".join(part.text for part in parts if isinstance(part, ContentText))
+                frames += (around[0], orjson.dumps(text), around[1])
+            return
+        for one in split(delta._replace(parts=parts)):
+            self._add(frames, one)
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         """Encode the end of the stream; call it once every choice has finished."""
@@ -61,7 +78,7 @@ class Events:
             last["usage"] = None
         frames = event(last)
         if self._wanted.include_usage:
-            frames += event({**self._shape.chunk([]), "usage": usage(outcomes)})
+            frames += event({**self._shape.chunk([]), "usage": usage(outcomes, parsed=self._shape.parsed)})
         return frames + _DONE
 
     def failed(self, error: BatonError) -> bytes:
@@ -72,10 +89,10 @@ class Events:
         self._unfinished -= 1
         if self._unfinished:
             return delta
-        if not delta.text:
+        if not (delta.text if delta.parts is None else self._shape.view.shown(delta.parts)):
             self._last = delta
             return None
-        self._last = delta._replace(text="", tokens=())
+        self._last = delta._replace(text="", tokens=(), parts=None if delta.parts is None else ())
         return delta._replace(finish=None)
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:

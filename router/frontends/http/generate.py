@@ -15,7 +15,7 @@ from cluster.security.keys import Caller
 from router.frontends.http.events import Events
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
-from router.frontends.http.messages import chat_size, read_messages
+from router.frontends.http.parts import WHOLE_VIEW, ChatView
 from router.frontends.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,6 +26,7 @@ from router.frontends.http.requests import (
 from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
 from router.frontends.http.shapes import ChatShape, CompletionShape, Shape, WholeShape
 from router.observe.traces import Arrival
+from router.request.answer_plan import AnswerPlan
 from router.request.permissions import check_allowed
 from router.request.validator import Envelope
 
@@ -48,23 +49,18 @@ class Generate:
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
         async with self._gateway.preparing(caller):
-            if (asked := options.asked_grammar) is not None:
-                await self._gateway.grammars.check(asked, caller.tenant)
-            rendered = await self._gateway.render(
-                lambda: read_messages(options.messages, limits),
-                chat_size(options.messages),
-                options.reasoning_effort,
-                truncated=options.truncates,
-                tenant=caller.tenant,
-            )
-            prompt = await self._gateway.encode(
-                rendered,
-                special=False,
+            prompt = await self._gateway.converse(
+                lambda: options.conversation(limits),
+                options.size,
+                options.asked_grammar,
                 truncated=options.truncates,
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
             )
-            return self._parsed(ChatShape, caller, options, [prompt], envelope, arrival)
+            view = ChatView(options.include_reasoning is not False, options.names_tool)
+            return self._parsed(
+                ChatShape, caller, options, [prompt.tokens], envelope, arrival, prompt.plan, view
+            )
 
     async def _read_completion(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
@@ -97,10 +93,12 @@ class Generate:
         prompts: list[list[int]],
         envelope: Envelope,
         arrival: Arrival,
+        plan: AnswerPlan | None = None,
+        view: ChatView = WHOLE_VIEW,
     ) -> ParsedRequest:
         validator = self._gateway.validator
         kept = (options.kept(prompt, validator.limits.max_model_len) for prompt in prompts)
-        completions = [validator.completion(prompt, options, envelope) for prompt in kept]
+        completions = [validator.completion(prompt, options, envelope, plan) for prompt in kept]
         check_allowed(completions[0], caller)
         shape = kind(
             completions[0],
@@ -109,6 +107,7 @@ class Generate:
             kind.id_prefix + secrets.token_hex(12),
             bool(options.return_token_ids),
             caller.admin,
+            view,
         )
         prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
         form = ShapeForm(shape, options.stream_options or StreamOptions(), prompt_tokens)

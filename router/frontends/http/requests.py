@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
-from cluster.errors import UnsupportedFieldError
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.frontends.http.grammar_fields import (
     GuidedChoice,
     GuidedGrammar,
@@ -21,7 +21,6 @@ from router.frontends.http.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
-from router.frontends.http.messages import AnyMessage
 from router.request.fields import (
     Length,
     OnlyNeutral,
@@ -36,6 +35,7 @@ from router.request.fields import (
 )
 from router.request.grammars import AskedGrammar
 from router.request.limits import FieldLimits
+from router.request.messages import AnyMessage, chat_size, read_messages
 from router.request.options import (
     AnswerTokens,
     Flag,
@@ -44,6 +44,17 @@ from router.request.options import (
     Priority,
     TokenId,
 )
+from router.request.tools import (
+    MAX_KWARGS,
+    NAME,
+    check_count,
+    check_kwargs,
+    check_size,
+    read_choice,
+    read_tools,
+    tools_size,
+)
+from router.text.conversation import Conversation
 
 PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
 MAX_CACHE_SALT = 256  # characters
@@ -165,11 +176,8 @@ class HttpRequest(GenerationOptions):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
-    parallel_tool_calls: Ignored = None
     verbosity: Ignored = None
 
-    tools: Annotated[Any, OnlyNeutral([])] = None
-    tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
     functions: Annotated[Any, OnlyNeutral([])] = None
     function_call: Annotated[Any, OnlyNeutral("none")] = None
     echo: Annotated[Any, OnlyNeutral(False)] = None
@@ -243,6 +251,9 @@ _Prompts: TypeAlias = Annotated[list[str | _Tokens], late(minItems=1, maxItems="
 
 
 class CompletionRequest(HttpRequest):
+    tools: Annotated[Any, OnlyNeutral([])] = None
+    tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
+    parallel_tool_calls: Ignored = None
     reasoning_effort: Annotated[Any, OnlyNeutral()] = None
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
         description="text, token ids, or several of either"
@@ -262,11 +273,100 @@ def _messages(value: object, info: ValidationInfo) -> list[Any]:
     return value
 
 
+def _tools(value: object, info: ValidationInfo) -> list[Any] | None:
+    """Counted and measured only: each is read with the messages."""
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise wrong("must be a list")
+    limits = limits_of(info)
+    try:
+        check_count(len(value), limits)
+        check_size(value, limits)
+    except InvalidRequestError as error:
+        raise wrong(error.message.removeprefix("tools: "), error.limit) from None
+    return value
+
+
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "description": "a JSON schema"},
+                "strict": {"type": ["boolean", "null"], "description": "arguments always match the schema"},
+            },
+        },
+    },
+}
+_NAMED_CHOICE = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+_TOOLS_SCHEMA = {"type": ["array", "null"], "items": _TOOL, "maxItems": {"$limit": "max_tools"}}
+_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
+_KWARGS_SCHEMA = {
+    "type": ["object", "null"],
+    "maxProperties": MAX_KWARGS,
+    "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+}
+TemplateKwargs: TypeAlias = Annotated[Any, WithJsonSchema(_KWARGS_SCHEMA)]
+
+
 class ChatCompletionRequest(HttpRequest):
+    tools: Annotated[list[Any] | None, PlainValidator(_tools), WithJsonSchema(_TOOLS_SCHEMA)] = Field(
+        None, description="functions that the model may call"
+    )
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: Flag = Field(None, description="false: an answer has one call at most")
+    chat_template_kwargs: TemplateKwargs = Field(None, description="variables of the chat template")
+    add_generation_prompt: Flag = Field(None, description="default: true, but for continue_final_message")
+    continue_final_message: Flag = Field(None, description="the answer continues the last message")
+    include_reasoning: Flag = Field(None, description="false: reasoning is computed, and not sent")
     messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[AnyMessage], late(minItems=1)])]
     logprobs: Flag = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs = true")
     reasoning_effort: ReasoningEffort | None = Field(None, description="for chat templates that use it")
+
+    def conversation(self, limits: FieldLimits) -> Conversation:
+        """Read messages and tools. Raises InvalidRequestError or UnsupportedFieldError naming a field."""
+        tools = read_tools(self.tools or [], limits)
+        choice, name = read_choice(self.tool_choice, tools)
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            raise refuse(
+                "continue_final_message", "not with add_generation_prompt: the last message is no end"
+            )
+        return Conversation(
+            read_messages(self.messages, limits),
+            tools,
+            choice,
+            name,
+            self.parallel_tool_calls is not False,
+            check_kwargs(self.chat_template_kwargs),
+            self.reasoning_effort,
+            not continues if self.add_generation_prompt is None else self.add_generation_prompt,
+            continues,
+        )
+
+    @property
+    def size(self) -> int:
+        """The cost of rendering it, in characters, before it is read."""
+        return chat_size(self.messages) + tools_size(self.tools or ())
+
+    @property
+    def names_tool(self) -> bool:
+        return isinstance(self.tool_choice, dict)
 
     @property
     def alternatives(self) -> int | None:

@@ -114,16 +114,12 @@ class Serving:
             return await answer(request, parsed, dispatchers, self._turn, lambda: self.start_turn(request))
 
     @contextlib.asynccontextmanager
-    async def admitted(
-        self, request: Exchange
-    ) -> AsyncIterator[tuple[contextlib.ExitStack, HeldBytes]]:
+    async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, HeldBytes]]:
         """A request's place, until its answer has been sent. Raises DrainingError, OverloadedError."""
         caller = caller_of(request)
         with contextlib.ExitStack() as held:
             try:
-                body_bytes = held.enter_context(
-                    self.gateway.admission.admit(caller, connection_of(request))
-                )
+                body_bytes = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
                 held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
             except DrainingError:
                 await discard_body(request, self.gateway.low_priority, caller.tenant)

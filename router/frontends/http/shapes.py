@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from router.frontends.http.parts import WHOLE_VIEW, ChatView, Collected, delta_fields
 from router.link.token import Token
 from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import ADMIN_TIMINGS
@@ -18,16 +19,21 @@ from wire import inference_pb2
 _TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
 
 
-def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def usage(outcomes: Sequence[Outcome], *, parsed: bool = False) -> dict[str, Any]:
+    """`parsed`: with the tokens of reasoning."""
     prompt = sum(outcome.usage.prompt_tokens for outcome in outcomes)
     completion = sum(outcome.usage.completion_tokens for outcome in outcomes)
     cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
-    return {
+    made: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if parsed:
+        reasoning = sum(outcome.usage.reasoning_tokens for outcome in outcomes)
+        made["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return made
 
 
 class UsageSoFar:
@@ -73,15 +79,20 @@ class Answer:
         self.token_ids: list[int] = []
         self._shape = shape
         self._text: list[str] = []
+        self._parts = Collected()
         # By field: pieces of its list, as JSON without brackets
         self._logprobs: dict[str, list[bytes]] = {}
 
-    @property
-    def text(self) -> str:
-        return "".join(self._text)
+    def message(self) -> dict[str, Any]:
+        if self._shape.parsed:
+            return {"message": self._parts.message()}
+        return self._shape.message("".join(self._text))
 
     def add(self, delta: Delta) -> None:
-        self._text.append(delta.text)
+        if delta.parts is None:
+            self._text.append(delta.text)
+        else:
+            self._parts.add(self._shape.view.shown(delta.parts))
         self.token_ids += [token.token_id for token in delta.tokens]
         self.finish = delta.finish or self.finish
         for name, values in (self._shape.logprobs(self.index, delta.tokens) or {}).items():
@@ -123,10 +134,15 @@ class Shape:
     id: str
     token_ids: bool  # vLLM's return_token_ids
     admin: bool = True  # whether the client may see workers and queueing times
+    view: ChatView = WHOLE_VIEW
 
     id_prefix = ""
     object_name = ""
     chunk_name = ""
+
+    @property
+    def parsed(self) -> bool:
+        return self.completion.answer_format is not None
 
     def head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.completion.model}
@@ -135,7 +151,7 @@ class Shape:
         return {
             **self.head(self.object_name),
             "choices": choices,
-            "usage": usage(outcomes),
+            "usage": usage(outcomes, parsed=self.parsed),
             "baton": baton(outcomes[-1], admin=self.admin),
         }
 
@@ -155,12 +171,15 @@ class Shape:
         return before, after
 
     def choice(self, answer: Answer) -> dict[str, Any]:
-        message = self.message(answer.text)
+        message = answer.message()
         return self._shown(answer.index, message, answer.token_ids, answer.logprobs(), answer.finish)
 
     def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
         token_ids = [token.token_id for token in delta.tokens]
         message = self.message_delta(delta.text, first)
+        if delta.parts is not None:
+            role = {"role": "assistant"} if first else {}
+            message = {"delta": role | delta_fields(self.view.shown(delta.parts))}
         return self._shown(index, message, token_ids, self.logprobs(index, delta.tokens), delta.finish)
 
     def _shown(
@@ -171,7 +190,7 @@ class Shape:
         logprobs: dict[str, Any] | None,
         finish: str | None,
     ) -> dict[str, Any]:
-        shown = {"index": index, **message, "logprobs": logprobs, "finish_reason": finish}
+        shown = {"index": index, **message, "logprobs": logprobs, "finish_reason": self.view.finish(finish)}
         if self.token_ids:
             shown["token_ids"] = token_ids
         return shown

@@ -32,7 +32,9 @@ def _tokens(value: object, info: ValidationInfo) -> list[int]:
         raise wrong("must be a list of token ids")
     if len(value) > limits.max_model_len:
         raise wrong(f"at most {limits.max_model_len} entries are allowed", limits.max_model_len)
-    if not set(map(type, value)) <= {int} or (value and not 0 <= min(value) <= max(value) <= limits.last_token):
+    if not set(map(type, value)) <= {int} or (
+        value and not 0 <= min(value) <= max(value) <= limits.last_token
+    ):
         raise wrong(f"token ids must lie in 0 … {limits.last_token}", limits.last_token)
     return value
 

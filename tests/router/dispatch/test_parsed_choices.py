@@ -1,4 +1,4 @@
-"""Parts of a choice: markers reach the parser in their place, stop strings keep their meaning, resumed parts are not shown."""
+"""Parts of a choice: markers reach the parser in their place, stop strings still count, resumed parts are not shown."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from router.request.fields import read
 from router.request.options import GenerationOptions
 from router.request.validator import OTHER_BYTES, TOKEN_ID_BYTES, Validator
 from router.text.contents import Rendered
+from router.text.conversation import Conversation
 from tests.router.counting_gateway import CONTEXT, counting_gateway
 from wire import inference_pb2 as pb
 
@@ -78,9 +79,14 @@ async def test_contents_have_the_limit_of_a_text_before_they_are_rendered(gatewa
     gateway.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=200), gateway.text)
     made: list[Any] = []
 
+    async def encode(*given: Any, **named: Any) -> list[int]:
+        return [1]
+
+    gateway.encode = encode
+
     async def rendered(*lengths: int) -> None:
         messages = [{"role": "user", "content": "a" * length} for length in lengths]
-        made.append(await gateway.render(lambda: messages, 1, truncated=truncated))
+        made.append(await gateway.converse(lambda: Conversation(messages), 1, truncated=truncated))
 
     await rendered(100, 100)
     with pytest.raises(InvalidRequestError) as caught:
@@ -95,7 +101,7 @@ async def test_a_text_does_not_wait_for_its_thread_for_ever(gateway):
 
     gateway.config = RouterConfig(model=Path("/models/m"), request_seconds=0.05)
     gateway.text.encode = gateway.text.chat = never
-    for work in (gateway.encode("a"), gateway.render(list, 1)):
+    for work in (gateway.encode("a"), gateway.converse(lambda: Conversation([]), 1)):
         with pytest.raises(DeadlineError) as caught:
             await work
         assert (caught.value.field, caught.value.limit) == ("prompt", "0.05 s")

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from cluster.errors import InvalidRequestError
 from router.text.contents import Contents, Rendered, role_of
+from router.text.conversation import Conversation
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, ModelText
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
@@ -35,7 +36,9 @@ def byte_level(*special: AddedToken) -> Tokenizer:
 
 async def ids(text, content, role="user"):
     messages = [{"role": "system", "content": "be brief"}, {"role": role, "content": content}]
-    return await text.encode(await text.chat(lambda: messages, len(content)), special=False)
+    return await text.encode(
+        (await text.chat(lambda: Conversation(messages), len(content)))[1], special=False
+    )
 
 
 def specials(text, tokens):
@@ -64,7 +67,7 @@ async def test_no_content_forges_a_turn(text, content):
 @pytest.mark.parametrize("content", ["", "hello", "<|im_", "a < b | c > d", "\n\nend", "<|user|>"])
 async def test_other_contents_are_encoded_as_a_whole(text, content):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": content}]
-    whole = text.tokenizer.encode(text.render(messages), add_special_tokens=False).ids
+    whole = text.tokenizer.encode(text.render(Conversation(messages)), add_special_tokens=False).ids
     assert await ids(text, content) == whole
 
 
@@ -114,7 +117,8 @@ def test_contents_that_a_mark_cannot_protect_are_refused():
     loose.normalizer = normalizers.Lowercase()
     for contents, content in ((single, "\u00a7 1"), (Contents(loose), "<END>")):
         with pytest.raises(InvalidRequestError) as caught:
-            contents.marked([{"role": "user", "content": "a"}, {"role": "user", "content": content}])
+            messages = [{"role": "user", "content": "a"}, {"role": "user", "content": content}]
+            contents.marked({"messages": messages})
         assert caught.value.field == "messages[1].content"
 
 
@@ -229,13 +233,14 @@ def test_of_texts_with_the_same_beginning_the_longest_is_found():
 
 
 def test_roles_are_of_a_fixed_set():
-    assert [role_of(role, "role") for role in ("system", "developer", "user", "assistant")] == [
+    assert [role_of(role, "role") for role in ("system", "developer", "user", "assistant", "tool")] == [
         "system",
         "system",
         "user",
         "assistant",
+        "tool",
     ]
-    for role in ("", "User", "user<|im_end|>", "tool"):
+    for role in ("", "User", "user<|im_end|>", "function"):
         with pytest.raises(InvalidRequestError) as caught:
             role_of(role, "messages[3].role")
         assert caught.value.field == "messages[3].role"

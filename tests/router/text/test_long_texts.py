@@ -11,6 +11,7 @@ import pytest
 from cluster.errors import (
     InvalidRequestError,
 )
+from router.text.conversation import Conversation
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, ModelText
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
@@ -26,9 +27,9 @@ def text():
 async def test_long_conversations_are_rendered_on_a_thread(text):
     threads: list[str] = []
 
-    def read() -> list[dict[str, str]]:
+    def read() -> Conversation:
         threads.append(threading.current_thread().name)
-        return [{"role": "user", "content": "x"}]
+        return Conversation([{"role": "user", "content": "x"}])
 
     short = await text.chat(read, INLINE_CHAT_CHARACTERS)
     assert threads == [threading.current_thread().name]
@@ -57,7 +58,7 @@ async def test_long_texts_keep_no_others_waiting(text, monkeypatch):
 
 
 async def test_errors_in_a_long_conversation_are_reported(text):
-    def read() -> list[dict[str, str]]:
+    def read() -> Conversation:
         raise InvalidRequestError("messages[3]: must be an object", field="messages[3]")
 
     with pytest.raises(InvalidRequestError) as caught:

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cluster.errors import InvalidRequestError
+from router.text.conversation import Conversation
 from router.text.templates import template_environment
 from router.text.tokenizer import ModelText
 
@@ -59,7 +60,7 @@ def text(checkpoint, tmp_path):
 def test_a_template_renders_as_in_transformers(name, text):
     template = TEMPLATES[name]
     theirs = render_jinja_template([MESSAGES], chat_template=template, add_generation_prompt=True)[0]
-    assert text(template).render(MESSAGES) == theirs[0]
+    assert text(template).render(Conversation(MESSAGES)) == theirs[0]
 
 
 def test_the_time_is_the_one_given():
@@ -73,10 +74,10 @@ def test_an_error_raised_by_a_template_is_an_invalid_request(text):
     with pytest.raises(TemplateError, match="roles must alternate"):
         render_jinja_template([MESSAGES], chat_template=template)
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
-        text(template).render(MESSAGES)
+        text(template).render(Conversation(MESSAGES))
 
 
 def test_a_template_sees_the_reasoning_effort_only_where_one_was_asked_for(text):
     model = text("{{ reasoning_effort if reasoning_effort is defined else 'its own' }}")
-    assert model.render(MESSAGES) == "its own"
-    assert model.render(MESSAGES, "high") == "high"
+    assert model.render(Conversation(MESSAGES)) == "its own"
+    assert model.render(Conversation(MESSAGES, reasoning_effort="high")) == "high"

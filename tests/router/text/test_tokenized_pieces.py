@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, processors
 
 from router.text import tokenized_pieces
 from router.text.contents import Rendered
+from router.text.conversation import Conversation
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 from router.text.tokenizer import INLINE_CHARACTERS, INLINE_LOOK_UP_CHARACTERS, LONG_CHARACTERS, ModelText
 from tests.router.counting_gateway import counting_gateway
@@ -203,7 +204,7 @@ CONVERSATION = [
 
 
 async def rendered(text: ModelText, messages: list[dict[str, str]]) -> Rendered:
-    return await text.chat(lambda: messages, 100)
+    return (await text.chat(lambda: Conversation(messages), 100))[1]
 
 
 async def test_a_conversation_s_earlier_turns_are_not_tokenised_again(

@@ -143,9 +143,7 @@ class Content:
         self._close(events)
         return events
 
-    def _block_for(
-        self, part: ReasoningText | ContentText | CallArguments, events: list[bytes]
-    ) -> OpenBlock:
+    def _block_for(self, part: ReasoningText | ContentText | CallArguments, events: list[bytes]) -> OpenBlock:
         """The open block if the part belongs to it, else a new one; its events are added."""
         block = self._open
         match part:

@@ -91,9 +91,7 @@ class ConversationFields(RequestModel):
     """The fields of both endpoints."""
 
     model: ServedModel = Field("", description="empty = the served one")
-    messages: Annotated[
-        list[Any], PlainValidator(_messages, Annotated[list[MessageParam], late(minItems=1)])
-    ]
+    messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[MessageParam], late(minItems=1)])]
     system: Annotated[Any, PlainValidator(_system, str | list[TextBlock] | None)] = None
     tools: Tools = []
     tool_choice: ToolChoiceParam | None = None

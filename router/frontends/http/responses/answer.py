@@ -81,7 +81,7 @@ class ResponseEvents(_Output):
         return begin + self._encoded([*events, {"type": kind, "response": response}])
 
     def failed(self, error: BatonError) -> bytes:
-        begin = self._begin()
+        begin, stopped = self._begin(), self._items.stop()
         shown = error_body(error)["error"]
         named = {
             "code": shown["code"] or shown["type"],
@@ -89,7 +89,7 @@ class ResponseEvents(_Output):
             "param": shown["param"],
         }
         response = self._shape.failed(self._items.done, error)
-        events = [{"type": "error", **named}, {"type": "response.failed", "response": response}]
+        events = [*stopped, {"type": "error", **named}, {"type": "response.failed", "response": response}]
         return begin + self._encoded(events)
 
     def _begin(self) -> bytes:

@@ -19,6 +19,7 @@ from pydantic import PlainValidator
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.request.fields import RequestModel, read, refuse, wrong
 from router.request.limits import MAX_SHOWN, FieldLimits
+from router.request.messages import CallId, template_call
 from router.text.contents import role_of
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
@@ -61,14 +62,14 @@ class MessageItem(RequestModel):
 
 class FunctionCallItem(RequestModel):
     type: Literal["function_call"]
-    call_id: str
+    call_id: CallId
     name: str
     arguments: str
 
 
 class FunctionCallOutputItem(RequestModel):
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: CallId
     output: Texts
 
 
@@ -160,9 +161,8 @@ class _Reader:
         if item.call_id in self._calls:
             raise refuse(f"{name}.call_id", "is that of an earlier call")
         self._calls[item.call_id] = item.name
-        function = {"name": item.name, "arguments": item.arguments}
-        calls = self._assistant(after=()).setdefault("tool_calls", [])
-        calls.append({"id": item.call_id, "type": "function", "function": function})
+        call = template_call(item.call_id, item.name, item.arguments, name, self._limits)
+        self._assistant(after=()).setdefault("tool_calls", []).append(call)
 
     def _output(self, item: FunctionCallOutputItem, name: str) -> None:
         if item.call_id not in self._calls:

@@ -213,6 +213,10 @@ class OutputItems:
         assert item is not None
         return item
 
+    def stop(self) -> list[Event]:
+        """An error ends the answer: the open item stays as it is."""
+        return self._close("incomplete")
+
     def end(self, *, whole: bool) -> list[Event]:
         """`whole`: no limit ended the answer within the open item. An answer without items gets an empty message."""
         events: list[Event] = []

@@ -14,10 +14,11 @@ from router.frontends.http.requests import (
     Ignored,
     ReasoningEffort,
     ServedModel,
+    TemplateKwargs,
 )
-from router.frontends.http.responses.input_items import AnyItem
+from router.frontends.http.responses.input_items import AnyItem, items_size, read_items
 from router.frontends.http.responses.text_format import AskedFormat
-from router.frontends.http.responses.tools import ToolChoice, Tools
+from router.frontends.http.responses.tools import ToolChoice, Tools, read_choice, read_tools
 from router.request.fields import (
     OnlyNeutral,
     RequestModel,
@@ -29,7 +30,10 @@ from router.request.fields import (
     wrong,
 )
 from router.request.grammars import AskedGrammar
+from router.request.limits import FieldLimits
 from router.request.options import AnswerTokens, Flag, GenerationOptions, LogprobCount
+from router.request.tools import check_kwargs, tools_size
+from router.text.conversation import Conversation
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512  # characters
@@ -165,6 +169,7 @@ class ResponseRequest(GenerationOptions):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the conversation's oldest turns are left out if it exceeds the context"
     )
+    chat_template_kwargs: TemplateKwargs = Field(None, description="variables of the chat template")
     priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
     cache_salt: CacheSalt = Field(
         None, description="cached prefixes are shared only among the tenant's requests with the same salt"
@@ -207,6 +212,20 @@ class ResponseRequest(GenerationOptions):
             raise refuse("top_logprobs", f"needs {LOGPROBS} in include")
         return None
 
+    def to_conversation(self, limits: FieldLimits) -> Conversation:
+        """Read input and tools. Raises InvalidRequestError or UnsupportedFieldError naming a field."""
+        tools, choice, name = read_choice(self.tool_choice, read_tools(self.tools, limits))
+        return Conversation(
+            read_items(self.input, self.instructions, limits),
+            tools,
+            choice,
+            name,
+            self.parallel_tool_calls is not False,
+            check_kwargs(self.chat_template_kwargs),
+            self.reasoning.effort if self.reasoning is not None else None,
+        )
+
     @property
-    def reasoning_effort(self) -> ReasoningEffort | None:
-        return self.reasoning.effort if self.reasoning is not None else None
+    def size(self) -> int:
+        """The cost of rendering it, in characters, before it is read."""
+        return items_size(self.input, self.instructions) + tools_size(self.tools)

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, PlainValidator
+from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
 
 from cluster.errors import UnsupportedFieldError
-from router.request.fields import RequestModel, refuse, unsupported, wrong
+from router.request.fields import RequestModel, late, limits_of, refuse, unsupported, wrong
+from router.request.limits import FieldLimits
+from router.request.tools import NAME, check_count, check_named, check_size, check_tools, make_tool
+from router.text.conversation import Tool
 
 MAX_SHOWN_TOOL = 64  # characters of a type in an error
 
@@ -20,7 +23,7 @@ class FunctionTool(RequestModel):
     model_config = ConfigDict(json_schema_extra={"title": "FunctionTool"})
 
     type: Literal["function"]
-    name: str
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="the arguments of a call then match `parameters`")
@@ -42,12 +45,15 @@ def _kind(tool: object) -> str:
     return kind[:MAX_SHOWN_TOOL] if isinstance(kind, str) else ""
 
 
-def _tools(value: object) -> list[dict[str, Any]]:
-    """Their types alone: the reader of a conversation's tools checks the rest."""
+def _tools(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
+    """Counted and measured, and their types checked: each is read with the input."""
     if value is None:
         return []
     if not isinstance(value, list):
         raise wrong("must be a list")
+    limits = limits_of(info)
+    check_count(len(value), limits)
+    check_size(value, limits)
     for index, tool in enumerate(value):
         name = f"tools[{index}]"
         if not _kind(tool):
@@ -58,7 +64,7 @@ def _tools(value: object) -> list[dict[str, Any]]:
     return value
 
 
-def _choice(value: object) -> Any:
+def _choice(value: object, info: ValidationInfo) -> Any:
     if value is None or value in ("none", "auto", "required"):
         return value
     match _kind(value):
@@ -72,6 +78,7 @@ def _choice(value: object) -> Any:
             tools = value.get("tools")
             if not isinstance(tools, list) or not tools:
                 raise wrong("its tools must be a non-empty list")
+            check_count(len(tools), limits_of(info), "tool_choice.tools")
             for tool in tools:
                 if _kind(tool) != "function" or not isinstance(tool.get("name"), str):
                     raise unsupported("its tools must be functions, each with a name")
@@ -82,28 +89,43 @@ def _choice(value: object) -> Any:
             raise unsupported(f"{kind} is not supported: this server runs no tools itself")
 
 
-Tools: TypeAlias = Annotated[list[dict[str, Any]], PlainValidator(_tools, list[FunctionTool] | None)]
+Tools: TypeAlias = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(_tools, Annotated[list[FunctionTool], late(maxItems="max_tools")] | None),
+]
 ToolChoice: TypeAlias = Annotated[
     Any,
     PlainValidator(_choice, Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None),
 ]
 
 
-def chat_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The tools as a chat has them; with allowed tools, those alone."""
-    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
-        allowed = {tool["name"] for tool in choice["tools"]}
-        tools = [tool for tool in tools if tool.get("name") in allowed]
-    return [
-        {"type": "function", "function": {key: one for key, one in tool.items() if key != "type"}}
-        for tool in tools
+def read_tools(values: Sequence[dict[str, Any]], limits: FieldLimits) -> list[Tool]:
+    """Raises InvalidRequestError naming the entry."""
+    tools = [
+        make_tool(
+            one.get("name"),
+            one.get("description"),
+            one.get("parameters"),
+            one.get("strict"),
+            f"tools[{index}]",
+        )
+        for index, one in enumerate(values)
     ]
+    check_tools(tools, limits)
+    return tools
 
 
-def chat_choice(choice: Any) -> Any:
-    """The choice as a chat has it."""
+def read_choice(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], Any, str]:
+    """The tools that are left, the choice among them, and the name of the one that must be called; "" = none. Raises
+    InvalidRequestError."""
     if not isinstance(choice, dict):
-        return choice
-    if choice["type"] == "allowed_tools":
-        return choice["mode"]
-    return {"type": "function", "function": {"name": choice["name"]}}
+        if choice == "required" and not tools:
+            raise refuse("tool_choice", "required needs tools")
+        return tools, choice or "auto", ""
+    if choice["type"] == "function":
+        return tools, "auto", check_named(choice["name"], tools, "tool_choice.name")
+    allowed = {
+        check_named(one["name"], tools, f"tool_choice.tools[{index}].name")
+        for index, one in enumerate(choice["tools"])
+    }
+    return [one for one in tools if one.name in allowed], choice["mode"], ""

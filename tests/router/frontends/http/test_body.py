@@ -24,8 +24,8 @@ from router.admission.admission import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.http import generate
 from router.frontends.http.body import read_json
-from router.frontends.http.json_scan import JsonScan
 from router.frontends.http.serving import Serving
+from router.request.json_scan import JsonScan
 from tests.router.counting_gateway import counting_gateway
 
 ANY = 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.frontends.http.messages import chat_size
+from router.request.messages import chat_size
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
-from router.frontends.http.messages import read_messages
 from router.frontends.http.requests import (
     MAX_CACHE_SALT,
     ChatCompletionRequest,
@@ -22,6 +21,7 @@ from router.frontends.http.requests import (
 from router.gateway import RequestGateway
 from router.request.completion import Completion, prefix_scope
 from router.request.limits import FieldLimits
+from router.request.messages import read_messages
 from tests.router.frontends.http.conftest import MESSAGES, NAME, PAGE
 from wire import common_pb2
 

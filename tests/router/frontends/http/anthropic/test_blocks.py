@@ -24,7 +24,12 @@ def use(call: str, name: str = "ls", **values: Any) -> dict[str, Any]:
 
 
 def result(call: str, *content: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "tool_result", "tool_use_id": call, **({"content": content[0]} if content else {}), **more}
+    return {
+        "type": "tool_result",
+        "tool_use_id": call,
+        **({"content": content[0]} if content else {}),
+        **more,
+    }
 
 
 def user(*blocks: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from router.request.answer_parts import CallArguments, CallBegin, ContentText, R
 
 RECORDED = Path(__file__).with_name("recorded.jsonl")
 MODEL = "tiny"
-WEATHER = {
+WEATHER: Any = {
     "type": "function",
     "name": "get_weather",
     "description": "The weather of a city",
@@ -62,9 +62,9 @@ def _raw(value: Any) -> Any:
 
 
 def requests(client: openai.OpenAI) -> dict[str, Callable[[], Any]]:
-    create = client.responses.create
-    user = {"role": "user", "content": [{"type": "input_text", "text": "Weather in Bern?"}]}
-    result = {"type": "function_call_output", "call_id": "call_1", "output": "12 degrees"}
+    create: Any = client.responses.create
+    user: Any = {"role": "user", "content": [{"type": "input_text", "text": "Weather in Bern?"}]}
+    result: Any = {"type": "function_call_output", "call_id": "call_1", "output": "12 degrees"}
     return {
         "text": lambda: create(model=MODEL, input="hello"),
         "stream": lambda: create(model=MODEL, input="hello", stream=True, max_output_tokens=5),

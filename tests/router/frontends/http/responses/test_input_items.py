@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.frontends.http.responses.input_items import encrypted, items_size, read_items
+from router.frontends.http.responses.tools import read_choice, read_tools
 from router.frontends.http.responses.truncation import without_oldest
 from router.request.limits import FieldLimits
+from router.text.conversation import Conversation, Tool
 
-LIMITS: Any = FieldLimits.__new__(FieldLimits)
+LIMITS = FieldLimits(RouterConfig(model=Path("/models/m"), max_tools=2), "m", 64, 512)
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "12"}
-CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -104,6 +108,9 @@ def test_instructions_come_first():
         ([{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}], "input[0].content[0].type"),
         ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "input[0].name"),
         ([CALL, CALL], "input[1].call_id"),
+        ([CALL | {"arguments": "no JSON"}], "input[0].arguments"),
+        ([CALL | {"arguments": "[" * 100}], "input[0].arguments"),
+        ([CALL | {"name": "two words"}], "input[0].name"),
         ([OUTPUT], "input[0].call_id"),
         ([CALL, {**OUTPUT, "output": 1}], "input[1].output"),
         ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], "input[0].content[0].text"),
@@ -146,15 +153,65 @@ def test_size_counts_texts_and_stops_at_the_limit():
 def test_the_oldest_turns_are_left_out():
     turns = [user("x" * 100), assistant("y" * 100)] * 4
     system = {"role": "system", "content": "s"}
-    shorter = without_oldest([system, *turns], tokens=400, room=200)
-    assert shorter is not None
+    given = Conversation([system, *turns])
+    shorter = without_oldest(given, tokens=400, room=200).messages
     assert shorter[0] == system and shorter[1]["role"] == "user"
     assert 0 < len(shorter) < len(turns)
-    assert without_oldest([system, user("x" * 1000)], tokens=400, room=200) is None
+    alone = Conversation([system, user("x" * 1000)])
+    assert without_oldest(alone, tokens=400, room=200) is alone
     # It always gets shorter, until one turn is left
-    messages: list[Any] | None = [system, *turns]
-    lengths = []
-    while messages is not None:
-        lengths.append(len(messages))
-        messages = without_oldest(messages, tokens=400, room=399)
+    lengths = [len(given.messages)]
+    while (shortened := without_oldest(given, tokens=400, room=399)) is not given:
+        given = shortened
+        lengths.append(len(given.messages))
     assert lengths == sorted(set(lengths), reverse=True) and lengths[-1] == 3
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True},
+    {"type": "function", "name": "g"},
+]
+
+
+def test_tools_and_choices():
+    tools = read_tools(TOOLS, LIMITS)
+    assert tools == [Tool("f", "d", {"type": "object"}, True), Tool("g")]
+    assert read_choice(None, tools) == (tools, "auto", "")
+    assert read_choice("none", tools) == (tools, "none", "")
+    assert read_choice({"type": "function", "name": "g"}, tools) == (tools, "auto", "g")
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    assert read_choice(allowed, tools) == ([tools[1]], "required", "")
+
+
+@pytest.mark.parametrize(
+    ("choice", "field"),
+    [
+        ({"type": "function", "name": "h"}, "tool_choice.name"),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "h"}]},
+            "tool_choice.tools[0].name",
+        ),
+    ],
+)
+def test_a_choice_names_one_of_the_tools(choice, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        read_choice(choice, read_tools(TOOLS, LIMITS))
+    assert caught.value.field == field
+    with pytest.raises(InvalidRequestError):
+        read_choice("required", [])
+
+
+@pytest.mark.parametrize(
+    ("tools", "field"),
+    [
+        ([{"type": "function"}], "tools[0].name"),
+        ([{"type": "function", "name": "f", "parameters": []}], "tools[0].parameters"),
+        ([TOOLS[0], {**TOOLS[1], "description": 1}], "tools[1].description"),
+        ([TOOLS[0], TOOLS[0]], "tools"),
+        (TOOLS * 2, "tools"),
+    ],
+)
+def test_errors_name_the_tool(tools, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        read_tools(tools, LIMITS)
+    assert caught.value.field == field

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from cluster.config.router import RouterConfig
 from cluster.errors import InternalError
 from router.frontends.http.responses.input_items import read_items
 from router.frontends.http.responses.output_items import OutputItems
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from router.request.limits import FieldLimits
 
+LIMITS = FieldLimits(RouterConfig(model=Path("/models/m")), "m", 64, 512)
 ANSWERS: dict[str, list[Part]] = {
     "nothing": [],
     "content": [ContentText("a"), ContentText(""), ContentText("b")],
@@ -25,7 +29,7 @@ ANSWERS: dict[str, list[Part]] = {
         CallBegin(0, "c0", "f"),
         CallArguments(0, "{}"),
         CallBegin(1, "c1", "g"),
-        CallArguments(1, "[]"),
+        CallArguments(1, "{}"),
         ContentText("b"),
     ],
 }
@@ -119,8 +123,7 @@ def test_an_answer_can_be_sent_back(strip):
     items = plain(output.done)
     if strip:
         items[0].pop(strip)
-    limits: Any = None
-    messages = read_items(items, None, limits)
+    messages = read_items(items, None, LIMITS)
     assert messages[0]["reasoning_content"] == "r" and messages[0]["content"] == "a"
     assert [call["function"]["name"] for call in messages[0]["tool_calls"]] == ["f", "g"]
     assert messages[1] == {"role": "assistant", "content": "b"}

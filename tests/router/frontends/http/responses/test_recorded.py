@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,8 +15,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from router.frontends.http.openapi.document import build_document
-from router.text.tokenizer import ModelText
-from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from router.request.answer_parts import ContentText
+from tests.router.frontends.http.responses.conftest import ScriptedGateway
 from tests.router.frontends.http.responses.record import RECORDED
 
 NAMES = [json.loads(line)[0] for line in RECORDED.read_text().splitlines()]
@@ -72,15 +70,14 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 @pytest.fixture(scope="module")
-def gateway() -> Iterator[StubGateway]:
-    text = ModelText(DEMO)
-    yield StubGateway(text, {})
-    text.close()
+def gateway(scripted: ScriptedGateway) -> ScriptedGateway:
+    scripted.script([ContentText("x")], "length")
+    return scripted
 
 
-async def _post(gateway: StubGateway, *bodies: Any) -> list[httpx.Response]:
-    async with served(gateway) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
-        return [await client.post("/v1/responses", json=body) for body in bodies]
+def _post(gateway: ScriptedGateway, *bodies: Any) -> list[httpx.Response]:
+    with httpx.Client(timeout=60) as client:
+        return [client.post(f"{gateway.url}/responses", json=body) for body in bodies]
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -96,7 +93,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_recorded_requests(gateway):
-    answers = asyncio.run(_post(gateway, *BODIES.values()))
+    answers = _post(gateway, *BODIES.values())
     for (name, body), answer in zip(BODIES.items(), answers, strict=True):
         assert answer.status_code == 200, (name, answer.text)
         if body.get("stream"):
@@ -127,7 +124,7 @@ def test_recorded_requests(gateway):
 
 
 def test_the_begin_has_no_output_and_the_end_has_all(gateway):
-    (answer,) = asyncio.run(_post(gateway, {"input": "hi", "stream": True, "instructions": "brief"}))
+    (answer,) = _post(gateway, {"input": "hi", "stream": True, "instructions": "brief"})
     events = events_of(answer)
     begun, ended = events[0]["response"], events[-1]["response"]
     assert (begun["status"], begun["output"], begun["usage"]) == ("in_progress", [], None)
@@ -186,7 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 def test_refusals_name_their_fields(gateway):
-    answers = asyncio.run(_post(gateway, *(body for body, _, _ in REFUSED)))
+    answers = _post(gateway, *(body for body, _, _ in REFUSED))
     for (_, field, said), answer in zip(REFUSED, answers, strict=True):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field), error
@@ -201,7 +198,7 @@ def test_a_long_conversation_is_shortened_where_it_may_be(gateway):
         "max_output_tokens": 9,
     }
     gateway.accepted.clear()
-    kept, refused = asyncio.run(_post(gateway, {**body, "instructions": "first", "truncation": "auto"}, body))
+    kept, refused = _post(gateway, {**body, "instructions": "first", "truncation": "auto"}, body)
     assert kept.status_code == 200, kept.text
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     (accepted,) = gateway.accepted
@@ -218,7 +215,7 @@ def test_the_document_describes_requests_answers_and_events(gateway):
         jsonschema.Draft202012Validator(schema).validate(value)
 
     bodies = [*BODIES.values(), BODIES["second turn"] | {"stream": True}]
-    for body, answer in zip(bodies, asyncio.run(_post(gateway, *bodies)), strict=True):
+    for body, answer in zip(bodies, _post(gateway, *bodies), strict=True):
         valid(body, "ResponseRequest")
         if body.get("stream"):
             for event in events_of(answer):

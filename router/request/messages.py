@@ -1,0 +1,160 @@
+"""The messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import PlainValidator
+
+from router.request.fields import Length, OnlyNeutral, RequestModel, read, refuse, wrong
+from router.request.json_text import read_object
+from router.request.limits import FieldLimits
+from router.request.tools import check_name
+from router.text.contents import AskingRole, role_of
+from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
+
+MAX_CALL_ID = 256  # characters
+
+
+class TextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+def _content(value: object) -> str:
+    """The text of a content; its parts are joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong("must be text")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise wrong("only text parts are supported")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+Content: TypeAlias = Annotated[str, PlainValidator(_content, str | list[TextPart])]
+CallId: TypeAlias = Annotated[str, Length(1, MAX_CALL_ID)]
+
+
+class _Message(RequestModel):
+    """Other fields, such as `refusal`, are ignored."""
+
+    function_call: Annotated[Any, OnlyNeutral()] = None
+
+
+class Message(_Message):
+    role: AskingRole
+    content: Content
+    tool_calls: Annotated[Any, OnlyNeutral([])] = None
+
+
+class CalledFunction(RequestModel):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(RequestModel):
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AssistantMessage(_Message):
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ToolMessage(_Message):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: CallId
+    name: str | None = None
+
+
+AnyMessage: TypeAlias = Message | AssistantMessage | ToolMessage
+_MODELS: dict[str, type[AnyMessage]] = {"assistant": AssistantMessage, "tool": ToolMessage}
+
+
+def read_messages(
+    values: Sequence[object], limits: FieldLimits, field: str = "messages"
+) -> list[dict[str, Any]]:
+    """Messages as chat templates read them. Raises InvalidRequestError or UnsupportedFieldError naming the message and its
+    field."""
+    return [_read(one, f"{field}[{index}]", limits) for index, one in enumerate(values)]
+
+
+def _read(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise refuse(name, "must be an object with a role")
+    role = role_of(value["role"], f"{name}.role")
+    message = read(_MODELS.get(role, Message), value, limits, name)
+    made: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if isinstance(message, ToolMessage):
+        made["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            made["name"] = message.name
+    elif isinstance(message, AssistantMessage):
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if reasoning is not None:
+            made["reasoning_content"] = reasoning
+        if message.tool_calls:
+            made["tool_calls"] = [
+                _call(one, f"{name}.tool_calls[{index}]", limits)
+                for index, one in enumerate(message.tool_calls)
+            ]
+    return made
+
+
+def _call(call: ToolCall, name: str, limits: FieldLimits) -> dict[str, Any]:
+    return template_call(call.id, call.function.name, call.function.arguments, f"{name}.function", limits)
+
+
+def template_call(call_id: str, name: str, arguments: str, field: str, limits: FieldLimits) -> dict[str, Any]:
+    """A call of an assistant's message, with arguments as an object, as chat templates read it."""
+    values = read_object(arguments, f"{field}.arguments", limits.settings) if arguments else {}
+    function = {"name": check_name(name, f"{field}.name"), "arguments": values}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def chat_size(messages: Sequence[Any]) -> int:
+    """Rendering cost of the messages, in characters, before they are read. Counting stops at the limit; values of a wrong
+    type count as nothing."""
+    size = MESSAGE_CHARACTERS * len(messages)
+    for message in messages:
+        if size > INLINE_CHAT_CHARACTERS:
+            break
+        if not isinstance(message, dict):
+            continue
+        for field in ("content", "reasoning_content", "reasoning"):
+            value = message.get(field)
+            size += len(value) if isinstance(value, str) else _parts_size(value)
+        size += _calls_size(message.get("tool_calls"))
+    return size
+
+
+def _parts_size(content: Any) -> int:
+    if not isinstance(content, list):
+        return 0
+    size = MESSAGE_CHARACTERS * len(content)
+    if size <= INLINE_CHAT_CHARACTERS:
+        texts = (part.get("text") for part in content if isinstance(part, dict))
+        size += sum(len(text) for text in texts if isinstance(text, str))
+    return size
+
+
+def _calls_size(calls: Any) -> int:
+    if not isinstance(calls, list):
+        return 0
+    size = MESSAGE_CHARACTERS * len(calls)
+    if size <= INLINE_CHAT_CHARACTERS:
+        functions = (call.get("function") for call in calls if isinstance(call, dict))
+        arguments = (one.get("arguments") for one in functions if isinstance(one, dict))
+        size += sum(len(text) for text in arguments if isinstance(text, str))
+    return size
