@@ -93,7 +93,7 @@ class ConversationFields(RequestModel):
     model: ServedModel = Field("", description="empty = the served one")
     messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[MessageParam], late(minItems=1)])]
     system: Annotated[Any, PlainValidator(_system, str | list[TextBlock] | None)] = None
-    tools: Tools = []
+    tools: Tools = Field([], description="with an input_schema each")
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = Field(
         None, description="sets enable_thinking and thinking of the chat template; adaptive: its default"
