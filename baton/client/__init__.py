@@ -13,6 +13,7 @@ from __future__ import annotations
 from baton.client.asynchronous import AsyncClient, AsyncStream
 from baton.client.blocking import Client, Stream
 from baton.client.types import (
+    CallPiece,
     Choice,
     Chunk,
     Completion,
@@ -22,6 +23,7 @@ from baton.client.types import (
     Prompt,
     Timings,
     TokenLogprob,
+    ToolCall,
     Usage,
 )
 from cluster.security.tls import ClientTls
@@ -29,6 +31,7 @@ from cluster.security.tls import ClientTls
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "CallPiece",
     "Choice",
     "Chunk",
     "Client",
@@ -41,5 +44,6 @@ __all__ = [
     "Stream",
     "Timings",
     "TokenLogprob",
+    "ToolCall",
     "Usage",
 ]

@@ -8,12 +8,13 @@ request() ──► a router ──► feed(event)* ──► done
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
 
-from baton.client.types import Choice, Chunk, Completion, Timings, TokenLogprob, Usage
+from baton.client.types import CallPiece, Choice, Chunk, Completion, Timings, TokenLogprob, ToolCall, Usage
 from cluster.errors import InternalError, UnavailableError
 from cluster.rpc.errors import error_from_rpc, is_from_peer
 from wire import common_pb2
@@ -30,15 +31,36 @@ class _Held:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[list[CallPiece]] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> None:
         self.text.append(chunk.text)
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.content.append(chunk.content)
+        self.reasoning.append(chunk.reasoning)
+        for piece in chunk.calls:
+            if piece.id:
+                self.calls.append([])
+            self.calls[-1].append(piece)
 
     def choice(self) -> Choice:
-        return Choice("".join(self.text), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason)
+        calls = (
+            ToolCall(pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
+            for pieces in self.calls
+        )
+        return Choice(
+            "".join(self.text),
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            self.finish_reason,
+            "".join(self.content),
+            "".join(self.reasoning),
+            tuple(calls),
+        )
 
 
 class StreamProgress:
@@ -133,12 +155,16 @@ class StreamProgress:
     def _take(self, chunk: pb.Chunk) -> Chunk:
         held = self._held.setdefault(chunk.choice, _Held())
         self._check_position(chunk, len(held.token_ids))
+        parsed = self.started is not None and self.started.parsed
         taken = Chunk(
             chunk.choice,
             chunk.text,
             tuple(token.token_id for token in chunk.tokens),
             tuple(_logprob(token) for token in chunk.tokens) if self._wants_logprobs else (),
             chunk.finish_reason or None,
+            "".join(part.content for part in chunk.parts) if parsed else chunk.text,
+            "".join(part.reasoning for part in chunk.parts),
+            tuple(_call_pieces(chunk.parts)),
         )
         held.add(taken)
         return taken
@@ -149,6 +175,15 @@ class StreamProgress:
         for offset, token in enumerate(chunk.tokens):
             if token.position != expected + offset:
                 raise InternalError(f"token at position {token.position}, expected {expected + offset}")
+
+
+def _call_pieces(parts: Iterable[pb.Part]) -> Iterator[CallPiece]:
+    for part in parts:
+        kind = part.WhichOneof("kind")
+        if kind == "call":
+            yield CallPiece(part.call.call, "", part.call.id, part.call.name)
+        elif kind == "arguments":
+            yield CallPiece(part.arguments.call, part.arguments.text)
 
 
 def _connection_lost(error: grpc.RpcError | None) -> bool:

@@ -14,6 +14,12 @@ from wire import inference_pb2 as pb
 
 _REPEATED = frozenset({"stop", "stop_token_ids"})
 _RULES = tuple(field.name for field in common_pb2.Grammar.DESCRIPTOR.fields)
+_OF_CHAT = frozenset(
+    {
+        *("tools", "tool_choice", "parallel_tool_calls", "template_kwargs", "reasoning_effort"),
+        *("add_generation_prompt", "continue_final_message"),
+    }
+)
 _OF_REQUEST = frozenset({"model", "request_id", "explain"})
 
 
@@ -22,7 +28,9 @@ def generate_request(prompt: Prompt, options: RequestOptions) -> pb.GenerateRequ
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
-        if name != "timeout_seconds":
+        if name in _OF_CHAT:
+            _set_chat_option(request, name, value)
+        elif name != "timeout_seconds":
             _set_option(request if name in _OF_REQUEST else request.options, name, value)
     return request
 
@@ -53,8 +61,44 @@ def _token(item: object) -> int:
 
 
 def _chat(messages: Sequence[Any]) -> pb.ChatMessages:
-    turns = [pb.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages]
-    return pb.ChatMessages(messages=turns)
+    return pb.ChatMessages(messages=[_message(turn) for turn in messages])
+
+
+def _message(turn: Mapping[str, Any]) -> pb.ChatMessage:
+    calls = [
+        pb.ToolCall(id=one["id"], name=one["function"]["name"], arguments=one["function"]["arguments"])
+        for one in turn.get("tool_calls") or ()
+    ]
+    rest = {name: turn[name] for name in ("tool_call_id", "reasoning", "name") if turn.get(name) is not None}
+    content = turn["content"] if not calls else turn.get("content") or ""
+    return pb.ChatMessage(role=turn["role"], content=content, tool_calls=calls, **rest)
+
+
+def _set_chat_option(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    if value is None:
+        return
+    if request.WhichOneof("prompt") != "chat":
+        raise InvalidRequestError(f"{name}: only with a conversation", field=name)
+    chat = request.chat
+    with _naming(name):
+        if name == "tools":
+            chat.tools.extend(_tool(one["function"]) for one in value)
+        elif name == "tool_choice" and value not in ("none", "auto", "required"):
+            chat.tool_name = value
+        elif name == "template_kwargs":
+            chat.template_kwargs = json.dumps(value)
+        else:
+            setattr(chat, name, value)
+
+
+def _tool(function: Mapping[str, Any]) -> pb.Tool:
+    parameters = function.get("parameters")
+    return pb.Tool(
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters="" if parameters is None else json.dumps(parameters),
+        strict=bool(function.get("strict")),
+    )
 
 
 def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, value: Any) -> None:

@@ -7,11 +7,29 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
 
-class Message(TypedDict):
-    """One turn of a conversation. Roles are those of the model's chat template: system, user, assistant."""
+class Function(TypedDict):
+    """A function that is called. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(TypedDict):
+    """A call of an earlier answer."""
+
+    id: str
+    function: Function
+
+
+class Message(TypedDict, total=False):
+    """One turn of a conversation: `role` (system, user, assistant, tool) and `content`; the others where they belong."""
 
     role: str
     content: str
+    tool_calls: Sequence[MessageCall]
+    tool_call_id: str
+    reasoning: str
+    name: str
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -44,6 +62,14 @@ class GenerateOptions(TypedDict, total=False):
     regex: str
     choice: Sequence[str]
     lark: str
+    # Of conversations; tools as OpenAI's API has them
+    tools: Sequence[Mapping[str, object]]
+    tool_choice: str | None  # none, auto, required, or the name of a tool that is called
+    parallel_tool_calls: bool
+    template_kwargs: Mapping[str, object]
+    reasoning_effort: str
+    add_generation_prompt: bool
+    continue_final_message: bool
 
 
 class RequestOptions(GenerateOptions, total=False):
@@ -65,17 +91,40 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class CallPiece:
+    """A further piece of a tool call. `call` counts a choice's calls; `id` and `name` come with the first piece."""
+
+    call: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of an answer. `arguments` is the text of a JSON object, if the model ended it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Text and tokens that arrived together for one choice.
 
-    `text` may be empty while a stop string or a UTF-8 sequence is undecided.
+    `text` may be empty while a stop string or a UTF-8 sequence is undecided. `content`, `reasoning` and `calls` are the
+    same text as the router parsed it; where it does not, all is content.
     """
 
     choice: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None  # "stop" | "length" on the choice's last chunk
+    finish_reason: str | None = None  # "stop" | "length" | "tool_calls" on the choice's last chunk
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +132,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens that no worker computed for this request
+    reasoning_tokens: int = 0  # of the completion tokens
 
 
 @dataclass(frozen=True)
@@ -116,6 +166,9 @@ class Choice:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str | None
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)

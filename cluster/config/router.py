@@ -128,6 +128,16 @@ class ApiFields(Frozen):
         "higher_first",
         description="whether a higher or a lower number in an OpenAI request's `priority` goes first; vLLM: lower_first",
     )
+    tool_parser: str = Field(
+        "auto",
+        description="format of the model's tool calls: auto = from its chat template; none = requests may have no tools; "
+        "or the name of a parser (docs/api.md)",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description="format of the model's reasoning: auto = from its chat template; none = it stays part of the content; "
+        "or the name of a parser (docs/api.md)",
+    )
     cors_origins: tuple[str, ...] = Field(
         (),
         description="origins whose pages may call this router from a browser (CORS); * = all; empty = none. Without API "

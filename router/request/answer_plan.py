@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from cluster.config.router import RouterConfig
 from cluster.errors import UnsupportedFieldError
+from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
-from router.request.grammars import AskedGrammar
-from router.text.conversation import Conversation
-from router.text.tokenizer import ModelText
+from router.request.fields import refuse
+from router.request.first_call import FirstCall
+from router.request.grammars import AskedGrammar, json_spec
+from router.text.conversation import Conversation, Tool
 
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """`format`: None = answers are not parsed. `checks`: grammars of which `grammar` consists, which name the part of the
-    request that cannot be compiled."""
+    """`format`: None = answers are not parsed. `checks`: grammars to be compiled before the request is sent to workers:
+    `grammar`, and before it the schemas in it, which name the part of the request that cannot be compiled."""
 
     format: ParserSource | None = None
     grammar: AskedGrammar | None = None
@@ -30,19 +33,109 @@ class ChatPrompt:
     plan: AnswerPlan = field(default_factory=AnswerPlan)
 
 
-class AnswerPlans:
-    """Plans answers for one model. `grammar_refusal`: why its requests cannot have a grammar; empty if they can."""
+class Formats(Protocol):
+    """The formats of one model's answers. `tool_parser` and `reasoning_parser` are names; empty = there is none."""
 
-    def __init__(self, settings: RouterConfig, text: ModelText, grammar_refusal: str):
-        self.tool_parser = ""  # its name; empty = requests may not have tools
-        self.reasoning_parser = ""
-        self._refusal = grammar_refusal
+    tool_parser: str
+    reasoning_parser: str
+
+    def format(self, conversation: Conversation, rendered: str) -> ParserSource | None:
+        """How the answers to a prompt are parsed, whose text may begin the reasoning."""
+        ...
+
+    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+        """The grammar of answers with the calls that the conversation demands, after reasoning. Raises ValueError."""
+        ...
+
+    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
+        """The grammar of answers that match `spec` once the reasoning has ended. Raises ValueError."""
+        ...
+
+
+class NoFormats:
+    """Answers are not parsed."""
+
+    tool_parser = reasoning_parser = ""
+
+    def format(self, conversation: Conversation, rendered: str) -> ParserSource | None:
+        return None
+
+    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+        raise ValueError("the model's calls have no parser")
+
+    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
+        return spec
+
+
+class AnswerPlans:
+    """Plans answers for one model. `refusal`: why its requests cannot have a grammar; empty if they can."""
+
+    def __init__(self, formats: Formats, refusal: str):
+        self.tool_parser = formats.tool_parser
+        self.reasoning_parser = formats.reasoning_parser
+        self._formats = formats
+        self._refusal = refusal
 
     def plan(self, conversation: Conversation, rendered: str, asked: AskedGrammar | None) -> AnswerPlan:
-        """`rendered`: the prompt's text, which may begin the reasoning. Raises InvalidRequestError."""
+        """`rendered`: the prompt's text. Raises InvalidRequestError."""
         if conversation.callable and not self.tool_parser:
             raise UnsupportedFieldError(
                 "tools: no parser is known for this model's calls; the router's setting tool_parser names one",
                 field="tools",
             )
-        return AnswerPlan(None, asked, () if asked is None else (asked,))
+        parsed = self._formats.format(conversation, rendered)
+        if parsed is not None and not conversation.parallel_tool_calls:
+            parsed = FirstCall(parsed)
+        demanding = _demanding(conversation)
+        if demanding:
+            return self._with_tool_grammar(conversation, rendered, asked, demanding, parsed)
+        if asked is None:
+            return AnswerPlan(parsed)
+        if not self._refusal and self.reasoning_parser:
+            spec = self._made(asked.field, lambda: self._formats.reasoning_grammar(asked.spec, rendered))
+            whole = AskedGrammar(asked.field, spec)
+            return AnswerPlan(parsed, whole, (asked, whole) if spec != asked.spec else (asked,))
+        return AnswerPlan(parsed, asked, (asked,))
+
+    def _with_tool_grammar(
+        self,
+        conversation: Conversation,
+        rendered: str,
+        asked: AskedGrammar | None,
+        demanding: str,
+        parsed: ParserSource | None,
+    ) -> AnswerPlan:
+        if asked is not None:
+            raise refuse(asked.field, f"not with {demanding}: an answer has one grammar")
+        if self._refusal:
+            raise UnsupportedFieldError(
+                f"{demanding}: this model has no structured output: {self._refusal}", field=demanding
+            )
+        spec = self._made(demanding, lambda: self._formats.tool_grammar(conversation, rendered))
+        whole = AskedGrammar(demanding, spec)
+        return AnswerPlan(parsed, whole, (*_schemas(conversation), whole))
+
+    @staticmethod
+    def _made(name: str, make: Callable[[], GrammarSpec]) -> GrammarSpec:
+        try:
+            return make()
+        except ValueError as error:
+            raise refuse(name, str(error)) from None
+
+
+def _demanding(conversation: Conversation) -> str:
+    """The field because of which calls must match a grammar; empty = they need not."""
+    if conversation.must_call:
+        return "tool_choice"
+    strict = [one for one in conversation.callable if one.strict]
+    return f"tools[{conversation.tools.index(strict[0])}].function.strict" if strict else ""
+
+
+def _schemas(conversation: Conversation) -> list[AskedGrammar]:
+    """Schemas of the arguments that a grammar contains."""
+    wanted: Sequence[Tool] = conversation.callable
+    return [
+        AskedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))
+        for index, tool in enumerate(conversation.tools)
+        if tool.parameters is not None and tool in wanted and (conversation.must_call or tool.strict)
+    ]

@@ -63,10 +63,17 @@ class ToolCall(RequestModel):
     function: CalledFunction
 
 
+def _calls(value: object) -> list[Any] | None:
+    """Read one by one: errors name the call."""
+    if not isinstance(value, list | None):
+        raise wrong("must be a list")
+    return value
+
+
 class AssistantMessage(_Message):
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[Any] | None, PlainValidator(_calls, list[ToolCall] | None)] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -106,8 +113,10 @@ def _read(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
             made["reasoning_content"] = reasoning
         if message.tool_calls:
             made["tool_calls"] = [
-                _call(one, f"{name}.tool_calls[{index}]", limits)
-                for index, one in enumerate(message.tool_calls)
+                _call(read(ToolCall, one, limits, at), at, limits)
+                for one, at in (
+                    (one, f"{name}.tool_calls[{index}]") for index, one in enumerate(message.tool_calls)
+                )
             ]
     return made
 

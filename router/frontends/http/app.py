@@ -71,6 +71,8 @@ class Views:
             "owned_by": "baton",
             "max_model_len": gateway.validator.limits.max_model_len,
             "structured_output": not gateway.grammars.refusal,
+            "tools": {"parser": gateway.plans.tool_parser or None},
+            "reasoning": {"parser": gateway.plans.reasoning_parser or None},
         }
         if gateway.grammars.refusal:
             model["structured_output_reason"] = gateway.grammars.refusal

@@ -116,8 +116,8 @@ def test_contents_that_a_mark_cannot_protect_are_refused():
     loose = byte_level(AddedToken("<end>", special=True, normalized=True))
     loose.normalizer = normalizers.Lowercase()
     for contents, content in ((single, "\u00a7 1"), (Contents(loose), "<END>")):
+        messages = [{"role": "user", "content": "a"}, {"role": "user", "content": content}]
         with pytest.raises(InvalidRequestError) as caught:
-            messages = [{"role": "user", "content": "a"}, {"role": "user", "content": content}]
             contents.marked({"messages": messages})
         assert caught.value.field == "messages[1].content"
 

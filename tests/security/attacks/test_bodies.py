@@ -97,6 +97,10 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "one value": lambda: filled('{"prompt":"a","seed":[', "[],", "]}"),
     "messages": lambda: filled('{"messages":[', '{"role":"user","content":""},', "]}"),
     "parts": lambda: filled('{"messages":[{"role":"user","content":[', '{"type":"text","text":""},', "]}]}"),
+    "items": lambda: filled('{"input":[', '{"role":"user","content":""},', "]}"),
+    "parts of an item": lambda: filled(
+        '{"input":[{"role":"user","content":[', '{"type":"input_text","text":""},', "]}]}"
+    ),
     "stop strings": lambda: filled('{"prompt":"a","stop":[', '"",', "]}"),
     "stop objects": lambda: filled('{"prompt":"a","stream_options":{"a":[', "{},", "]}}"),
     "deep": lambda: filled('{"prompt":"a","metadata":', "[", ""),
@@ -108,7 +112,8 @@ def test_a_body_of_many_elements_is_refused_and_the_loop_goes_on(
     name: str, router: Router, acme: str
 ) -> None:
     """Each was parsed: up to 0.25 s of the loop and 380 MiB."""
-    path = "chat/completions" if name in ("messages", "parts") else "completions"
+    path = {"messages": "chat/completions", "parts": "chat/completions"}.get(name, "completions")
+    path = "responses" if "item" in name else path
     with probed(router.http) as probe:
         answer = httpx.post(
             f"{router.http}/v1/{path}", content=BODIES[name](), headers=bearer(acme), timeout=60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,11 @@ from router.request.validator import Envelope
 
 # What errors of a conversation and of its options call by a chat's names
 _NAMES = {"stop": "stop_sequences", "prompt": "messages"}
+_PARTS = [
+    (re.compile(r"tools\[(\d+)\]\.function\.parameters"), r"tools.\1.input_schema"),
+    (re.compile(r"tools\[(\d+)\](?:\.function)?"), r"tools.\1"),
+    (re.compile(r"messages\[(\d+)\]"), r"messages.\1"),
+]
 
 
 class Messages:
@@ -63,7 +69,7 @@ class Messages:
             gateway, caller = self._gateway, caller_of(request)
             options = read_request(MessagesRequest, body, gateway.validator.limits)
             envelope = Envelope(request_id(request) or shown_id, options.cache_salt or "")
-            with renamed(_NAMES):
+            with renamed(_NAMES, _PARTS):
                 async with gateway.preparing(caller):
                     prompt = await self._prompt(options, options.asked_grammar, caller, envelope.cache_salt)
                     room = gateway.validator.limits.max_model_len - len(prompt.tokens)
@@ -78,7 +84,7 @@ class Messages:
 
     async def _counted(self, body: Mapping[str, Any], caller: Caller) -> bytes:
         options = read_request(CountTokensRequest, body, self._gateway.validator.limits)
-        with renamed(_NAMES):
+        with renamed(_NAMES, _PARTS):
             prompt = await self._prompt(options, None, caller, "")
         return orjson.dumps({"input_tokens": len(prompt.tokens)})
 

@@ -50,8 +50,15 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
                 "max_model_len": COUNT,
                 "structured_output": BOOLEAN,
                 "structured_output_reason": text(description="the reason, if structured_output is false"),
+                "tools": record(
+                    {"parser": optional(text(description="of tool calls; null: requests may have no tools"))}
+                ),
+                "reasoning": record({"parser": optional(text(description="null: reasoning stays content"))}),
             },
-            ["id", "object", "created", "owned_by", "max_model_len", "structured_output"],
+            [
+                *("id", "object", "created", "owned_by", "max_model_len", "structured_output"),
+                *("tools", "reasoning"),
+            ],
         ),
         "ModelList": record({"object": one_of(["list"]), "data": array(ref("Model"))}),
         "Cluster": _cluster(),
@@ -78,9 +85,10 @@ def _usage() -> Schema:
             "completion_tokens": COUNT,
             "total_tokens": COUNT,
             "prompt_tokens_details": record({"cached_tokens": COUNT}),
+            "completion_tokens_details": record({"reasoning_tokens": COUNT}),
         },
         ["prompt_tokens", "completion_tokens", "total_tokens"],
-        description="usage so far, in chunks before the last; without prompt_tokens_details",
+        description="usage so far, in chunks before the last; without details",
     )
 
 
@@ -118,15 +126,48 @@ def _chunk(name: str, choice: Schema) -> Schema:
 _TOKEN_IDS = array(COUNT, description="where return_token_ids asks for them")
 
 
+_REASONING = {
+    "reasoning_content": text(),
+    "reasoning": text(description="the same, under vLLM's newer name"),
+}
+
+
 def _chat_choice() -> Schema:
-    message = record({"role": one_of(["assistant"]), "content": text(), "refusal": NULL})
-    finish = one_of(["stop", "length"])
+    function = record(
+        {"name": text(), "arguments": text(description="a JSON object, if the call is complete")}
+    )
+    call = record({"id": text(), "type": one_of(["function"]), "function": function})
+    content = optional(text(description="null: the answer is tool calls only"))
+    message = record(
+        {
+            "role": one_of(["assistant"]),
+            "content": content,
+            "refusal": NULL,
+            **_REASONING,
+            "tool_calls": array(call, minItems=1),
+        },
+        ["role", "content", "refusal"],
+    )
+    finish = one_of(["stop", "length", "tool_calls"])
     return _choice({"message": message, "logprobs": optional(ref("ChatLogprobs")), "finish_reason": finish})
 
 
 def _chat_delta() -> Schema:
-    delta = record({"role": one_of(["assistant"]), "content": text()}, ["content"])
-    finish = one_of(["stop", "length", None])
+    function = record({"name": text(), "arguments": text()}, ["arguments"])
+    call = record(
+        {"index": COUNT, "id": text(), "type": one_of(["function"]), "function": function},
+        ["index", "function"],
+    )
+    delta = record(
+        {
+            "role": one_of(["assistant"]),
+            "content": text(),
+            **_REASONING,
+            "tool_calls": array(call, minItems=1, description="id and name with a call's first piece"),
+        },
+        [],
+    )
+    finish = one_of(["stop", "length", "tool_calls", None])
     return _choice({"delta": delta, "logprobs": optional(ref("ChatLogprobs")), "finish_reason": finish})
 
 

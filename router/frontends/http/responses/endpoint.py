@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from router.text.conversation import Conversation
 
 # What errors of a conversation and of its options call by a chat's names
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+# A function is no object within its tool here
+_PARTS = [(re.compile(r"(tools\[\d+\])\.function\."), r"\1.")]
 
 
 class Responses:
@@ -41,7 +44,7 @@ class Responses:
         gateway, caller = self._gateway, caller_of(request)
         options = read_request(ResponseRequest, body, gateway.validator.limits)
         envelope = Envelope(request_id(request), options.cache_salt or "")
-        with renamed(_NAMES):
+        with renamed(_NAMES, _PARTS):
             async with gateway.preparing(caller):
                 prompt = await self._prompt(options, caller, envelope.cache_salt)
                 completion = gateway.validator.completion(prompt.tokens, options, envelope, prompt.plan)

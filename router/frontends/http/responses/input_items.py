@@ -23,6 +23,7 @@ from router.request.messages import CallId, template_call
 from router.text.contents import role_of
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
+_SIZED = ("content", "output", "arguments", "encrypted_content")  # what may be long in an item
 _TEXT_TYPES = ("input_text", "output_text", "text")
 
 
@@ -236,7 +237,7 @@ def items_size(given: str | Sequence[Any], instructions: str | None) -> int:
         if size > INLINE_CHAT_CHARACTERS:
             break
         if isinstance(item, dict):
-            size += sum(_size(one) for one in item.values())
+            size += sum(_size(item.get(name)) for name in _SIZED)
     return size
 
 

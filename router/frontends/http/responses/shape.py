@@ -117,14 +117,20 @@ def echoed(request: ResponseRequest, completion: Completion) -> dict[str, Any]:
         },
         "service_tier": "default",
         "store": False,
-        "temperature": sampling.temperature,
+        "temperature": _exact(request, "temperature", sampling.temperature),
         "text": {"format": asked},
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools,
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": sampling.top_p,
+        "top_p": _exact(request, "top_p", sampling.top_p),
         "truncation": request.truncation or "disabled",
     }
+
+
+def _exact(request: ResponseRequest, name: str, used: float) -> float:
+    """The number as the request has it, else the one that was used, which has 32 bits."""
+    given = getattr(request, name) if name in request.model_fields_set else None
+    return round(used, 7) if given is None else float(given)
 
 
 def _usage(outcome: Outcome) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from router.dispatch.batch_queue import BatchQueue
 from router.gateway import RequestGateway
 from router.http_endpoint import HttpEndpoint
 from router.observe.traces import Arrival
-from router.request.answer_plan import AnswerPlans
+from router.request.answer_plan import AnswerPlans, NoFormats
 from router.request.completion import Completion, Delta, Outcome
 from router.request.grammars import GrammarChecks
 from router.request.validator import Validator
@@ -78,7 +78,7 @@ class StubGateway(RequestGateway):
         self.text = text
         self.validator = Validator(self.config, text)
         self.grammars = GrammarChecks(text.tokenizer_json(), text.vocab_size, (2,))
-        self.plans = AnswerPlans(self.config, text, self.grammars.refusal)
+        self.plans = AnswerPlans(NoFormats(), self.grammars.refusal)
         self.low_priority = LowPriority()
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0

@@ -11,15 +11,28 @@ from typing import Any
 import pytest
 
 from cluster.errors import BatonError
+from cluster.grammar.spec import GrammarSpec
 from cluster.security.keys import ANYONE, Caller
 from router.observe.traces import Arrival
 from router.request.answer_parts import Part
+from router.request.answer_plan import AnswerPlans, NoFormats
 from router.request.completion import Completion, Delta, Outcome
+from router.request.grammars import ANY_OBJECT
+from router.text.conversation import Conversation
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, StubGateway, served
 from wire import common_pb2, inference_pb2
 
 TOKEN = (common_pb2.Token(token_id=5, logprob=-0.5),)
+
+
+class ScriptedFormats(NoFormats):
+    """Calls are allowed, and a demanded one is any object."""
+
+    tool_parser = "scripted"
+
+    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+        return ANY_OBJECT
 
 
 class ScriptedGateway(StubGateway):
@@ -95,7 +108,7 @@ def serving(gateway: StubGateway) -> Iterator[str]:
 def scripted() -> Iterator[ScriptedGateway]:
     text = ModelText(DEMO)
     gateway = ScriptedGateway(text, {})
-    gateway.plans.tool_parser = "scripted"
+    gateway.plans = AnswerPlans(ScriptedFormats(), gateway.grammars.refusal)
     with serving(gateway) as url:
         gateway.url = f"{url}/v1"
         yield gateway

@@ -14,7 +14,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from cluster.errors import OverloadedError
+from cluster.security.keys import Caller
 from router.frontends.http.openapi.document import build_document
+from router.frontends.http.responses import endpoint
 from router.request.answer_parts import ContentText
 from tests.router.frontends.http.responses.conftest import ScriptedGateway
 from tests.router.frontends.http.responses.record import RECORDED
@@ -115,6 +118,7 @@ def test_recorded_requests(gateway):
             "metadata",
             "parallel_tool_calls",
             "temperature",
+            "top_p",
             "tool_choice",
         ):
             if field in body:
@@ -222,3 +226,30 @@ def test_the_document_describes_requests_answers_and_events(gateway):
                 valid(event, "ResponseEvent")
         else:
             valid(answer.json(), "Response")
+
+
+def test_a_key_decides_priority_and_what_is_shown(gateway, monkeypatch):
+    monkeypatch.setattr(endpoint, "caller_of", lambda request: Caller())  # without rights
+    refused, allowed = _post(gateway, {"input": "a", "priority": "high"}, {"input": "a", "priority": "batch"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
+    assert gateway.accepted[-1].priority < 0
+    assert "prefill_worker" not in allowed.json()["baton"]
+    monkeypatch.undo()
+    (shown,) = _post(gateway, {"input": "a"})
+    assert "prefill_worker" in shown.json()["baton"]
+
+
+def test_a_request_takes_a_place_and_gives_it_back(gateway, monkeypatch):
+    (refused,) = _post_full(gateway, monkeypatch)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+    monkeypatch.undo()
+    (served,) = _post(gateway, {"input": "a"})
+    assert served.status_code == 200 and gateway.admission.in_flight == 0
+
+
+def _post_full(gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
+    def full(*_: Any) -> Any:
+        raise OverloadedError("full")
+
+    monkeypatch.setattr(gateway.admission, "admit", full)
+    return _post(gateway, {"input": "a"})

@@ -1,0 +1,41 @@
+"""Answers of requests with `parallel_tool_calls: false`: further calls of the model are left out, as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from router.request.answer_parts import AnswerParser, CallArguments, CallBegin, Part
+from router.request.completion import ParserSource
+
+
+class FirstCall:
+    """The same format, with the first call alone."""
+
+    def __init__(self, source: ParserSource):
+        self._source = source
+
+    @property
+    def marker_ids(self) -> Collection[int]:
+        return self._source.marker_ids
+
+    def parser(self) -> AnswerParser:
+        return _Parser(self._source.parser())
+
+
+class _Parser:
+    def __init__(self, inner: AnswerParser):
+        self._inner = inner
+
+    def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
+        return _without_later(self._inner.feed(pieces))
+
+    def end(self) -> Sequence[Part]:
+        return _without_later(self._inner.end())
+
+    @property
+    def called(self) -> bool:
+        return self._inner.called
+
+
+def _without_later(parts: Sequence[Part]) -> Sequence[Part]:
+    return [one for one in parts if not (isinstance(one, CallBegin | CallArguments) and one.call)]

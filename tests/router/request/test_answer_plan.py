@@ -1,0 +1,102 @@
+"""What a conversation's tools ask of its answers, and what is refused because two things ask for a grammar."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.grammar.spec import GrammarSpec
+from router.request.answer_parts import CallArguments, CallBegin, ContentText
+from router.request.answer_plan import AnswerPlans, NoFormats
+from router.request.grammars import ANY_OBJECT, AskedGrammar
+from router.text.conversation import Conversation, Tool
+
+CALLS, AFTER_REASONING = GrammarSpec("lark", "calls"), GrammarSpec("lark", "after")
+FORMAT = SimpleNamespace(marker_ids=(), parser=None)
+ASKED = AskedGrammar("response_format", ANY_OBJECT)
+SCHEMA = {"type": "object"}
+LOOSE, STRICT = Tool("loose", None, SCHEMA), Tool("strict", None, SCHEMA, strict=True)
+
+
+class Formats:
+    tool_parser, reasoning_parser = "hermes", "deepseek_r1"
+
+    def format(self, conversation, rendered):
+        return FORMAT
+
+    def tool_grammar(self, conversation, rendered):
+        return CALLS
+
+    def reasoning_grammar(self, spec, rendered):
+        return AFTER_REASONING
+
+
+def planned(asked=None, refusal="", formats=None, **fields):
+    plans = AnswerPlans(formats or Formats(), refusal)
+    return plans.plan(Conversation([], **fields), "prompt", asked)
+
+
+def test_a_free_choice_needs_no_grammar():
+    plan = planned(tools=[LOOSE])
+    assert (plan.format, plan.grammar, plan.checks) == (FORMAT, None, ())
+    assert planned(tools=[STRICT], tool_choice="none").grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "checked"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", [0, 1]),
+        ({"tool_name": "loose"}, "tool_choice", [0]),
+        ({"tool_name": "strict"}, "tool_choice", [1]),
+        ({}, "tools[1].function.strict", [1]),
+    ],
+)
+def test_calls_that_are_demanded_have_a_grammar(fields, name, checked):
+    plan = planned(tools=[LOOSE, STRICT], **fields)
+    assert plan.grammar == AskedGrammar(name, CALLS)
+    names = [f"tools[{index}].function.parameters" for index in checked]
+    assert [one.field for one in plan.checks] == [*names, name]
+    with pytest.raises(InvalidRequestError, match="one grammar") as caught:
+        planned(ASKED, tools=[LOOSE, STRICT], **fields)
+    assert caught.value.field == "response_format" and name in caught.value.message
+    with pytest.raises(UnsupportedFieldError, match="its tokenizer") as caught:
+        planned(refusal="its tokenizer", tools=[LOOSE, STRICT], **fields)
+    assert caught.value.field == name
+
+
+def test_further_calls_are_left_out_where_one_is_wanted():
+    class Parser:
+        called = True
+
+        def feed(self, pieces):
+            begun = [CallBegin(0, "a", "f"), CallArguments(0, "{}"), CallBegin(1, "b", "f")]
+            return [*begun, ContentText("x")]
+
+        def end(self):
+            return [CallArguments(1, "{}")]
+
+    class Parsed(Formats):
+        def format(self, conversation, rendered):
+            return SimpleNamespace(marker_ids={7}, parser=Parser)
+
+    source = planned(formats=Parsed(), tools=[LOOSE], parallel_tool_calls=False).format
+    parser = source.parser()
+    assert source.marker_ids == {7} and parser.called
+    assert parser.feed(["x"]) == [CallBegin(0, "a", "f"), CallArguments(0, "{}"), ContentText("x")]
+    assert parser.end() == []
+
+
+def test_a_grammar_begins_after_reasoning():
+    plan = planned(ASKED, tools=[LOOSE])
+    assert plan.grammar == AskedGrammar("response_format", AFTER_REASONING)
+    assert plan.checks == (ASKED, plan.grammar)
+
+
+def test_tools_without_a_parser_are_refused_unless_none_may_be_called():
+    with pytest.raises(UnsupportedFieldError, match="tool_parser") as caught:
+        planned(formats=NoFormats(), tools=[LOOSE])
+    assert caught.value.field == "tools"
+    plan = planned(ASKED, formats=NoFormats(), tools=[LOOSE], tool_choice="none")
+    assert (plan.format, plan.grammar) == (None, ASKED)
