@@ -35,7 +35,8 @@ _NAMES = {"stop": "stop_sequences", "prompt": "messages"}
 _PARTS = [
     (re.compile(r"tools\[(\d+)\]\.function\.parameters"), r"tools.\1.input_schema"),
     (re.compile(r"tools\[(\d+)\](?:\.function)?"), r"tools.\1"),
-    (re.compile(r"messages\[(\d+)\]"), r"messages.\1"),
+    # The number would be that of the chat's message, which is another than the client's
+    (re.compile(r"messages\[\d+\][\w.\[\]]*"), "messages"),
 ]
 
 

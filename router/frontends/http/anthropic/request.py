@@ -102,6 +102,7 @@ class ConversationFields(RequestModel):
 
     cache_control: Ignored = None
     context_management: Ignored = None
+    user_profile_id: Ignored = None
     mcp_servers: Annotated[Any, OnlyNeutral([])] = None
     container: Annotated[Any, OnlyNeutral()] = None
 
