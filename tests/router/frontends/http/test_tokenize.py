@@ -25,7 +25,8 @@ def test_a_text_there_and_back(scripted, client):
     assert made["count"] == len(made["tokens"]) and made["token_strs"] is None
     assert made["max_model_len"] == scripted.validator.limits.max_model_len
     plain = client.post(
-        "/tokenize", json={"prompt": "Once upon a time", "add_special_tokens": False, "return_token_strs": True}
+        "/tokenize",
+        json={"prompt": "Once upon a time", "add_special_tokens": False, "return_token_strs": True},
     ).json()
     assert len(plain["token_strs"]) == plain["count"]
     back = client.post("/detokenize", json={"tokens": plain["tokens"]})

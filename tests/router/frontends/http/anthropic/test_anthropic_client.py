@@ -34,7 +34,12 @@ def test_a_whole_answer_with_a_call_and_the_next_turn(scripted, client):
     answer = client.messages.create(**ASK, tools=[WEATHER])
     thinking, text, call = answer.content
     assert (thinking.thinking, text.text) == ("They ask for Bern.", "I look it up.")
-    assert (call.type, call.id, call.name, call.input) == ("tool_use", "call_1", "get_weather", {"city": "Bern"})
+    assert (call.type, call.id, call.name, call.input) == (
+        "tool_use",
+        "call_1",
+        "get_weather",
+        {"city": "Bern"},
+    )
     assert answer.stop_reason == "tool_use" and answer.id.startswith("msg_")
     usage = answer.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (3, 4, 9)
