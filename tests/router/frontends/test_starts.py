@@ -60,6 +60,7 @@ def let_go(starts: Any) -> None:
         ("completions", {"prompt": ["a", "b", "c"]}, 5),
         ("completions", {"prompt": [[5], [6]], "stream": True}, 3),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 4}, 1),
+        ("responses", {"input": "a"}, 1),
         ("completions", {"prompt": "a", "no_such_field": 1}, 1),
     ],
 )
