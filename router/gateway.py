@@ -22,7 +22,8 @@ from router.observe.requests import RouterMetrics
 from router.observe.traces import Arrival
 from router.processes.member import Member
 from router.quota.quota import Use
-from router.request.answer_plan import AnswerPlans, ChatPrompt, NoFormats
+from router.request.answer_formats import formats_of
+from router.request.answer_plan import AnswerPlans, ChatPrompt
 from router.request.completion import Completion, prefix_scope
 from router.request.grammars import AskedGrammar, GrammarChecks
 from router.request.validator import Validator
@@ -45,7 +46,7 @@ class RequestGateway:
         self.grammars = GrammarChecks(
             services.text.tokenizer_json(), services.text.vocab_size, services.text.eos_token_ids
         )
-        self.plans = AnswerPlans(NoFormats(), self.grammars.refusal)
+        self.plans = AnswerPlans(formats_of(services.config, services.text), self.grammars.refusal)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
         self.metrics = metrics

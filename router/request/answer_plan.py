@@ -29,7 +29,7 @@ class AnswerPlan:
 class ChatPrompt:
     """A conversation as a request to workers: Validator.completion takes both."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     plan: AnswerPlan = field(default_factory=AnswerPlan)
 
 
@@ -83,6 +83,8 @@ class AnswerPlans:
                 "tools: no parser is known for this model's calls; the router's setting tool_parser names one",
                 field="tools",
             )
+        if conversation.must_call and not conversation.callable:
+            raise refuse("tool_choice", "a call is required, but there are no tools")
         parsed = self._formats.format(conversation, rendered)
         if parsed is not None and not conversation.parallel_tool_calls:
             parsed = FirstCall(parsed)

@@ -113,7 +113,7 @@ def _read(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
             made["reasoning_content"] = reasoning
         if message.tool_calls:
             made["tool_calls"] = [
-                _call(read(ToolCall, one, limits, at), at, limits)
+                _call(one, at, limits)
                 for one, at in (
                     (one, f"{name}.tool_calls[{index}]") for index, one in enumerate(message.tool_calls)
                 )
@@ -121,7 +121,10 @@ def _read(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
     return made
 
 
-def _call(call: ToolCall, name: str, limits: FieldLimits) -> dict[str, Any]:
+def _call(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refuse(name, "must be an object")
+    call = read(ToolCall, value, limits, name)
     return template_call(call.id, call.function.name, call.function.arguments, f"{name}.function", limits)
 
 

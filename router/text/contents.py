@@ -160,7 +160,7 @@ def _named_texts(values: Any) -> Iterator[tuple[str, str]]:
             yield name, value
         elif isinstance(value, Mapping):
             yield from ((name, key) for key in value)
-            waiting += [(f"{name}.{key}" if name else key, one) for key, one in reversed(value.items())]
+            waiting += [(f"{name}.{key}" if name else key, one) for key, one in reversed([*value.items()])]
         elif isinstance(value, list | tuple):
             waiting += [(f"{name}[{index}]", one) for index, one in reversed([*enumerate(value)])]
 

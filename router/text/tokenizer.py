@@ -172,7 +172,7 @@ class ModelText:
         continues = conversation.continue_final_message
         try:
             text = self._template.render(
-                **({} if effort is None else {"reasoning_effort": effort}) | kwargs,
+                **{**({} if effort is None else {"reasoning_effort": effort}), **kwargs},
                 messages=_continued(messages) if continues else messages,
                 tools=tools or None,
                 documents=None,
@@ -192,13 +192,13 @@ class ModelText:
 
         def rendered() -> tuple[Conversation, Rendered]:
             given = read()
-            values = {
+            values: dict[str, Any] = {
                 "messages": given.messages,
                 "tools": [one.for_template() for one in given.tools],
-                "chat_template_kwargs": given.template_kwargs,
+                "kwargs": given.template_kwargs,
             }
-            marked, mark = self._contents.marked(values)
-            return given, Rendered(self._rendered(given, *marked.values(), mark), mark)
+            values, mark = self._contents.marked(values)
+            return given, Rendered(self._rendered(given, **values, mark=mark), mark)
 
         if characters <= INLINE_CHAT_CHARACTERS:
             return rendered()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import grpc
@@ -121,11 +121,12 @@ class InferenceService:
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
                 self._gateway.validator.limits.check_model(request.model)
-                answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
+                prompt = await self._prompt(request, caller, None)
+                answer = self._tokenized(prompt.tokens)
                 del request
             await self._answer(answer, context)
 
-    def _tokenized(self, ids: list[int]) -> bytes:
+    def _tokenized(self, ids: Sequence[int]) -> bytes:
         """The answer. While its client does not read it, only its bytes are kept: the list takes 15 times as many."""
         most = self._gateway.config.max_answer_entries
         if len(ids) > most:

@@ -90,7 +90,7 @@ class Generate:
         kind: type[Shape],
         caller: Caller,
         options: HttpRequest,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         envelope: Envelope,
         arrival: Arrival,
         plan: AnswerPlan | None = None,

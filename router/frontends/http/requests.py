@@ -6,7 +6,7 @@ router/request/validator.py: prompt and max_tokens together fit the context, min
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo
@@ -213,7 +213,7 @@ class HttpRequest(GenerationOptions):
     def truncates(self) -> bool:
         return self.truncate_prompt_tokens is not None
 
-    def kept(self, prompt: list[int], context: int) -> list[int]:
+    def kept(self, prompt: Sequence[int], context: int) -> Sequence[int]:
         """The prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as leave room for max_tokens."""
         count = self.truncate_prompt_tokens
         if count is None:

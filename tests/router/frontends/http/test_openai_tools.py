@@ -1,0 +1,189 @@
+"""Tools and reasoning as the openai package sends and reads them; a stub parser reads what a stub model wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from cluster.grammar.spec import GrammarSpec
+from router.dispatch.choice import ChoiceStream
+from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
+from router.request.answer_plan import AnswerPlans
+from router.request.completion import Outcome
+from router.text.tokenizer import ModelText
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from wire import common_pb2, inference_pb2
+
+CALL = '{"x":1}'
+WRITTEN = ["~hmm", " so", "Let me see.", "@f", '#{"x":', "#1}"]
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "<|im_end|>",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        },
+    }
+]
+
+
+class Parser:
+    """One letter at the begin of a token's text says what it is."""
+
+    called = False
+
+    def feed(self, pieces):
+        return [self._part(one) for one in pieces]
+
+    def _part(self, text):
+        if text[0] == "@":
+            self.called = True
+            return CallBegin(0, "call_1", text[1:])
+        if text[0] == "#":
+            return CallArguments(0, text[1:])
+        return ReasoningText(text[1:]) if text[0] == "~" else ContentText(text)
+
+    def end(self):
+        return []
+
+
+class Formats:
+    tool_parser, reasoning_parser = "stub", "stub"
+
+    def format(self, conversation, rendered):
+        return SimpleNamespace(marker_ids=(), parser=Parser)
+
+    def tool_grammar(self, conversation, rendered):
+        names = "|".join(json.dumps(one.name) for one in conversation.callable)
+        return GrammarSpec("lark", f"start: {names}")
+
+    def reasoning_grammar(self, spec, rendered):
+        return spec
+
+
+class Dispatcher:
+    """Its model writes WRITTEN, a token each, and stops."""
+
+    def __init__(self, completion, first):
+        texts = iter(WRITTEN)
+        detokenizer = SimpleNamespace(add=lambda token: next(texts), flush=str)
+        text: Any = SimpleNamespace(detokenizer=lambda prompt: detokenizer)
+        self.choices = 1
+        self._stream = ChoiceStream(first, completion, text)
+
+    @property
+    def outcome(self):
+        usage = inference_pb2.Usage(reasoning_tokens=self._stream.reasoning_tokens, completion_tokens=7)
+        return Outcome(usage, inference_pb2.Timings())
+
+    def start(self, deltas):
+        for place in range(len(WRITTEN) + 1):
+            finish: Any = common_pb2.FINISH_REASON_STOP if place == len(WRITTEN) else 0
+            token = common_pb2.Token(position=self._stream.next_position, token_id=5, finish=finish)
+            deltas.add(self._stream.take(token))
+        deltas.end()
+
+    def stop(self):
+        pass
+
+
+class Gateway(StubGateway):
+    @contextlib.contextmanager
+    def request(self, completion, caller=None, first_shown=0, arrival=None):
+        self.accepted.append(completion)
+        yield Dispatcher(completion, first_shown)
+
+
+@pytest.fixture(scope="module")
+def text():
+    made = ModelText(DEMO)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def gateway(text):
+    made = Gateway(text, {})
+    made.plans = AnswerPlans(Formats(), "")
+    yield made
+    made.grammars.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(gateway):
+    async with (
+        served(gateway) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        yield client.chat.completions
+
+
+async def test_a_call_and_its_result(gateway):
+    async with connected(gateway) as chat:
+        answer = await chat.create(**ASK, tools=TOOLS)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert (call.id, call.function.name, call.function.arguments) == ("call_1", "f", CALL)
+        assert choice.message.content == " soLet me see."
+        assert choice.message.model_extra["reasoning_content"] == "hmm"
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 1
+        history = [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "<|im_end|>"}]
+        await chat.create(**{**ASK, "messages": [*ASK["messages"], *history]}, tools=TOOLS)
+    special = gateway.text.tokenizer.token_to_id("<|im_end|>")
+    first, second = gateway.accepted
+    assert first.grammar is None
+    assert second.prompt_tokens.count(special) <= 3, "the result's text is no end of a turn"
+
+
+async def test_a_streamed_call_adds_up(gateway):
+    async with connected(gateway) as chat:
+        async with chat.stream(**ASK, tools=TOOLS) as stream:
+            final = await stream.get_final_completion()
+        chunks = [one async for one in await chat.create(**ASK, tools=TOOLS, stream=True)]
+    (choice,) = final.choices
+    assert choice.message.tool_calls[0].function.arguments == CALL
+    assert choice.finish_reason == "tool_calls"
+    pieces = [one.choices[0].delta.tool_calls[0] for one in chunks if one.choices[0].delta.tool_calls]
+    assert [(one.index, one.id, one.function.name, one.function.arguments) for one in pieces] == [
+        (0, "call_1", "f", ""),
+        (0, None, None, '{"x":'),
+        (0, None, None, "1}"),
+    ]
+
+
+async def test_demanded_calls_have_a_grammar(gateway):
+    named: Any = {"type": "function", "function": {"name": "f"}}
+    async with connected(gateway) as chat:
+        assert (await chat.create(**ASK, tools=TOOLS, tool_choice="required")).choices[
+            0
+        ].finish_reason == "tool_calls"
+        assert (await chat.create(**ASK, tools=TOOLS, tool_choice=named)).choices[0].finish_reason == "stop"
+        wanted: Any = {"type": "json_object"}
+        with pytest.raises(openai.BadRequestError, match="one grammar") as caught:
+            await chat.create(**ASK, tools=TOOLS, tool_choice=named, response_format=wanted)
+        assert caught.value.param == "response_format"
+    assert [one.grammar.lark for one in gateway.accepted] == ['start: "f"'] * 2
+
+
+async def test_an_impossible_schema_names_the_tool(gateway):
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
+    tools: Any = [{"type": "function", "function": function}]
+    async with connected(gateway) as chat:
+        with pytest.raises(openai.BadRequestError, match="/properties/x/not") as caught:
+            await chat.create(**ASK, tools=tools, tool_choice="required")
+        assert caught.value.param == "tools[0].function.parameters"
+
+
+async def test_choices_are_parsed_one_by_one(gateway):
+    async with connected(gateway) as chat:
+        answers = await asyncio.gather(*(chat.create(**ASK, tools=TOOLS) for _ in range(3)))
+    assert [one.choices[0].message.tool_calls[0].function.arguments for one in answers] == [CALL] * 3

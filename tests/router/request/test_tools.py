@@ -1,0 +1,141 @@
+"""Bounds of tools, choices, template variables and messages with calls; HTTP and gRPC read the same conversation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config.router import RouterConfig
+from cluster.errors import InvalidRequestError
+from router.frontends.grpc.conversation import check_conversation, read_conversation
+from router.frontends.http.requests import ChatCompletionRequest, read_request
+from router.request.json_text import read_object
+from router.request.limits import FieldLimits
+from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARGS
+from wire import inference_pb2 as pb
+
+CONFIG = RouterConfig(model=Path("/models/m"), max_tools=2, max_tool_bytes=400, max_json_depth=8)
+LIMITS = FieldLimits(CONFIG, "m", 1000, 100)
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+MESSAGES = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
+    {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "c1", "name": "f"},
+]
+
+
+def tool(name: Any = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def conversation(**body: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": "hi"}], **body}
+    return read_request(ChatCompletionRequest, body, LIMITS).conversation(LIMITS)
+
+
+def test_http_and_grpc_read_the_same():
+    http = conversation(
+        messages=MESSAGES,
+        tools=[tool(description="d", parameters=SCHEMA, strict=True)],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        parallel_tool_calls=False,
+        chat_template_kwargs={"enable_thinking": False},
+        reasoning_effort="low",
+    )
+    call = pb.ToolCall(id="c1", name="f", arguments='{"x": 1}')
+    chat = pb.ChatMessages(
+        messages=[
+            pb.ChatMessage(role="user", content="hi"),
+            pb.ChatMessage(role="assistant", tool_calls=[call], reasoning="hm"),
+            pb.ChatMessage(role="tool", content="5", tool_call_id="c1", name="f"),
+        ],
+        tools=[pb.Tool(name="f", description="d", parameters=json.dumps(SCHEMA), strict=True)],
+        tool_name="f",
+        parallel_tool_calls=False,
+        template_kwargs='{"enable_thinking": false}',
+        reasoning_effort="low",
+    )
+    check_conversation(chat, LIMITS)
+    assert read_conversation(chat, LIMITS) == http
+    (called,) = http.messages[1]["tool_calls"]
+    assert called["function"]["arguments"] == {"x": 1}, "templates get the object"
+    assert [one.name for one in http.callable] == ["f"] and http.must_call
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": [tool("a"), tool("b"), tool("c")]}, "tools"),
+        ({"tools": [tool(description="x" * 400)]}, "tools"),
+        ({"tools": [tool("a"), tool("a")]}, "tools"),
+        ({"tools": [tool("")]}, "tools[0].function.name"),
+        ({"tools": [tool("a"), tool("x" * 65)]}, "tools[1].function.name"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("a\n")]}, "tools[0].function.name"),
+        ({"tools": [tool(5)]}, "tools[0].function.name"),
+        ({"tools": [tool(description=5)]}, "tools[0].function.description"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool(strict=1)]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "f", "tools": [tool()]}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]},
+            "tool_choice.function.name",
+        ),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
+        ({"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs.raise_exception"),
+        ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {"a": "x" * (MAX_KWARG_CHARACTERS + 1)}}, "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {f"a{i}": 1 for i in range(MAX_KWARGS + 1)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": [{"role": "tool", "content": "5"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{**MESSAGES[1], "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
+        (
+            {"messages": [{**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "a b"}}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        (
+            {"messages": [{**MESSAGES[1], "tool_calls": [{**CALL, "id": "x" * 257}]}]},
+            "messages[0].tool_calls[0].id",
+        ),
+    ],
+)
+def test_each_bound_names_its_field(body, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        conversation(**body)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "5", "{", '{"a": NaN}', "{" * 5000, '{"a":' + "[" * 8 + "]" * 8 + "}"]
+)
+def test_arguments_are_the_text_of_an_object(text):
+    with pytest.raises(InvalidRequestError) as caught:
+        read_object(text, "arguments", CONFIG)
+    assert caught.value.field == "arguments"
+
+
+def test_deep_schemas_are_refused():
+    deep: dict[str, Any] = {}
+    for _ in range(33):
+        deep = {"items": deep}
+    limits = FieldLimits(CONFIG.model_copy(update={"max_tool_bytes": 10000}), "m", 1000, 100)
+    body = {"messages": [], "tools": [tool(parameters=deep)]}
+    body["messages"] = [{"role": "user", "content": ""}]
+    with pytest.raises(InvalidRequestError, match="32 levels") as caught:
+        read_request(ChatCompletionRequest, body, limits).conversation(limits)
+    assert caught.value.field == "tools[0].function.parameters"
+
+
+def test_neutral_values_ask_for_nothing():
+    plain = conversation()
+    assert conversation(tools=[], tool_choice="auto", parallel_tool_calls=None) == plain
+    assert conversation(tools=None, tool_choice=None, chat_template_kwargs={}) == plain
+    assert conversation(tools=[tool()], tool_choice="none").callable == ()
