@@ -104,13 +104,13 @@ class Tokenizing:
         names = await self._gateway.text.names(tokens, tenant=caller.tenant) if strings else None
         return orjson.dumps({**made, "token_strs": names})
 
-    async def _of_text(self, body: Mapping[str, Any], caller: Caller) -> tuple[list[int], bool]:
+    async def _of_text(self, body: Mapping[str, Any], caller: Caller) -> tuple[Sequence[int], bool]:
         options = read_request(TokenizeRequest, body, self._gateway.validator.limits)
         special = options.add_special_tokens is not False
         tokens = await self._gateway.encode(options.prompt, special=special, tenant=caller.tenant)
         return tokens, bool(options.return_token_strs)
 
-    async def _of_chat(self, body: Mapping[str, Any], caller: Caller) -> tuple[list[int], bool]:
+    async def _of_chat(self, body: Mapping[str, Any], caller: Caller) -> tuple[Sequence[int], bool]:
         limits = self._gateway.validator.limits
         options = read_request(TokenizeChatRequest, body, limits)
         prompt = await self._gateway.converse(

@@ -139,9 +139,7 @@ class MessagesRequest(ConversationFields, GenerationOptions):
     model_config = CLOSED
     objects: ClassVar[frozenset[str]] = frozenset({"tool_choice", "thinking", "output_config"})
 
-    max_tokens: AnswerTokens = Field(  # type: ignore[assignment]
-        description="an answer also ends where the context is full"
-    )
+    max_tokens: AnswerTokens = Field(description="an answer also ends where the context is full")
     stop: StopStrings | None = Field(None, alias="stop_sequences")
     stream: Flag = None
     priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})

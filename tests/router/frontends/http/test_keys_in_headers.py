@@ -18,9 +18,11 @@ RING = KeyRing([ENTRY, OTHER_ENTRY])
 
 @pytest.fixture(scope="module")
 def gate():
-    keys = SimpleNamespace(on=True, check=lambda value: RING.check(value, 0.0))
+    keys: Any = SimpleNamespace(on=True, check=lambda value: RING.check(value, 0.0))
     config = SimpleNamespace(ui=False, cors_origins=())
-    return Gate(None, SimpleNamespace(keys=keys, config=config))
+    app: Any = None
+    gateway: Any = SimpleNamespace(keys=keys, config=config)
+    return Gate(app, gateway)
 
 
 def check(gate: Gate, *headers: tuple[str, str]) -> Any:
