@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from cluster.errors import BatonError, UnavailableError, cut
+from cluster.errors import BatonError, cut
 
 PATH = "/v1/messages"
 OVERLOADED = 529
@@ -37,9 +37,7 @@ def new_request_id() -> str:
 
 def messages_status(error: BatonError) -> int:
     """503 is 529 here: clients tell a crowded server from a broken one by it."""
-    if error.http_status == 503:
-        return OVERLOADED if error.retryable or isinstance(error, UnavailableError) else 500
-    return error.http_status
+    return OVERLOADED if error.http_status == 503 else error.http_status
 
 
 def messages_error_body(error: BatonError, request_id: str, status: int = 0) -> dict[str, Any]:

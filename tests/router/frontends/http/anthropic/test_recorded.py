@@ -11,7 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.errors import (
+    AttemptsExhaustedError,
+    DeadlineError,
+    ForbiddenError,
+    RequestTooLargeError,
+    UnauthenticatedError,
+)
 from router.frontends.http.anthropic.request import MessagesRequest, ThinkingParam
+from router.frontends.http.errors import error_response
 from router.request.answer_parts import ContentText
 from tests.router.frontends.http.anthropic.record import RECORDED, WEATHER
 from tests.router.frontends.http.anthropic.test_content import events_of
@@ -228,3 +236,19 @@ def test_thinking_sets_the_templates_variables():
     assert kwargs() == kwargs(type="adaptive") == {}
     assert kwargs(type="enabled") == {"enable_thinking": True, "thinking": True}
     assert kwargs(type="disabled") == {"enable_thinking": False, "thinking": False}
+
+
+def test_a_refusal_before_the_endpoint_has_this_form():
+    for error, status, kind in (
+        (UnauthenticatedError("no key"), 401, "authentication_error"),
+        (ForbiddenError("another origin"), 403, "permission_error"),
+        (RequestTooLargeError("too large"), 413, "request_too_large"),
+        (DeadlineError("late"), 504, "timeout_error"),
+        (AttemptsExhaustedError("workers failed"), 529, "overloaded_error"),
+    ):
+        answer = error_response(error, "/v1/messages")
+        body = json.loads(answer.body)
+        assert (answer.status_code, body["error"]) == (status, {"type": kind, "message": error.message})
+        assert body["request_id"] == answer.headers["request-id"]
+    assert "x-should-retry" in answer.headers
+    assert "type" not in json.loads(error_response(error, "/v1/messagesx").body)
