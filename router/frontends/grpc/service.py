@@ -121,8 +121,7 @@ class InferenceService:
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
                 self._gateway.validator.limits.check_model(request.model)
-                prompt = await self._prompt(request, caller, None)
-                answer = self._tokenized(prompt.tokens)
+                answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
                 del request
             await self._answer(answer, context)
 

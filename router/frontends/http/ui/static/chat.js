@@ -69,6 +69,7 @@ async function ask(chat, text) {
 
 function makeTurn(box) {
   const answer = el("p", { class: "text" });
+  const reasoning = el("p", { class: "facts" });
   const element = el("div", { class: "message model waiting" }, answer);
   const follow = () => {
     if (box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END + 24) box.scrollTop = box.scrollHeight;
@@ -85,6 +86,12 @@ function makeTurn(box) {
     text: (more) => {
       element.classList.remove("waiting");
       answer.append(more); // a string: becomes text, whatever it holds
+      follow();
+    },
+    reasoning: (more) => {
+      element.classList.remove("waiting");
+      if (!reasoning.isConnected) element.prepend(reasoning);
+      reasoning.append(more);
       follow();
     },
     add,
@@ -107,7 +114,12 @@ async function read(chat, turn, messages) {
   let timings = null;
   let usage = null;
   for await (const event of streamChat(body, chat.stop.signal)) {
-    const piece = event.choices[0]?.delta.content;
+    const delta = event.choices[0]?.delta ?? {};
+    const piece = delta.content;
+    if (delta.reasoning_content) {
+      first ??= performance.now();
+      turn.reasoning(delta.reasoning_content);
+    }
     if (piece) {
       first ??= performance.now();
       turn.text(piece);

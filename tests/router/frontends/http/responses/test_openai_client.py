@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from cluster.errors import EngineRequestError, UnavailableError
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 from tests.router.frontends.http.responses.conftest import ScriptedGateway
-from tests.router.frontends.http.responses.record import GetWeather, Person
+from tests.router.frontends.http.responses.record import WEATHER, GetWeather, Person
 
 CALL: list[Part] = [
     ReasoningText("They ask "),
@@ -65,6 +66,23 @@ def test_a_streamed_answer_with_a_call(scripted, client):
     assert [one.to_dict() | {"id": ""} for one in ended.output] == [
         one.to_dict() | {"id": ""} for one in whole.output
     ]
+
+
+def test_a_call_and_its_result(scripted, client):
+    """The answer's items and the result are the next request's input, as the package's guide has it."""
+    scripted.script(CALL)
+    items: list[Any] = [{"role": "user", "content": "Bern?"}]
+    first = client.responses.create(model="tiny", input=items, tools=[WEATHER], tool_choice="required")
+    items += first.output
+    for call in first.output:
+        if call.type == "function_call":
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"})
+    scripted.script([ContentText("12 degrees in Bern")])
+    second = client.responses.create(model="tiny", input=items, tools=[WEATHER], tool_choice="none")
+    assert second.output_text == "12 degrees in Bern"
+    (accepted,) = scripted.accepted
+    shown = scripted.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
+    assert shown.index("Bern?") < shown.index("I look it up.") < shown.index("12 degrees")
 
 
 def test_parse_reads_a_pydantic_model(scripted, client):
