@@ -18,7 +18,7 @@ from router.frontends.http.body import read_json
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
 from router.frontends.http.requests import CLOSED, ChatCompletionRequest, ServedModel, read_request
-from router.frontends.http.serving import Serving
+from router.frontends.http.serving import Serving, request_id
 from router.request.fields import OnlyNeutral, RequestModel, late, limits_of, refuse, wrong
 from router.request.options import Flag, TokenId
 
@@ -82,9 +82,11 @@ class Tokenizing:
                 gateway.low_priority,
                 lambda: self._serving.start_turn(request),
             )
+            asked_id = request_id(request)
             async with gateway.counted(caller):
                 made = await answer(body, caller)
-            return Response(made, media_type="application/json")
+            shown = {"x-request-id": request.headers["x-request-id"]} if asked_id else {}
+            return Response(made, media_type="application/json", headers=shown)
 
     async def tokenize(self, request: Exchange) -> Response:
         return await self.answer(request, self._tokens)

@@ -110,6 +110,8 @@ class _Reader:
         self._add("system", BETWEEN.join(self._texts(content, name)))
 
     def user(self, content: str | Sequence[object], name: str) -> None:
+        if not content:
+            self._turn("user")
         for here, kind, block in _blocks(content, name):
             match kind:
                 case "text":

@@ -22,14 +22,15 @@ from router.frontends.http.anthropic.tools import (
 )
 from router.frontends.http.grammar_fields import schema_grammar
 from router.frontends.http.requests import CLOSED, AskedPriority, CacheSalt, Ignored, ServedModel
-from router.request.fields import OnlyNeutral, RequestModel, late, limits_of, unsupported, wrong
+from router.request.fields import OnlyNeutral, RequestModel, Within, late, limits_of, unsupported, wrong
 from router.request.grammars import AskedGrammar
 from router.request.limits import FieldLimits
-from router.request.options import AnswerTokens, Flag, GenerationOptions, StopStrings
+from router.request.options import Flag, GenerationOptions, StopStrings
 from router.request.tools import tools_size
 from router.text.conversation import Conversation, ToolChoice
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "tool": "auto", "none": "none"}
+MAX_TOKENS = 2**31  # that a request may ask for: more than any context
 _EFFORTS = {"max": "xhigh"}  # the names of chat templates, where they differ
 # The variables by which chat templates turn reasoning on and off; a template that uses none ignores them
 _THINKING_KWARGS = ("enable_thinking", "thinking")
@@ -139,7 +140,9 @@ class MessagesRequest(ConversationFields, GenerationOptions):
     model_config = CLOSED
     objects: ClassVar[frozenset[str]] = frozenset({"tool_choice", "thinking", "output_config"})
 
-    max_tokens: AnswerTokens = Field(description="an answer also ends where the context is full")
+    max_tokens: Annotated[int, Within(1, MAX_TOKENS)] = Field(
+        description="an answer also ends where the context is full"
+    )
     stop: StopStrings | None = Field(None, alias="stop_sequences")
     stream: Flag = None
     priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})

@@ -65,6 +65,16 @@ def test_refusals_name_their_fields(client):
     assert client.post("/tokenize", json={"prompt": "a", "model": "other"}).status_code == 404
 
 
+def test_a_clients_request_id_is_checked_and_shown(client):
+    for name, status in (("mine", 200), ("x" * 257, 400)):
+        answer = client.post("/detokenize", json={"tokens": [5]}, headers={"x-request-id": name})
+        assert answer.status_code == status
+    assert (
+        client.post("/tokenize", json={"prompt": "a"}, headers={"x-request-id": "m"}).headers["x-request-id"]
+        == "m"
+    )
+
+
 def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
     seen = []
     counted = type(scripted).counted

@@ -77,6 +77,15 @@ def test_system_as_text_and_as_message():
     assert [one["role"] for one in read_messages(given[:1], [], LIMITS)] == ["user"]
 
 
+def test_empty_contents():
+    for content in ("", []):
+        assert read_messages([{"role": "user", "content": content}], None, LIMITS) == [
+            {"role": "user", "content": ""}
+        ]
+        assert read_messages([{"role": "assistant", "content": content}], "", LIMITS)
+        assert read_messages([{"role": "system", "content": content}], [], LIMITS)
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 REFUSED: list[tuple[list[Any], Any, str, type[Exception]]] = [
     ([user(text("a"), IMAGE)], None, "messages.0.content.1.type", UnsupportedFieldError),
