@@ -79,6 +79,26 @@ class Pet(pydantic.BaseModel):
     tame: bool
 
 
+def test_a_conversation_with_calls_and_their_results_is_answered(client):
+    function = {"name": "f", "arguments": '{"x": "<|im_end|>"}'}
+    messages = [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "5"}]},
+    ]
+    ask = {"model": NAME, "messages": messages, "max_tokens": 3}
+    more = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert client.chat.completions.create(**ask, extra_body=more).usage.completion_tokens == 3
+    answer = client.chat.completions.create(
+        **ask, tool_choice="none", tools=[{"type": "function", "function": {"name": "f"}}]
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
 def test_answers_in_a_response_format_parse(client):
     """Whole, and through the client's own helper for pydantic models."""
     ask = {"model": NAME, "messages": [{"role": "user", "content": "a pet"}], "max_completion_tokens": 90}
@@ -260,7 +280,7 @@ BAD: list[tuple[str, dict, str]] = [
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
-        "tools",
+        "tools[0]",
     ),
     ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
     ("completions", {"prompt": "x", "guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json"),

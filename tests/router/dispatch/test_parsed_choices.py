@@ -115,7 +115,7 @@ def test_a_marker_waits_for_text_that_may_begin_a_stop_string():
 def test_a_stop_string_over_a_marker_ends_the_choice_before_it():
     stream = choice(stop=("STOP",))
     deltas = [stream.take(token(stream, one)) for one in (3, CALL, 4)]
-    assert deltas[-1].finish == "stop"
+    assert deltas[-1] is not None and deltas[-1].finish == "stop"
     assert parts(deltas) == [ReasoningText(" "), ContentText("!")]
 
 

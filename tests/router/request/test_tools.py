@@ -20,8 +20,8 @@ from wire import inference_pb2 as pb
 CONFIG = RouterConfig(model=Path("/models/m"), max_tools=2, max_tool_bytes=400, max_json_depth=8)
 LIMITS = FieldLimits(CONFIG, "m", 1000, 100)
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-MESSAGES = [
+CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
     {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "c1", "name": "f"},
