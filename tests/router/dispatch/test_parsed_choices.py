@@ -146,6 +146,6 @@ def test_the_last_delta_names_the_stop_string():
     text: Any = SimpleNamespace(detokenizer=lambda prompt: Detokenizer())
     plain = Completion("r", "m", [0], common_pb2.SamplingParams(), stop=("never", "STOP"))
     for stream in (choice(stop=("never", "STOP")), ChoiceStream(0, plain, text)):
-        deltas = [stream.take(token(stream, one)) for one in (1, 3, 4)]
+        deltas: list[Any] = [stream.take(token(stream, one)) for one in (1, 3, 4)]
         assert [delta.stop_string for delta in deltas] == [None, None, "STOP"]
         assert deltas[-1].finish == "stop"

@@ -78,7 +78,8 @@ def test_system_as_text_and_as_message():
 
 
 def test_empty_contents():
-    for content in ("", []):
+    contents: list[Any] = ["", []]
+    for content in contents:
         assert read_messages([{"role": "user", "content": content}], None, LIMITS) == [
             {"role": "user", "content": ""}
         ]

@@ -247,8 +247,8 @@ def test_a_refusal_before_the_endpoint_has_this_form():
         (AttemptsExhaustedError("workers failed"), 529, "overloaded_error"),
     ):
         answer = error_response(error, "/v1/messages")
-        body = json.loads(answer.body)
+        body = json.loads(bytes(answer.body))
         assert (answer.status_code, body["error"]) == (status, {"type": kind, "message": error.message})
         assert body["request_id"] == answer.headers["request-id"]
     assert "x-should-retry" in answer.headers
-    assert "type" not in json.loads(error_response(error, "/v1/messagesx").body)
+    assert "type" not in json.loads(bytes(error_response(error, "/v1/messagesx").body))
