@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -135,6 +135,10 @@ class RequestGateway:
         )
         return ChatPrompt(tokens, plan)
 
+    async def decode(self, tokens: Sequence[int], *, model: str = "", tenant: str = "") -> str:
+        """The text of token ids. Raises DeadlineError."""
+        return await self._in_time(self.model(model).text.decode(tokens, tenant=tenant))
+
     async def _in_time(self, work: Awaitable[T]) -> T:
         """Raises DeadlineError where the threads are not free, or not done, within `request_seconds`."""
         seconds = self.config.request_seconds
@@ -180,14 +184,14 @@ class RequestGateway:
     @contextlib.asynccontextmanager
     async def counted(self, caller: Caller) -> AsyncIterator[None]:
         """Charge the tenant's quota one request that no worker sees. Raises OverloadedError."""
-        quota, limits = self.services.quota, self._rate_limits(caller)
+        limits = self._rate_limits(caller)
         counts = caller.tenant and limits.requests_per_minute
-        charge = await quota.charge(caller.tenant, limits, 0) if counts else None
+        charge = await self.services.quota.charge(caller.tenant, limits, 0) if counts else None
         try:
             yield
         finally:
             if charge is not None:
-                await quota.settle(charge, Use(0, 0))
+                await self.services.quota.settle(charge, Use(0, 0))
 
     def leave(self) -> None:
         """Fail readiness probes from now on; new requests are still admitted."""

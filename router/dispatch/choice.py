@@ -75,7 +75,7 @@ class ChoiceStream:
             text += self._passed(self._detokenizer.flush()) + self._stop.flush()
             self.finish = "stop" if self._stop.stopped else ended
         if self._marked is None:
-            return Delta(self._shown_as, text, (token,), self.finish)
+            return Delta(self._shown_as, text, (token,), self.finish, None, self._stop.found)
         return self._parsed(self._marked, text, token)
 
     def _read(self, token_id: int) -> str:
@@ -99,4 +99,4 @@ class ChoiceStream:
             parts += marked.end()
             if self.finish == "stop" and marked.called:
                 self.finish = "tool_calls"
-        return Delta(self._shown_as, text, (token,), self.finish, parts)
+        return Delta(self._shown_as, text, (token,), self.finish, parts, self._stop.found)

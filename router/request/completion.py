@@ -70,6 +70,7 @@ class Delta(NamedTuple):
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
     parts: tuple[Part, ...] | None = None  # of the same text, where the answer is parsed
+    stop_string: str | None = None  # that ended the choice
 
 
 @dataclass(frozen=True)

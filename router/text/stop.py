@@ -66,6 +66,7 @@ class StopMatcher:
         self._at = stops.root
         self._held = ""  # the last `_at.depth` characters
         self.stopped = False
+        self.found: str | None = None  # the stop string that ended the text
 
     def add(self, text: str) -> str:
         """Add text; returns what may be sent. After a stop string nothing more is sent, and `stopped` is True.
@@ -85,6 +86,7 @@ class StopMatcher:
             if at.match:
                 self.stopped = True
                 self._held = ""
+                self.found = seen[end - at.match : end]
                 return seen[: end if self._include else end - at.match]
         self._at = at
         begins = len(seen) - at.depth

@@ -25,6 +25,7 @@ from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_
 
 # Text up to this length is encoded on the event loop, in about 0.2 ms; a thread would cost a request 0.2 to 0.3 ms.
 INLINE_CHARACTERS = 1024
+INLINE_TOKENS = 1024  # as many are decoded on the event loop
 # Encoded in about 50 ms. Longer texts share a separate thread: two whose encoding takes seconds would block both others.
 LONG_CHARACTERS = 1 << 17
 # Up to this length the cached pieces of a text are looked up on the event loop: 0.05 ms, 0.4 ms for texts without cuts.
@@ -216,6 +217,22 @@ class ModelText:
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(given, special)
         return await self._pool_for(len(text)).run(tenant, self._encode, given, special)
+
+    async def decode(self, tokens: Sequence[int], *, tenant: str = "") -> str:
+        """The text of token ids, special tokens included."""
+
+        def decoded() -> str:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+
+        return decoded() if len(tokens) <= INLINE_TOKENS else await self._pool.run(tenant, decoded)
+
+    async def names(self, tokens: Sequence[int], *, tenant: str = "") -> list[str]:
+        """The tokens as the tokenizer writes them; "" for an id without one."""
+
+        def named() -> list[str]:
+            return [self.tokenizer.id_to_token(one) or "" for one in tokens]
+
+        return named() if len(tokens) <= INLINE_TOKENS else await self._pool.run(tenant, named)
 
     async def _encode_pieces(
         self, pieces: PieceTokenizer, text: str, special: bool, tenant: str, scope: str

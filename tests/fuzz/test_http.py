@@ -18,7 +18,7 @@ from tests.fuzz.strategies import anything, bodies, raw_requests, texts
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
 from tests.harness.router import Router
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,10 @@ CHECKS = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 ]
-GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GENERATE = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+)
 READ = (
     "/v1/models",
     "/v1/models/{model}",

@@ -18,6 +18,8 @@ from cluster.errors import ForbiddenError, InvalidRequestError, UnknownModelErro
 from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exposition import encode
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
+from router.frontends.http.anthropic.endpoint import Messages
+from router.frontends.http.anthropic.errors import is_messages, messages_error_response
 from router.frontends.http.errors import error_body, failure_response
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import ADMIN, GENERATE, caller_of
@@ -25,6 +27,7 @@ from router.frontends.http.generate import Generate
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.responses.endpoint import Responses
 from router.frontends.http.serving import Serving
+from router.frontends.http.tokenize import Tokenizing
 from router.frontends.http.ui.pages import Page, read_pages
 from router.gateway import RequestGateway
 from router.request.served_model import ServedModel
@@ -195,11 +198,16 @@ def _model(served: ServedModel, created: int) -> dict[str, Any]:
 def build_routes(gateway: RequestGateway) -> Routes:
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     serving, views = Serving(gateway), Views(gateway)
-    generate = Generate(serving)
+    generate, tokenizing = Generate(serving), Tokenizing(serving)
+    messages = Messages(serving, tokenizing)
     generations = {
         ("POST", "/v1/chat/completions"): generate.chat,
         ("POST", "/v1/completions"): generate.completion,
         ("POST", "/v1/responses"): Responses(serving).create,
+        ("POST", "/v1/messages"): messages.create,
+        ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
+        ("POST", "/tokenize"): tokenizing.tokenize,
+        ("POST", "/detokenize"): tokenizing.detokenize,
     }
     for method, path in generations:
         assert path in GENERATE
@@ -261,9 +269,12 @@ async def _not_found(request: Request) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     known = error if isinstance(error, HTTPException) else None
-    body = error_body(InvalidRequestError(f"{request.method} {request.url.path}: {error}"))
+    refusal = InvalidRequestError(f"{request.method} {request.url.path}: {error}")
     # With its headers: those of 405 name the allowed methods.
-    return _json(body, known.status_code if known else 500, known.headers if known else None)
+    status, headers = (known.status_code, known.headers) if known else (500, None)
+    if is_messages(request.url.path):
+        return messages_error_response(refusal, headers or {}, status=status)
+    return _json(error_body(refusal), status, headers)
 
 
 def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message
 
 from router.frontends.http.exchange import RawHeaders
 
-SHOWN_HEADERS = ("x-request-id", "retry-after", "x-should-retry")  # to pages of other origins
+SHOWN_HEADERS = ("x-request-id", "request-id", "retry-after", "x-should-retry")  # to pages of other origins
 
 
 class Cors(CORSMiddleware):

@@ -25,6 +25,7 @@ from cluster.errors import (
     UnsupportedFieldError,
     cut,
 )
+from router.frontends.http.anthropic.errors import is_messages, messages_error_response
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1
@@ -62,7 +63,19 @@ def error_body(error: BatonError) -> dict[str, Any]:
     }
 
 
-def error_response(error: BatonError) -> Response:
+def error_response(error: BatonError, path: str = "") -> Response:
+    """The answer to an error, in the form of the path's clients."""
+    if is_messages(path):
+        return messages_error_response(error, error_headers(error))
+    return Response(
+        orjson.dumps(error_body(error)),
+        status_code=error.http_status,
+        media_type="application/json",
+        headers=error_headers(error),
+    )
+
+
+def error_headers(error: BatonError) -> dict[str, str]:
     headers = {}
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
@@ -72,20 +85,20 @@ def error_response(error: BatonError) -> Response:
         headers["x-should-retry"] = "false"  # OpenAI's clients retry any other 5xx
     if error.retry_after_seconds:
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
-    return Response(
-        orjson.dumps(error_body(error)),
-        status_code=error.http_status,
-        media_type="application/json",
-        headers=headers,
-    )
+    return headers
+
+
+def typed(error: Exception, path: str) -> BatonError:
+    """The error itself; an unexpected one is logged, and its answer gives no details."""
+    if isinstance(error, BatonError):
+        return error
+    log.error("%s failed", path, exc_info=error)
+    return InternalError("internal error")
 
 
 def failure_response(error: Exception, path: str) -> Response:
-    """The answer to any error. An unexpected one is logged; its answer gives no details."""
-    if not isinstance(error, BatonError):
-        log.error("%s failed", path, exc_info=error)
-        error = InternalError("internal error")
-    return error_response(error)
+    """The answer to any error."""
+    return error_response(typed(error, path), path)
 
 
 def closing_answer(status: int, error: BatonError) -> bytes:

@@ -65,7 +65,7 @@ class Exchange(Request):
 
     def add_headers(self, headers: RawHeaders) -> None:
         """Send them with the answer, whichever it is."""
-        self._added = headers
+        self._added = (*self._added, *headers)
 
     async def send(self, response: Response) -> None:
         """Write it once the client has read the answers before it. Nothing is sent after a stream has begun: the cycle

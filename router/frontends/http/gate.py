@@ -25,7 +25,12 @@ ADMIN = frozenset(
     {"/metrics", "/v1/cluster", "/v1/cluster/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
 # They have places and quotas; every other request is a step of low priority.
-GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+GENERATE = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+    }
+)
 _CALLER = "baton.caller"
 
 
@@ -46,7 +51,7 @@ class Gate:
             caller = scope[_CALLER] = self._caller(scope)
         except BatonError as error:
             await self._gateway.low_priority.step()
-            refusal = error_response(error)
+            refusal = error_response(error, scope["path"])
             # The body may still arrive, and is not read.
             refusal.headers["connection"] = "close"
             self._gateway.metrics.requests.labels("refused").inc()
@@ -67,10 +72,26 @@ class Gate:
         return ANYONE
 
     def _check(self, scope: Scope) -> Caller:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) > 1:
-            raise UnauthenticatedError("there is more than one Authorization header", field="authorization")
-        return self._gateway.keys.check(given[0].decode("latin-1") if given else "")
+        given, key = _only(scope, "Authorization"), _only(scope, "x-api-key").strip()
+        if key:
+            if given and not _is_bearer(given, key):
+                raise UnauthenticatedError("x-api-key and Authorization are different", field="x-api-key")
+            given = f"Bearer {key}"
+        return self._gateway.keys.check(given)
+
+
+def _only(scope: Scope, header: str) -> str:
+    """The value of a header; "" = it is missing. Raises UnauthenticatedError if it is there more than once."""
+    field = header.lower()
+    given = [value for name, value in scope["headers"] if name == field.encode()]
+    if len(given) > 1:
+        raise UnauthenticatedError(f"there is more than one {header} header", field=field)
+    return given[0].decode("latin-1") if given else ""
+
+
+def _is_bearer(authorization: str, key: str) -> bool:
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and given.strip() == key
 
 
 def caller_of(request: Request) -> Caller:

@@ -6,7 +6,7 @@ An endpoint is a Reader: it reads a body and says with which Form its answer is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,16 +103,7 @@ class Serving:
             for _ in range(prompts):
                 held.enter_context(self.gateway.admission.admit(caller, connection))
 
-        with contextlib.ExitStack() as held:
-            try:
-                body_bytes = held.enter_context(self.gateway.admission.admit(caller, connection))
-                held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
-            except DrainingError:
-                await discard_body(request, self.gateway.low_priority, caller.tenant)
-                raise
-            except OverloadedError:
-                await self.gateway.low_priority.refuse(caller.tenant)
-                raise
+        async with self.admitted(request) as (held, body_bytes):
             parsed = await self._read(request, read, body_bytes, admit)
             body_bytes.release()
             dispatchers = [
@@ -121,6 +112,22 @@ class Serving:
             ]
             answer = _stream if parsed.stream else _whole
             return await answer(request, parsed, dispatchers, self._turn, lambda: self.start_turn(request))
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, HeldBytes]]:
+        """A request's place, until its answer has been sent. Raises DrainingError, OverloadedError."""
+        caller = caller_of(request)
+        with contextlib.ExitStack() as held:
+            try:
+                body_bytes = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
+                held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
+            except DrainingError:
+                await discard_body(request, self.gateway.low_priority, caller.tenant)
+                raise
+            except OverloadedError:
+                await self.gateway.low_priority.refuse(caller.tenant)
+                raise
+            yield held, body_bytes
 
     async def _read(self, request: Exchange, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""

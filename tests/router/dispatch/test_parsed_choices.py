@@ -140,3 +140,12 @@ def test_without_a_parser_there_are_no_parts():
     (delta,) = taken(stream, 1)
     assert delta.parts is None
     assert stream.reasoning_tokens == 0
+
+
+def test_the_last_delta_names_the_stop_string():
+    text: Any = SimpleNamespace(detokenizer=lambda prompt: Detokenizer())
+    plain = Completion("r", "m", [0], common_pb2.SamplingParams(), stop=("never", "STOP"))
+    for stream in (choice(stop=("never", "STOP")), ChoiceStream(0, plain, text)):
+        deltas: list[Any] = [stream.take(token(stream, one)) for one in (1, 3, 4)]
+        assert [delta.stop_string for delta in deltas] == [None, None, "STOP"]
+        assert deltas[-1].finish == "stop"

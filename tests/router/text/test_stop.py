@@ -139,3 +139,17 @@ def test_without_stop_strings_text_passes():
     matcher = StopMatcher(StopStrings([]))
     assert matcher.add("abc") == "abc"
     assert matcher.flush() == ""
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_stop_string_that_ended_the_text_is_named(include):
+    for stops, pieces, found in (
+        (("END", "stop"), ("a st", "op END"), "stop"),
+        (("abc", "bc"), ("xab", "c"), "abc"),
+        (("END",), ("E", "ND"), "END"),
+        (("END",), ("EN", "d"), None),
+    ):
+        matcher = StopMatcher(StopStrings(stops), include)
+        for piece in pieces:
+            matcher.add(piece)
+        assert (matcher.found, matcher.stopped) == (found, found is not None)

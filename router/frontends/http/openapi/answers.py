@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from router.frontends.http.openapi.messages import message_schemas
 from router.frontends.http.openapi.responses import response_schemas
 from router.frontends.http.openapi.schema import (
     BOOLEAN,
@@ -41,6 +42,7 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "Completion": _answer("text_completion", _completion_choice(one_of(["stop", "length"]))),
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
         **response_schemas(),
+        **message_schemas(),
         "Model": record(
             {
                 "id": text(minLength=1, examples=[one.name for one in gateway.models]),

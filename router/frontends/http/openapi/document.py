@@ -6,10 +6,12 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
+from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema
 from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest
 from router.frontends.http.responses.request import ResponseRequest
+from router.frontends.http.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from router.gateway import RequestGateway
 from router.request.fields import filled
 from router.request.limits import FieldLimits
@@ -46,7 +48,15 @@ _SUMMARIES = {
     "chat": "Complete a conversation",
     "completion": "Complete a text",
     "response": "Complete a conversation of items; nothing is stored",
+    "message": "Complete a conversation, as Anthropic's clients ask for it",
+    "countMessageTokens": "Count the tokens of a conversation, as Anthropic's clients ask for it",
+    "tokenize": "Tokenise a text or a conversation",
+    "detokenize": "The text of tokens",
 }
+_REQUESTS = (
+    *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest),
+    *(CountTokensRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
+)
 _REQUEST_ID: Schema = {
     "name": "x-request-id",
     "in": "header",
@@ -72,7 +82,11 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
         "components": {
             "schemas": {**request_schemas(gateway.validator.limits), **answer_schemas(gateway)},
             "securitySchemes": {
-                "apiKey": {"type": "http", "scheme": "bearer", "description": "baton-<id>-<secret>"}
+                "apiKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "baton-<id>-<secret>; also accepted in the header x-api-key",
+                }
             },
         },
         # A router that requires no keys ignores one that is sent.
@@ -96,7 +110,7 @@ class _Generator(GenerateJsonSchema):
 def request_schemas(limits: FieldLimits) -> dict[str, Schema]:
     """The endpoints' requests and the objects in them, by name."""
     _, schemas = models_json_schema(
-        [(model, "validation") for model in (ChatCompletionRequest, CompletionRequest, ResponseRequest)],
+        [(model, "validation") for model in _REQUESTS],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Generator,
     )
@@ -115,7 +129,11 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
     return {
         "/v1/chat/completions": {"post": _generate("chat", "ChatCompletion", keys)},
         "/v1/completions": {"post": _generate("completion", "Completion", keys)},
-        "/v1/responses": {"post": _responses(keys)},
+        "/v1/responses": {"post": _streaming("response", "Response", keys)},
+        "/v1/messages": {"post": _messages(keys)},
+        "/v1/messages/count_tokens": {"post": _of_messages(_count_tokens(keys))},
+        "/tokenize": {"post": _tokenize(keys)},
+        "/detokenize": {"post": _asked("detokenize", ref("DetokenizeRequest"), ref("Text"), keys)},
         "/v1/models": {"get": _get("models", "The served model", ref("ModelList"), keys)},
         "/v1/models/{model}": {
             "get": _get("model", "A model by name", ref("Model"), keys, 404) | {"parameters": [model]}
@@ -167,25 +185,63 @@ def _ready() -> dict[str, Any]:
 
 
 def _generate(name: str, schema: str, keys: bool) -> dict[str, Any]:
-    whole = _content("The answer, or its events where stream = true", ref(schema))
+    made = _asked(name, ref(f"{schema}Request"), ref(schema), keys)
+    whole = made["responses"]["200"]
+    whole["description"] = "The answer, or its events where stream = true"
     whole["content"]["text/event-stream"] = {"schema": _event(schema)}
     whole["headers"] = {"x-request-id": {"schema": text()}}
+    return made
+
+
+def _asked(name: str, request: Schema, answer: Schema, keys: bool) -> dict[str, Any]:
+    """A POST with a body, which takes a place."""
     return {
         "operationId": name,
         "summary": _SUMMARIES[name],
         "parameters": [_REQUEST_ID],
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": ref(f"{schema}Request")}},
+            "content": {"application/json": {"schema": request}},
         },
-        "responses": {"200": whole, **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else (403,)))},
+        "responses": {
+            "200": _content("The answer", answer),
+            **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else (403,))),
+        },
     }
 
 
-def _responses(keys: bool) -> dict[str, Any]:
-    made = _generate("response", "Response", keys)
+def _tokenize(keys: bool) -> dict[str, Any]:
+    request = either(ref("TokenizeRequest"), ref("TokenizeChatRequest"))
+    return _asked("tokenize", request, ref("Tokens"), keys)
+
+
+def _count_tokens(keys: bool) -> dict[str, Any]:
+    return _asked("countMessageTokens", ref("CountTokensRequest"), ref("MessageTokens"), keys)
+
+
+def _messages(keys: bool) -> dict[str, Any]:
+    made = _streaming("message", "MessagesAnswer", keys)
+    made["requestBody"]["content"]["application/json"]["schema"] = ref("MessagesRequest")
+    return _of_messages(made)
+
+
+def _of_messages(made: dict[str, Any]) -> dict[str, Any]:
+    """With errors as Anthropic has them; what is no HTTP gets the others'."""
+    answers = made["responses"]
+    answers["529"] = answers.pop("503")
+    for status, answer in answers.items():
+        answer.setdefault("headers", {})["request-id"] = {"schema": text()}
+        if status != "200":
+            errors = either(ref("MessageError"), ref("Error"))
+            answer["content"] = {"application/json": {"schema": errors}}
+    return made
+
+
+def _streaming(name: str, schema: str, keys: bool) -> dict[str, Any]:
+    """Events that are named by their types."""
+    made = _generate(name, schema, keys)
     events = made["responses"]["200"]["content"]["text/event-stream"]
-    data = text(contentMediaType="application/json", contentSchema=ref("ResponseEvent"))
+    data = text(contentMediaType="application/json", contentSchema=ref(f"{schema}Event"))
     events["schema"] = {
         "type": "object",
         "properties": {"data": data, "event": text(description="the type of the event")},

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
 
-from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
 from router.frontends.http.exchange import Exchange
+from router.frontends.http.field_names import renamed
 from router.frontends.http.gate import caller_of
 from router.frontends.http.requests import read_request
 from router.frontends.http.responses.answer import ResponseForm
@@ -27,7 +26,8 @@ from router.text.conversation import Conversation
 
 # What errors of a conversation and of its options call by a chat's names
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
-_FUNCTION = re.compile(r"(tools\[\d+\])\.function\.")
+# A function is no object within its tool here
+_PARTS = [(re.compile(r"(tools\[\d+\])\.function\."), r"\1.")]
 
 
 class Responses:
@@ -45,7 +45,7 @@ class Responses:
         model = gateway.model(body.get("model"))
         options = read_request(ResponseRequest, body, model.validator.limits)
         envelope = Envelope(request_id(request), options.model, options.cache_salt or "")
-        with own_names():
+        with renamed(_NAMES, _PARTS):
             async with gateway.preparing(caller):
                 prompt = await self._prompt(options, caller, envelope.cache_salt)
                 completion = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
@@ -85,20 +85,3 @@ class Responses:
                 break
             prompt = await converse()
         return prompt
-
-
-@contextlib.contextmanager
-def own_names() -> Iterator[None]:
-    """Errors within name this endpoint's fields."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        field, message = error.field, error.message
-        name = _NAMES.get(field, field)
-        if message.startswith(field):
-            message = name + message.removeprefix(field)
-        # A function is no object within its tool here
-        name, message = (_FUNCTION.sub(r"\1.", text) for text in (name, message))
-        if (name, message) == (field, error.message):
-            raise
-        raise type(error)(message, field=name, limit=error.limit) from error

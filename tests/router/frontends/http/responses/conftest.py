@@ -40,8 +40,14 @@ class ScriptedGateway(StubGateway):
 
     url = ""
 
-    def script(self, parts: Sequence[Part], finish: Any = "stop", error: BatonError | None = None) -> None:
-        self.parts, self.finish, self.error = parts, finish, error
+    def script(
+        self,
+        parts: Sequence[Part],
+        finish: Any = "stop",
+        error: BatonError | None = None,
+        stop_string: str | None = None,
+    ) -> None:
+        self.parts, self.finish, self.error, self.stop_string = parts, finish, error, stop_string
         self.accepted.clear()
 
     @contextlib.contextmanager
@@ -70,12 +76,12 @@ class ScriptedDispatcher(StubDispatcher):
         if script.error is not None:
             deltas.fail(script.error)
             return
-        deltas.add(Delta(0, "", TOKEN, script.finish, ()))
+        deltas.add(Delta(0, "", TOKEN, script.finish, (), script.stop_string))
         deltas.end()
 
 
 @contextlib.contextmanager
-def _serving(gateway: StubGateway) -> Iterator[str]:
+def serving(gateway: StubGateway) -> Iterator[str]:
     """The URL of its HTTP endpoint, which runs on a thread."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     started: list[str] = []
@@ -103,7 +109,7 @@ def scripted() -> Iterator[ScriptedGateway]:
     text = ModelText(DEMO)
     gateway = ScriptedGateway(text, {})
     gateway.plans = AnswerPlans(ScriptedFormats(), gateway.grammars.refusal)
-    with _serving(gateway) as url:
+    with serving(gateway) as url:
         gateway.url = f"{url}/v1"
         yield gateway
     gateway.grammars.close()

@@ -1,0 +1,193 @@
+"""Requests as Anthropic's clients send them. Messages are counted here and read by blocks.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, PlainValidator, ValidationInfo
+from pydantic.json_schema import WithJsonSchema
+
+from cluster.grammar.spec import GrammarSpec
+from router.frontends.http.anthropic.blocks import (
+    MessageParam,
+    TextBlock,
+    messages_size,
+    read_messages,
+)
+from router.frontends.http.anthropic.tools import (
+    ToolChoiceParam,
+    Tools,
+    check_choice,
+    read_tools,
+)
+from router.frontends.http.grammar_fields import schema_grammar
+from router.frontends.http.requests import (
+    CLOSED,
+    MODEL_DESCRIPTION,
+    AskedPriority,
+    CacheSalt,
+    Ignored,
+    ModelName,
+)
+from router.request.fields import OnlyNeutral, RequestModel, Within, late, limits_of, unsupported, wrong
+from router.request.grammars import AskedGrammar
+from router.request.limits import FieldLimits
+from router.request.options import Flag, GenerationOptions, StopStrings
+from router.request.tools import tools_size
+from router.text.conversation import Conversation, ToolChoice
+
+_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "tool": "auto", "none": "none"}
+MAX_TOKENS = 2**31  # that a request may ask for: more than any context
+_EFFORTS = {"max": "xhigh"}  # the names of chat templates, where they differ
+# The variables by which chat templates turn reasoning on and off; a template that uses none ignores them
+_THINKING_KWARGS = ("enable_thinking", "thinking")
+
+
+def _messages(value: object, info: ValidationInfo) -> list[Any]:
+    """Counted only: those of a long conversation are read on a thread."""
+    if not isinstance(value, list) or not value:
+        raise wrong("must be a non-empty list")
+    limits_of(info).check_messages(len(value))
+    return value
+
+
+def _system(value: object) -> Any:
+    if not isinstance(value, str | list | None):
+        raise wrong("must be text or a list of text blocks")
+    return value
+
+
+def _format(value: object) -> GrammarSpec | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "json_schema":
+        raise unsupported("its type must be json_schema")
+    return schema_grammar({name: one for name, one in value.items() if name != "type"}, "")
+
+
+_Format: TypeAlias = Annotated[
+    GrammarSpec | None,
+    PlainValidator(_format),
+    WithJsonSchema(
+        {
+            "type": ["object", "null"],
+            "properties": {"type": {"enum": ["json_schema"]}, "schema": {"type": "object"}},
+            "required": ["type", "schema"],
+        }
+    ),
+]
+
+
+class ThinkingParam(RequestModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, late(minimum=1)] | None = Field(
+        None, description="accepted, changes nothing"
+    )
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted: thinking blocks are empty"
+    )
+
+
+class OutputConfig(RequestModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="for chat templates that use a reasoning effort"
+    )
+    format: _Format = None
+
+
+class ConversationFields(RequestModel):
+    """The fields of both endpoints."""
+
+    model: ModelName = Field("", description=MODEL_DESCRIPTION)
+    messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[MessageParam], late(minItems=1)])]
+    system: Annotated[Any, PlainValidator(_system, str | list[TextBlock] | None)] = None
+    tools: Tools = Field([], description="with an input_schema each")
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingParam | None = Field(
+        None, description="sets enable_thinking and thinking of the chat template; adaptive: its default"
+    )
+    output_config: OutputConfig | None = None
+
+    cache_control: Ignored = None
+    context_management: Ignored = None
+    user_profile_id: Ignored = None
+    mcp_servers: Annotated[Any, OnlyNeutral([])] = None
+    container: Annotated[Any, OnlyNeutral()] = None
+
+    @property
+    def size(self) -> int:
+        """Rendering cost, in characters; counting stops at the limit."""
+        return messages_size(self.messages, self.system) + tools_size(self.tools)
+
+    def conversation(self, limits: FieldLimits) -> Conversation:
+        """Raises InvalidRequestError or UnsupportedFieldError naming a place."""
+        tools, choice = read_tools(self.tools, limits), self.tool_choice
+        messages = read_messages(self.messages, self.system, limits)
+        continues = messages[-1]["role"] == "assistant"
+        effort = self.output_config.effort if self.output_config is not None else None
+        return Conversation(
+            messages,
+            tools,
+            "auto" if choice is None else _CHOICES[choice.type],
+            check_choice(choice, tools),
+            parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+            template_kwargs=self._template_kwargs(),
+            reasoning_effort=None if effort is None else _EFFORTS.get(effort, effort),
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+
+    def _template_kwargs(self) -> dict[str, bool]:
+        if self.thinking is None or self.thinking.type == "adaptive":
+            return {}
+        return dict.fromkeys(_THINKING_KWARGS, self.thinking.type == "enabled")
+
+
+class MessagesRequest(ConversationFields, GenerationOptions):
+    model_config = CLOSED
+    objects: ClassVar[frozenset[str]] = frozenset({"tool_choice", "thinking", "output_config"})
+
+    max_tokens: Annotated[int, Within(1, MAX_TOKENS)] = Field(
+        description="an answer also ends where the context is full"
+    )
+    stop: StopStrings | None = Field(None, alias="stop_sequences")
+    stream: Flag = None
+    priority: AskedPriority = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
+    cache_salt: CacheSalt = Field(
+        None, description="cached prefixes are shared only among the tenant's requests with the same salt"
+    )
+
+    n: Annotated[Any, OnlyNeutral(1)] = None
+    logprobs: Annotated[Any, OnlyNeutral(False)] = None
+    include_stop_text: Annotated[Any, OnlyNeutral(False)] = None
+
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    diagnostics: Ignored = None
+    inference_geo: Ignored = None
+    speed: Ignored = None
+
+    @property
+    def asked_grammar(self) -> AskedGrammar | None:
+        asked = self.output_config.format if self.output_config is not None else None
+        return None if asked is None else AskedGrammar("output_config.format", asked)
+
+    @property
+    def alternatives(self) -> int | None:
+        return None
+
+    def filling_context(self) -> MessagesRequest:
+        """The request for an answer of as many tokens as the context leaves."""
+        return self.model_copy(update={"max_tokens": None})
+
+    @property
+    def omits_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+
+class CountTokensRequest(ConversationFields):
+    model_config = CLOSED
+    objects: ClassVar[frozenset[str]] = MessagesRequest.objects
+
+    diagnostics: Ignored = None
+    speed: Ignored = None

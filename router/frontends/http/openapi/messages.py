@@ -1,0 +1,93 @@
+"""Schemas of Anthropic's messages, of their streams' events and errors, and of token counts."""
+
+from __future__ import annotations
+
+from router.frontends.http.anthropic.errors import ERROR_TYPES
+from router.frontends.http.openapi.schema import (
+    NULL,
+    Schema,
+    array,
+    either,
+    one_of,
+    optional,
+    record,
+    ref,
+    text,
+)
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_REASONS = ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+_TOKENS: dict[str, Schema] = dict.fromkeys(
+    ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), _COUNT
+)
+
+
+def message_schemas() -> dict[str, Schema]:
+    return {
+        "MessageError": record({**_error(), "type": one_of(["error"])}),
+        "MessageBlock": _block(),
+        "MessagesAnswer": _message(),
+        "MessagesAnswerEvent": _event(),
+        "MessageTokens": record({"input_tokens": _COUNT}),
+        "Tokens": record(
+            {
+                "count": _COUNT,
+                "max_model_len": _COUNT,
+                "tokens": array(_COUNT),
+                "token_strs": either(array(text()), NULL),
+            }
+        ),
+        "Text": record({"prompt": text()}),
+    }
+
+
+def _error() -> dict[str, Schema]:
+    return {
+        "error": record({"type": one_of(ERROR_TYPES), "message": text(minLength=1)}),
+        "request_id": text(),
+    }
+
+
+def _block() -> Schema:
+    return either(
+        record({"type": one_of(["text"]), "text": text()}),
+        record({"type": one_of(["thinking"]), "thinking": text(), "signature": text()}),
+        record({"type": one_of(["tool_use"]), "id": text(), "name": text(), "input": {"type": "object"}}),
+    )
+
+
+def _ending() -> dict[str, Schema]:
+    return {"stop_reason": one_of([*_REASONS, None]), "stop_sequence": optional(text())}
+
+
+def _message() -> Schema:
+    properties = {
+        "id": text(),
+        "type": one_of(["message"]),
+        "role": one_of(["assistant"]),
+        "model": text(),
+        "content": array(ref("MessageBlock")),
+        **_ending(),
+        "usage": record({**_TOKENS, "service_tier": one_of(["standard"])}),
+    }
+    return record({**properties, "baton": ref("Baton")}, list(properties))
+
+
+def _event() -> Schema:
+    delta = either(
+        record({"type": one_of(["text_delta"]), "text": text()}),
+        record({"type": one_of(["thinking_delta"]), "thinking": text()}),
+        record({"type": one_of(["signature_delta"]), "signature": text()}),
+        record({"type": one_of(["input_json_delta"]), "partial_json": text()}),
+    )
+    fields: dict[str, dict[str, Schema]] = {
+        "message_start": {"message": ref("MessagesAnswer")},
+        "ping": {},
+        "content_block_start": {"index": _COUNT, "content_block": ref("MessageBlock")},
+        "content_block_delta": {"index": _COUNT, "delta": delta},
+        "content_block_stop": {"index": _COUNT},
+        "message_delta": {"delta": record(_ending()), "usage": record(_TOKENS), "baton": ref("Baton")},
+        "message_stop": {},
+        "error": _error(),
+    }
+    return either(*(record({"type": one_of([kind]), **more}) for kind, more in fields.items()))

@@ -1,0 +1,106 @@
+"""The unmodified `anthropic` package reads answers with thinking, text and calls, whole and streamed, and failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.errors import EngineRequestError, OverloadedError, UnavailableError
+from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from tests.router.frontends.http.anthropic.record import WEATHER
+
+anthropic = pytest.importorskip("anthropic")
+CALL: list[Part] = [
+    ReasoningText("They ask "),
+    ReasoningText("for Bern."),
+    ContentText("I look "),
+    ContentText("it up."),
+    CallBegin(0, "call_1", "get_weather"),
+    CallArguments(0, '{"city":'),
+    CallArguments(0, '"Bern"}'),
+]
+ASK: Any = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "Bern?"}]}
+
+
+@pytest.fixture(scope="module")
+def client(scripted):
+    with anthropic.Anthropic(base_url=scripted.url.removesuffix("/v1"), api_key="-", max_retries=0) as made:
+        yield made
+
+
+def test_a_whole_answer_with_a_call_and_the_next_turn(scripted, client):
+    scripted.script(CALL, "tool_calls")
+    answer = client.messages.create(**ASK, tools=[WEATHER])
+    thinking, text, call = answer.content
+    assert (thinking.thinking, text.text) == ("They ask for Bern.", "I look it up.")
+    assert (call.type, call.id, call.name, call.input) == (
+        "tool_use",
+        "call_1",
+        "get_weather",
+        {"city": "Bern"},
+    )
+    assert answer.stop_reason == "tool_use" and answer.id.startswith("msg_")
+    usage = answer.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (3, 4, 9)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
+    turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    client.messages.create(**{**ASK, "messages": [*ASK["messages"], *turns]}, tools=[WEATHER])
+    prompt = scripted.text.tokenizer.decode(scripted.accepted[1].prompt_tokens)
+    assert "12 degrees" in prompt and "I look it up." in prompt
+
+
+def test_a_streamed_answer_is_the_whole_one(scripted, client):
+    scripted.script(CALL, "tool_calls")
+    whole = client.messages.create(**ASK, tools=[WEATHER])
+    with client.messages.stream(**ASK, tools=[WEATHER]) as stream:
+        events, streamed = list(stream), stream.get_final_message()
+    assert [one.to_dict() for one in streamed.content] == [one.to_dict() for one in whole.content]
+    assert streamed.stop_reason == "tool_use"
+    assert streamed.usage.input_tokens == 3 and streamed.usage.cache_read_input_tokens == 4
+    assert events[-1].type == "message_stop"
+
+
+def test_reasons_of_the_end(scripted, client):
+    for finish, stop_string, reason in (
+        ("stop", None, "end_turn"),
+        ("stop", "END", "stop_sequence"),
+        ("length", None, "max_tokens"),
+        ("tool_calls", None, "tool_use"),
+    ):
+        scripted.script([ContentText("a")], finish, stop_string=stop_string)
+        answer = client.messages.create(**ASK)
+        assert (answer.stop_reason, answer.stop_sequence) == (reason, stop_string)
+        with client.messages.stream(**ASK) as stream:
+            streamed = stream.get_final_message()
+        assert (streamed.stop_reason, streamed.stop_sequence) == (reason, stop_string)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_have_their_classes(stream, scripted, client):
+    for error, status, kind in (
+        (OverloadedError("full", retry_after_seconds=1.5), 429, "rate_limit_error"),
+        (UnavailableError("no worker"), 529, "overloaded_error"),
+        (EngineRequestError("the engine failed"), 500, "api_error"),
+    ):
+        scripted.script([], error=error)
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            client.messages.create(**ASK, stream=stream)
+        assert caught.value.status_code == status
+        assert caught.value.body["error"] == {"type": kind, "message": error.message}
+        assert caught.value.body["request_id"] == caught.value.request_id
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ASK, "model": "other"})
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(**ASK, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+
+
+def test_an_error_within_a_stream(scripted, client):
+    scripted.script(CALL[:4], error=EngineRequestError("the engine failed"))
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        list(client.messages.create(**ASK, stream=True))
+    assert caught.value.body["error"] == {"type": "api_error", "message": "the engine failed"}
+
+
+def test_count_tokens(scripted, client):
+    assert client.messages.count_tokens(model="tiny", messages=ASK["messages"]).input_tokens > 1

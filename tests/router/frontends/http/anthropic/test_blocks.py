@@ -1,0 +1,142 @@
+"""Anthropic's messages become those of a chat; errors name the place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from router.frontends.http.anthropic.blocks import messages_size, read_messages
+from router.text.tokenizer import INLINE_CHAT_CHARACTERS
+
+LIMITS: Any = SimpleNamespace()
+CACHE = {"cache_control": {"type": "ephemeral"}}
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **more}
+
+
+def use(call: str, name: str = "ls", **values: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call, "name": name, "input": values}
+
+
+def result(call: str, *content: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "tool_result",
+        "tool_use_id": call,
+        **({"content": content[0]} if content else {}),
+        **more,
+    }
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+def test_a_whole_conversation():
+    given = [
+        user(text("<reminder>"), text("list files", **CACHE)),
+        assistant(
+            {"type": "thinking", "thinking": "I need ls.", "signature": "baton"},
+            {"type": "redacted_thinking", "data": "x"},
+            text("I look."),
+            use("a", path="."),
+            use("b", "pwd"),
+        ),
+        user(result("a", [text("x.py"), text("y.py")]), result("b", is_error=True), text("go on")),
+        {"role": "user", "content": "now"},
+    ]
+    assert read_messages(given, [text("You are."), text("Be brief.", **CACHE)], LIMITS) == [
+        {"role": "system", "content": "You are.\nBe brief."},
+        {"role": "user", "content": "<reminder>\nlist files"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "I need ls.",
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "ls", "arguments": {"path": "."}}},
+                {"id": "b", "type": "function", "function": {"name": "pwd", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "name": "ls", "content": "x.py\ny.py"},
+        {"role": "tool", "tool_call_id": "b", "name": "pwd", "content": ""},
+        {"role": "user", "content": "go on\nnow"},
+    ]
+
+
+def test_system_as_text_and_as_message():
+    given = [{"role": "user", "content": "hi"}, {"role": "system", "content": "later"}]
+    assert [one["role"] for one in read_messages(given, "first", LIMITS)] == ["system", "user", "system"]
+    assert [one["role"] for one in read_messages(given[:1], [], LIMITS)] == ["user"]
+
+
+def test_empty_contents():
+    contents: list[Any] = ["", []]
+    for content in contents:
+        assert read_messages([{"role": "user", "content": content}], None, LIMITS) == [
+            {"role": "user", "content": ""}
+        ]
+        assert read_messages([{"role": "assistant", "content": content}], "", LIMITS)
+        assert read_messages([{"role": "system", "content": content}], [], LIMITS)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+REFUSED: list[tuple[list[Any], Any, str, type[Exception]]] = [
+    ([user(text("a"), IMAGE)], None, "messages.0.content.1.type", UnsupportedFieldError),
+    ([user({"type": "document"})], None, "messages.0.content.0.type", UnsupportedFieldError),
+    ([user(use("a"))], None, "messages.0.content.0.type", UnsupportedFieldError),
+    ([assistant(result("a"))], None, "messages.0.content.0.type", UnsupportedFieldError),
+    ([assistant({"type": "server_tool_use"})], None, "messages.0.content.0.type", UnsupportedFieldError),
+    ([user({"type": "text", "text": 1})], None, "messages.0.content.0.text", InvalidRequestError),
+    ([user({"type": "text"})], None, "messages.0.content.0.text", InvalidRequestError),
+    ([user({"text": "a"})], None, "messages.0.content.0.type", InvalidRequestError),
+    ([user("a")], None, "messages.0.content.0", InvalidRequestError),
+    ([{"role": "user", "content": 1}], None, "messages.0.content", InvalidRequestError),
+    ([{"role": "tool", "content": ""}], None, "messages.0.role", InvalidRequestError),
+    ([1], None, "messages.0", InvalidRequestError),
+    ([user(result("a"))], None, "messages.0.content.0.tool_use_id", InvalidRequestError),
+    ([assistant(use("a"))], None, "messages.0.content.0", InvalidRequestError),
+    ([assistant(use("a"), use("a"))], None, "messages.0.content.1.id", InvalidRequestError),
+    ([assistant({**use("a"), "input": "{}"})], None, "messages.0.content.0.input", InvalidRequestError),
+    ([assistant(use("x" * 257))], None, "messages.0.content.0.id", InvalidRequestError),
+    (
+        [assistant(use("a")), user(result("a", [text("b"), IMAGE]))],
+        None,
+        "messages.1.content.0.content.1.type",
+        UnsupportedFieldError,
+    ),
+    ([user(text("a"))], [IMAGE], "system.0.type", UnsupportedFieldError),
+    ([user(text("a"))], [{"type": "text"}], "system.0.text", InvalidRequestError),
+]
+
+
+@pytest.mark.parametrize(("messages", "system", "field", "kind"), REFUSED)
+def test_refusals_name_the_place(messages, system, field, kind):
+    with pytest.raises(kind) as refusal:
+        read_messages(messages, system, LIMITS)
+    assert refusal.value.field == field
+    assert field in refusal.value.message
+
+
+def test_large_conversations_are_known_before_they_are_read():
+    large = "x" * INLINE_CHAT_CHARACTERS
+    small = messages_size([user(text("a")), {"role": "user", "content": "b"}], "c")
+    assert small < INLINE_CHAT_CHARACTERS
+    for messages, system in (
+        ([user(text(large))], None),
+        ([assistant({"type": "thinking", "thinking": large})], None),
+        ([user(result("a", large))], None),
+        ([user(result("a", [text(large)]))], None),
+        ([assistant(use("a", path=large))], None),
+        ([assistant(use("a", edits=[{"old": large}]))], None),
+        ([user(text("a"))], large),
+        ([user(text("a"))], [text(large)]),
+    ):
+        assert messages_size(messages, system) > INLINE_CHAT_CHARACTERS

@@ -1,0 +1,90 @@
+"""`/tokenize` and `/detokenize` in vLLM's shapes; they take places and count in quotas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.router.frontends.http.responses.conftest import scripted
+
+__all__ = ["scripted"]
+CHAT: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def client(scripted):
+    with httpx.Client(base_url=scripted.url.removesuffix("/v1"), timeout=60) as made:
+        yield made
+
+
+def test_a_text_there_and_back(scripted, client):
+    made = client.post("/tokenize", json={"model": "tiny", "prompt": "Once upon a time"}).json()
+    assert made["tokens"] == scripted.text.tokenizer.encode("Once upon a time").ids
+    assert made["count"] == len(made["tokens"]) and made["token_strs"] is None
+    assert made["max_model_len"] == scripted.validator.limits.max_model_len
+    plain = client.post(
+        "/tokenize",
+        json={"prompt": "Once upon a time", "add_special_tokens": False, "return_token_strs": True},
+    ).json()
+    assert len(plain["token_strs"]) == plain["count"]
+    back = client.post("/detokenize", json={"tokens": plain["tokens"]})
+    assert back.json() == {"prompt": "Once upon a time"}
+
+
+def test_a_chat_has_the_tokens_of_its_prompt(scripted, client):
+    scripted.script([])
+    made = client.post("/tokenize", json={"messages": CHAT}).json()
+    client.post("/v1/chat/completions", json={"messages": CHAT})
+    assert made["tokens"] == scripted.accepted[0].prompt_tokens
+    shorter = client.post("/tokenize", json={"messages": CHAT, "add_generation_prompt": False}).json()
+    assert shorter["count"] < made["count"]
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": 1}, "prompt"),
+    ("/tokenize", {"prompt": "word " * 100_000}, "prompt"),
+    ("/tokenize", {"prompt": "a", "x": 1}, "x"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": "a"}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [10**9]}, "tokens"),
+    ("/detokenize", {"tokens": [True]}, "tokens"),
+    ("/detokenize", {"tokens": [0] * 100_000}, "tokens"),
+]
+
+
+def test_refusals_name_their_fields(client):
+    for path, body, field in REFUSED:
+        answer = client.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), (path, answer.text)
+    assert client.post("/tokenize", json={"prompt": "a", "model": "other"}).status_code == 404
+
+
+def test_a_clients_request_id_is_checked_and_shown(client):
+    for name, status in (("mine", 200), ("x" * 257, 400)):
+        answer = client.post("/detokenize", json={"tokens": [5]}, headers={"x-request-id": name})
+        assert answer.status_code == status
+    assert (
+        client.post("/tokenize", json={"prompt": "a"}, headers={"x-request-id": "m"}).headers["x-request-id"]
+        == "m"
+    )
+
+
+def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
+    seen = []
+    counted = type(scripted).counted
+
+    def counting(self, caller):
+        seen.append(self.admission.in_flight)
+        return counted(self, caller)
+
+    monkeypatch.setattr(type(scripted), "counted", counting)
+    client.post("/tokenize", json={"prompt": "a"})
+    client.post("/detokenize", json={"tokens": [5]})
+    client.post("/v1/messages/count_tokens", json={"messages": CHAT})
+    assert seen == [1, 1, 1] and scripted.admission.in_flight == 0

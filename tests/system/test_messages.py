@@ -1,0 +1,78 @@
+"""The unmodified `anthropic` package's Messages on a whole cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.conftest import run_cluster
+from tests.router.frontends.http.anthropic.record import WEATHER
+
+anthropic = pytest.importorskip("anthropic")
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
+HAS_PARSERS = importlib.util.find_spec("router.text.parsers") is not None
+TOOLS = ("--tool-parser", "hermes") if HAS_PARSERS else ()
+ASK: Any = {
+    "model": "",
+    "max_tokens": 24,
+    "messages": [{"role": "user", "content": "Once upon a time"}],
+    "extra_body": {"temperature": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with (
+        run_cluster(tmp_path_factory.mktemp("messages"), MODEL, *FLAGS, *TOOLS) as cluster,
+        anthropic.Anthropic(base_url=cluster.http, api_key="-", max_retries=0, timeout=60) as made,
+    ):
+        yield made
+
+
+@pytest.mark.system
+def test_create_and_stream_answer_alike(client: Any) -> None:
+    whole = client.messages.create(**ASK, system="Tell a story")
+    (block,) = whole.content
+    assert whole.stop_reason in ("max_tokens", "end_turn") and block.text
+    counted = client.messages.count_tokens(model="", messages=ASK["messages"], system="Tell a story")
+    usage = whole.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    with client.messages.stream(**ASK, system="Tell a story") as stream:
+        texts, last = list(stream.text_stream), stream.get_final_message()
+    assert "".join(texts) == block.text and last.stop_reason == whole.stop_reason
+    assert last.usage.output_tokens == usage.output_tokens
+    # The text from its middle on is a stop sequence
+    found = block.text[len(block.text) // 2 :][:3]
+    stopped = client.messages.create(**ASK, system="Tell a story", stop_sequences=[found, "never written"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", found)
+
+
+@pytest.mark.system
+@pytest.mark.skipif(not HAS_PARSERS, reason="calls have no parser")
+def test_a_round_trip_with_a_tool(client: Any) -> None:
+    ask = {**ASK, "max_tokens": 200, "tools": [{**WEATHER, "strict": True}]}
+    answer = client.messages.create(**ask, tool_choice={"type": "any"})
+    calls = [block for block in answer.content if block.type == "tool_use"]
+    assert answer.stop_reason == "tool_use" and calls
+    for call in calls:
+        assert call.name == "get_weather" and isinstance(call.input["city"], str)
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"} for call in calls]
+    messages = [*ASK["messages"], {"role": "assistant", "content": answer.content}]
+    messages.append({"role": "user", "content": results})
+    after = client.messages.create(**{**ask, "messages": messages, "tool_choice": {"type": "none"}})
+    assert after.stop_reason in ("end_turn", "max_tokens")
+    assert after.usage.input_tokens + after.usage.cache_read_input_tokens > answer.usage.input_tokens
+
+
+@pytest.mark.system
+def test_errors_have_their_classes(client: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ASK, "model": "other"})
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**ASK, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    assert "tools.0.type" in caught.value.message and caught.value.request_id
