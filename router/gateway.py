@@ -71,6 +71,10 @@ class RequestGateway:
         scope = self._prefix_scope(tenant, cache_salt)
         return await self._in_time(self.text.encode(given, special=special, tenant=tenant, scope=scope))
 
+    async def decode(self, ids: Sequence[int], *, tenant: str = "") -> str:
+        """The text of a prompt given as tokens, which have been checked."""
+        return await self._in_time(self.text.decode(ids, tenant=tenant))
+
     async def render(
         self,
         read: Callable[[], Sequence[Mapping[str, str]]],

@@ -25,6 +25,8 @@ class Completion:
     sampling: common_pb2.SamplingParams
     grammar: common_pb2.Grammar | None = None
     n: int = 1
+    # No token is generated for the client: workers draw one, which ends the attempt at the prompt's worker
+    prompt_only: bool = False
     stop: tuple[str, ...] = ()
     include_stop_text: bool = False
     priority: int = 0

@@ -187,6 +187,16 @@ class ModelText:
         pool = self._pool_for(found.missing_characters)
         return await pool.run(tenant, pieces.complete, found, special)
 
+    async def decode(self, ids: Sequence[int], *, tenant: str = "") -> str:
+        """The text of a prompt's tokens, special ones included."""
+        if 4 * len(ids) <= INLINE_CHARACTERS:
+            return self._decode(ids)
+        return await self._pool_for(4 * len(ids)).run(tenant, self._decode, ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
     def _pool_for(self, characters: int) -> FairThreads:
         return self._pool if characters <= LONG_CHARACTERS else self._long
 

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
 from router.frontends.http.body import discard_body, read_json
+from router.frontends.http.echo import Echo
 from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
 from router.frontends.http.exchange import Exchange
@@ -57,6 +58,7 @@ class ParsedRequest:
     usage: StreamOptions
     token_ids: bool
     arrival: Arrival
+    echo: Echo | None = None
 
     @property
     def first_choices(self) -> list[int]:
@@ -172,7 +174,20 @@ class Generate:
                 if prompts:
                     await self._start_turn(request)
                 prompts.append(await encode(one) if isinstance(one, str) else one)
-            return self._parsed(caller, options, prompts, envelope, arrival)
+            parsed = self._parsed(caller, options, prompts, envelope, arrival)
+            return (
+                replace(parsed, echo=await self._echo(caller, options, parsed)) if options.echoes else parsed
+            )
+
+    async def _echo(self, caller: Caller, options: CompletionRequest, parsed: ParsedRequest) -> Echo:
+        """Prompts that are whole texts are shown as they came."""
+        texts = [
+            given
+            if isinstance(given, str) and not options.truncates
+            else await self._gateway.decode(one.prompt_tokens, tenant=caller.tenant)
+            for given, one in zip(options.prompt, parsed.completions, strict=True)
+        ]
+        return Echo(parsed.completions, texts)
 
     def _parsed(
         self,
@@ -211,7 +226,7 @@ async def _whole(
     answers = [Answer(shape, index) for index in range(sum(one.choices for one in dispatchers))]
 
     def add(deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
+        for delta in parsed.echo.of(deltas) if parsed.echo is not None else deltas:
             answers[delta.choice].add(delta)
 
     await AnswerQueue(request, add, len(dispatchers), turn, streamed=False).pass_all(dispatchers, next_turn)
@@ -239,7 +254,7 @@ async def _stream(
         if not request.begun:
             shown_id = (b"x-request-id", _shown_id(request, parsed).encode("latin-1"))
             request.begin((shown_id, *_STREAM_HEADERS))
-        if frames := events.of(deltas):
+        if frames := events.of(parsed.echo.of(deltas) if parsed.echo is not None else deltas):
             request.write(frames)
 
     try:

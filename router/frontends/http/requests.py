@@ -238,9 +238,17 @@ _Prompts: TypeAlias = Annotated[list[str | _Tokens], late(minItems=1, maxItems="
 
 class CompletionRequest(HttpRequest):
     reasoning_effort: Annotated[Any, OnlyNeutral()] = None
+    max_tokens: Annotated[int, late(minimum=0, maximum="room")] | None = Field(
+        None, description="0, with echo only: the prompt is computed, and no token is generated"
+    )
+    echo: Flag = Field(None, description="the prompt's text before the answer's; not with logprobs")
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
         description="text, token ids, or several of either"
     )
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def token_limit(self) -> int | None:
