@@ -147,8 +147,8 @@ class RequestDispatcher:
         if not self.stats.attempts and not self._resumed:
             return None
         held = len(self._completion.resume_tokens)
-        output = held + sum(choice.new_tokens for choice in self._choices)
-        return Use(len(self._completion.prompt_tokens), output, finished=self.complete)
+        new = 0 if self._completion.prompt_only else sum(choice.new_tokens for choice in self._choices)
+        return Use(len(self._completion.prompt_tokens), held + new, finished=self.complete)
 
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""

@@ -21,7 +21,7 @@ async def quota_lease(
     """
     c = completion
     prompt, held = len(c.prompt_tokens), len(c.resume_tokens)
-    new = min(max(0, c.sampling.max_tokens - held), EXPECTED_OUTPUT_TOKENS)
+    new = 0 if c.prompt_only else min(max(0, c.sampling.max_tokens - held), EXPECTED_OUTPUT_TOKENS)
     request = ChargedRequest(
         name.hex(),
         again=resumed,  # proven by the ticket only: a client can forge name, prompt and reconnect count

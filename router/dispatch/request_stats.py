@@ -69,7 +69,7 @@ class RequestStats:
         p, d = self.prefill, self.decode
         usage = inference_pb2.Usage(
             prompt_tokens=len(completion.prompt_tokens),
-            completion_tokens=sum(len(choice.output) for choice in choices),
+            completion_tokens=0 if completion.prompt_only else sum(len(choice.output) for choice in choices),
             reasoning_tokens=sum(choice.reasoning_tokens for choice in choices),
             cached_tokens=min(self.first_cached or 0, len(completion.prompt_tokens)),
         )

@@ -41,6 +41,8 @@ class Completion:
     grammar: common_pb2.Grammar | None = None
     adapter: str = ""  # digest of the adapter that `model` names; "": the base model
     n: int = 1
+    # No token is generated for the client: workers draw one, which ends the attempt at the prompt's worker
+    prompt_only: bool = False
     stop: tuple[str, ...] = ()
     include_stop_text: bool = False
     priority: int = 0

@@ -89,6 +89,11 @@ class GenerationOptions(RequestModel):
         return None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the prompt precedes the answer of every choice."""
+        return False
+
+    @property
     def token_limit(self) -> int | None:
         """The longest answer; None = what the context leaves."""
         return self.max_tokens

@@ -79,6 +79,9 @@ class Validator:
                 f"{len(resumed)} tokens leave none of max_tokens = {sampling.max_tokens} to generate",
                 f"< max_tokens = {sampling.max_tokens}",
             )
+        prompt_only = not sampling.max_tokens
+        if prompt_only:
+            sampling = _for_prompt_only(sampling)
         longest = self._config.request_seconds
         plan = plan or AnswerPlan(grammar=options.asked_grammar)
         grammar = plan.grammar
@@ -96,10 +99,11 @@ class Validator:
             adapter=adapter,
             prompt_tokens=tokens,
             sampling=sampling,
-            grammar=None if grammar is None else grammar.spec.to_wire(),
+            grammar=None if grammar is None or prompt_only else grammar.spec.to_wire(),
             answer_format=plan.format,
             n=n,
-            stop=tuple(options.stop or ()),
+            prompt_only=prompt_only,
+            stop=() if prompt_only else tuple(options.stop or ()),
             include_stop_text=bool(options.include_stop_text),
             priority=options.priority or 0,
             cache_salt=envelope.cache_salt,
@@ -181,7 +185,9 @@ class Validator:
     def _sampling(self, options: GenerationOptions, prompt: int, choices: int) -> common_pb2.SamplingParams:
         """`choices`: of all the request's prompts."""
         alternatives = self._whole_number("logprobs", options.alternatives, 0, 0, self._config.max_logprobs)
-        max_tokens = self._max_tokens(options.token_limit, prompt, choices * (1 + alternatives))
+        if options.echoes and options.alternatives is not None:
+            raise UnsupportedFieldError("echo: not with logprobs", field="echo")
+        max_tokens = self._max_tokens(options, prompt, choices * (1 + alternatives))
         seed = secrets.randbits(63) if options.seed is None else options.seed
         self._tokens("logit_bias", options.logit_bias)
         return common_pb2.SamplingParams(
@@ -201,13 +207,14 @@ class Validator:
         value = getattr(options, name) if name in options.model_fields_set else None
         return getattr(self._defaults, name) if value is None else value
 
-    def _max_tokens(self, given: int | None, prompt: int, entries: int) -> int:
-        """`entries`: what one token of each choice adds to the answer."""
+    def _max_tokens(self, options: GenerationOptions, prompt: int, entries: int) -> int:
+        """`entries`: what one token of each choice adds to the answer. An echoed prompt is part of it."""
+        given, echoed = options.token_limit, prompt if options.echoes else 0
         room = self.limits.max_model_len - prompt
-        most = self._config.max_answer_entries // entries
+        most = max(0, self._config.max_answer_entries // entries - echoed)
         if given is None and most:
             return min(room, most)
-        wanted = self._whole_number("max_tokens", given, 1, 1, 2**31)
+        wanted = self._whole_number("max_tokens", given, 1, 0 if options.echoes else 1, 2**31)
         if wanted > room:
             raise ContextLengthError(
                 f"max_tokens: {prompt} prompt tokens + {wanted} new ones exceed the context of "
@@ -215,9 +222,10 @@ class Validator:
                 field="max_tokens",
                 limit=str(self.limits.max_model_len),
             )
-        if wanted > most:
-            limit = self._config.max_answer_entries
-            raise refuse("max_tokens", f"prompts x n x max_tokens x (1 + logprobs) exceeds {limit}", limit)
+        limit = self._config.max_answer_entries
+        if entries * (wanted + echoed) > limit:
+            tokens = "(prompt tokens + max_tokens)" if echoed else "max_tokens"
+            raise refuse("max_tokens", f"prompts x n x {tokens} x (1 + logprobs) exceeds {limit}", limit)
         return wanted
 
     @staticmethod
@@ -227,3 +235,9 @@ class Validator:
         if error := range_error(value, low, high):
             raise refuse(name, *error)
         return value
+
+
+def _for_prompt_only(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+    """One token, whose end is the limit: cluster/protocol/first_token.py then spares the decode worker. It is drawn
+    greedily, without what only tokens of an answer need."""
+    return common_pb2.SamplingParams(seed=sampling.seed, max_tokens=1, ignore_eos=True)

@@ -219,7 +219,7 @@ class ModelText:
         return await self._pool_for(len(text)).run(tenant, self._encode, given, special)
 
     async def decode(self, tokens: Sequence[int], *, tenant: str = "") -> str:
-        """The text of token ids, special tokens included."""
+        """The text of token ids, special ones included."""
 
         def decoded() -> str:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=False))

@@ -253,6 +253,19 @@ def test_harmless_fields_pass_and_the_request_id_comes_back(http):
     assert answer.json()["baton"]["transport"] == "nixl"
 
 
+def test_prompt_only_work_stays_at_the_prefill_worker(http):
+    body = {"prompt": "abcdef", "max_tokens": 0, "echo": True}
+    answer = http.post("/v1/completions", json=body)
+    (choice,), shown = answer.json()["choices"], answer.json()["baton"]
+    assert (choice["text"], choice["finish_reason"]) == ("abcdef", "length")
+    assert answer.json()["usage"]["completion_tokens"] == 0
+    assert shown["transport"] == "" and shown["kv_bytes_shipped"] == 0
+    assert shown["prefill_worker"] and shown["prefill_seconds"] > 0
+    longer = http.post("/v1/completions", json={**body, "max_tokens": 3, "temperature": 0}).json()
+    plain = http.post("/v1/completions", json={"prompt": "abcdef", "max_tokens": 3, "temperature": 0}).json()
+    assert longer["choices"][0]["text"] == "abcdef" + plain["choices"][0]["text"]
+
+
 BAD: list[tuple[str, dict, str]] = [
     ("completions", {"prompt": ""}, "prompt"),
     ("completions", {"prompt": []}, "prompt"),
@@ -270,7 +283,7 @@ BAD: list[tuple[str, dict, str]] = [
     ("completions", {"prompt": "abc", "stop": [""]}, "stop"),
     ("completions", {"prompt": "abc", "logit_bias": {"x": 1}}, "logit_bias"),
     ("completions", {"prompt": "abc", "logprobs": 500}, "logprobs"),
-    ("completions", {"prompt": "abc", "echo": True}, "echo"),
+    ("completions", {"prompt": "abc", "echo": True, "logprobs": 1}, "echo"),
     ("completions", {"prompt": "abc", "no_such_field": 1}, "no_such_field"),
     ("completions", {"prompt": "abc", "stream": "yes"}, "stream"),
     ("completions", {"prompt": "abc", "stream_options": {"include_all": True}}, "stream_options"),

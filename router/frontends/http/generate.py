@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.security.keys import Caller
+from router.frontends.http.echo import EchoForm
 from router.frontends.http.events import Events
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
@@ -28,6 +30,7 @@ from router.frontends.http.shapes import ChatShape, CompletionShape, Shape, Whol
 from router.observe.traces import Arrival
 from router.request.answer_plan import AnswerPlan
 from router.request.permissions import check_allowed
+from router.request.served_model import ServedModel
 from router.request.validator import Envelope
 
 
@@ -87,7 +90,22 @@ class Generate:
                 if prompts:
                     await self._serving.start_turn(request)
                 prompts.append(await encode(one) if isinstance(one, str) else one)
-            return self._parsed(CompletionShape, caller, options, prompts, envelope, arrival)
+            parsed = self._parsed(CompletionShape, caller, options, prompts, envelope, arrival)
+            if not options.echoes:
+                return parsed
+            texts = await self._echoed(model, caller, options, parsed)
+            return replace(parsed, form=EchoForm(parsed.form, parsed.completions, texts))
+
+    async def _echoed(
+        self, model: ServedModel, caller: Caller, options: CompletionRequest, parsed: ParsedRequest
+    ) -> list[str]:
+        """The prompts' texts. Those that are whole texts are shown as they came."""
+        return [
+            given
+            if isinstance(given, str) and not options.truncates
+            else await self._gateway.decode(one.prompt_tokens, model=model.name, tenant=caller.tenant)
+            for given, one in zip(options.prompt, parsed.completions, strict=True)
+        ]
 
     def _parsed(
         self,

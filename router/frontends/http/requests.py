@@ -256,9 +256,17 @@ class CompletionRequest(HttpRequest):
     tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
     parallel_tool_calls: Ignored = None
     reasoning_effort: Annotated[Any, OnlyNeutral()] = None
+    max_tokens: Annotated[int, late(minimum=0, maximum="room")] | None = Field(
+        None, description="0, with echo only: the prompt is computed, and no token is generated"
+    )
+    echo: Flag = Field(None, description="the prompt's text before the answer's; not with logprobs")
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
         description="text, token ids, or several of either"
     )
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def token_limit(self) -> int | None:

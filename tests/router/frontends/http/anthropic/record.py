@@ -52,7 +52,8 @@ TURN: Any = [
 
 
 def requests(client: anthropic.Anthropic) -> dict[str, Callable[[], Any]]:
-    create, ask = client.messages.create, {"model": MODEL, "max_tokens": 8, "messages": [USER]}
+    create = client.messages.create
+    ask: Any = {"model": MODEL, "max_tokens": 8, "messages": [USER]}
     return {
         "text": lambda: create(**ask),
         "stream": lambda: create(**ask, stream=True),

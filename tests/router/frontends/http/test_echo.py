@@ -1,0 +1,97 @@
+"""`echo`: prompts before their answers, and `max_tokens: 0`, which computes prompts only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.config.router import RouterConfig
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.protocol.first_token import ends_with_first_token
+from router.frontends.http.requests import CompletionRequest, read_request
+from router.request.validator import Envelope, Validator
+from tests.router.frontends.http.conftest import NAME, events_of
+from wire import common_pb2
+
+CONFIG = RouterConfig(model="m", secret="x" * 16, max_answer_entries=1000, max_choices=100)
+TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64, generation={}, most_bytes=None)
+
+
+def completion(**body):
+    validator = Validator(CONFIG, TEXT)
+    options = read_request(
+        CompletionRequest, {"prompt": [5, 6, 7, 8], "echo": True, **body}, validator.limits
+    )
+    return validator.completion([5, 6, 7, 8], options, Envelope("r"))
+
+
+def test_the_prompt_precedes_every_choice(client):
+    plain = client.completions.create(model=NAME, prompt=["ab", "cd"], n=2, max_tokens=3)
+    echoed = client.completions.create(model=NAME, prompt=["ab", "cd"], n=2, max_tokens=3, echo=True)
+    prompts = ["ab", "ab", "cd", "cd"]
+    assert [one.text for one in echoed.choices] == [
+        prompt + one.text for prompt, one in zip(prompts, plain.choices, strict=True)
+    ]
+    assert echoed.usage.completion_tokens == plain.usage.completion_tokens
+
+
+def test_a_prompt_of_tokens_is_echoed_as_text(client):
+    ids, more = [40, 41, 42], {"model": NAME, "max_tokens": 0, "echo": True}
+    whole = client.completions.create(prompt=ids, **more)
+    assert whole.choices[0].text
+    cut = client.completions.create(prompt=[39, *ids], extra_body={"truncate_prompt_tokens": 3}, **more)
+    assert cut.choices[0].text == whole.choices[0].text
+
+
+def test_without_tokens_the_prompt_is_the_answer(client):
+    answer = client.completions.create(model=NAME, prompt="abc", max_tokens=0, echo=True, stop="x", n=2)
+    assert [(one.text, one.finish_reason) for one in answer.choices] == [("abc", "length")] * 2
+    assert answer.usage.completion_tokens == 0 and answer.usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_a_stream_begins_with_the_prompt(router, max_tokens):
+    body = {
+        "prompt": "abc",
+        "max_tokens": max_tokens,
+        "echo": True,
+        "stream_options": {"include_usage": True},
+    }
+    *chunks, last = events_of(f"{router.http}/v1/completions", {**body, "stream": True})
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    whole = httpx.post(
+        f"{router.http}/v1/completions", json={"seed": 1, **body, "stream_options": None}
+    ).json()
+    assert texts[0] == "abc" and "".join(texts) == whole["choices"][0]["text"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert last["usage"]["completion_tokens"] == max_tokens
+
+
+def test_prompt_only_work_needs_no_decode_worker():
+    made = completion(max_tokens=0, stop_token_ids=[3], temperature=0.7, stop="x", guided_regex=None)
+    assert made.prompt_only and made.stop == ()
+    assert made.sampling.ignore_eos and not made.sampling.stop_token_ids
+    assert ends_with_first_token(common_pb2.GenerateSpec(sampling=made.sampling))
+    assert not completion(max_tokens=1).prompt_only
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "field"),
+    [
+        ({"max_tokens": 0, "echo": False}, InvalidRequestError, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1}, InvalidRequestError, "min_tokens"),
+        ({"max_tokens": 1, "logprobs": 0}, UnsupportedFieldError, "echo"),
+        ({"max_tokens": 7, "n": 100}, InvalidRequestError, "max_tokens"),
+    ],
+)
+def test_what_is_refused(body, error, field):
+    with pytest.raises(error) as raised:
+        completion(**body)
+    assert raised.value.field == field
+
+
+def test_an_echoed_prompt_counts_among_the_answers_entries():
+    assert completion(max_tokens=6, n=100).n == 100
