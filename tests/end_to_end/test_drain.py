@@ -130,6 +130,7 @@ def assert_all_exact(model: Path, streams: list[AsyncStream]) -> None:
         assert_exact(model, prompt, stream.completion().token_ids, LONG)
 
 
+@pytest.mark.long
 async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(running: UnderOrders) -> None:
     async with stopped_midway(running) as (leaving, streams):
         os.kill(leaving.pid, signal.SIGTERM)

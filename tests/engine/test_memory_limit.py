@@ -21,7 +21,6 @@ MIB = 1 << 20
 LIMIT = 1536 * MIB
 HANDOFF = 64 * MIB
 SHARE = 0.9
-LONG = pytest.mark.long
 # Checkpoints of 70, 10, 130 and 410 MB.
 SHAPES = {
     # 256 rows of its logits are 32 MiB: large enough to show in the peak if the memory rule left them out.
@@ -57,9 +56,8 @@ def check(found: dict[str, Any]) -> None:
     assert found["pool"] + found["weights"] + found["handoff"] < SHARE * LIMIT
 
 
-@pytest.mark.parametrize(
-    "size", [*(pytest.param(one, marks=LONG) for one in ("vocabulary", "small", "middle")), "large"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("size", SHAPES)
 def test_a_container_is_filled_and_not_exceeded(size: str, models: dict[str, Path]) -> None:
     """The kernel kills a process that takes more, where a limit can be made here."""
     with limited(LIMIT) as before:

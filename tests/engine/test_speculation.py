@@ -102,7 +102,8 @@ def test_streams_are_the_same_where_blocks_are_short(seed):
     assert engine.stats().draft_tokens_accepted > 0 < engine.stats().preemptions
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_real_models_tokens_are_those_without_drafts(checkpoint, dtype):
     """Greedy and sampled, with penalties, choices and logprobs. The proposer has seen the answers, and errs at each fifth
     token."""

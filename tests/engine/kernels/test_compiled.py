@@ -231,6 +231,7 @@ def check_codes(capability: int, code: str, group: int, rows: tuple[int, ...]) -
                 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "group"), [(FP8, 0), (NIBBLES, 128)])
 def test_products_with_codes_compile(code, group):
     check_codes(90, code, group, (16,))
@@ -259,8 +260,8 @@ def test_int8_products_compile():
 @pytest.mark.parametrize(
     ("capability", "kind", "dim", "group", "cap", "sinks", "int8"),
     [
-        (90, "bf16", 128, 4, 0.0, False, False),
-        (80, "fp32", 64, 4, 0.0, False, False),
+        pytest.param(90, "bf16", 128, 4, 0.0, False, False, marks=pytest.mark.long),
+        pytest.param(80, "fp32", 64, 4, 0.0, False, False, marks=pytest.mark.long),
         *(
             pytest.param(90, *variant, marks=pytest.mark.system)
             for variant in (
@@ -275,6 +276,7 @@ def test_attention_compiles(capability, kind, dim, group, cap, sinks, int8):
     check_attention(capability, kind, dim, group, 16, cap, sinks, int8)
 
 
+@pytest.mark.long
 def test_small_kernels_compile():
     check_small(100, "bf16", 128)
     check_conversion(90, "bf16", 128)

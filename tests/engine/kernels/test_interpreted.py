@@ -28,7 +28,7 @@ def run_interpreted(file: str, *more: str) -> None:
     "file",
     [
         pytest.param("interpreted_attention.py", marks=pytest.mark.system),
-        "interpreted_ops.py",
+        pytest.param("interpreted_ops.py", marks=pytest.mark.long),
         pytest.param("interpreted_products.py", marks=pytest.mark.system),
     ],
 )

@@ -361,7 +361,7 @@ def test_charges_in_any_order(redis_url, monkeypatch):
     for module in (quota_module, scripts):
         monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
     how = settings(
-        max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     with redis.Redis.from_url(redis_url) as client:
         run_state_machine_as_test(machine(client, redis_url), settings=how)
