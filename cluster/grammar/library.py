@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Compact JSON; no keyword is ignored, and oneOf is not weakened to anyOf. These options override those that a schema may
 # set itself.
-_JSON = {
+JSON_OPTIONS = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": False,
@@ -110,7 +110,7 @@ def reason_of(matcher: LLMatcher) -> str:
 
 
 def _overrides() -> Any:  # Any: mypy may run where the library is not installed
-    return _JSON
+    return JSON_OPTIONS
 
 
 def _object_schema(text: str) -> str:

@@ -1,0 +1,176 @@
+"""Grammars of answers that contain calls of tools, and of answers whose constraint begins after the reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.grammar.library import library_text
+from cluster.grammar.spec import GrammarSpec
+from router.text.conversation import Tool
+from router.text.parsers.base import Reasoning
+from router.text.parsers.lark_rules import CHANNEL, Marker, Rules, json_rule, quoted
+
+MAX_CALLS = 16  # of an answer that must have calls
+# Between the end of reasoning and a call: models write an empty line.
+_GAP = r'"\n"{0,2}'
+_AGAIN = "<|start|>assistant"  # begins the next message of an answer in gpt-oss's format
+_FINAL = "<|channel|>final<|message|>"
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """What is asked of an answer's calls."""
+
+    tools: Sequence[Tool]
+    must_call: bool
+    parallel: bool
+    rules: Rules
+    reasoning: Reasoning | None
+
+    def several(self, call: str, separator: str) -> str:
+        """The calls of one answer, one after the other."""
+        return f"{call} ({separator} {call}){{0,{MAX_CALLS - 1}}}" if self.parallel else call
+
+    def arguments(self, tool: Tool) -> str:
+        """Raises ValueError."""
+        schema = _object_of(tool) if self.must_call or tool.strict else {"type": "object"}
+        return json_rule(schema, spaced=True)
+
+    def objects(self, arguments: str, space: str = "") -> str:
+        """Add the rule of a call as an object with the members `name` and `arguments`."""
+        head = self.rules.add("OBJECT_BEGIN", rf'/{space}\{{"name": ?"/')
+        middle = self.rules.add("OBJECT_MIDDLE", rf'/", ?"{arguments}": ?/')
+        names = [
+            self.rules.add(f"call_{index}", f"{quoted(tool.name)} {middle} {self.arguments(tool)}")
+            for index, tool in enumerate(self.tools)
+        ]
+        return self.rules.add("object", f'{head} ({" | ".join(names)}) "}}"')
+
+
+def tool_grammar(
+    tool_parser: str,
+    tools: Sequence[Tool],
+    *,
+    must_call: bool,
+    parallel: bool,
+    reasoning: Reasoning | None,
+    marker: Marker,
+) -> GrammarSpec:
+    """Return the grammar of answers with calls of `tools`, in the format that `tool_parser` reads.
+
+    `must_call`: the answer is one call, or with `parallel` up to MAX_CALLS. Otherwise it is a text that may have calls,
+    and only the arguments of strict tools match their schemas. `marker`: the form of a marker's text in a grammar,
+    `<[id]>` where it is one token. Raises ValueError if there is no such grammar.
+    """
+    if tool_parser not in _FORMATS:
+        raise ValueError(f"the calls that {tool_parser} reads have no grammar")
+    if not tools:
+        raise ValueError("there are no tools to call")
+    rules = Rules(marker)
+    _FORMATS[tool_parser](_Calls(tools, must_call, parallel, rules, reasoning))
+    return rules.spec()
+
+
+def reasoning_grammar(spec: GrammarSpec, reasoning: Reasoning, marker: Marker) -> GrammarSpec:
+    """Return the grammar of answers that match `spec` once the reasoning has ended. Raises ValueError."""
+    rules = Rules(marker)
+    answer = rules.add("answer", _nested(spec))
+    if reasoning.begin.startswith(CHANNEL):
+        answer = f"{rules.marks(_FINAL)} {answer}"
+        rules.start(answer, reasoning, after=_AGAIN)
+    else:
+        rules.start(answer, reasoning)
+    return rules.spec()
+
+
+def _nested(spec: GrammarSpec) -> str:
+    """A grammar as part of another."""
+    if spec.kind == "json_schema":
+        schema = json.loads(spec.text)
+        return json_rule(schema if isinstance(schema, dict) else {"allOf": [schema]}, spaced=False)
+    text = library_text(spec)
+    if spec.kind == "regex":
+        text = json.loads(text)["grammars"][0]["lark_grammar"]
+    if text.lstrip().startswith("{"):
+        raise ValueError("a grammar that is a JSON object cannot follow reasoning; write it in Lark's syntax")
+    return f"%lark {{\n{text}\n}}"
+
+
+def _object_of(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's arguments, which are an object. Raises ValueError."""
+    schema = tool.parameters or {}
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ValueError(f"the parameters of {tool.name} are not an object")
+    return {**schema, "type": "object"}
+
+
+def _hermes(calls: _Calls) -> None:
+    rules = calls.rules
+    call = rules.add("call", rf'"\n" {calls.objects("arguments")} "\n" {rules.marks("</tool_call>")}')
+    if calls.must_call:
+        marked = rules.add("marked", f"{rules.marks('<tool_call>')} {call}")
+        rules.start(calls.several(marked, r'"\n"'), calls.reasoning, gap=_GAP)
+    else:
+        text = rules.without("TEXT", "<tool_call>")
+        more = "*" if calls.parallel else "?"
+        rules.start(f"({rules.until('head', '<tool_call>')} {call}){more} {text}", calls.reasoning)
+
+
+def _mistral(calls: _Calls) -> None:
+    rules = calls.rules
+    several = calls.several(calls.objects("arguments"), rules.add("COMMA", "/, ?/"))
+    listed = rules.add("listed", f'" "? "[" {several} "]"')
+    if calls.must_call:
+        rules.start(f"{rules.marks('[TOOL_CALLS]')} {listed}", calls.reasoning, gap=_GAP)
+    else:
+        text = rules.without("TEXT", "[TOOL_CALLS]")
+        rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {listed})", calls.reasoning)
+
+
+def _llama3_json(calls: _Calls) -> None:
+    rules = calls.rules
+    several = calls.several(calls.objects("parameters", r"" if calls.must_call else r"\s*"), '"; "')
+    if calls.must_call:
+        rules.start(several, calls.reasoning, gap=_GAP)
+    else:
+        begun = r'/\s*\{\s*"(name|parameters|arguments|function|type)"/'
+        text = rules.add("TEXT", f"ANY & ~({begun} ANY)")
+        rules.start(f"({text} | {several})", calls.reasoning)
+
+
+def _gpt_oss(calls: _Calls) -> None:
+    """One call: the model's turn ends with it, as `<|call|>` is one of its end-of-sequence tokens."""
+    rules = calls.rules
+    body = rules.add("body", rf'" "? {rules.marks("<|constrain|>")} "json" {rules.marks("<|message|>")}')
+    names = [
+        rules.add(f"call_{index}", f"{quoted(tool.name)} {body} {calls.arguments(tool)}")
+        for index, tool in enumerate(calls.tools)
+    ]
+    channel, message = rules.marks(CHANNEL), rules.marks("<|message|>")
+    call = f'{channel} "commentary" " to=functions." ({" | ".join(names)})'
+    if calls.must_call:
+        rules.start(call, calls.reasoning, after=_AGAIN)
+        return
+    note = f'{channel} ("analysis" | "commentary") {message} {rules.until("note_text", "<|end|>")}'
+    notes = rules.add("note", f"{note} {rules.marks(_AGAIN)}")
+    opened = calls.reasoning if calls.reasoning is not None and calls.reasoning.opened else None
+    rules.start(f"{notes}* ({rules.marks(_FINAL)} ANY | {call})", opened, after=_AGAIN)
+
+
+def _pythonic(calls: _Calls) -> None:
+    raise ValueError(
+        "calls in Python's syntax have no grammar of their arguments; answers cannot be held to them"
+    )
+
+
+_FORMATS = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "gpt_oss": _gpt_oss,
+    "pythonic": _pythonic,
+}

@@ -1,0 +1,103 @@
+"""Rules of a grammar in the library's variant of Lark.
+
+`%json` is a JSON schema, `%lark` a grammar of its own inside another, `<[7]>` the token 7; a rule with `[lazy]` ends at
+its first match. ANY and everything made of it has no special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from cluster.grammar.library import JSON_OPTIONS
+from cluster.grammar.spec import GrammarSpec, why_too_long
+from router.text.parsers.base import Reasoning
+
+Marker = Callable[[str], str]
+CHANNEL = "<|channel|>"
+# As json.dumps writes it, or compact.
+_SPACED = {**JSON_OPTIONS, "item_separator": ", ?", "key_separator": ": ?"}
+_CONTROL = re.compile(r"(<\|[^<>|]*\|>)")
+
+
+class Rules:
+    """Collects rules. `marker`: the form of a marker's text, `<[id]>` where it is one token, else a quoted text."""
+
+    def __init__(self, marker: Marker):
+        self._marker = marker
+        self._lines = ["ANY: /(?s:.*)/"]
+
+    def add(self, name: str, body: str) -> str:
+        """Return `name`."""
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def marks(self, text: str) -> str:
+        """A text that is a marker, or has several of them."""
+        return " ".join(form for _, form in self._forms(text))
+
+    def without(self, name: str, text: str) -> str:
+        """Add the terminal of texts that do not contain `text`."""
+        return self.add(name, f"ANY & ~(ANY {quoted(text)} ANY)")
+
+    def until(self, name: str, text: str) -> str:
+        """Add the rule of a text that ends with its first `text`, a marker."""
+        (first, form), *rest = self._forms(text)
+        tail = " ".join(form for _, form in rest)
+        if form.startswith("<["):
+            return self.add(name, f"{self.without(name.upper(), first)} {form} {tail}")
+        return self.add(name, f"{self._lazy(name + '_end', f'ANY {form}')} {tail}")
+
+    def at_once(self, name: str, text: str) -> str:
+        """Add the rule of a marker that cannot be the beginning of a longer text."""
+        forms = self._forms(text)
+        if len(forms) > 1 or forms[0][1].startswith("<["):
+            return self.add(name, self.marks(text))
+        return self._lazy(name, forms[0][1])
+
+    def start(self, answer: str, reasoning: Reasoning | None, *, gap: str = "", after: str = "") -> None:
+        """Add the first rule: `answer`, behind reasoning if there is any. `gap` is between the two, after the reasoning's
+        end; `after` is the marker's text that follows this end."""
+        if reasoning is None:
+            self.add("start", answer)
+            return
+        thought = " ".join((self.until("thought", reasoning.end), self.marks(after) if after else "", gap))
+        if reasoning.opened:
+            self.add("start", f"{thought} {answer}")
+        else:
+            self.add("start", f"({self.at_once('think', reasoning.begin)} {thought})? {answer}")
+
+    def spec(self) -> GrammarSpec:
+        """Raises ValueError if it is too long."""
+        text = "\n".join(self._lines) + "\n"
+        if reason := why_too_long(text):
+            raise ValueError(f"the grammar of the answer has {reason}")
+        return GrammarSpec("lark", text)
+
+    def _lazy(self, name: str, body: str) -> str:
+        self._lines.append(f"{name}[lazy]: {body}")
+        return name
+
+    def _forms(self, text: str) -> list[tuple[str, str]]:
+        whole = self._marker(text)
+        if whole.startswith("<[") or _CONTROL.search(text) is None:
+            return [(text, whole)]
+        return [(part, self._marker(part)) for part in _CONTROL.split(text) if part]
+
+
+def quoted(text: str) -> str:
+    """A text in Lark's syntax."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Mapping[str, Any], *, spaced: bool) -> str:
+    """The rule of a JSON schema. `spaced`: a space may follow commas and colons. Raises ValueError."""
+    options = _SPACED if spaced else JSON_OPTIONS
+    try:
+        return "%json " + orjson.dumps({**schema, "x-guidance": options}).decode()
+    except TypeError:
+        raise ValueError("a schema is nested too deeply, or has a value that JSON does not have") from None

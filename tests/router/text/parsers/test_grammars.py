@@ -1,0 +1,198 @@
+"""Answers that must contain calls match grammars of the model's format, behind its reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from cluster.grammar.spec import GrammarSpec
+from router.text.conversation import Tool
+from router.text.parsers.base import Reasoning
+from router.text.parsers.grammars import MAX_CALLS, reasoning_grammar, tool_grammar
+from tests.router.text.parsers.grammar_texts import Matched
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "maximum": 99}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FLAG = {"properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
+TOOLS = [Tool("weather", None, WEATHER), Tool("weather_flag", None, FLAG)]
+THINK = Reasoning("<think>", "</think>", opened=False)
+OPENED = Reasoning("<think>", "</think>", opened=True)
+HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", opened=False)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+FLAG_CALL = '<tool_call>\n{"name":"weather_flag","arguments":{"on":true}}\n</tool_call>'
+FORMATS = ["hermes", "llama3_json", "mistral", "gpt_oss"]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
+def matched(request, tmp_path_factory):
+    return Matched(tmp_path_factory.mktemp("model"), tokens=request.param)
+
+
+def grammar(matched, parser="hermes", tools=TOOLS, *, must=True, parallel=False, reasoning=None):
+    return tool_grammar(
+        parser, tools, must_call=must, parallel=parallel, reasoning=reasoning, marker=matched.marker
+    )
+
+
+VALID = {
+    "hermes": (CALL, FLAG_CALL),
+    "llama3_json": (
+        '{"name": "weather", "parameters": {"city": "Rome"}}',
+        '{"name":"weather_flag","parameters":{"on":false}}',
+    ),
+    "mistral": (
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+        '[TOOL_CALLS] [{"name": "weather_flag", "arguments": {"on": true}}]',
+    ),
+    "gpt_oss": (
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Rome"}',
+        '<|channel|>commentary to=functions.weather_flag <|constrain|>json<|message|>{"on": true}',
+    ),
+}
+
+
+@pytest.mark.parametrize("parser", FORMATS)
+def test_one_call_is_demanded_in_the_format_of_the_model(matched, parser):
+    spec = grammar(matched, parser)
+    for call in VALID[parser]:
+        assert matched.accepts(spec, call)
+        assert not matched.accepts(spec, "Well: " + call) and not matched.accepts(spec, call + " Done.")
+        assert not matched.accepts(spec, call + call) and not matched.accepts(spec, call + "\n" + call)
+    first = VALID[parser][0]
+    assert not matched.accepts(spec, first.replace("weather", "weathers"))
+    assert not matched.accepts(spec, first.replace("weather", "weathe"))
+    assert not matched.accepts(spec, first.replace('"Rome"', "7"))
+    assert not matched.accepts(spec, first.replace('"city"', '"town"'))
+    assert not matched.accepts(spec, "") and not matched.accepts(spec, "{}")
+
+
+@pytest.mark.parametrize(
+    ("parser", "two"),
+    [
+        ("hermes", f"{CALL}\n{FLAG_CALL}"),
+        ("llama3_json", "; ".join(VALID["llama3_json"])),
+        ("mistral", VALID["mistral"][0][:-1] + ", " + VALID["mistral"][1][len("[TOOL_CALLS] [") :]),
+    ],
+)
+def test_several_calls_where_they_may_be_parallel(matched, parser, two):
+    assert matched.accepts(grammar(matched, parser, parallel=True), two)
+    assert not matched.accepts(grammar(matched, parser), two)
+
+
+def test_the_number_of_demanded_calls_has_a_bound(matched):
+    spec = grammar(matched, parallel=True)
+    assert matched.accepts(spec, "\n".join([FLAG_CALL] * MAX_CALLS))
+    assert not matched.accepts(spec, "\n".join([FLAG_CALL] * (MAX_CALLS + 1)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_the_mask_allows_ends_in_valid_calls(matched, seed):
+    ended = matched.walk(grammar(matched, parallel=True), seed)
+    assert ended is not None
+    calls = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", ended)
+    assert 1 <= len(calls) <= MAX_CALLS
+    for call in map(json.loads, calls):
+        jsonschema.validate(call["arguments"], {"weather": WEATHER, "weather_flag": FLAG}[call["name"]])
+
+
+def test_a_tool_without_parameters_takes_an_object(matched):
+    spec = grammar(matched, tools=[Tool("now")])
+    now = '<tool_call>\n{"name": "now", "arguments": %s}\n</tool_call>'
+    assert matched.accepts(spec, now % "{}") and matched.accepts(spec, now % '{"a": [1, {"b": null}]}')
+    assert not matched.accepts(spec, now % "[]") and not matched.accepts(spec, now % "3")
+
+
+def test_reasoning_is_in_front_of_a_demanded_call(matched):
+    spec = grammar(matched, reasoning=THINK)
+    thought = "<think>Is {it} warm?</think>"
+    assert matched.accepts(spec, CALL) and matched.accepts(spec, f"{thought}\n\n{CALL}")
+    assert matched.accepts(spec, thought + CALL) and not matched.accepts(spec, thought)
+    assert not matched.accepts(spec, f"{thought}Yes.{CALL}") and not matched.accepts(spec, f"Yes.{CALL}")
+    opened = grammar(matched, reasoning=OPENED)
+    assert matched.accepts(opened, f"Is it?</think>{CALL}") and not matched.accepts(opened, CALL)
+    endless = "It may be " * 50
+    assert matched.prefix(opened, endless) == len(endless)
+
+
+def test_arguments_of_strict_tools_match_where_the_model_is_free_to_call(matched):
+    tools = [Tool("weather", None, WEATHER, strict=True), Tool("weather_flag", None, FLAG)]
+    spec = grammar(matched, tools=tools, must=False, parallel=True)
+    loose = FLAG_CALL.replace('"on"', '"off"')
+    accepted = ["", "Hello <tool_cal", "a {b} <b>\n", f"Well: {CALL}", f"{CALL}\n{loose} and {CALL}", "ü…"]
+    assert [one for one in accepted if not matched.accepts(spec, one)] == []
+    wrong = CALL.replace('"Rome"', "7")
+    refused = [wrong, f"Well: {wrong}", f"{loose}{wrong}", CALL[:-1], CALL.replace("weather", "wind")]
+    assert [one for one in refused if matched.accepts(spec, one)] == []
+    single = grammar(matched, tools=tools, must=False)
+    assert matched.accepts(single, f"{CALL} done") and not matched.accepts(single, f"{CALL}\n{CALL}")
+
+
+@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "gpt_oss"])
+def test_strict_tools_in_other_formats(matched, parser):
+    tools = [Tool("weather", None, WEATHER, strict=True), Tool("weather_flag", None, FLAG)]
+    spec = grammar(matched, parser, tools, must=False)
+    text = "<|channel|>final<|message|>Hi {x}" if parser == "gpt_oss" else "Hi {x}"
+    for one in (*VALID[parser], text):
+        assert matched.accepts(spec, one), one
+    assert not matched.accepts(spec, VALID[parser][0].replace('"Rome"', "7"))
+    assert matched.accepts(spec, VALID[parser][1].replace('"on"', '"off"'))
+
+
+def test_reasoning_in_front_of_free_text_may_name_the_marker(matched):
+    tools = [Tool("weather", None, WEATHER, strict=True)]
+    spec = grammar(matched, tools=tools, must=False, reasoning=THINK)
+    assert matched.accepts(spec, f"<think>Why?</think>\n\n{CALL}") and matched.accepts(spec, "Hi")
+    assert not matched.accepts(spec, f"<think>Why?</think>{CALL.replace('Rome', 'Constantinople')}")
+    assert not matched.accepts(spec, "<think>Why?")
+
+
+@pytest.mark.parametrize(
+    ("inner", "valid", "wrong"),
+    [
+        (GrammarSpec("json_schema", json.dumps(FLAG)), '{"on":true}', '{"on": true}'),
+        (GrammarSpec("json_schema", "true"), '[1,"a"]', "[1,"),
+        (GrammarSpec("regex", r"a/b|[0-9]+\s?"), "a/b", "a"),
+        (GrammarSpec.of_choices(["yes", 'n"o']), 'n"o', "no"),
+        (GrammarSpec("lark", 'start: x+\nx: "}" | thought\nthought: "{"\n%ignore / /'), "} {", "x"),
+        (GrammarSpec("lark", '%llguidance {}\nstart: %json {"const": 1}\n# }\n'), "1", "2"),
+    ],
+)
+def test_every_grammar_can_begin_after_reasoning(matched, inner, valid, wrong):
+    for spec, before in [
+        (reasoning_grammar(inner, THINK, matched.marker), ["", "<think>Hm } yes</think>"]),
+        (reasoning_grammar(inner, OPENED, matched.marker), ["Hm</think>", "</think>"]),
+        (
+            reasoning_grammar(inner, HARMONY, matched.marker),
+            [
+                "<|channel|>final<|message|>",
+                "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>",
+            ],
+        ),
+    ]:
+        for one in before:
+            assert matched.accepts(spec, one + valid), one
+            assert not matched.accepts(spec, one + wrong) and not matched.accepts(spec, one)
+
+
+def test_what_cannot_be_a_grammar_has_a_reason(matched):
+    with pytest.raises(ValueError, match="Python"):
+        grammar(matched, "pythonic")
+    with pytest.raises(ValueError, match="unknown"):
+        grammar(matched, "unknown")
+    with pytest.raises(ValueError, match="text are not an object"):
+        grammar(matched, tools=[Tool("text", None, {"type": "string"})])
+    with pytest.raises(ValueError, match="no tools"):
+        grammar(matched, tools=[])
+    with pytest.raises(ValueError, match="JSON does not have"):
+        grammar(matched, tools=[Tool("big", None, {"const": 1 << 70})])
+    with pytest.raises(ValueError, match="at most 131072"):
+        grammar(matched, tools=[Tool("long", None, {"const": "x" * (128 << 10)})])
+    with pytest.raises(ValueError, match="JSON object"):
+        reasoning_grammar(GrammarSpec("lark", '{"grammars": []}'), THINK, matched.marker)
