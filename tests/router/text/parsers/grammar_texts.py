@@ -31,6 +31,7 @@ class Matched:
             _add_markers(raw)
         self.tokenizer_json = json.dumps(raw)
         self._tokenizer = Tokenizer.from_str(self.tokenizer_json)
+        self._made: dict[GrammarSpec, Any] = {}
         self._library = make_tokenizer(self.tokenizer_json, VOCAB, (EOS,))
 
     def marker(self, text: str) -> str:
@@ -41,7 +42,9 @@ class Matched:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def matcher(self, spec: GrammarSpec) -> Any:
-        return make_matcher(spec, self._library)
+        if spec not in self._made:
+            self._made[spec] = make_matcher(spec, self._library)
+        return self._made[spec].deep_copy()
 
     def prefix(self, spec: GrammarSpec, text: str) -> int:
         """How many of the text's tokens match."""
