@@ -2,16 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 from cluster.config.router import RouterConfig
 from cluster.errors import ModelError
-from router.request.answer_plan import Formats, NoFormats
+from cluster.grammar.spec import GrammarSpec
+from router.request.answer_plan import Formats
+from router.request.completion import ParserSource
+from router.text.conversation import Conversation
+from router.text.parsers import grammars
+from router.text.parsers.lark_rules import quoted
+from router.text.parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    find_reasoning_parser,
+    find_tool_parser,
+    format_of,
+    opens_reasoning,
+    reasoning_texts,
+)
 from router.text.tokenizer import ModelText
 
 
 def formats_of(settings: RouterConfig, text: ModelText) -> Formats:
     """Raises ModelError for a name that no parser has."""
-    for name in ("tool_parser", "reasoning_parser"):
-        given = getattr(settings, name)
-        if given not in ("auto", "none"):
-            raise ModelError(f"{name}: there is no parser {given!r}", field=name)
-    return NoFormats()
+    template = text.template_source
+    tools = _chosen("tool_parser", settings.tool_parser, TOOL_PARSERS, find_tool_parser, template)
+    reasoning = _chosen(
+        "reasoning_parser", settings.reasoning_parser, REASONING_PARSERS, find_reasoning_parser, template
+    )
+    added = text.tokenizer.get_added_tokens_decoder()
+    special = {one.content: token_id for token_id, one in added.items() if one.special}
+    return ModelFormats(tools, reasoning, special, {one.content: token_id for token_id, one in added.items()})
+
+
+def _chosen(setting: str, given: str, names: Sequence[str], find: Callable[[str], str], template: str) -> str:
+    """The parser's name; empty for none."""
+    if given == "auto":
+        return find(template)
+    if given == "none" or given in names:
+        return "" if given == "none" else given
+    known = ", ".join(("auto", "none", *names))
+    raise ModelError(f"{setting}: there is no parser {given!r}; use one of {known}", field=setting)
+
+
+class ModelFormats:
+    """The formats of one model."""
+
+    def __init__(
+        self, tool_parser: str, reasoning_parser: str, special: Mapping[str, int], added: Mapping[str, int]
+    ):
+        """`special`: ids of the tokenizer's special tokens by their texts; `added`: those of all added ones."""
+        self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
+        self._special, self._added = special, added
+
+    def format(self, conversation: Conversation, rendered: str) -> ParserSource | None:
+        tools = self.tool_parser if conversation.callable else ""
+        if not tools and not self.reasoning_parser:
+            return None
+        opened = opens_reasoning(rendered)
+        return format_of(tools, self.reasoning_parser, opened=opened, special=self._special)
+
+    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+        return grammars.tool_grammar(
+            self.tool_parser,
+            conversation.callable,
+            must_call=conversation.must_call,
+            parallel=conversation.parallel_tool_calls and not conversation.tool_name,
+            reasoning=reasoning_texts(self.reasoning_parser, rendered),
+            marker=self._marker,
+        )
+
+    def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
+        reasoning = reasoning_texts(self.reasoning_parser, rendered)
+        return spec if reasoning is None else grammars.reasoning_grammar(spec, reasoning, self._marker)
+
+    def _marker(self, text: str) -> str:
+        """In a grammar: the token, or its text."""
+        token_id = self._added.get(text)
+        return quoted(text) if token_id is None else f"<[{token_id}]>"

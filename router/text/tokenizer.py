@@ -108,7 +108,7 @@ class ModelText:
             name: _token_text(settings.get(name))
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        source = self._template_source(directory, settings)
+        source = self.template_source = self._template_source(directory, settings)
         self._template = self._compile(source)
         self._contents = Contents(self.tokenizer, self._turn_texts(source))
         self._pool = FairThreads(2, "tokenize")

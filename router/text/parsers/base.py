@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+from router.text.parsers.stream import Answer, Markers
 
 
 @dataclass(frozen=True)
@@ -12,3 +16,23 @@ class Reasoning:
     begin: str
     end: str
     opened: bool = False
+
+
+class TextParser(Protocol):
+    """Reads an answer's text, its markers as `Markers` writes them, and adds parts to an Answer."""
+
+    def feed(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One format of calls. `in_template`: texts of which a chat template with this format has one; `not_in_template`:
+    texts of similar formats that have no parser."""
+
+    markers: tuple[str, ...]
+    make: Callable[[Answer, Markers], TextParser]
+    in_template: tuple[str, ...]
+    not_in_template: tuple[str, ...] = ()
+    id_length: int = 0  # of calls' ids, alphanumeric; 0 = OpenAI's form

@@ -1,0 +1,73 @@
+"""The channels of gpt-oss: analysis is reasoning, final is content, commentary to a function is a call.
+
+<|channel|>analysis<|message|>…<|end|>
+<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from router.text.parsers.stream import Answer, Held, Markers
+
+CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
+CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
+MARKERS = (CHANNEL, MESSAGE, START, END, CALL, RETURN, CONSTRAIN)
+MAX_HEADER = 256  # characters
+_RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]+)")
+
+
+class GptOss:
+    """Reads whole answers: calls, too. A text without channels is content."""
+
+    def __init__(self, answer: Answer, markers: Markers, *, tools: bool, reasoning: bool):
+        self._answer, self._markers = answer, markers
+        self._tools, self._reasons = tools, reasoning
+        self._message = markers[MESSAGE]
+        self._body_ends = tuple(markers[one] for one in (END, CALL, RETURN, START))
+        self._header: str | None = ""  # of a message; None: its body is read
+        self._held = Held(*self._body_ends)
+        self._show = answer.content
+
+    def feed(self, text: str) -> None:
+        while text:
+            text = self._in_body(text) if self._header is None else self._in_header(self._header + text)
+
+    def end(self) -> None:
+        if self._header is None:
+            self._show(self._held.rest())
+        elif self._markers[CHANNEL] not in self._header:
+            self._answer.content(self._header)
+
+    def _in_header(self, text: str) -> str:
+        header, found, rest = text.partition(self._message)
+        begun = text.lstrip()
+        opens = (self._markers[CHANNEL], self._markers[START])
+        plain = begun and not any(begun.startswith(one) or one.startswith(begun) for one in opens)
+        if found and not plain and len(header) <= MAX_HEADER:
+            self._begin_body(header)
+            return rest
+        if plain or len(text) > MAX_HEADER + len(self._message):
+            self._header, self._show = None, self._answer.content
+            return text
+        self._header = text
+        return ""
+
+    def _begin_body(self, header: str) -> None:
+        self._header = None
+        _, _, channel = header.partition(self._markers[CHANNEL])
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and self._tools:
+            self._answer.call(recipient[1])
+            self._show = self._answer.arguments
+        elif channel.strip().startswith("analysis") and self._reasons:
+            self._show = self._answer.reasoning
+        else:
+            self._show = self._answer.content
+
+    def _in_body(self, text: str) -> str:
+        before, marker, rest = self._held.add(text)
+        self._show(before)
+        if marker:
+            self._header = self._markers[START] if marker == self._markers[START] else ""
+        return rest

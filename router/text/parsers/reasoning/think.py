@@ -1,0 +1,62 @@
+"""Reasoning between `<think>` and `</think>` at the beginning of an answer; up to `</think>` if the prompt opened it."""
+
+from __future__ import annotations
+
+from router.text.parsers.base import TextParser
+from router.text.parsers.stream import MAX_SPACE, Answer, Held, Markers
+
+BEGIN, END = "<think>", "</think>"
+
+
+class Think:
+    """Passes the text behind the reasoning on to the parser of calls."""
+
+    def __init__(self, answer: Answer, markers: Markers, inner: TextParser, *, opened: bool):
+        self._answer, self._inner = answer, inner
+        self._begin, self._end = markers[BEGIN], markers[END]
+        self._state = "reasoning" if opened else "start"
+        self._trims = True  # white space behind a marker is left out
+        self._start = ""
+        self._held = Held(self._end)
+
+    def feed(self, text: str) -> None:
+        if self._state == "start":
+            text = self._in_start(text)
+        if self._state == "reasoning":
+            text = self._in_reasoning(text)
+        if self._state == "behind" and (text := text.lstrip()):
+            self._state = "answer"
+        if self._state == "answer" and text:
+            self._inner.feed(text)
+
+    def end(self) -> None:
+        if self._state == "start":
+            self._inner.feed(self._start)
+        elif self._state == "reasoning":
+            self._reason(self._held.rest())
+        self._inner.end()
+
+    def _in_start(self, text: str) -> str:
+        self._start += text
+        begun = self._start.lstrip()
+        fits = len(self._start) - len(begun) <= MAX_SPACE
+        if fits and begun.startswith(self._begin):
+            self._state = "reasoning"
+            return begun[len(self._begin) :]
+        if fits and self._begin.startswith(begun):
+            return ""
+        self._state = "answer"
+        return self._start
+
+    def _in_reasoning(self, text: str) -> str:
+        before, marker, rest = self._held.add(text)
+        self._reason(before)
+        if marker:
+            self._state = "behind"
+        return rest
+
+    def _reason(self, text: str) -> None:
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        self._answer.reasoning(text)

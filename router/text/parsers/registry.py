@@ -1,0 +1,122 @@
+"""The formats of calls and of reasoning that there are parsers for, by name, and how a model's are found."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from router.request.answer_parts import AnswerParser, Part
+from router.text.parsers.base import Reasoning, TextParser, ToolFormat
+from router.text.parsers.reasoning import gpt_oss, think
+from router.text.parsers.stream import Answer, Markers
+from router.text.parsers.tools import hermes, llama3_json, mistral, pythonic
+from router.text.parsers.tools.plain import Plain
+
+GPT_OSS = "gpt_oss"
+# In the order in which they are looked for
+_TOOLS: Mapping[str, ToolFormat] = {
+    "hermes": hermes.FORMAT,
+    "mistral": mistral.FORMAT,
+    "llama3_json": llama3_json.FORMAT,
+    "pythonic": pythonic.FORMAT,
+}
+TOOL_PARSERS = (*_TOOLS, GPT_OSS)
+REASONING_PARSERS = ("think", GPT_OSS)
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def find_tool_parser(template: str) -> str:
+    """The format that a chat template writes; empty if it is none of these."""
+    if gpt_oss.CHANNEL in template:
+        return GPT_OSS
+    for name, one in _TOOLS.items():
+        if any(text in template for text in one.in_template):
+            return "" if any(text in template for text in one.not_in_template) else name
+    return ""
+
+
+def find_reasoning_parser(template: str) -> str:
+    if gpt_oss.CHANNEL in template:
+        return GPT_OSS
+    return "think" if think.END in template else ""
+
+
+def reasoning_texts(parser: str, rendered: str) -> Reasoning | None:
+    """The texts around a model's reasoning, for the grammar of what follows. None: an answer to this prompt has none."""
+    if parser == GPT_OSS:
+        return Reasoning(f"{gpt_oss.CHANNEL}analysis{gpt_oss.MESSAGE}", gpt_oss.END)
+    if not parser or rendered.rstrip().endswith(think.END):
+        return None
+    return Reasoning(think.BEGIN, think.END, opened=opens_reasoning(rendered))
+
+
+def opens_reasoning(rendered: str) -> bool:
+    """Whether a prompt ends with the beginning of reasoning, as those of DeepSeek R1 do."""
+    return rendered[-64:].rstrip().endswith(think.BEGIN)
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How the answers to one prompt are parsed. Empty names: without calls, or without reasoning."""
+
+    tool_parser: str
+    reasoning_parser: str
+    opened: bool
+    markers: Markers
+
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        return frozenset(self.markers.ids)
+
+    def parser(self) -> AnswerParser:
+        tools = _TOOLS.get(self.tool_parser)
+        answer = Answer(_id_maker(tools.id_length if tools is not None else 0), self.markers)
+        reads: TextParser
+        if GPT_OSS in (self.tool_parser, self.reasoning_parser):
+            reads = gpt_oss.GptOss(
+                answer, self.markers, tools=bool(self.tool_parser), reasoning=bool(self.reasoning_parser)
+            )
+            return _Parser(answer, self.markers, reads)
+        reads = (tools.make if tools is not None else Plain)(answer, self.markers)
+        if self.reasoning_parser:
+            reads = think.Think(answer, self.markers, reads, opened=self.opened)
+        return _Parser(answer, self.markers, reads)
+
+
+def format_of(
+    tool_parser: str, reasoning_parser: str, *, opened: bool, special: Mapping[str, int]
+) -> AnswerFormat:
+    """`special`: ids of the tokenizer's special tokens by their texts."""
+    texts: list[str] = []
+    if GPT_OSS in (tool_parser, reasoning_parser):
+        texts += gpt_oss.MARKERS
+    if tool_parser in _TOOLS:
+        texts += _TOOLS[tool_parser].markers
+    if reasoning_parser == "think":
+        texts += (think.BEGIN, think.END)
+    return AnswerFormat(tool_parser, reasoning_parser, opened, Markers(texts, special))
+
+
+def _id_maker(length: int) -> Callable[[], str]:
+    if not length:
+        return lambda: f"chatcmpl-tool-{secrets.token_hex(16)}"
+    return lambda: "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))
+
+
+class _Parser:
+    def __init__(self, answer: Answer, markers: Markers, reads: TextParser):
+        self._answer, self._markers, self._reads = answer, markers, reads
+
+    def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
+        self._reads.feed(self._markers.joined(pieces))
+        return self._answer.taken()
+
+    def end(self) -> Sequence[Part]:
+        self._reads.end()
+        return self._answer.taken()
+
+    @property
+    def called(self) -> bool:
+        return self._answer.called

@@ -1,0 +1,66 @@
+"""Answers that are calls as JSON objects with `parameters`, separated by semicolons, as Llama 3 writes them."""
+
+from __future__ import annotations
+
+from router.text.parsers.base import ToolFormat
+from router.text.parsers.stream import MAX_SPACE, Answer, Markers
+from router.text.parsers.tools.json_call import JsonCall
+
+TAG = "<|python_tag|>"
+_MEMBERS = ("parameters", "arguments")
+
+
+class Llama3Json:
+    """An answer that does not begin with a call is content to its end."""
+
+    def __init__(self, answer: Answer, markers: Markers):
+        self._answer, self._tag = answer, markers[TAG]
+        self._call: JsonCall | None = None
+        self._waiting = ""  # white space, and the beginning of a tag, before a call
+        self._content = False
+
+    def feed(self, text: str) -> None:
+        while text and not self._content:
+            text = self._before_call(text) if self._call is None else self._in_call(self._call, text)
+        self._answer.content(text)
+
+    def end(self) -> None:
+        if self._call is not None and self._call.state == "head":
+            self._answer.content(self._call.head)
+        if self._waiting.strip():
+            self._answer.content(self._waiting)
+
+    def _before_call(self, text: str) -> str:
+        """A call, a separator before one, or content."""
+        self._waiting += text
+        begun = self._waiting.lstrip()
+        if len(self._waiting) - len(begun) > MAX_SPACE:
+            return self._give_up()
+        if self._answer.called and begun[:1] == ";":
+            begun = begun[1:].lstrip()
+        elif self._answer.called and begun:
+            return self._give_up()
+        if begun.startswith(self._tag):
+            begun = begun[len(self._tag) :].lstrip()
+        elif self._tag.startswith(begun):
+            return ""
+        if begun[:1] == "{":
+            self._call, self._waiting = JsonCall(self._answer, _MEMBERS), ""
+            return begun
+        return self._give_up() if begun else ""
+
+    def _give_up(self) -> str:
+        text, self._waiting, self._content = self._waiting, "", True
+        return text.lstrip() if self._answer.called else text
+
+    def _in_call(self, call: JsonCall, text: str) -> str:
+        rest = call.feed(text)
+        if call.state == "failed":
+            self._call, self._content = None, True
+            return call.head + rest
+        if call.state == "done":
+            self._call = None
+        return rest
+
+
+FORMAT = ToolFormat((TAG,), Llama3Json, (TAG, '"parameters": dictionary of argument'))

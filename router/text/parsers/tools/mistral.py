@@ -1,0 +1,100 @@
+"""Calls behind `[TOOL_CALLS]`: a list of JSON objects, or since 2025 a name and its arguments for each marker."""
+
+from __future__ import annotations
+
+import re
+
+from router.text.parsers.base import ToolFormat
+from router.text.parsers.stream import MAX_HEAD, Answer, Held, JsonValue, Markers
+from router.text.parsers.tools.json_call import JsonCall
+
+BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_SEPARATOR = re.compile(r"\s*,?\s*")
+
+
+class Mistral:
+    """What is no call stays content."""
+
+    def __init__(self, answer: Answer, markers: Markers):
+        self._answer, self._markers = answer, markers
+        self._begin = markers[BEGIN]
+        arguments, call_id = re.escape(markers[ARGUMENTS]), re.escape(markers[CALL_ID])
+        self._name = re.compile(
+            rf"\s*([A-Za-z0-9_.-]+)(?:{call_id}[A-Za-z0-9]*)?\s*(?:{arguments}\s*(?={{)|(?={{))"
+        )
+        self._text = Held(self._begin)
+        self._head = ""  # behind the marker, until the form of the call is known
+        self._state = "content"  # head, value (arguments behind a name), list
+        self._value = JsonValue()
+        self._call: JsonCall | None = None  # within a list
+
+    def feed(self, text: str) -> None:
+        steps = {
+            "content": self._content,
+            "head": self._in_head,
+            "value": self._in_value,
+            "list": self._in_list,
+        }
+        while text:
+            text = steps[self._state](text)
+
+    def end(self) -> None:
+        if self._state == "content":
+            self._answer.content(self._text.rest())
+        elif self._state == "head":
+            self._answer.content(self._begin + self._head)
+        elif self._call is not None and self._call.state == "head":
+            self._answer.content(self._call.head)
+
+    def _content(self, text: str) -> str:
+        before, marker, rest = self._text.add(text)
+        self._answer.content(before)
+        if marker:
+            self._state, self._head = "head", ""
+        return rest
+
+    def _in_head(self, text: str) -> str:
+        self._head += text
+        begun = self._head.lstrip()
+        room = len(self._head) - len(begun) <= MAX_HEAD
+        if begun[:1] == "[" and room:
+            self._state, self._call = "list", None
+            return begun[1:]
+        found = self._name.match(self._head)
+        if found is not None and found.end() <= MAX_HEAD:
+            self._answer.call(found[1])
+            self._state, self._value = "value", JsonValue()
+            return self._head[found.end() :]
+        if len(self._head) > MAX_HEAD or self._begin in self._head:
+            self._state, text = "content", self._head
+            self._answer.content(self._begin)
+            return text
+        return ""
+
+    def _in_value(self, text: str) -> str:
+        end = self._value.end(text)
+        self._answer.arguments(text if end < 0 else text[:end])
+        if end < 0:
+            return ""
+        self._state = "content"
+        return text[end:]
+
+    def _in_list(self, text: str) -> str:
+        if self._call is None:
+            found = _SEPARATOR.match(text)
+            text = text[found.end() :] if found is not None else text
+            if text[:1] == "]":
+                self._state = "content"
+                return text[1:]
+            if text:
+                self._call = JsonCall(self._answer, ("arguments", "parameters"), (self._begin,))
+            return text
+        rest = self._call.feed(text)
+        if self._call.state == "failed":
+            self._state, rest = "content", self._call.head + rest
+        if self._call.ended:
+            self._call = None
+        return rest
+
+
+FORMAT = ToolFormat((BEGIN, ARGUMENTS, CALL_ID), Mistral, (BEGIN,), id_length=9)

@@ -1,0 +1,237 @@
+"""Each format's parts, however the text is cut, and in linear time."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
+from router.text.parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    find_reasoning_parser,
+    find_tool_parser,
+    format_of,
+    opens_reasoning,
+    reasoning_texts,
+)
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</x> \\" }"}}\n</tool_call>'
+F = ("f", '{"a": "</x> \\" }"}')
+OSS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+OSS += '<|constrain|>json<|message|>{"a": 1}<|call|>'
+# (tool parser, reasoning parser, opened, text, (reasoning, content, calls))
+EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]]] = [
+    ("hermes", "", False, "Hello there.", ("", "Hello there.", [])),
+    ("hermes", "", False, f"Let me see.\n\n{CALL}", ("", "Let me see.", [F])),
+    ("hermes", "", False, f"{CALL}\n{CALL}\n done", ("", "done", [F, F])),
+    ("hermes", "", False, "a <tool_calx> b < c", ("", "a <tool_calx> b < c", [])),
+    ("hermes", "", False, "<tool_call>no json</tool_call>", ("", "<tool_call>no json</tool_call>", [])),
+    ("hermes", "", False, '<tool_call>{"name": "f", "arg', ("", '<tool_call>{"name": "f", "arg', [])),
+    ("hermes", "", False, '<tool_call>{"name": "f", "arguments": {"a"', ("", "", [("f", '{"a"')])),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"arguments": {"a": 1}, "name": "g"}</tool_call>',
+        ("", "", [("g", '{"a": 1}')]),
+    ),
+    ("hermes", "", False, '<tool_call>{"name": "f", "arguments": {}</tool_call>x', ("", "x", [("f", "{}")])),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>x',
+        ("", "x", [("f", '{"a": 1')]),
+    ),
+    ("hermes", "think", False, f"<think>\nOne\n\ntwo\n</think>\n\n{CALL}", ("One\n\ntwo", "", [F])),
+    ("hermes", "think", True, f"One </thin </think>ok {CALL}", ("One </thin", "ok", [F])),
+    ("", "think", False, "No <think>thought</think>", ("", "No <think>thought</think>", [])),
+    ("", "think", True, "never ends ", ("never ends ", "", [])),
+    ("", "think", False, " <thin", ("", " <thin", [])),
+    ("llama3_json", "", False, '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
+    (
+        "llama3_json",
+        "",
+        False,
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": [1]}}',
+        ("", "", [("f", "{}"), ("g", '{"b": [1]}')]),
+    ),
+    ("llama3_json", "", False, '{"answer": 42}', ("", '{"answer": 42}', [])),
+    ("llama3_json", "", False, "Say {} not", ("", "Say {} not", [])),
+    (
+        "mistral",
+        "",
+        False,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (
+        "mistral",
+        "",
+        False,
+        'Well.[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
+        ("", "Well.", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    ("mistral", "", False, "[TOOL_CALLS] nothing", ("", "[TOOL_CALLS] nothing", [])),
+    (
+        "pythonic",
+        "",
+        False,
+        ' [f(a=1, b="x", c=[None, True]), m.g()]',
+        ("", "", [("f", '{"a": 1, "b": "x", "c": [null, true]}'), ("m.g", "{}")]),
+    ),
+    ("pythonic", "", False, "[f(1)]", ("", "[f(1)]", [])),
+    ("pythonic", "", False, "[1, 2]", ("", "[1, 2]", [])),
+    ("pythonic", "", False, "[f(a=" + "[" * 60, ("", "[f(a=" + "[" * 60, [])),
+    ("gpt_oss", "gpt_oss", False, OSS, ("Hm.", "", [("f", '{"a": 1}')])),
+    (
+        "",
+        "gpt_oss",
+        False,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        ("Hm.", "Yes.", []),
+    ),
+    ("", "gpt_oss", False, "Plain text", ("", "Plain text", [])),
+]
+SPECIAL = {
+    text: 100 + number
+    for number, text in enumerate(
+        ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+         "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>")
+    )
+}  # fmt: skip
+
+
+def read(parser: Any, pieces: list[str | int]) -> tuple[str, str, list[tuple[str, str]]]:
+    reasoning, content, calls, ids = "", "", [], []
+    for part in (*(part for piece in pieces for part in parser.feed([piece])), *parser.end()):
+        match part:
+            case ReasoningText(text):
+                assert text
+                reasoning += text
+            case ContentText(text):
+                assert text
+                content += text
+            case CallBegin(number, call_id, name):
+                assert number == len(calls)
+                calls.append((name, ""))
+                ids.append(call_id)
+            case CallArguments(number, text):
+                assert text and number == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    assert len(set(ids)) == len(ids) and parser.called == bool(calls)
+    return reasoning, content, calls
+
+
+def made(tools: str, reasoning: str, opened: bool, special: Any = None) -> Any:
+    return format_of(tools, reasoning, opened=opened, special=special or {}).parser()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: f"{one[0]}{one[1]} {one[3][:24]}")
+def test_parts_are_the_same_with_every_cut(example):
+    tools, reasoning, opened, text, expected = example
+    assert read(made(tools, reasoning, opened), [text]) == expected
+    assert read(made(tools, reasoning, opened), list(text)) == expected
+    for cut in range(1, len(text)):
+        assert read(made(tools, reasoning, opened), [text[:cut], text[cut:]]) == expected
+
+
+def with_markers(text: str) -> list[str | int]:
+    """Every special token as its id."""
+    pieces: list[str | int] = [text]
+    for marker, token_id in SPECIAL.items():
+        split: list[str | int] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                first, *rest = piece.split(marker)
+                split.append(first)
+                for one in rest:
+                    split += (token_id, one)
+            else:
+                split.append(piece)
+        pieces = [one for one in split if one != ""]
+    return pieces
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: f"{one[0]}{one[1]} {one[3][:24]}")
+def test_markers_may_be_special_tokens_without_text(example):
+    tools, reasoning, opened, text, (thought, content, calls) = example
+    for marker in SPECIAL:
+        content = content.replace(marker, "")
+    found = read(made(tools, reasoning, opened, SPECIAL), with_markers(text))
+    assert found == (thought, content, calls)
+
+
+def test_a_spelled_out_special_token_is_no_marker():
+    assert read(made("hermes", "", False, SPECIAL), [CALL]) == ("", CALL, [])
+
+
+@pytest.mark.parametrize("tools", ["", *TOOL_PARSERS])
+@pytest.mark.parametrize("reasoning", ["", *REASONING_PARSERS])
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_text_has_one_reading(tools, reasoning, data):
+    words = [*SPECIAL, '{"name": "f", "arguments": ', '{"name": "f", "parameters": ', "{", "}", "[", "]", '"', ";", ",",
+             " " * 70, "\n", "x", "f(a=1)", "to=functions.f", "analysis", "\\\\"]  # fmt: skip
+    text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=14)))
+    opened = data.draw(st.booleans())
+    special = SPECIAL if data.draw(st.booleans()) else {}
+    pieces = with_markers(text) if special else [text]
+    whole = read(made(tools, reasoning, opened, special), pieces)
+    letters = [one for piece in pieces for one in (piece if isinstance(piece, str) else [piece])]
+    assert read(made(tools, reasoning, opened, special), letters) == whole
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=4)))
+    if not special:
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(made(tools, reasoning, opened), parts) == whole
+
+
+@pytest.mark.parametrize("tools", TOOL_PARSERS)
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{", "{" * 10, "[" * 10, "<tool_call", '[TOOL_CALLS][{"name"', "<think>", " ", '{"name": "'],
+)  # fmt: skip
+def test_time_is_linear(tools, text):
+    """A bound on processor time, far above what 200 KB take."""
+    parser = made(tools, "gpt_oss" if tools == "gpt_oss" else "think", False)
+    flood = text * (200_000 // len(text))
+    began = time.process_time()
+    for begin in range(0, len(flood), 16):
+        parser.feed([flood[begin : begin + 16]])
+    parser.end()
+    assert time.process_time() - began < 2.0
+
+
+def test_templates_tell_formats():
+    assert find_tool_parser("… <tool_call>\n{{ … }}") == "hermes"
+    assert find_tool_parser("<tool_call>\n<function=") == ""
+    assert find_tool_parser("[TOOL_CALLS][") == "mistral"
+    assert find_tool_parser("<|python_tag|>") == "llama3_json"
+    assert find_tool_parser("plain") == find_reasoning_parser("plain") == ""
+    assert find_tool_parser("<|channel|>") == find_reasoning_parser("<|channel|>") == "gpt_oss"
+    assert find_reasoning_parser("content.split('</think>')") == "think"
+
+
+def test_a_prompt_may_open_or_close_the_reasoning():
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert reasoning_texts("think", "<think>\n\n</think>\n\n") is None
+    found = reasoning_texts("think", "<think>\n")
+    assert found is not None and found.opened
+
+
+def test_ids_of_mistral_are_nine_alphanumerics():
+    begin = made("mistral", "", False).feed(['[TOOL_CALLS]f{"a": 1}'])[0]
+    assert isinstance(begin, CallBegin) and len(begin.id) == 9 and begin.id.isalnum()
+
+
+def test_arguments_come_as_they_are_written():
+    parser = made("hermes", "", False)
+    parser.feed(['<tool_call>{"name": "f", "arguments": {"a": '])
+    assert parser.feed(["[1,"]) == [CallArguments(0, "[1,")]
+    assert json.loads('{"a": [1,2]}') == {"a": [1, 2]}
