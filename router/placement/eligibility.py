@@ -78,6 +78,10 @@ class Eligibility:
         """The name of the model that a worker serves; "" where there is one."""
         return (worker.served_model or self._models[0]) if len(self._models) > 1 else ""
 
+    def serves(self, worker: WorkerInfo, model: str) -> bool:
+        """Whether a worker is of a model of this router."""
+        return len(self._models) == 1 or self.model_of(worker) == (model or self._models[0])
+
     def kv_groups(self, model: str) -> KvGroups:
         """Those of a model of this router."""
         return self._kv_groups.get(model) or self._kv_groups[self._models[0]]

@@ -17,7 +17,7 @@ from tests.harness.checkpoints import prompt_ids, reference_greedy
 from tests.harness.router_process import python, run_router
 
 pytestmark = pytest.mark.system
-SECRET, COUNT, WAIT_SECONDS = "of two models 16", 8, 40.0
+SECRET, COUNT, WAIT_SECONDS = "of two models 16", 8, 120.0
 
 
 @contextlib.contextmanager

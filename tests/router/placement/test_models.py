@@ -14,6 +14,7 @@ from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import make_salt
 from router.admission.admission import Admission
+from router.placement.calibration import Calibrations
 from router.placement.eligibility import Eligibility
 from router.placement.types import Mode, PlacementRequest
 from wire import common_pb2
@@ -82,6 +83,22 @@ def test_models_share_no_prefixes() -> None:
     assert make_salt("aa") != make_salt("bb")
 
 
+def test_each_model_has_its_own_cost_model() -> None:
+    calibrations = Calibrations(MODELS)
+    for _ in range(100):
+        calibrations.of("second").observe_prefill(1000, 1000, 10.0)
+    assert calibrations.of("second").known and calibrations.of("second").a > 5e-3
+    assert not calibrations.of("first").known
+    assert calibrations.of("") is calibrations.of("first") is calibrations.first
+
+
+def test_a_worker_serves_one_model() -> None:
+    view = eligibility(A, B)
+    assert [view.serves(A, name) for name in MODELS] == [True, False]
+    assert [view.serves(B, name) for name in MODELS] == [False, True]
+    assert Eligibility([B], "fallback", models=("first",)).serves(B, "first")
+
+
 def config(**settings: object) -> RouterConfig:
     second = FurtherModel(name="second", model=Path("/b"), aliases=("two",))
     return RouterConfig.model_validate({"model": "/m/first", "models": [second], **settings})
@@ -99,6 +116,12 @@ def test_a_surging_model_leaves_places_to_the_others() -> None:
         with admission.of_model("second"), admission.of_model("second"):
             pass
     with admission.of_model("first"), admission.of_model("first"):
+        pass
+
+
+def test_the_only_model_has_every_place() -> None:
+    admission = Admission(RouterConfig(model=Path("/m"), max_concurrent_requests=2), lambda tenant: None)
+    with admission.of_model("m"), admission.of_model("m"), admission.of_model("m"):
         pass
 
 
