@@ -65,6 +65,15 @@ def test_a_model_without_live_workers_does_not_depend_on_the_others() -> None:
     assert (chosen(view, "first"), chosen(view, "second")) == ({"aa"}, {"bb"})
 
 
+def test_a_model_whose_workers_are_dead_is_missing_while_another_lives() -> None:
+    view = eligibility(A, replace(B, lease="dead"))
+    assert (view.missing_role(), view.missing_roles()) == (None, {"second": "decode"})
+    with pytest.raises(UnavailableError):
+        view.kv_groups("second").choose(None, random.Random())
+    all_dead = eligibility(replace(A, lease="dead"), replace(B, lease="dead"))
+    assert all_dead.missing_roles() == {}  # Redis may be at fault
+
+
 def test_a_router_is_ready_while_it_can_serve_a_model() -> None:
     assert eligibility(A, B).missing_roles() == {}
     view = eligibility(A)
