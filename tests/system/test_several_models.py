@@ -70,7 +70,7 @@ def test_two_models_behind_one_router(tmp_path: Path, redis_url: str, checkpoint
     cluster = {"redis_url": redis_url, "namespace": "two-models", "secret": SECRET}
     further = {"name": "b", "model": str(models["b"]), "aliases": ["bee"]}
     settings = {"model": str(models["a"]), "served_model_name": "a", "models": [further]}
-    limits = {"local_prefill": "fallback", "admission_seconds": 1.0}
+    limits = {"local_prefill": "fallback", "admission_seconds": 1.0, "ttft_target_seconds_normal": 0.0}
     with contextlib.ExitStack() as held:
         http = held.enter_context(run_router(tmp_path, {**cluster, **settings, **limits})).http
         workers = {

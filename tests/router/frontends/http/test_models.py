@@ -58,8 +58,10 @@ def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: Stu
     with_adapters.further = further_models(with_adapters.config, texts, lambda name: lambda: loaded[name])
     found = {name: with_adapters.model(name) for name in ("mine", "theirs", "both", "none")}
     assert {name: model.name for name, model in found.items()} == {
-        **{"mine": "tiny", "theirs": "second"},
-        **{"both": "tiny", "none": "tiny"},
+        "mine": "tiny",
+        "theirs": "second",
+        "both": "tiny",
+        "none": "tiny",
     }
     assert found["theirs"].validator.limits.adapter_of("theirs") == "2" * 32
     with pytest.raises(UnknownModelError):
