@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
+from cluster.membership.types import WorkerInfo
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.admission import Admission
@@ -42,11 +43,11 @@ class RequestGateway:
     ):
         self.services = services
         self.config = services.config
-        first = ServedModel.of(services.config, services.text, LoadedAdapters(lambda: services.members.all))
+        first = ServedModel.of(services.config, services.text, self._adapters_of(services.config.served_name))
         # The first model's
         self.text, self.validator, self.grammars = first.text, first.validator, first.grammars
         self.plans = first.plans
-        self.further = further_models(services.config, services.further_texts)
+        self.further = further_models(services.config, services.further_texts, self._adapters_of)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
         self.metrics = metrics
@@ -61,10 +62,22 @@ class RequestGateway:
         self.live = Live(services, metrics, self._report)
 
     def model(self, name: Any) -> ServedModel:
-        """The model that a request names. The first one for no name, and for one that is unknown, which its limits
-        refuse (FieldLimits.check_model)."""
+        """The model that a request names, by its own name or an adapter's. The first one for no name, and for one that is
+        unknown, which its limits refuse (FieldLimits.check_model)."""
         found = self.further.get(name) if isinstance(name, str) else None
-        return found or ServedModel(self.text, self.validator, self.grammars, self.plans)
+        first = found or ServedModel(self.text, self.validator, self.grammars, self.plans)
+        if found or not self.further or not isinstance(name, str) or first.validator.limits.serves(name):
+            return first
+        return next((one for one in self.further.values() if one.validator.limits.serves(name)), first)
+
+    def _adapters_of(self, model: str) -> LoadedAdapters:
+        """Those that the model's workers have loaded."""
+        services = self.services
+
+        def workers() -> Sequence[WorkerInfo]:
+            return services.members.all
+
+        return LoadedAdapters(workers, lambda one: services.placement.eligibility.serves(one, model))
 
     @property
     def models(self) -> list[ServedModel]:
@@ -178,7 +191,7 @@ class RequestGateway:
             self.member.count_request()
         dispatcher = RequestDispatcher(self._owned(completion, caller), self.services, first_shown, arrival)
         # After the measuring began: a refusal is counted as any other end of a request.
-        with self.metrics.request(dispatcher), self.admission.of_model(completion.model):
+        with self.metrics.request(dispatcher), self.admission.of_model(completion.served_model):
             yield dispatcher
 
     @contextlib.asynccontextmanager

@@ -31,8 +31,8 @@ from baton.local.state import ClusterState, RedisState, RouterState, WorkerState
 from baton.local.supervisor import Supervisor
 from baton.processes.exit_notices import ExitNotices
 from baton.ray_pools.supervision import worker_sockets
-from cluster.config.router import RouterConfig
-from cluster.config.worker import Role
+from cluster.config.router import FurtherModel, RouterConfig
+from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
@@ -245,27 +245,25 @@ class LocalCluster:
         command = children.baton_command("router", "--config", str(path), "--ready-file", str(ready))
         return children.start(name, command, self._logs)
 
-    def _counts(self) -> dict[Role, int]:
-        return {"decode": self._options.decode, "prefill": self._options.prefill_workers}
-
     def _worker_configs(self) -> dict[str, list[dict[str, Any]]]:
         """Settings of workers in a form without secrets, which Ray may store."""
-        configs = {}
-        for role, count in self._counts().items():
-            config = self._options.worker_config(role, self._redis_url, self._namespace, self._secret)
-            configs[str(role)] = [without_secrets(config, self._dir)] * count
+        configs: dict[str, list[dict[str, Any]]] = {role: [] for role in ROLES}
+        for role, model in self._options.workers:
+            configs[role].append(without_secrets(self._worker_config(role, model), self._dir))
         return configs
+
+    def _worker_config(self, role: Role, model: FurtherModel | None) -> WorkerConfig:
+        return self._options.worker_config(role, self._redis_url, self._namespace, self._secret, model)
 
     def _start_worker_processes(self) -> None:
         self._progress("starting workers")
-        for role, count in self._counts().items():
-            for _ in range(count):
-                start = partial(self._start_worker, role)
-                self._workers.add(start(), start, partial(self._gone, role), served=self._has_served)
+        for role, model in self._options.workers:
+            start = partial(self._start_worker, role, model)
+            self._workers.add(start(), start, partial(self._gone, role), served=self._has_served)
 
-    def _start_worker(self, role: Role) -> Child:
+    def _start_worker(self, role: Role, model: FurtherModel | None) -> Child:
         """Start a worker under a new id, so that statements about a dead process never apply to its successor."""
-        config = self._options.worker_config(role, self._redis_url, self._namespace, self._secret)
+        config = self._worker_config(role, model)
         name = config.worker_id
         path = self._write_config(name, config.model_dump(mode="json"))
         ready = str(self._ready_file(name))
@@ -298,7 +296,7 @@ class LocalCluster:
         return path
 
     def _wait_for_workers(self) -> list[WorkerInfo]:
-        wanted = sum(self._counts().values())
+        wanted = len(self._options.workers)
 
         def registered() -> list[WorkerInfo] | None:
             try:
@@ -322,7 +320,7 @@ class LocalCluster:
         return states
 
     def _wait_until_ready(self, http: str) -> None:
-        wanted = sum(self._counts().values())
+        wanted = len(self._options.workers)
         keys = self._options.router_config(0).api_keys_file is not None
         tls = self._options.tls.client()
         context = tls.context() if tls is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.local import memory
 from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
-from cluster.config.router import RouterConfig
+from cluster.config.router import FurtherModel, RouterConfig
 from cluster.config.speculation import without_drafts
 from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
@@ -32,6 +33,7 @@ RECOMPUTE_LIMIT_TOKENS = 256
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
 SECTIONS = ("router", "worker", *ROLES)
+_ADAPTERS = ("lora", "max_loras", "max_lora_rank")
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
 
 
@@ -81,6 +83,10 @@ class UpOptions(Frozen):
     panel = "Options"
 
     model: Path = Field(description="Model directory; default: the demo model.")
+    also: tuple[str, ...] = Field(
+        (),
+        description="NAME=DIR: a model served beside the first, by as many workers of each role (--pool process).",
+    )
     routers: int = Field(1, description="Routers; each takes the next ports.")
     prefill: int = Field(1, description="Prefill workers.")
     decode: int = Field(1, description="Decode workers.")
@@ -118,6 +124,10 @@ class UpOptions(Frozen):
         """Raises ConfigError."""
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"--model {self.model}: no config.json there", field="model")
+        for entry in self.also:
+            name, _, directory = entry.partition("=")
+            if not name or not (Path(directory) / "config.json").is_file():
+                raise ConfigError(f"--also {entry}: write NAME=DIR, with a config.json in DIR", field="also")
         for name in ("routers", "decode", "prefill_tp", "decode_tp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag_text(name)} must be at least 1", field=name)
@@ -142,6 +152,10 @@ class UpOptions(Frozen):
                 "--autoscaling sizes two pools that Ray runs: use --pool ray, without --local-prefill always",
                 field="autoscaling",
             )
+        if self.pool == "ray" and len(self.models) > 1:
+            raise ConfigError(
+                "several models need --pool process: Ray's pools are of one model", field="pool"
+            )
         if self.require_client_certs and self.certs is None:
             raise ConfigError("--require-client-certs needs --certs", field="certs")
         if self.prefill < 1 and self._local_prefill == "never":
@@ -157,7 +171,8 @@ class UpOptions(Frozen):
             for index in {0, self.routers - 1}:  # the last one has the highest ports
                 self.router_config(index)
             for role in ROLES:
-                self.worker_config(role)
+                for model in self.models:
+                    self.worker_config(role, model=model)
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]
             name = _FLAGS.get(problem["loc"], str(problem["loc"][-1]) if problem["loc"] else "")
@@ -230,16 +245,35 @@ class UpOptions(Frozen):
         """Workers that may run at once."""
         if (policy := self.policy) is not None:
             return {"prefill": policy.prefill.max_replicas, "decode": policy.decode.max_replicas}
-        return {"prefill": self.prefill_workers, "decode": self.decode}
+        count = Counter(role for role, _ in self.workers)
+        return {role: count[role] for role in ROLES}
+
+    @property
+    def models(self) -> list[FurtherModel | None]:
+        """Of the workers: None stands for the first one."""
+        return [None, *self.router_config(0).models]
+
+    @property
+    def workers(self) -> list[tuple[Role, FurtherModel | None]]:
+        """Those to start, by role and model."""
+        counts: dict[Role, int] = {"decode": self.decode, "prefill": self.prefill_workers}
+        models = self.models
+        return [(role, model) for role, count in counts.items() for model in models for _ in range(count)]
 
     def worker_config(
-        self, role: Role, redis_url: str = "", namespace: str = "", secret: str = ""
+        self,
+        role: Role,
+        redis_url: str = "",
+        namespace: str = "",
+        secret: str = "",
+        model: FurtherModel | None = None,
     ) -> WorkerConfig:
         """Settings of a worker. Raises pydantic.ValidationError, or ConfigError where memory does not suffice."""
+        settings = self._settings(role) if model is None else _of_further(self._settings(role), model)
         memory_bytes = {"engine": {"memory_bytes": self._rank_bytes.get(role, 0)}}
         cluster = {"redis_url": redis_url, "namespace": namespace, "secret": secret}
         cluster["index_url"] = with_hash_tag(self.index_url, namespace) if redis_url else ""
-        return WorkerConfig.model_validate(_merged(memory_bytes, self._settings(role), cluster))
+        return WorkerConfig.model_validate(_merged(memory_bytes, settings, cluster))
 
     def _settings(self, role: Role) -> dict[str, Any]:
         """Settings of a worker, without the memory that its ranks may take."""
@@ -297,6 +331,8 @@ class UpOptions(Frozen):
             "model": self.model.absolute(),
             **self.tls.router(),
         }
+        if self.also:
+            fixed["models"] = [*(given.get("models") or ()), *map(_named_model, self.also)]
         return RouterConfig.model_validate(_merged(given, ports, fixed))
 
     def worker_environment(self) -> dict[str, str]:
@@ -309,6 +345,20 @@ class UpOptions(Frozen):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
+
+
+def _named_model(entry: str) -> dict[str, Any]:
+    """Read NAME=DIR."""
+    name, _, directory = entry.partition("=")
+    return {"name": name, "model": Path(directory).absolute()}
+
+
+def _of_further(settings: Mapping[str, Any], model: FurtherModel) -> dict[str, Any]:
+    """The settings of a further model's worker: the first one's, without its draft model and its adapters."""
+    made = {name: value for name, value in without_drafts(settings).items() if name != "lora_dir"}
+    engine = {name: value for name, value in made["engine"].items() if name not in _ADAPTERS}
+    made["engine"] = {**engine, "model": model.model.absolute()}
+    return {**made, "served_model_name": model.name}
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,10 +70,12 @@ class RequestDispatcher:
         self._completion = completion
         self._services = services
         packed_prompt = pack_tokens(completion.prompt_tokens)
-        self._name = name_of(completion.tenant, completion.request_id, packed_prompt)
+        model = completion.served_model
+        further = model if model in services.further_texts else ""
+        self._name = name_of(completion.tenant, completion.request_id, packed_prompt, further)
         self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
         self._choices = [
-            ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
+            ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
         ]
         self.stats = RequestStats()
         arrival = arrival or Arrival()
@@ -350,7 +352,8 @@ class RequestDispatcher:
         self._services.recorder.handed_over(placed, report)
         level = level_of(placed.prefill, placed.decode) if placed.prefill is not None else None
         # What a worker measured corrects what placement assumes.
-        self._services.placement.calibration.learn(report, len(self._completion.prompt_tokens), level)
+        calibration = self._services.placement.calibrations.of(self._completion.served_model)
+        calibration.learn(report, len(self._completion.prompt_tokens), level)
 
     @cached_property
     def outcome(self) -> Outcome:

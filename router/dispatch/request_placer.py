@@ -42,7 +42,9 @@ class RequestPlacer:
         """Choose workers; while there are none, wait for them up to `deadline`. Raises UnavailableError."""
         while True:
             try:
-                self._kv_group = self._services.placement.kv_group(self._kv_group, self._completion.model)
+                self._kv_group = self._services.placement.kv_group(
+                    self._kv_group, self._completion.served_model
+                )
                 spec = self.spec(choices, self._kv_group)
                 request = self.request(choices, spec, self._kv_group)
                 request = self._services.without_unreachable_pairs(request)
@@ -75,6 +77,7 @@ class RequestPlacer:
             deadline_seconds=0.0 if taken_in else self._deadlines.left_seconds,
             tenant=c.tenant,
             weight=c.weight,
+            model=c.served_model,
         )
 
     def _exclusions(self) -> dict[str, Reason]:

@@ -84,6 +84,10 @@ class Services:
         self.token_times = TokenTimes(self.recorder, self.inter_token_seconds)
         self._cleanups = BackgroundTasks()
 
+    def text_of(self, model: str) -> ModelText:
+        """Of a model of this router."""
+        return self.further_texts.get(model, self.text)
+
     def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:
         """None: requests are not traced here, or this one is not sampled."""
         if self.tracing is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from wire import common_pb2
@@ -76,3 +77,15 @@ class Calibration:
             measured = shipped_bytes / seconds
             known = self.bandwidths.setdefault(level, measured)
             self.bandwidths[level] = known + _WEIGHT * (measured - known)
+
+
+class Calibrations:
+    """One for each model of a router, by its name: what one model takes for a token says nothing about another."""
+
+    def __init__(self, models: Sequence[str] = ()):
+        """`models`: the first of them has the requests that name none."""
+        self.first = Calibration()
+        self._further = {name: Calibration() for name in models[1:]}
+
+    def of(self, model: str) -> Calibration:
+        return self._further.get(model, self.first)

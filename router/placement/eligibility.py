@@ -34,6 +34,7 @@ class Eligibility:
     """What follows for placement from one version of the membership; made once for it.
 
     Only workers with the best lease state of their model and role are used: if all are suspect or dead, Redis is at fault.
+    But if all of a model are dead while another model's renew their leases, Redis is not.
     """
 
     def __init__(
@@ -59,6 +60,10 @@ class Eligibility:
             for worker in ready
             if worker.lease == lease
         }
+        live = {model for (model, _), lease in self._best_lease.items() if lease == "live"}
+        for key, lease in self._best_lease.items():
+            if lease == "dead" and live and key[0] not in live:
+                self._best_lease[key] = "live"  # that of no worker of it
         self.prefill = self._of_good_standing("prefill")
         self.decode = self._of_good_standing("decode")
         self._kv_groups = {
@@ -77,6 +82,10 @@ class Eligibility:
     def model_of(self, worker: WorkerInfo) -> str:
         """The name of the model that a worker serves; "" where there is one."""
         return (worker.served_model or self._models[0]) if len(self._models) > 1 else ""
+
+    def serves(self, worker: WorkerInfo, model: str) -> bool:
+        """Whether a worker is of a model of this router."""
+        return len(self._models) == 1 or self.model_of(worker) == (model or self._models[0])
 
     def kv_groups(self, model: str) -> KvGroups:
         """Those of a model of this router."""

@@ -22,7 +22,7 @@ from cluster.membership.topology import LEVELS
 from cluster.protocol.times import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS, ROUTER_LEASE_SECONDS
 from cluster.redis.memory import RedisMemory
 from cluster.telemetry.metrics import router as metrics
-from router.placement.calibration import Calibration
+from router.placement.calibration import Calibrations
 from router.placement.candidates import Candidates, Heads
 from router.placement.keys import PlacementKeys
 from router.placement.memory_watch import MemoryWatch
@@ -134,7 +134,7 @@ class PlaceScript:
         self,
         config: RouterConfig,
         keys: PlacementKeys,
-        calibration: Calibration,
+        calibrations: Calibrations,
         memory: MemoryWatch,
         rng: random.Random,
         on_unanswered: Callable[[], None],
@@ -144,7 +144,7 @@ class PlaceScript:
         may have charged. `match`: asks the prefix index, where it has a Redis of its own."""
         self._config = config
         self._keys = keys
-        self._calibration = calibration
+        self._calibrations = calibrations
         self._memory = memory
         self._rng = rng
         self._match = match
@@ -232,7 +232,7 @@ class PlaceScript:
         number: int,
         replaces: bytes,
     ) -> list[Argument]:
-        c, config, memory = self._calibration, self._config, self._memory.memory
+        c, config, memory = self._calibrations.of(request.model), self._config, self._memory.memory
         target, deadline = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
         numbers = Numbers(
             tokens=request.token_count,

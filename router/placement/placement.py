@@ -13,7 +13,7 @@ from cluster.config.worker import Role
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.reader import Members
 from cluster.redis.connect import connect_async
-from router.placement.calibration import Calibration
+from router.placement.calibration import Calibration, Calibrations
 from router.placement.call_slots import CallSlots
 from router.placement.candidates import Candidates, Heads
 from router.placement.charges import AttemptCharge, Charges
@@ -38,8 +38,8 @@ class Placement:
         self._rng = rng or random.Random()
         self._members = members
         self.mode: Mode = config.local_prefill
-        self.calibration = Calibration()
         self._models = config.model_names
+        self.calibrations = Calibrations(self._models)
         self._eligibility = Eligibility([], self.mode, models=self._models)
         self._keys = PlacementKeys(config.namespace, config.router_id)
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
@@ -48,13 +48,13 @@ class Placement:
         self.charges = Charges()
         self.settlement = Settlement(config, self._keys, self.charges)
         self.script = PlaceScript(
-            *(config, self._keys, self.calibration, self.index_watch, self._rng),
+            *(config, self._keys, self.calibrations, self.index_watch, self._rng),
             on_unanswered=self.settlement.request,
             match=self.index.match if self.index is not None else None,
         )
         self.last_loads = LastLoads(self._keys, self.charges, lambda: self.eligibility)
         self.poll = RedisPoll(self._client, (self.watch, self.last_loads))
-        self._standalone = StandalonePlacement(self.calibration, self.charges, self.last_loads, self._rng)
+        self._standalone = StandalonePlacement(self.calibrations, self.charges, self.last_loads, self._rng)
         self._slots = CallSlots()
         self.calls = 0
         # By the role that prefills and where it was decided; by reason
@@ -74,6 +74,11 @@ class Placement:
         if self.index is not None:
             await self.index.close()
         await self._client.aclose()
+
+    @property
+    def calibration(self) -> Calibration:
+        """Of the first model."""
+        return self.calibrations.first
 
     @property
     def index_watch(self) -> MemoryWatch:

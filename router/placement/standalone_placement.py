@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import INDEX_KEY_BYTES
-from router.placement.calibration import Calibration
+from router.placement.calibration import Calibrations
 from router.placement.candidates import Candidates
 from router.placement.charges import Charges
 from router.placement.last_loads import LastLoads
@@ -22,8 +22,8 @@ MAX_REMEMBERED = 50_000
 class StandalonePlacement:
     """Needs no other process."""
 
-    def __init__(self, calibration: Calibration, charges: Charges, last: LastLoads, rng: random.Random):
-        self._calibration = calibration
+    def __init__(self, calibrations: Calibrations, charges: Charges, last: LastLoads, rng: random.Random):
+        self._calibrations = calibrations
         self._charges = charges
         self._last = last
         self._rng = rng
@@ -46,15 +46,16 @@ class StandalonePlacement:
         prefill = None
         if candidates.prefill:
             prefill = self._pick(candidates.prefill, candidates.prefill_by_id, request.chain)
-            self._refuse_late(request, self._charges.by_worker.get(prefill.name, 0) / self._calibration.rate)
+            self._refuse_late(request, self._charges.by_worker.get(prefill.name, 0))
         return Placed(prefill, decode, 0, 0, False, uncached_tokens=request.token_count)
 
-    def _refuse_late(self, request: PlacementRequest, ahead_seconds: float) -> None:
+    def _refuse_late(self, request: PlacementRequest, ahead_tokens: int) -> None:
         """By this router's own requests alone, which are fewer than all: better than no limit. Those of others are as old
         as the outage, and an old queue must refuse nothing."""
-        compute = self._calibration.a * request.token_count
+        calibration = self._calibrations.of(request.model)
+        ahead_seconds, compute = ahead_tokens / calibration.rate, calibration.a * request.token_count
         target = request.target_seconds
-        if self._calibration.known and 0 < target < ahead_seconds + compute and ahead_seconds > compute:
+        if calibration.known and 0 < target < ahead_seconds + compute and ahead_seconds > compute:
             raise too_late(request, ahead_seconds + compute)
 
     def _pick(

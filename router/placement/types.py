@@ -63,6 +63,7 @@ class PlacementRequest:
     deadline_seconds: float = 0.0  # the request is refused if its first token would come later
     tenant: str = ""
     weight: float = 1.0  # of the tenant
+    model: str = ""  # the name of one of the router's models; "": the first
 
 
 @dataclass(frozen=True)

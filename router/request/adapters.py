@@ -15,17 +15,23 @@ def no_adapters() -> Mapping[str, str]:
 
 
 class LoadedAdapters:
-    """Made once per version of the membership."""
+    """Of one model; made once per version of the membership."""
 
-    def __init__(self, workers: Callable[[], Sequence[WorkerInfo]]):
+    def __init__(
+        self,
+        workers: Callable[[], Sequence[WorkerInfo]],
+        of_model: Callable[[WorkerInfo], bool] = lambda _: True,
+    ):
+        """`of_model`: whether a worker serves the model."""
         self._workers = workers
+        self._of_model = of_model
         self._seen: Sequence[WorkerInfo] = ()
         self._found: Mapping[str, str] = {}
 
     def __call__(self) -> Mapping[str, str]:
         workers = self._workers()
         if workers is not self._seen:
-            self._seen, self._found = workers, digests(workers)
+            self._seen, self._found = workers, digests([one for one in workers if self._of_model(one)])
         return self._found
 
 

@@ -40,6 +40,9 @@ class Completion:
     sampling: common_pb2.SamplingParams
     grammar: common_pb2.Grammar | None = None
     adapter: str = ""  # digest of the adapter that `model` names; "": the base model
+    served_model: str = (
+        ""  # whose workers answer it: `model`, or the base of the adapter; "": the router's first
+    )
     n: int = 1
     # No token is generated for the client: workers draw one, which ends the attempt at the prompt's worker
     prompt_only: bool = False

@@ -62,13 +62,20 @@ class FieldLimits:
         )
         return f"a class: {signs} batch"
 
+    def serves(self, model: str) -> bool:
+        """Whether it is a name of this model, or of an adapter of it."""
+        return self._is_own(model) or model in self.adapters()
+
+    def _is_own(self, model: str) -> bool:
+        return not model or model == self.served_model or model in self.settings.model_aliases
+
     def check_model(self, model: str) -> None:
         """Raises UnknownModelError."""
         self.adapter_of(model)
 
     def adapter_of(self, model: str) -> str:
         """The digest of the adapter of this name; "" for the served model. Raises UnknownModelError."""
-        if not model or model == self.served_model or model in self.settings.model_aliases:
+        if self._is_own(model):
             return ""
         digest = self.adapters().get(model)
         if digest is None:

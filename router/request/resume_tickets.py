@@ -1,7 +1,7 @@
 """Tickets that prove that a router of this deployment admitted a request before.
 
     ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed ‖ amount)        24 bytes
-    name   = BLAKE2b(tenant, request id, prompt)
+    name   = BLAKE2b(tenant, request id, prompt), keyed by the model if it is not the router's first
     amount = the options that decide how much is computed, the grammar among them; and the adapter
 
 The stream's first event carries the ticket. If the router dies, the client sends it to another one with the tokens that it
@@ -25,9 +25,11 @@ MAC_BYTES = 16
 GRACE_SECONDS = 60.0  # routers' clocks may differ by as much, and a client may take as long to reconnect
 
 
-def name_of(tenant: str, request_id: str, packed_prompt: bytes) -> bytes:
-    """The name of a request at every router: requests with the same name have the same prompt and owner."""
-    digest = hashlib.blake2b(digest_size=NAME_BYTES)
+def name_of(tenant: str, request_id: str, packed_prompt: bytes, further_model: str = "") -> bytes:
+    """The name of a request at every router: requests with the same name have the same prompt, owner and model.
+    `further_model`: "" for a router's first, so that tickets stay valid when a second one is added."""
+    key = hashlib.blake2b(further_model.encode(), digest_size=32).digest() if further_model else b""
+    digest = hashlib.blake2b(digest_size=NAME_BYTES, key=key)
     for part in (tenant.encode(), request_id.encode()):
         digest.update(struct.pack("<I", len(part)) + part)
     digest.update(packed_prompt)

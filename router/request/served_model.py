@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cluster.config.router import RouterConfig
@@ -39,11 +39,15 @@ class ServedModel:
         return [(self.name, ""), *((adapter, self.name) for adapter in self.validator.limits.adapters())]
 
 
-def further_models(config: RouterConfig, texts: Mapping[str, ModelText]) -> dict[str, ServedModel]:
-    """The models of `config.models` by their names and aliases; `texts` by name."""
+def further_models(
+    config: RouterConfig,
+    texts: Mapping[str, ModelText],
+    adapters_of: Callable[[str], Adapters] = lambda _: no_adapters,
+) -> dict[str, ServedModel]:
+    """The models of `config.models` by their names and aliases; `texts` and `adapters_of` by name."""
     found: dict[str, ServedModel] = {}
     for name, own in config.by_model().items():
         if name in texts:
-            model = ServedModel.of(own, texts[name])
+            model = ServedModel.of(own, texts[name], adapters_of(name))
             found.update(dict.fromkeys((name, *own.model_aliases), model))
     return found

@@ -97,6 +97,7 @@ class Validator:
             request_id=self._request_id(envelope.request_id),
             model=envelope.model if adapter else self.limits.served_model,
             adapter=adapter,
+            served_model=self.limits.served_model,
             prompt_tokens=tokens,
             sampling=sampling,
             grammar=None if grammar is None or prompt_only else grammar.spec.to_wire(),

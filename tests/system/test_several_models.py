@@ -17,15 +17,17 @@ from tests.harness.checkpoints import prompt_ids, reference_greedy
 from tests.harness.router_process import python, run_router
 
 pytestmark = pytest.mark.system
-SECRET, COUNT, WAIT_SECONDS = "of two models 16", 8, 40.0
+# The second model's decode worker prefills: the first one's prefill worker is none of its own.
+PLACED = (("prefill", "a"), ("decode", "a"), ("decode", "b"))
+SECRET, COUNT, WAIT_SECONDS = "of two models 16", 8, 120.0
 
 
 @contextlib.contextmanager
-def decode_worker(out: Path, name: str, model: Path, cluster: dict[str, Any]) -> Iterator[Any]:
-    engine = {"model": str(model), "dtype": "float32", "kv_memory_bytes": 8 << 20}
-    file = out / f"{name}.json"
+def worker(out: Path, role: str, name: str, model: Path, cluster: dict[str, Any]) -> Iterator[Any]:
+    engine = {"model": str(model), "dtype": "float32", "kv_memory_bytes": 8 << 20, "threads": 1}
+    file = out / f"{role}-{name}.json"
     file.write_text(json.dumps({**cluster, "served_model_name": name, "engine": engine}))
-    with python("-m", "baton", "decode", "--config", str(file), log=out / f"{name}.log") as process:
+    with python("-m", "baton", role, "--config", str(file), log=out / f"{role}-{name}.log") as process:
         yield process
 
 
@@ -46,6 +48,13 @@ def complete(http: str, model: str) -> tuple[int, dict[str, Any]]:
     return get(asked)  # type: ignore[arg-type]
 
 
+def wait_for_workers(http: str, count: int) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(found := get(f"{http}/v1/cluster")[1]["workers"]) < count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
 def wait_for_ready(http: str, missing: set[str]) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
@@ -61,12 +70,14 @@ def test_two_models_behind_one_router(tmp_path: Path, redis_url: str, checkpoint
     cluster = {"redis_url": redis_url, "namespace": "two-models", "secret": SECRET}
     further = {"name": "b", "model": str(models["b"]), "aliases": ["bee"]}
     settings = {"model": str(models["a"]), "served_model_name": "a", "models": [further]}
-    limits = {"local_prefill": "always", "admission_seconds": 1.0}
+    limits = {"local_prefill": "fallback", "admission_seconds": 1.0, "ttft_target_seconds_normal": 0.0}
     with contextlib.ExitStack() as held:
         http = held.enter_context(run_router(tmp_path, {**cluster, **settings, **limits})).http
         workers = {
-            name: held.enter_context(decode_worker(tmp_path, name, models[name], cluster)) for name in models
+            (role, name): held.enter_context(worker(tmp_path, role, name, models[name], cluster))
+            for role, name in PLACED
         }
+        wait_for_workers(http, len(PLACED))
         wait_for_ready(http, set())
         assert [one["id"] for one in get(f"{http}/v1/models")[1]["data"]] == ["a", "b"]
         for name, shown in (("a", "a"), ("bee", "b")):
@@ -78,7 +89,7 @@ def test_two_models_behind_one_router(tmp_path: Path, redis_url: str, checkpoint
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert complete(http, "a")[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert complete(http, "c")[0] == 404
-        workers["b"].kill()
+        workers["decode", "b"].kill()
         wait_for_ready(http, {"b"})
         assert complete(http, "a")[0] == 200
         status, answer = complete(http, "b")

@@ -36,7 +36,7 @@ class AdapterCalls:
         self._gateway = gateway
 
     async def load(self, request: Request) -> Response:
-        """Answers once every worker has loaded it."""
+        """Answers once every worker of the first model has loaded it. Workers of other models refuse what does not fit."""
         body = await _read(request, ("lora_name", "lora_path"))
         name, limits = body["lora_name"], self._gateway.validator.limits
         if not is_adapter_name(name):
@@ -72,11 +72,12 @@ class AdapterCalls:
 
     async def _wait(self, done: Callable[[WorkerInfo], bool], what: str) -> None:
         """Raises DeadlineError, UnavailableError."""
-        services = self._gateway.services
+        services, first = self._gateway.services, self._gateway.config.served_name
         services.check_any_worker()
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
-            workers = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
+            ready = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
+            workers = [one for one in ready if services.placement.eligibility.serves(one, first)]
             count = sum(map(done, workers))
             if workers and count == len(workers):
                 return

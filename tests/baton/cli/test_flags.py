@@ -66,7 +66,7 @@ def test_every_setting_is_a_flag_of_up_or_up_chooses_it(monkeypatch):
     secrets = {
         one.path[-1] for model in (RouterConfig, WorkerConfig) for one in settings(model) if one.flag is None
     }
-    assert secrets == {"secret", "redis_password", "index_password", "fault_orders", "role"}, (
+    assert secrets == {"secret", "redis_password", "index_password", "fault_orders", "role", "models"}, (
         "no secret is on a command line"
     )
 

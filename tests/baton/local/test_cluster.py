@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.local import children
+from baton.local import children, memory, options
 from baton.local.children import Child
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
-from cluster.errors import SetupError
+from cluster.errors import ConfigError, SetupError
+from cluster.process.memory import Limit
 
 MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
 
@@ -108,3 +109,45 @@ def test_a_process_that_outlives_its_kill_keeps_no_other_one_from_its_stop(tmp_p
     both = [Child(name, Process(name, name == "b"), tmp_path / name) for name in "ab"]  # type: ignore[arg-type]
     children.stop_all(both, 0.0)
     assert stopped == ["a", "b", "a", "b"]
+
+
+def test_each_model_has_workers_of_its_own_and_a_name_at_every_router():
+    adapters = {"lora": ["x=/adapters/x"], "max_lora_rank": 8}
+    given = {"pool": "process", "decode": 2, "worker": {"engine": {"kv_memory_bytes": 1 << 20, **adapters}}}
+    up = UpOptions(
+        MODEL, also=(f"second={MODEL}",), sections={"router": {"served_model_name": "one"}}, **given
+    )
+    router = up.router_config(0)
+    assert router.model_names == ("one", "second") and router.models[0].model == MODEL
+    started = [(role, up.worker_config(role, model=model)) for role, model in up.workers]
+    assert [(role, config.served_model_name) for role, config in started] == [
+        *(("decode", ""), ("decode", ""), ("decode", "second"), ("decode", "second")),
+        *(("prefill", ""), ("prefill", "second")),
+    ]
+    assert [len(config.engine.lora) for _, config in started] == [1, 1, 0, 0, 1, 0]
+    assert all(config.engine.model == MODEL for _, config in started)
+
+
+def test_workers_share_the_memory_with_those_of_other_models(monkeypatch):
+    monkeypatch.setattr(memory, "cards", list)
+    monkeypatch.setattr(options, "limits", lambda: [Limit(64 << 30, 60 << 30)])
+    one, two = (UpOptions(MODEL, pool="process", also=also) for also in ((), (f"second={MODEL}",)))
+    shares = [up.worker_config("decode").engine.memory_bytes for up in (one, two)]
+    assert shares[1] == shares[0] // 2
+
+
+@pytest.mark.parametrize("also", ["second", "second=/none", f"={MODEL}"])
+def test_a_further_model_is_a_name_and_a_directory(also):
+    with pytest.raises(ConfigError, match="write NAME=DIR"):
+        UpOptions(MODEL, pool="process", also=(also,))
+
+
+def test_pools_of_ray_are_of_one_model():
+    with pytest.raises(ConfigError, match="several models need --pool process"):
+        UpOptions(MODEL, also=(f"second={MODEL}",))
+
+
+def test_the_only_model_has_one_name_at_routers_and_workers():
+    up = UpOptions(MODEL, router={"served_model_name": "x"}, worker={"served_model_name": "x"})
+    assert up.router_config(0).served_name == "x"
+    assert {up.worker_config(role).served_model_name for role, _ in up.workers} == {"x"}

@@ -30,7 +30,7 @@ class Refusing:
     def __init__(self) -> None:
         self.asked: list[PlacementRequest] = []
 
-    def kv_group(self, before: KvGroup | None) -> KvGroup:
+    def kv_group(self, before: KvGroup | None, model: str = "") -> KvGroup:
         return KvGroup("m", 16, b"")
 
     async def place(self, request: PlacementRequest) -> Placed:
@@ -151,3 +151,24 @@ async def test_an_attempt_that_failed_counts_as_admitted(services):
 
 async def test_a_ticket_without_tokens_has_nothing_to_lose(services):
     assert (await place(services, ticket(services))).target_seconds > 0
+
+
+async def test_a_request_has_its_own_models_text_workers_and_ticket(services: Services) -> None:
+    read: list[str] = []
+
+    def text(name: str) -> Any:
+        return SimpleNamespace(detokenizer=lambda prompt: read.append(name), close=lambda: None)
+
+    services.further_texts = {"second": text("second")}
+    first_text, services.text = services.text, text("first")
+    try:
+        dispatchers = [
+            RequestDispatcher(replace(completion(), served_model=name), services) for name in ("m", "second")
+        ]
+        assert read == ["first", "second"]
+        given, other = (one.resume_ticket() for one in dispatchers)
+        assert RequestDispatcher(completion(given, (7,)), services)
+        with pytest.raises(InvalidRequestError, match="resume_ticket"):
+            RequestDispatcher(completion(other, (7,)), services)
+    finally:
+        services.text = first_text

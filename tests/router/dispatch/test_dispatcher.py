@@ -26,7 +26,7 @@ from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.link.links import Links
 from router.link.token import Token
-from router.placement.calibration import Calibration
+from router.placement.calibration import Calibrations
 from router.placement.eligibility import Eligibility
 from router.placement.types import KvGroup, Placed, PlacementRequest
 from router.request.completion import Completion
@@ -185,7 +185,7 @@ class World:
         self.attempts: list[Scripted] = []
         self.released: list[bytes] = []
         self.excluded: list[set[str]] = []
-        self.calibration = Calibration()
+        self.calibrations = Calibrations()
         facts = {
             "place": "",
             "host": "here",

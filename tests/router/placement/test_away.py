@@ -15,7 +15,7 @@ from cluster.config.worker import Role
 from cluster.membership.facts import group_id
 from cluster.membership.reader import Members
 from cluster.membership.types import WorkerInfo
-from router.placement.calibration import Calibration
+from router.placement.calibration import Calibrations
 from router.placement.candidates import Candidates
 from router.placement.charges import Charges
 from router.placement.eligibility import MAX_LISTED, Eligibility
@@ -50,11 +50,11 @@ class Away:
     def __init__(self, redis_url: str, namespace: str, workers: list[WorkerInfo]):
         self.client = redis.asyncio.Redis.from_url(redis_url)
         self.keys = PlacementKeys(namespace, "router")
-        self.charges, self.calibration, self.now = Charges(), Calibration(), 1000.0
+        self.charges, self.calibrations, self.now = Charges(), Calibrations(), 1000.0
         eligibility = Eligibility(workers, "never")
         self.last = LastLoads(self.keys, self.charges, lambda: eligibility, lambda: self.now)
         self.poll = RedisPoll(self.client, [self.last])
-        self.placement = StandalonePlacement(self.calibration, self.charges, self.last, random.Random(1))
+        self.placement = StandalonePlacement(self.calibrations, self.charges, self.last, random.Random(1))
         self.candidates = Candidates(eligibility.prefill, eligibility.decode)
 
     def counts(self, placed: int = PLACED, **more: Any) -> Counter[str]:
@@ -160,8 +160,8 @@ async def test_a_reading_that_fails_keeps_the_last_one(away, redis_url) -> None:
 async def test_an_old_queue_of_others_refuses_nothing(away) -> None:
     one = away(2)
     for _ in range(100):
-        one.calibration.observe_prefill(1000, 1000, 1.0)
-    assert one.calibration.known
+        one.calibrations.first.observe_prefill(1000, 1000, 1.0)
+    assert one.calibrations.first.known
     for index in range(2):
         await one.client.hset(one.keys.load, f"p:{worker('prefill', index).name}", 10**9)
     await one.poll.read()

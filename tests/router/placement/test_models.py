@@ -14,6 +14,7 @@ from cluster.errors import OverloadedError, UnavailableError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import make_salt
 from router.admission.admission import Admission
+from router.placement.calibration import Calibrations
 from router.placement.eligibility import Eligibility
 from router.placement.types import Mode, PlacementRequest
 from wire import common_pb2
@@ -64,6 +65,15 @@ def test_a_model_without_live_workers_does_not_depend_on_the_others() -> None:
     assert (chosen(view, "first"), chosen(view, "second")) == ({"aa"}, {"bb"})
 
 
+def test_a_model_whose_workers_are_dead_is_missing_while_another_lives() -> None:
+    view = eligibility(A, replace(B, lease="dead"))
+    assert (view.missing_role(), view.missing_roles()) == (None, {"second": "decode"})
+    with pytest.raises(UnavailableError):
+        view.kv_groups("second").choose(None, random.Random())
+    all_dead = eligibility(replace(A, lease="dead"), replace(B, lease="dead"))
+    assert all_dead.missing_roles() == {}  # Redis may be at fault
+
+
 def test_a_router_is_ready_while_it_can_serve_a_model() -> None:
     assert eligibility(A, B).missing_roles() == {}
     view = eligibility(A)
@@ -80,6 +90,22 @@ def test_one_model_has_every_worker_whatever_its_name() -> None:
 
 def test_models_share_no_prefixes() -> None:
     assert make_salt("aa") != make_salt("bb")
+
+
+def test_each_model_has_its_own_cost_model() -> None:
+    calibrations = Calibrations(MODELS)
+    for _ in range(100):
+        calibrations.of("second").observe_prefill(1000, 1000, 10.0)
+    assert calibrations.of("second").known and calibrations.of("second").a > 5e-3
+    assert not calibrations.of("first").known
+    assert calibrations.of("") is calibrations.of("first") is calibrations.first
+
+
+def test_a_worker_serves_one_model() -> None:
+    view = eligibility(A, B)
+    assert [view.serves(A, name) for name in MODELS] == [True, False]
+    assert [view.serves(B, name) for name in MODELS] == [False, True]
+    assert Eligibility([B], "fallback", models=("first",)).serves(B, "first")
 
 
 def config(**settings: object) -> RouterConfig:
@@ -99,6 +125,12 @@ def test_a_surging_model_leaves_places_to_the_others() -> None:
         with admission.of_model("second"), admission.of_model("second"):
             pass
     with admission.of_model("first"), admission.of_model("first"):
+        pass
+
+
+def test_the_only_model_has_every_place() -> None:
+    admission = Admission(RouterConfig(model=Path("/m"), max_concurrent_requests=2), lambda tenant: None)
+    with admission.of_model("m"), admission.of_model("m"), admission.of_model("m"):
         pass
 
 

@@ -39,7 +39,7 @@ def completion(model: str, known: dict[str, str]) -> Completion:
 
 def test_the_name_gives_model_and_digest():
     made = completion("tuned", {"tuned": OLD})
-    assert (made.model, made.adapter) == ("tuned", OLD)
+    assert (made.model, made.served_model, made.adapter) == ("tuned", "base", OLD)
     for name in ("", "base"):
         made = completion(name, {"tuned": OLD, "base": NEW})
         assert (made.model, made.adapter) == ("base", "")
@@ -57,6 +57,7 @@ def test_most_ready_workers_decide_what_a_name_means():
     assert loaded() is loaded()
     view[0] = some[:1]
     assert loaded() == {"a": OLD}
+    assert LoadedAdapters(lambda: some, lambda worker: worker.worker_id == "w2")() == {"a": NEW}
 
 
 def test_workers_without_the_adapter_are_excluded_by_name():

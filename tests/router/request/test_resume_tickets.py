@@ -51,6 +51,12 @@ def refused(made: Completion, by: Tickets) -> bool:
     return not by.check(replace(made, resume_tokens=[]), NAME)
 
 
+def test_it_is_for_one_model() -> None:
+    given = ("acme", "req-1", b"abcd")
+    names = {name_of(*given, model) for model in ("", "second", "third")}
+    assert len(names) == 3 and name_of(*given) == NAME
+
+
 def test_nothing_else_opens():
     ticket = tickets().issue(completion(b""), NAME)
     flipped = bytes([ticket[0] ^ 1]) + ticket[1:]
