@@ -51,7 +51,19 @@ class AdapterCalls:
         except (redis.RedisError, OSError) as error:
             raise UnavailableError("Redis does not answer", retry_after_seconds=1.0) from error
         await self._wait(lambda worker: name in dict(worker.adapters), f"have loaded {name!r}")
+        self._check_one_digest(name)
         return JSONResponse({"id": name, "digest": limits.adapters().get(name, "")})
+
+    def _check_one_digest(self, name: str) -> None:
+        """Raises UnavailableError where workers have different files there: requests would meet some of them only."""
+        workers = self._gateway.services.members.all
+        found = {dict(worker.adapters).get(name) for worker in workers if worker.state == "ready"} - {None}
+        if len(found) > 1:
+            raise UnavailableError(
+                f"lora_path: workers have {len(found)} different adapters there; unload {name!r}, and load it once the "
+                "files are the same",
+                field="lora_path",
+            )
 
     async def unload(self, request: Request) -> Response:
         """Answers once no worker takes requests for it; its running requests go on."""
