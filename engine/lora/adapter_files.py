@@ -67,12 +67,14 @@ def read_adapter(
         tensors = safetensors.torch.load(content)
     except Exception as error:  # safetensors raises types of its own for damaged files
         raise ModelError(f"{directory / WEIGHTS}: {error}", field=WEIGHTS) from error
+    digest = _digest(raw_config, content)
+    del content  # the tensors are copies
     sides = _sides(tensors, wanted)
     pairs = {name: _pair(name, of, wanted[name], parsed, max_rank, dtype) for name, of in sides.items()}
     if not pairs:
         raise ModelError(f"{directory / WEIGHTS} has no tensors", field=WEIGHTS)
     highest = max(one.rank for one in pairs.values())
-    return Adapter(_digest(raw_config, content), directory, highest, pairs)
+    return Adapter(digest, directory, highest, pairs)
 
 
 def _digest(*contents: bytes) -> str:

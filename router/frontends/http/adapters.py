@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -56,8 +56,7 @@ class AdapterCalls:
 
     def _check_one_digest(self, name: str) -> None:
         """Raises UnavailableError where workers have different files there: requests would meet some of them only."""
-        workers = self._gateway.services.members.all
-        found = {dict(worker.adapters).get(name) for worker in workers if worker.state == "ready"} - {None}
+        found = {dict(worker.adapters).get(name) for worker in self._live} - {None}
         if len(found) > 1:
             raise UnavailableError(
                 f"lora_path: workers have {len(found)} different adapters there; unload {name!r}, and load it once the "
@@ -82,13 +81,18 @@ class AdapterCalls:
         )
         return JSONResponse({"id": name})
 
+    @property
+    def _live(self) -> Sequence[WorkerInfo]:
+        members = self._gateway.services.members.all
+        return [one for one in members if (one.state, one.lease) == ("ready", "live")]
+
     async def _wait(self, done: Callable[[WorkerInfo], bool], what: str) -> None:
         """Raises DeadlineError, UnavailableError."""
         services = self._gateway.services
         services.check_any_worker()
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
-            workers = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
+            workers = self._live
             count = sum(map(done, workers))
             if workers and count == len(workers):
                 return
