@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cluster.config.adapters import MAX_ADAPTERS
 from cluster.errors import AdapterMissingError, InvalidRequestError, ModelError
 from cluster.membership.wanted_adapters import Wanted, check_path, parse
 from engine.lora.adapter_files import Adapter
@@ -162,11 +161,12 @@ async def test_a_name_that_means_another_one_gives_up_the_old_one(world):
     assert world.engine_has == {"fixed"}
 
 
-async def test_a_registration_has_no_more_names_than_routers_read(world):
-    world.wanted = {f"x{i:03}": Wanted("a", "1") for i in range(MAX_ADAPTERS)}
+async def test_a_registration_has_no_more_names_than_routers_read(world, monkeypatch):
+    monkeypatch.setattr("worker.adapters.MAX_ADAPTERS", 3)
+    world.wanted = {f"x{i}": Wanted("a", "1") for i in range(3)}
     await world.changes.follow()
-    assert len(world.published[-1]) == MAX_ADAPTERS
-    assert list(world.changes.refusals) == [f"x{MAX_ADAPTERS - 1}"]
+    assert [name for name, _ in world.published[-1]] == ["fixed", "x0", "x1"]
+    assert list(world.changes.refusals) == ["x2"]
 
 
 async def test_after_a_registration_that_failed_the_former_one_is_made_again(world):
