@@ -149,7 +149,8 @@ class ModelRunner:
 
     def read_adapter(self, directory: Path) -> Adapter:
         """Any thread. Raises ModelError."""
-        return read_adapter(directory, self.model_config, self.config.max_lora_rank)
+        dtype = self._adapters.dtype if self._adapters is not None else torch.float32
+        return read_adapter(directory, self.model_config, self.config.max_lora_rank, dtype)
 
     @torch.inference_mode()
     def write_adapter(self, slot: int, adapter: Adapter) -> None:

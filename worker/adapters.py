@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import redis
 
-from cluster.errors import BatonError, InvalidRequestError, ModelError, cut
+from cluster.config.adapters import MAX_ADAPTERS
+from cluster.errors import AdapterSlotsError, BatonError, InvalidRequestError, ModelError, cut
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.adapter_files import Adapter
 from worker.engine_host import EngineHost
@@ -53,7 +54,7 @@ class AdapterChanges:
         self._loaded: dict[str, _Loaded] = {}
         self._leaving: set[str] = set()  # digests
         self._retry_at: dict[tuple[str, Wanted], float] = {}
-        self._published = fixed
+        self._published: Pairs | None = fixed  # None: unknown, a registration failed
         self.refusals: dict[str, str] = {}  # by name, of those that could not be loaded
 
     @property
@@ -82,26 +83,36 @@ class AdapterChanges:
         self._retry_at = {key: at for key, at in self._retry_at.items() if wanted.get(key[0]) == key[1]}
         if self.pairs != self._published:
             pairs = self.pairs
-            if await asyncio.to_thread(self._publish, pairs):
-                self._published = pairs
+            self._published = pairs if await asyncio.to_thread(self._publish, pairs) else None
         await self._unload()
 
     async def _load(self, name: str, wanted: Wanted) -> None:
         if self._clock() < self._retry_at.get((name, wanted), 0.0):
             return
+        before = self._loaded.pop(
+            name, None
+        )  # also if the new one can't be loaded: the name means another one now
+        if before is not None:
+            self._leaving.add(before.digest)
         try:
-            adapter = await asyncio.to_thread(self._read, self._inside(wanted.path))
+            if len(self.pairs) >= MAX_ADAPTERS:  # of a registration; several names may be of one adapter
+                raise AdapterSlotsError(
+                    f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS)
+                )
+            adapter = await asyncio.to_thread(self._read_inside, wanted.path)
             await self._host.call(lambda engine: engine.adapters.load(adapter))
-        except BatonError as error:
-            log.warning("adapter %s is not loaded from %s: %s", name, wanted.path, error.message)
-            self.refusals[name] = error.message
+        except Exception as error:  # of one adapter: the others are loaded and unloaded even so
+            why = cut(error.message if isinstance(error, BatonError) else repr(error))
+            log.warning("adapter %s is not loaded from %s: %s", name, wanted.path, why)
+            self.refusals[name] = why
             self._retry_at[name, wanted] = self._clock() + RETRY_SECONDS
             return
         self.refusals.pop(name, None)
-        before = self._loaded.pop(name, None)
-        if before is not None and before.digest != adapter.digest:
-            self._leaving.add(before.digest)
         self._loaded[name] = _Loaded(wanted, adapter.digest)
+
+    def _read_inside(self, path: str) -> Adapter:
+        """Blocks, as links are followed in a directory that may be mounted. Raises ModelError, RuntimeError, OSError."""
+        return self._read(self._inside(path))
 
     def _inside(self, path: str) -> Path:
         """Raises ModelError if links lead out of the directory."""

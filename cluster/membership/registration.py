@@ -114,7 +114,10 @@ class Registration:
         """Register with these adapters, under a new slot. Returns False if that has to be tried again."""
         with self._lock:
             self._info = replace(self._info, adapters=adapters)
-        return self.register_again()
+        if not self.register_again():
+            return False
+        registered = self._registered  # the old one if Redis did not answer: a renewal would keep that
+        return registered is not None and registered.adapters == adapters
 
     def _is_fenced(self) -> bool:
         return self._renewed is not None and self._clock() - self._renewed > LEASE_DEAD_SECONDS

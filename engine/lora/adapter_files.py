@@ -48,8 +48,11 @@ class Adapter:
     modules: Mapping[str, LowRank]  # by name without the model's prefix: layers.N.…
 
 
-def read_adapter(directory: Path, config: ModelConfig, max_rank: int) -> Adapter:
-    """Raises ModelError naming the key, the tensor or the file."""
+def read_adapter(
+    directory: Path, config: ModelConfig, max_rank: int, dtype: torch.dtype = torch.float32
+) -> Adapter:
+    """`dtype`: in which it is computed; its numbers must be finite there. Raises ModelError naming the key, the tensor or
+    the file."""
     wanted = modules(config)
     raw_config = _content(directory / CONFIG, MAX_CONFIG_BYTES)
     parsed = AdapterConfig.parse(raw_config)
@@ -64,12 +67,14 @@ def read_adapter(directory: Path, config: ModelConfig, max_rank: int) -> Adapter
         tensors = safetensors.torch.load(content)
     except Exception as error:  # safetensors raises types of its own for damaged files
         raise ModelError(f"{directory / WEIGHTS}: {error}", field=WEIGHTS) from error
+    digest = _digest(raw_config, content)
+    del content  # the tensors are copies
     sides = _sides(tensors, wanted)
-    pairs = {name: _pair(name, of, wanted[name], parsed, max_rank) for name, of in sides.items()}
+    pairs = {name: _pair(name, of, wanted[name], parsed, max_rank, dtype) for name, of in sides.items()}
     if not pairs:
         raise ModelError(f"{directory / WEIGHTS} has no tensors", field=WEIGHTS)
     highest = max(one.rank for one in pairs.values())
-    return Adapter(_digest(raw_config, content), directory, highest, pairs)
+    return Adapter(digest, directory, highest, pairs)
 
 
 def _digest(*contents: bytes) -> str:
@@ -106,7 +111,13 @@ def _sides(
                 f"without experts; not embeddings, the output head, norms, routers or experts",
                 field=name[:200],
             )
-        found.setdefault(match[1], {})[match[2]] = (name, tensor)
+        of_module = found.setdefault(match[1], {})
+        if match[2] in of_module:  # under another prefix
+            raise ModelError(
+                f"tensors {of_module[match[2]][0][:200]} and {name[:200]} are of the same module",
+                field=name[:200],
+            )
+        of_module[match[2]] = (name, tensor)
     return found
 
 
@@ -122,6 +133,7 @@ def _pair(
     shape: tuple[int, int],
     config: AdapterConfig,
     max_rank: int,
+    dtype: torch.dtype,
 ) -> LowRank:
     outputs, inputs = shape
     if len(sides) != 2:
@@ -141,6 +153,11 @@ def _pair(
             )
         if tensor.dtype not in _DTYPES:
             raise ModelError(f"tensor {name} is stored as {tensor.dtype}, not in 16 or 32 bits", field=name)
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"tensor {name} has numbers that are NaN or infinite", field=name)
-    return LowRank(sides["A"][1], sides["B"][1].float() * config.scaling_of(whole))
+    a, b = sides["A"][1], sides["B"][1].float() * config.scaling_of(whole)
+    for side, numbers in (("A", a), ("B", b)):
+        if not bool(torch.isfinite(numbers.to(dtype)).all()):
+            name = sides[side][0]
+            raise ModelError(
+                f"tensor {name} has numbers that are NaN or infinite when scaled, in {dtype}", field=name
+            )
+    return LowRank(a, b)

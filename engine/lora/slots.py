@@ -26,13 +26,14 @@ class AdapterSlots:
     ):
         self.count, self.max_rank = config.adapter_slots, config.max_lora_rank
         self.step = StepRows(device)
-        self._model, self._group, self._dtype, self._device = model, group, dtype, device
+        self.dtype = dtype
+        self._model, self._group, self._device = model, group, device
         self._adapted: list[tuple[int, AdaptedLinear]] = []  # with the layer
 
     def adapt(self, layer: int, name: str, base: Linear) -> Linear:
         """The product `name` of a layer, with its adapters."""
         product = products(self._model, layer, self._group.rank, self._group.size)[name]
-        made = AdaptedLinear(base, product, self.step, self.count, self.max_rank, self._dtype, self._device)
+        made = AdaptedLinear(base, product, self.step, self.count, self.max_rank, self.dtype, self._device)
         self._adapted.append((layer, made))
         return made
 

@@ -69,4 +69,7 @@ class StepDecision:
 
 
 def _slot(sequence: Sequence, slots: Mapping[str, int] | None) -> int:
-    return slots[sequence.request.adapter] if slots and sequence.request.adapter else 0
+    adapter = sequence.request.adapter
+    return (
+        slots[adapter] if slots is not None and adapter else 0
+    )  # never the base model in place of an adapter

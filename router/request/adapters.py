@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from cluster.membership.types import WorkerInfo
@@ -36,13 +35,18 @@ class LoadedAdapters:
 
 
 def digests(workers: Sequence[WorkerInfo]) -> Mapping[str, str]:
-    """By name, sorted. Where workers have different adapters under one name, that of the most workers, as while their
-    settings are rolled out."""
-    counts: dict[str, Counter[str]] = {}
+    """By name, sorted. Where workers have different adapters under one name, as while their settings are rolled out, that
+    of both roles goes before that of one, and then that of the most workers; live workers count before all."""
+    having: dict[str, dict[str, list[WorkerInfo]]] = {}
     for worker in workers:
         for name, digest in worker.adapters if worker.state == "ready" else ():
-            counts.setdefault(name, Counter())[digest] += 1
+            having.setdefault(name, {}).setdefault(digest, []).append(worker)
     return {
-        name: max(counted, key=lambda digest: (counted[digest], digest))
-        for name, counted in sorted(counts.items())
+        name: max(of_name, key=lambda digest: (*_weight(of_name[digest]), digest))
+        for name, of_name in sorted(having.items())
     }
+
+
+def _weight(workers: Sequence[WorkerInfo]) -> tuple[int, int, int]:
+    live = [worker for worker in workers if worker.lease == "live"]
+    return len({worker.role for worker in live}), len(live), len(workers)

@@ -206,3 +206,19 @@ def test_an_emptied_registry_gives_no_slot_that_was_given_before(redis_url, name
         wait_for(lambda: registration.slot == 18, 60.0, "it is there again")
     finally:
         registration.stop()
+
+
+def test_adapters_that_redis_did_not_take_are_registered_again(monkeypatch):
+    """A renewal would keep the registration without them."""
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration, adapters = Registration("redis://127.0.0.1:1", "n", info), (("a", "0" * 32),)
+    registry = registration._registry
+
+    def lost(*given: object) -> int:
+        raise redis.ConnectionError("gone")
+
+    monkeypatch.setattr(registry, "register", lost)
+    monkeypatch.setattr(registry, "failed", lambda error: None)
+    assert not registration.set_adapters(adapters)
+    monkeypatch.setattr(registry, "register", lambda *given: 3)
+    assert registration.set_adapters(adapters)

@@ -37,6 +37,8 @@ CONFIGS = [
     ({"r": 0}, "r"),
     ({"r": 17}, "max_lora_rank"),
     ({"lora_alpha": math.inf}, "lora_alpha"),
+    ({"lora_alpha": math.nan}, "lora_alpha"),
+    ({"lora_alpha": 10**400}, "lora_alpha"),
     ({"rank_pattern": {"(a+)+": 2}}, "rank_pattern"),
     ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern"),
 ]
@@ -86,6 +88,11 @@ TENSORS = [
     (lambda t: t.update({NAME: t[NAME][1:].clone()}), "has shape"),
     (lambda t: t.update({NAME: t[NAME].double()}), "float64"),
     (lambda t: t[NAME].fill_(math.nan), "NaN"),
+    (lambda t: t[NAME.replace("_A", "_B")].fill_(3e38), "when scaled"),
+    (
+        lambda t: t.update({NAME.replace("model.layers", "model.language_model.layers"): t[NAME] + 1}),
+        "same module",
+    ),
     (lambda t: t.clear(), "no tensors"),
 ]
 
@@ -98,6 +105,17 @@ def test_tensors_are_checked_against_the_model(change, says, model, tmp_path):
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=says):
         read(adapter, model)
+
+
+def test_numbers_must_be_finite_in_the_type_of_the_products(model, tmp_path):
+    adapter = make_adapter(tmp_path, model)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors[NAME].fill_(1e6)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = ModelConfig.read(model)
+    assert read_adapter(adapter, config, 16, torch.bfloat16).rank == 4
+    with pytest.raises(ModelError, match="infinite when scaled"):
+        read_adapter(adapter, config, 16, torch.float16)
 
 
 def test_files_are_bounded_and_never_pickled(model, tmp_path):

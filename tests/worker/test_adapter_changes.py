@@ -144,6 +144,39 @@ async def test_what_cannot_be_loaded_is_said_and_tried_again_later(world, tmp_pa
     assert world.changes.refused_text is None
 
 
+async def test_one_that_fails_in_any_way_leaves_the_others(world, tmp_path):
+    (tmp_path / "dir" / "loop").symlink_to(tmp_path / "dir" / "loop")
+    world.wanted = {"bad": Wanted("loop", "1"), "x": Wanted("a", "1")}
+    await world.changes.follow()
+    assert world.published[-1] == (("fixed", "fixed"), ("x", "a"))
+    assert "bad" in world.changes.refused_text
+
+
+async def test_a_name_that_means_another_one_gives_up_the_old_one(world):
+    world.wanted = {"x": Wanted("a", "1")}
+    await world.changes.follow()
+    world.wanted = {"x": Wanted("missing", "2")}
+    await world.changes.follow()
+    assert world.published[-1] == (("fixed", "fixed"),)
+    assert world.engine_has == {"fixed"}
+
+
+async def test_a_registration_has_no_more_names_than_routers_read(world, monkeypatch):
+    monkeypatch.setattr("worker.adapters.MAX_ADAPTERS", 3)
+    world.wanted = {f"x{i}": Wanted("a", "1") for i in range(3)}
+    await world.changes.follow()
+    assert [name for name, _ in world.published[-1]] == ["fixed", "x0", "x1"]
+    assert list(world.changes.refusals) == ["x2"]
+
+
+async def test_after_a_registration_that_failed_the_former_one_is_made_again(world):
+    world.wanted, world.reachable = {"x": Wanted("a", "1")}, False
+    await world.changes.follow()
+    world.wanted, world.reachable = {}, True
+    await world.changes.follow()
+    assert world.published == [(("fixed", "fixed"),)]
+
+
 async def test_settings_go_before_redis(world):
     world.wanted = {"fixed": Wanted("a", "1")}
     await world.changes.follow()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -51,7 +51,18 @@ class AdapterCalls:
         except (redis.RedisError, OSError) as error:
             raise UnavailableError("Redis does not answer", retry_after_seconds=1.0) from error
         await self._wait(lambda worker: name in dict(worker.adapters), f"have loaded {name!r}")
+        self._check_one_digest(name)
         return JSONResponse({"id": name, "digest": limits.adapters().get(name, "")})
+
+    def _check_one_digest(self, name: str) -> None:
+        """Raises UnavailableError where workers have different files there: requests would meet some of them only."""
+        found = {dict(worker.adapters).get(name) for worker in self._live} - {None}
+        if len(found) > 1:
+            raise UnavailableError(
+                f"lora_path: workers have {len(found)} different adapters there; unload {name!r}, and load it once the "
+                "files are the same",
+                field="lora_path",
+            )
 
     async def unload(self, request: Request) -> Response:
         """Answers once no worker takes requests for it; its running requests go on."""
@@ -70,14 +81,19 @@ class AdapterCalls:
         )
         return JSONResponse({"id": name})
 
+    @property
+    def _live(self) -> Sequence[WorkerInfo]:
+        """Workers of the first model, whose adapters these calls are about."""
+        services, first = self._gateway.services, self._gateway.config.served_name
+        ready = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
+        return [one for one in ready if services.placement.eligibility.serves(one, first)]
+
     async def _wait(self, done: Callable[[WorkerInfo], bool], what: str) -> None:
         """Raises DeadlineError, UnavailableError."""
-        services, first = self._gateway.services, self._gateway.config.served_name
-        services.check_any_worker()
+        self._gateway.services.check_any_worker()
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
-            ready = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
-            workers = [one for one in ready if services.placement.eligibility.serves(one, first)]
+            workers = self._live
             count = sum(map(done, workers))
             if workers and count == len(workers):
                 return

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from cluster.config.router import RouterConfig
-from cluster.errors import InvalidRequestError, UnknownModelError
+from cluster.errors import InvalidRequestError, UnavailableError, UnknownModelError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import make_salt
 from router.dispatch.exclusions import exclusions, without_adapter
 from router.dispatch.services import Services
+from router.frontends.http.adapters import AdapterCalls
 from router.placement.types import Reason
 from router.request.adapters import LoadedAdapters, digests
 from router.request.completion import Completion
@@ -52,12 +53,30 @@ def test_most_ready_workers_decide_what_a_name_means():
     assert digests(some) == {"a": NEW, "b": OLD}
     drained = [replace(one, state="draining") for one in some[1:]]
     assert digests([some[0], *drained]) == {"a": OLD}
+    one_role = [replace(one, role="prefill") for one in workers(*[(("a", NEW),)] * 2)]
+    both = [
+        replace(one, role=role)
+        for one, role in zip(workers(*[(("a", OLD),)] * 2), ("prefill", "decode"), strict=True)
+    ]
+    assert digests([*one_role, both[0], *one_role, both[1]]) == {"a": OLD}
+    assert digests([replace(one, lease="dead") for one in some[1:]] + some[:1]) == {"a": OLD, "b": OLD}
     view = [some]
     loaded = LoadedAdapters(lambda: view[0])
     assert loaded() is loaded()
     view[0] = some[:1]
     assert loaded() == {"a": OLD}
     assert LoadedAdapters(lambda: some, lambda worker: worker.worker_id == "w2")() == {"a": NEW}
+
+
+def test_a_load_that_gave_workers_different_files_is_no_success():
+    def check(*digests: str) -> None:
+        members = SimpleNamespace(all=workers(*((("a", one),) for one in digests), ()))
+        gateway: Any = SimpleNamespace(services=SimpleNamespace(members=members))
+        AdapterCalls(gateway)._check_one_digest("a")
+
+    check(OLD, OLD)
+    with pytest.raises(UnavailableError, match="2 different"):
+        check(OLD, NEW)
 
 
 def test_workers_without_the_adapter_are_excluded_by_name():
