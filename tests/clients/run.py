@@ -24,7 +24,17 @@ from tests.harness import cluster
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "demo" / "model"
-FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB", *("--served-model-name", "demo"))
+FLAGS = (
+    "--pool",
+    "process",
+    "--dtype",
+    "float32",
+    "--local-prefill",
+    "fallback",
+    "--kv-memory",
+    "64MiB",
+    *("--served-model-name", "demo"),
+)
 INSTALL_SECONDS = 180.0
 RUN_SECONDS = 240.0
 NAMES = tuple(sorted(file.stem for file in (HERE / "scripts").glob("*.py")))
@@ -76,7 +86,17 @@ def _installed(name: str, environment: Path) -> Path:
     lock = HERE / f"{name}.txt"
     if not marker.exists() or marker.read_text() != lock.read_text():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
-        command = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--require-hashes", "-r", str(lock)]
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--require-hashes",
+            "-r",
+            str(lock),
+        ]
         subprocess.run(command, check=True, timeout=INSTALL_SECONDS)
         marker.write_text(lock.read_text())
     return python
@@ -109,6 +129,8 @@ def _keep(name: str, recording: Recording) -> None:
         if isinstance(one["body"], dict):
             shape = json.dumps([one["path"], _shape(one["body"])])
             lines.setdefault(shape, json.dumps(one, sort_keys=True))
+    if not lines:
+        return
     file = HERE / "recorded" / f"{name}.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(line + "\n" for line in lines.values()))

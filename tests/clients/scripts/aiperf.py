@@ -11,7 +11,15 @@ from pathlib import Path
 def run(kind: str) -> None:
     out = Path(kind)
     command = ["aiperf", "profile", "--model", os.environ["MODEL"], "--url", os.environ["BASE_URL"]]
-    command += ["--endpoint-type", kind, "--streaming", "--tokenizer", os.environ["TOKENIZER"], "--ui", "none"]
+    command += [
+        "--endpoint-type",
+        kind,
+        "--streaming",
+        "--tokenizer",
+        os.environ["TOKENIZER"],
+        "--ui",
+        "none",
+    ]
     command += ["--request-count", "4", "--concurrency", "2", "--isl", "32", "--osl", "8"]
     command += ["--artifact-dir", str(out)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)

@@ -11,7 +11,12 @@ TOKENIZER = os.environ["TOKENIZER"]
 
 
 def run(name: str, path: str, stream: bool) -> None:
-    backend = {"kind": "openai_http", "target": os.environ["BASE_URL"], "request_format": path, "stream": stream}
+    backend = {
+        "kind": "openai_http",
+        "target": os.environ["BASE_URL"],
+        "request_format": path,
+        "stream": stream,
+    }
     data = {"kind": "synthetic_text", "prompt_tokens": 32, "output_tokens": 8}
     report = Path(f"{name}.json").absolute()
     options = {

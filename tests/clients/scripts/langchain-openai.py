@@ -28,7 +28,14 @@ def add(left: int, right: int) -> int:
 
 
 def chat(**more: object) -> ChatOpenAI:
-    given: dict = {"base_url": BASE, "api_key": "-", "model": MODEL, "max_retries": 0, "temperature": 0, **more}
+    given: dict = {
+        "base_url": BASE,
+        "api_key": "-",
+        "model": MODEL,
+        "max_retries": 0,
+        "temperature": 0,
+        **more,
+    }
     return ChatOpenAI(**{"max_tokens": 16, **given})
 
 
@@ -99,4 +106,15 @@ def run(*steps: Callable[[], None]) -> None:
             print(f"ok {step.__name__}", flush=True)
 
 
-run(invoke, stream, batch, structured, json_mode, tools, strict_tools, responses, log_probabilities, completions)
+run(
+    invoke,
+    stream,
+    batch,
+    structured,
+    json_mode,
+    tools,
+    strict_tools,
+    responses,
+    log_probabilities,
+    completions,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import openai
 
+KEY = f"sk-{secrets.token_hex(16)}"
 KINDS = {"plain": "openai/", "vllm": "hosted_vllm/", "text": "text-completion-openai/"}
 with socket.socket() as taken:
     taken.bind(("127.0.0.1", 0))
@@ -29,10 +31,20 @@ models = [
 Path("config.yaml").write_text(json.dumps({"model_list": models}))
 log_file = Path("log")
 log = log_file.open("w")
-command = ["litellm", "--config", "config.yaml", "--port", str(port), "--host", "127.0.0.1", "--telemetry", "False"]
-environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+command = [
+    "litellm",
+    "--config",
+    "config.yaml",
+    "--port",
+    str(port),
+    "--host",
+    "127.0.0.1",
+    "--telemetry",
+    "False",
+]
+environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": KEY}
 proxy = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=60)
+client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
 def chat(model: str) -> None:

@@ -21,7 +21,9 @@ CHOSEN = 'doc_to_choice: ["yes", "no"]\nmetric_list: [{metric: acc}]\n'
 
 
 def run(name: str, model: str, path: str, task: str, *more: str) -> None:
-    given = f"model={os.environ['MODEL']},base_url={os.environ['BASE_URL']}{path},num_concurrent=2,max_retries=1"
+    given = (
+        f"model={os.environ['MODEL']},base_url={os.environ['BASE_URL']}{path},num_concurrent=2,max_retries=1"
+    )
     given += f",tokenizer_backend=huggingface,tokenizer={os.environ['TOKENIZER']}"
     command = ["lm-eval", "run", "--model", model, "--model_args", given, "--tasks", task]
     command += ["--include_path", str(Path.cwd()), "--limit", "3", *more]
