@@ -115,6 +115,7 @@ def _run(name: str, python: Path, url: str) -> list[str]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                check=False,
                 timeout=RUN_SECONDS,
             )
         except subprocess.TimeoutExpired:
