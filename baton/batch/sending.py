@@ -142,4 +142,4 @@ def _wanted_seconds(answer: httpx.Response) -> float:
 def _pause_seconds(attempt: int) -> float:
     """Twice as long each time, and half of it by chance: requests that failed together return apart."""
     longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(attempt, 10))
-    return longest * random.uniform(0.5, 1.0)
+    return float(longest * random.uniform(0.5, 1.0))

@@ -52,7 +52,12 @@ def chat(model: str) -> None:
     assert client.chat.completions.create(**ask).usage.completion_tokens <= 8
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     assert any(chunk.usage for chunk in chunks)
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": schema}}
     made = client.chat.completions.create(**{**ask, "max_tokens": 64}, response_format=form)
     assert "a" in json.loads(made.choices[0].message.content)
