@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis chaos-processes soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers bench-routers gpu-check screenshots demo-model clean
+.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis chaos-processes soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers bench-routers gpu-check screenshots demo-model clients clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -70,6 +70,10 @@ chaos-redis: $(STAMP)  ## Redis behind Sentinels (promotion, full, emptied, slow
 
 chaos-processes: $(STAMP)  ## The same for the processes of routers: killed, stopped, their parent killed
 	$(BIN)/python -m tests.chaos --kinds processes --processes 2 --faults $(FAULTS) --seed processes-$(SEED)
+
+CLIENTS ?=
+clients: $(STAMP)  ## Unmodified clients of others (LangChain, LiteLLM, guidellm, …) against a cluster: CLIENTS="instructor"
+	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 CASES ?= 20000
 attack: $(STAMP)  ## Every attack of tests/security/attacks, and lying peers; prints what held (ONLY=name)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from baton.cli import serve, talk, up
 from baton.cli.autoscale import autoscale
+from baton.cli.batch import batch
 from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
@@ -50,6 +51,7 @@ app.command("status", rich_help_panel="Use and watch")(talk.status)
 app.command("top", rich_help_panel="Use and watch")(talk.top)
 app.command("generate", rich_help_panel="Use and watch")(talk.generate)
 app.command("chat", rich_help_panel="Use and watch")(talk.chat)
+app.command("batch", rich_help_panel="Use and watch")(batch)
 app.command("load", rich_help_panel="Use and watch")(load)
 app.add_typer(selftest, name="selftest", rich_help_panel="Use and watch")
 app.command("drain", rich_help_panel="Use and watch")(drain)

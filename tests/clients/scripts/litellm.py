@@ -1,0 +1,108 @@
+"""LiteLLM's proxy in front of the router, called by the openai package that it brings."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import openai
+
+KEY = f"sk-{secrets.token_hex(16)}"
+KINDS = {"plain": "openai/", "vllm": "hosted_vllm/", "text": "text-completion-openai/"}
+with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+models = [
+    {
+        "model_name": name,
+        "litellm_params": {
+            "model": prefix + os.environ["MODEL"],
+            "api_base": os.environ["BASE_URL"] + "/v1",
+            "api_key": "-",
+        },
+    }
+    for name, prefix in KINDS.items()
+]
+Path("config.yaml").write_text(json.dumps({"model_list": models}))
+log_file = Path("log")
+log = log_file.open("w")
+command = [
+    "litellm",
+    "--config",
+    "config.yaml",
+    "--port",
+    str(port),
+    "--host",
+    "127.0.0.1",
+    "--telemetry",
+    "False",
+]
+environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": KEY}
+proxy = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def chat(model: str) -> None:
+    ask = {"model": model, "messages": [{"role": "user", "content": "Once"}], "max_tokens": 8, "user": "u"}
+    assert client.chat.completions.create(**ask).usage.completion_tokens <= 8
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert any(chunk.usage for chunk in chunks)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": schema}}
+    made = client.chat.completions.create(**{**ask, "max_tokens": 64}, response_format=form)
+    assert "a" in json.loads(made.choices[0].message.content)
+
+
+def completions(model: str) -> None:
+    ask = {"model": model, "prompt": "Once", "max_tokens": 8}
+    assert client.completions.create(**ask).choices[0].text
+    assert "".join(chunk.choices[0].text or "" for chunk in client.completions.create(**ask, stream=True))
+
+
+def responses(model: str) -> None:
+    assert client.responses.create(model=model, input="Once", max_output_tokens=16).output_text
+    assert list(client.responses.create(model=model, input="Once", max_output_tokens=16, stream=True))
+
+
+def messages(model: str) -> None:
+    body = {"model": model, "max_tokens": 8, "messages": [{"role": "user", "content": "Once"}]}
+    answer = client.post("/messages", body=body, cast_to=dict)
+    assert answer["content"]
+
+
+try:
+    while proxy.poll() is None:
+        try:
+            client.models.list()
+            break
+        except openai.OpenAIError:
+            time.sleep(1)
+    else:
+        print("failed start: " + " ".join(log_file.read_text().split())[-600:], flush=True)
+    for step, model in (
+        (chat, "plain"),
+        (chat, "vllm"),
+        (completions, "text"),
+        (responses, "plain"),
+        (messages, "plain"),
+    ):
+        name = f"{step.__name__} ({KINDS[model]})"
+        try:
+            step(model)
+        except Exception as error:
+            print(f"failed {name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+        else:
+            print(f"ok {name}", flush=True)
+finally:
+    proxy.terminate()
+    proxy.wait(20)
