@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis chaos-processes soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers bench-routers gpu-check screenshots demo-model clients clean
+.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis chaos-processes soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers bench-routers gpu-check screenshots demo-model clients clean chaos-mixed
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,9 @@ chaos: $(STAMP)  ## Random faults on a cluster under load, every token checked: 
 
 chaos-links: $(STAMP)  ## The same for the links between routers and workers: cut, silent, broken at named points
 	$(BIN)/python -m tests.chaos --kinds links --faults $(FAULTS) --seed links-$(SEED)
+
+chaos-mixed: $(STAMP)  ## make chaos with prefill workers of one rank and KV in bf16, decode workers of two and KV in int8
+	$(BIN)/python -m tests.chaos --mixed --faults $(FAULTS) --seed mixed-$(SEED)
 
 chaos-redis: $(STAMP)  ## Redis behind Sentinels (promotion, full, emptied, slow, stopped), then a cluster whose slot moves
 	$(BIN)/python -m tests.chaos --kinds redis --faults $(FAULTS) --seed redis-$(SEED)

@@ -23,12 +23,12 @@ from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
 from tests.chaos.evidence import judged_again
 from tests.chaos.faults import FaultInjector
+from tests.chaos.form import Form
 from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
 from tests.chaos.rows import LINK_POINTS, MATRIX, ROWS, NewAttempts, draw_fault, expanded, redis_of, usual
 from tests.chaos.workload import Workload
 from tests.harness.bounds import PLACEMENT_BACK_SECONDS, REDISPATCH_SECONDS
-from tests.harness.checkpoints import make_checkpoint
 
 OUT = Path("out/chaos")
 EVIDENCE = "wrong.jsonl"
@@ -48,10 +48,17 @@ def main(
     tensor_parallel: Annotated[
         int, typer.Option(envvar="TP", min=1, help="Ranks of each worker; above 1 they are victims too.")
     ] = 1,
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            help="Prefill workers of one rank with KV in bf16, decode workers of two with KV in int8."
+        ),
+    ] = False,
     processes: Annotated[int, typer.Option(min=1, help="Of each router.")] = 1,
     out: Annotated[Path, typer.Option(help="Directory of results and logs.")] = OUT,
 ) -> None:
-    names = expanded([name.strip() for name in kinds.split(",") if name.strip()]) or usual(tensor_parallel)
+    form = Form(1, 2, mixed=True) if mixed else Form(tensor_parallel, tensor_parallel)
+    names = expanded([name.strip() for name in kinds.split(",") if name.strip()]) or usual(form.ranks)
     results_file = out / "results.jsonl"
     done = read(results_file, seed)
     if done:
@@ -65,24 +72,23 @@ def main(
 
     if first < faults:
         with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-            counts = baton_clients, openai_clients, tensor_parallel, processes
-            plan = Plan(seed, first, faults, names, *counts, out)
+            plan = Plan(seed, first, faults, names, baton_clients, openai_clients, form, processes, out)
             run(Path(scratch), plan, on_result)
     if any(result.wrong for result in done):
-        done = look_again(out, seed, done)
+        done = look_again(out, seed, done, form)
     for sheet in sheets(done):
         console.print(sheet.shown())
     (out / "report.md").write_text("\n".join(sheet.markdown() for sheet in sheets(done)))
-    if problems := verdict(done):
+    if problems := verdict(done, form):
         console.print("\n".join(problems), style="red")
         raise typer.Exit(1)
 
 
-def look_again(out: Path, seed: str, done: list[Result]) -> list[Result]:
+def look_again(out: Path, seed: str, done: list[Result], form: Form) -> list[Result]:
     """With the judge of today: a run may have begun with another one."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        model = make_checkpoint(Path(scratch) / "model")
-        for result in judged_again(out / EVIDENCE, seed, model, done):
+        model = form.checkpoint(Path(scratch) / "model")
+        for result in judged_again(out / EVIDENCE, seed, model, done, form.gap):
             append(out / "results.jsonl", result)
     return read(out / "results.jsonl", seed)
 
@@ -97,17 +103,18 @@ class Plan:
     names: list[str]
     baton_clients: int
     openai_clients: int
-    tensor_parallel: int
+    form: Form
     processes: int
     out: Path
 
 
 def run(scratch: Path, plan: Plan, on_result: Callable[[Result], None]) -> None:
     """A cluster, a workload and a campaign; the cluster's logs are kept."""
-    model = make_checkpoint(scratch / "model")
-    counts = {"tensor_parallel": plan.tensor_parallel, "processes": plan.processes}
-    with run_chaos_cluster(scratch / "chaos", model, **counts, redis=redis_of(plan.names)) as cluster:
-        checker = Checker(model)
+    model = plan.form.checkpoint(scratch / "model")
+    with run_chaos_cluster(
+        scratch / "chaos", model, form=plan.form, processes=plan.processes, redis=redis_of(plan.names)
+    ) as cluster:
+        checker = Checker(model, plan.form.gap)
         try:
             asyncio.run(_campaign(cluster, checker, plan, on_result))
         finally:
@@ -155,7 +162,7 @@ def _where(result: Result) -> str:
     return "".join(f" ({what})" for what in (result.point, result.way) if what)
 
 
-def verdict(results: list[Result]) -> list[str]:
+def verdict(results: list[Result], form: Form) -> list[str]:
     """What breaks a promise."""
     problems = [
         f"{one.fault} (number {one.number}): broken promise"
@@ -173,6 +180,9 @@ def verdict(results: list[Result]) -> list[str]:
         if back > PLACEMENT_BACK_SECONDS:
             problems.append(f"{name}: placement back p99 {back:.2f} s after Redis")
     problems += [problem for one in results if (problem := wrong_attempts(one))]
+    tokens, others = sum(one.tokens for one in results), sum(one.near_ties for one in results)
+    if tokens - others < form.least_same * tokens:
+        problems.append(f"{others} of {tokens} tokens are others than the reference's")
     return problems + (too_few(results) if len(results) >= LONG_RUN else [])
 
 

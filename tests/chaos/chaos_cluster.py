@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.chaos.form import Form
 from tests.chaos.redis_faults import RedisFaults, run_redis
 from tests.chaos.target import Target
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.run_proxy import RunningProxy, run_proxy
 
 REPLICAS = 2
-FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback")
-# Split over the ranks of a worker. Each decode worker gets 256 blocks: too few for all streams when the other one dies.
-KV_KIB = 3072
+ONE_RANK = Form()
+FLAGS = ("--pool", "process", "--local-prefill", "fallback")
 # A ring so small that every prompt passes through it in parts, and slots are always in use.
 SMALL_RING = {"RING_BYTES": 524_288, "SLOT_BYTES": 16_384, "PART_BYTES": 16_384}
 
@@ -38,7 +38,7 @@ def run_chaos_cluster(
     directory: Path,
     model: Path,
     replicas: int = REPLICAS,
-    tensor_parallel: int = 1,
+    form: Form = ONE_RANK,
     processes: int = 1,
     redis: str = "",
 ) -> Iterator[ChaosCluster]:
@@ -53,16 +53,14 @@ def run_chaos_cluster(
         *("--routers", str(replicas), "--prefill", str(replicas), "--decode", str(replicas)),
         *("--processes", str(processes)),
     )
-    ranks = ("--prefill-tp", str(tensor_parallel), "--decode-tp", str(tensor_parallel))
-    memory = ("--kv-memory", f"{KV_KIB // tensor_parallel}KiB")
     with run_proxy() as network, contextlib.ExitStack() as stack:
         servers = stack.enter_context(run_redis(redis, directory / "redis"))
         store = ("--redis-url", servers.url) if servers is not None else ()
         # Only while it starts: our own clients must not go through the proxy.
         with _environment({**environment, **network.environment}):
-            running = run_cluster(directory / "cluster", model, *FLAGS, *counts, *ranks, *memory, *store)
+            running = run_cluster(directory / "cluster", model, *FLAGS, *form.flags, *counts, *store)
             cluster = stack.enter_context(running)
-        target = Target(directory / "cluster" / "state.json", replicas, orders, tensor_parallel, processes)
+        target = Target(directory / "cluster" / "state.json", replicas, orders, form.ranks, processes)
         logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"
         try:
             faults = RedisFaults(servers, target.redis_url) if servers is not None else None

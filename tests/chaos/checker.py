@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.requests import Ask
-from tests.harness.exactness import judge
+from tests.harness.exactness import GAP, judge
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Verdict:
 
 
 class Checker:
-    def __init__(self, model: Path):
-        self._model = model
+    def __init__(self, model: Path, gap: float = GAP):
+        self._model, self._gap = model, gap
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_step_back)
 
     async def check(self, ask: Ask, output: list[int], seed: int | None) -> Verdict:
         """`seed` is the one that was used."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, judge_stream, self._model, ask, output, seed)
+        return await loop.run_in_executor(self._pool, judge_stream, self._model, ask, output, seed, self._gap)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -45,6 +45,6 @@ def _step_back() -> None:
     torch.set_num_threads(1)
 
 
-def judge_stream(model: Path, ask: Ask, output: list[int], seed: int | None) -> Verdict:
-    found = judge(model, ask.prompt, output, ask.params(seed))
+def judge_stream(model: Path, ask: Ask, output: list[int], seed: int | None, gap: float = GAP) -> Verdict:
+    found = judge(model, ask.prompt, output, ask.params(seed), gap=gap)
     return Verdict(found.checked, len(found.near_ties), tuple(found.wrong))

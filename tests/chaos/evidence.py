@@ -11,6 +11,7 @@ from tests.chaos.checker import judge_stream
 from tests.chaos.requests import Ask
 from tests.chaos.results import Result
 from tests.chaos.streams import Stream
+from tests.harness.exactness import GAP
 
 
 def keep(file: Path, run: str, number: int, stream: Stream) -> None:
@@ -20,7 +21,9 @@ def keep(file: Path, run: str, number: int, stream: Stream) -> None:
         lines.write(json.dumps({"run": run, "number": number, "stream": asdict(stream)}) + "\n")
 
 
-def judged_again(file: Path, run: str, model: Path, results: Sequence[Result]) -> list[Result]:
+def judged_again(
+    file: Path, run: str, model: Path, results: Sequence[Result], gap: float = GAP
+) -> list[Result]:
     """Results that had wrong tokens, as they are judged now; only those that changed."""
     kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     changed = []
@@ -32,7 +35,7 @@ def judged_again(file: Path, run: str, model: Path, results: Sequence[Result]) -
             if (one["run"], one["number"]) != (run, result.number):
                 continue
             stream, before = one["stream"], one["stream"]["verdict"]
-            now = judge_stream(model, Ask(**stream["ask"]), stream["tokens"], stream["seed"])
+            now = judge_stream(model, Ask(**stream["ask"]), stream["tokens"], stream["seed"], gap)
             wrong, near_ties = wrong + len(now.wrong), near_ties + now.near_ties - before["near_ties"]
         if wrong < result.wrong:
             changed.append(replace(result, wrong=wrong, near_ties=near_ties))

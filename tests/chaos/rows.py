@@ -4,7 +4,7 @@ equally."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -229,9 +229,9 @@ class Fault:
     rng: random.Random
 
 
-def usual(tensor_parallel: int) -> list[str]:
-    """The rows of a run without `--kinds`."""
-    return [name for name, row in ROWS.items() if row.cards and (tensor_parallel > 1 or not row.rank)]
+def usual(ranks: Mapping[str, int]) -> list[str]:
+    """The rows of a run without `--kinds`; `ranks`: of a worker, by role."""
+    return [name for name, row in ROWS.items() if row.cards and (not row.rank or ranks[row.role] > 1)]
 
 
 def expanded(names: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Target:
     state_file: Path
     replicas: int  # of each of routers, prefill and decode workers
     orders: Path  # directory from which its processes take fault orders
-    tensor_parallel: int = 1  # ranks of a worker
+    ranks: Mapping[str, int]  # of a worker, by role
     processes: int = 1  # of a router
 
     def state(self) -> dict[str, Any]:
@@ -113,8 +114,8 @@ class Target:
         expected = self.workers(state, "prefill") | self.workers(state, "decode")
         if len(expected) < 2 * self.replicas:
             return f"{2 * self.replicas - len(expected)} workers are missing"
-        for one in (one for role in ROLES for one in state[role]):
-            if len(rank_pids(one["pid"])) != self.tensor_parallel - 1:  # a worker ends with any of its ranks
+        for one, ranks in ((one, self.ranks[role]) for role in ROLES for one in state[role]):
+            if len(rank_pids(one["pid"])) != ranks - 1:  # a worker ends with any of its ranks
                 return f"a rank of {one['id']} is missing"
         for view in await self.views():
             live = {worker["id"] for worker in view["workers"] if worker["lease"] == "live"}

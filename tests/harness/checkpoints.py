@@ -222,8 +222,8 @@ def prompt_ids(length: int = PROMPT, seed: int = 0) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(length)]
 
 
-def make_checkpoint(path: Path, variant: str = "llama") -> Path:
-    """Writes a float32 checkpoint with tokenizer and chat template into `path`."""
+def make_checkpoint(path: Path, variant: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    """Write a checkpoint with tokenizer and chat template into `path`, its weights rounded to `dtype`."""
     kind, overrides = VARIANTS[variant]
     for seed in range(50):
         model = _random_model(kind, overrides, seed)
@@ -231,7 +231,7 @@ def make_checkpoint(path: Path, variant: str = "llama") -> Path:
             break
     else:
         raise AssertionError(f"no seed gives {variant} a reference worth comparing with")
-    model.save_pretrained(path, save_original_format=variant not in FUSED)
+    model.to(dtype).save_pretrained(path, save_original_format=variant not in FUSED)
     write_tokenizer(path)
     return path
 

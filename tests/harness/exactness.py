@@ -14,6 +14,7 @@ often the reference could not tell, stands in a table at the end of the tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def judge(
         row = oracle.adjusted(raw, params, tokens[:position], len(prompt))
         if oracle.is_greedy(params):
             return _greedy(row, output[index], gap)
-        return sampled(row, output[index], params, choice, position)
+        return sampled(row, output[index], params, choice, position, gap)
 
     logits = reference_logits(model, tokens)
     judged = [look(logits, index) for index in range(len(output))]
@@ -106,10 +107,12 @@ def _greedy(row: Floats, token: int, gap: float) -> tuple[bool, bool]:
     return int(row.argmax()) == token, bool(best - row[token] < gap)
 
 
-def sampled(row: Floats, token: int, params: SamplingParams, choice: int, position: int) -> tuple[bool, bool]:
+def sampled(
+    row: Floats, token: int, params: SamplingParams, choice: int, position: int, gap: float = GAP
+) -> tuple[bool, bool]:
     """(the token is the definition's, it is the definition's or a near-tie). `row` holds adjusted logits."""
     # Errors of logits are multiplied as the logits are, where the temperature is below 1.
-    gap = GAP / min(1.0, max(params.temperature, oracle.LOWEST_TEMPERATURE))
+    scaled = gap / min(1.0, max(params.temperature, oracle.LOWEST_TEMPERATURE))
     exact = oracle.next_token(row, params, choice, position) == token
     if exact:
         return True, True
@@ -118,18 +121,21 @@ def sampled(row: Floats, token: int, params: SamplingParams, choice: int, positi
     def close(other: SamplingParams) -> bool:
         """Whether the token's sum is the largest or nearly so, if it is kept and what may be cut, is."""
         last = row[oracle.kept(row, other)].min()
-        certain = sums[row > last + GAP]
-        return bool(row[token] >= last - GAP and (not len(certain) or certain.max() - sums[token] < gap))
+        certain = sums[row > last + gap]
+        return bool(row[token] >= last - gap and (not len(certain) or certain.max() - sums[token] < scaled))
 
-    return False, any(close(other) for other in (params, *_undecided(row, params)))
+    return False, any(close(other) for other in (params, *_undecided(params, scaled)))
 
 
-def _undecided(row: Floats, params: SamplingParams) -> list[SamplingParams]:
-    """The last token that is kept may be undecided too, at the edge of top-p or min-p."""
+def _undecided(params: SamplingParams, gap: float) -> list[SamplingParams]:
+    """The last token that is kept may be undecided too, at the edge of top-p or min-p. Logits that are off by `gap` in
+    all multiply the odds of the kept tokens by its exponential at most."""
     others = []
     if params.top_p < 1.0:
-        shares = (max(params.top_p - EDGE, 0.0), min(params.top_p + EDGE, 1 - 1e-12))
+        p, factor = params.top_p, math.exp(gap)
+        low, high = p / (p + (1 - p) * factor), p * factor / (p * factor + 1 - p)
+        shares = (max(min(p - EDGE, low), 0.0), min(max(p + EDGE, high), 1 - 1e-12))
         others = [replace(params, top_p=share) for share in shares]
     if params.min_p:
-        others += [replace(params, min_p=params.min_p * (1 + sign * EDGE)) for sign in (-1, 1)]
+        others += [replace(params, min_p=params.min_p * math.exp(sign * max(EDGE, gap))) for sign in (-1, 1)]
     return others
