@@ -189,7 +189,10 @@ class HttpRequest(GenerationOptions):
     web_search_options: Annotated[Any, OnlyNeutral()] = None
     skip_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     bad_words: Annotated[Any, OnlyNeutral([])] = None
-    prompt_logprobs: Annotated[Any, OnlyNeutral()] = None
+    prompt_logprobs: LogprobCount | None = Field(
+        None,
+        description="alternatives to each token of the prompt; needs max_tokens of at most 1, and no stream",
+    )
 
     @property
     def asked_grammar(self) -> AskedGrammar | None:
@@ -209,6 +212,12 @@ class HttpRequest(GenerationOptions):
         if older is not None and older < 1:
             raise refuse("max_tokens", "must be a whole number above 0")
         return newer
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        if self.prompt_logprobs is not None and self.stream:
+            raise refuse("prompt_logprobs", "not with stream")
+        return self.prompt_logprobs
 
     @property
     def truncates(self) -> bool:
@@ -259,7 +268,7 @@ class CompletionRequest(HttpRequest):
     max_tokens: Annotated[int, late(minimum=0, maximum="room")] | None = Field(
         None, description="0, with echo only: the prompt is computed, and no token is generated"
     )
-    echo: Flag = Field(None, description="the prompt's text before the answer's; not with logprobs")
+    echo: Flag = Field(None, description="the prompt's text before the answer's")
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
         description="text, token ids, or several of either"
     )
@@ -267,6 +276,13 @@ class CompletionRequest(HttpRequest):
     @property
     def echoes(self) -> bool:
         return bool(self.echo)
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        own = super().prompt_alternatives
+        if not self.echoes or self.logprobs is None:
+            return own
+        return max(self.logprobs, own or 0)
 
     @property
     def token_limit(self) -> int | None:
