@@ -27,7 +27,7 @@ from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
-from router.dispatch.choice import ChoiceStream, GapError
+from router.dispatch.choice import ChoiceStream
 from router.dispatch.prompt_stream import PromptStream
 from router.link.handle import LinkHandle
 from router.link.links import Links, no_message
@@ -259,15 +259,8 @@ class Attempt:
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
             return
-        if self.prompt is not None:
-            try:
-                if token.choice == self._prompt_choice:
-                    self.prompt.take(token)
-                    return
-                self.prompt.check_complete()
-            except GapError as gap:
-                self.broken(errors.PeerLostError(str(gap)))
-                return
+        if self.prompt is not None and self.prompt.takes(token, self._prompt_choice, self.broken):
+            return
         self._ungranted += 1
         if self._ungranted == self._grant_after:
             self.when_drained(self.grant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from router.dispatch.choice import GapError
+from cluster.errors import BatonError, PeerLostError
 from router.link.token import Token
 
 
@@ -21,19 +21,19 @@ class PromptStream:
         """Positions below it may come."""
         return len(self._prompt)
 
-    def take(self, token: Token) -> None:
-        """Raises GapError."""
-        position = token.position
-        if position < self.next_position:
-            return
-        if position > self.next_position or token.token_id != self._prompt[position]:
-            raise GapError(
-                f"token {token.token_id} of the prompt came at {position}, {self.next_position} was next"
+    def takes(self, token: Token, choice: int, broken: Callable[[BatonError], None]) -> bool:
+        """Whether the token is dealt with: it is of the prompt, which is `choice` in this attempt, or `broken` was called,
+        because it leaves a gap or begins an answer before its prompt is complete."""
+        position, wanted = token.position, self.next_position
+        if token.choice != choice:
+            if wanted < self.limit:
+                broken(PeerLostError(f"an answer began before position {wanted} of its prompt came"))
+            return wanted < self.limit
+        if position > wanted or token.token_id != self._prompt[position]:
+            broken(
+                PeerLostError(f"token {token.token_id} of the prompt came at {position}, {wanted} was next")
             )
-        self.next_position = position + 1
-        self._forward(token)
-
-    def check_complete(self) -> None:
-        """Before a token of an answer. Raises GapError."""
-        if self.next_position < self.limit:
-            raise GapError(f"an answer began before position {self.next_position} of its prompt came")
+        elif position == wanted:
+            self.next_position = position + 1
+            self._forward(token)
+        return True

@@ -48,7 +48,9 @@ def assert_scores(model, prompt: list[int], tokens: list[TokenOutput], n: int = 
         assert [value for _, value in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=WITHIN)
         for token_id, value in token.top_logprobs:
             assert value == pytest.approx(float(row[token_id]), abs=WITHIN)
-        assert abs(token.rank - 1 - int((row > row[token.token_id]).sum())) <= 1  # near-ties may change places
+        assert (
+            abs(token.rank - 1 - int((row > row[token.token_id]).sum())) <= 1
+        )  # near-ties may change places
 
 
 @pytest.mark.parametrize("entries", [1 << 22, 512 * 5])

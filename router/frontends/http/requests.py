@@ -21,6 +21,7 @@ from router.frontends.http.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from router.frontends.http.tool_fields import CHOICE_SCHEMA, TOOLS_SCHEMA
 from router.request.fields import (
     Length,
     OnlyNeutral,
@@ -46,7 +47,6 @@ from router.request.options import (
 )
 from router.request.tools import (
     MAX_KWARGS,
-    NAME,
     check_count,
     check_kwargs,
     check_size,
@@ -313,33 +313,6 @@ def _tools(value: object, info: ValidationInfo) -> list[Any] | None:
     return value
 
 
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"], "description": "a JSON schema"},
-                "strict": {"type": ["boolean", "null"], "description": "arguments always match the schema"},
-            },
-        },
-    },
-}
-_NAMED_CHOICE = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-    },
-}
-_TOOLS_SCHEMA = {"type": ["array", "null"], "items": _TOOL, "maxItems": {"$limit": "max_tools"}}
-_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
 _KWARGS_SCHEMA = {
     "type": ["object", "null"],
     "maxProperties": MAX_KWARGS,
@@ -349,10 +322,10 @@ TemplateKwargs: TypeAlias = Annotated[Any, WithJsonSchema(_KWARGS_SCHEMA)]
 
 
 class ChatCompletionRequest(HttpRequest):
-    tools: Annotated[list[Any] | None, PlainValidator(_tools), WithJsonSchema(_TOOLS_SCHEMA)] = Field(
+    tools: Annotated[list[Any] | None, PlainValidator(_tools), WithJsonSchema(TOOLS_SCHEMA)] = Field(
         None, description="functions that the model may call"
     )
-    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
     parallel_tool_calls: Flag = Field(None, description="false: an answer has one call at most")
     chat_template_kwargs: TemplateKwargs = Field(None, description="variables of the chat template")
     add_generation_prompt: Flag = Field(None, description="default: true, but for continue_final_message")
