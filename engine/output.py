@@ -91,7 +91,7 @@ class OutputProcessor:
                     prompt_token(sequence, sequence.next_scored + i, one)
                     for i, one in enumerate(scores[max(0, done) :])
                 ]
-                flight.output.prompt_tokens += made
+                flight.output.prompt_tokens.extend(made)
                 sequence.next_scored += len(made)
             except EngineRequestError as error:
                 self._fail(sequence, error, flight.output)

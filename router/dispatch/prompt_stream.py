@@ -29,7 +29,7 @@ class PromptStream:
             if wanted < self.limit:
                 broken(PeerLostError(f"an answer began before position {wanted} of its prompt came"))
             return wanted < self.limit
-        if position > wanted or token.token_id != self._prompt[position]:
+        if position >= min(wanted + 1, self.limit) or token.token_id != self._prompt[position]:
             broken(
                 PeerLostError(f"token {token.token_id} of the prompt came at {position}, {wanted} was next")
             )
