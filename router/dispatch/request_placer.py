@@ -64,7 +64,7 @@ class RequestPlacer:
         taken_in = bool(self._stats.attempts or c.resume_tokens)  # never refused for being late
         return PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
-            chain=[] if c.sampling.prompt_logprobs else index_keys(hashes),  # no cached prefix would be used
+            chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
             excluded=self._exclusions(),
