@@ -103,6 +103,12 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
 
     def on_output(self, output: StepOutput) -> None:
         """Take the results of an engine step, on the loop."""
+        for token in output.prompt_tokens:
+            if (attempt := self.by_engine_id.get(token.request_id)) is not None:
+                try:
+                    add_to_log(attempt.log, token, whole=True)
+                except Exception as error:
+                    self._attempt_failed(attempt, error)
         if output.tokens:
             self._at_tokens(output.tokens[0].request_id)
         for token in output.tokens:

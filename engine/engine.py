@@ -263,7 +263,8 @@ class Engine:
         logits = self._runner.execute(plan, before.pending.token_ids if before is not None else None)
         for sequence in decision.scheduled:
             sequence.blocks_in_row = len(sequence.blocks)
-        return Flight(decision, plan, self._outputs.begin(decision, plan, logits), output, logits)
+        scores = self._runner.take_scores() if any(item.scored for item in plan.items) else []
+        return Flight(decision, plan, self._outputs.begin(decision, plan, logits), output, logits, scores)
 
     def _prepare_masks(self, decision: StepDecision) -> None:
         scheduled = decision.scheduled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from engine.flight import Flight
 from engine.grammar_masks import GrammarMasks
 from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
+from engine.prompt_scores import Score
 from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
 from engine.sampling.base import Sampler
 from engine.scheduler.decision import StepDecision
@@ -66,6 +68,8 @@ class OutputProcessor:
     def finish(self, flight: Flight, span: StepSpan) -> None:
         """Add the step's tokens and ends to its output."""
         output, pending = flight.output, flight.pending
+        if flight.scores:
+            self._report_prompts(flight)
         for sequence, count in flight.decision.scheduled.items():
             if not flight.keeps(sequence):  # it has left, or another choice of its request has failed
                 continue
@@ -73,6 +77,24 @@ class OutputProcessor:
         self._take(pending, flight)
         if flight.decision.drafts:
             self._verify(flight, span)
+
+    def _report_prompts(self, flight: Flight) -> None:
+        """Add the step's scored tokens of prompts to its output: each once, also where a preempted prompt is computed
+        again."""
+        scored = [(s, item) for s, item in flight.decision.own_items(flight.plan) if item.scored]
+        for (sequence, item), scores in zip(scored, flight.scores, strict=True):
+            if not flight.keeps(sequence):
+                continue
+            try:
+                done = sequence.next_scored - item.begin - 1  # reported before a preemption
+                made = [
+                    prompt_token(sequence, sequence.next_scored + i, one)
+                    for i, one in enumerate(scores[max(0, done) :])
+                ]
+                flight.output.prompt_tokens.extend(made)
+                sequence.next_scored += len(made)
+            except EngineRequestError as error:
+                self._fail(sequence, error, flight.output)
 
     def _verify(self, flight: Flight, span: StepSpan) -> None:
         """Accept drafts up to the first that differs from the token drawn at its position.
@@ -191,6 +213,15 @@ class OutputProcessor:
             self._scheduler.park(request_id)
         else:
             self._scheduler.remove(request_id)
+
+
+def prompt_token(sequence: Sequence, position: int, score: Score) -> TokenOutput:
+    """Raises EngineRequestError if its log probability is no number."""
+    if not math.isfinite(score.logprob):
+        raise EngineRequestError("the model's logits are not finite")
+    request = sequence.request
+    choice, token = request.first_choice + request.n, sequence.tokens[position]
+    return TokenOutput(request.request_id, choice, position, token, score.logprob, score.top, rank=score.rank)
 
 
 def request_done(

@@ -27,6 +27,9 @@ class PlanItem(msgspec.Struct, frozen=True, gc=False):  # a struct: 256 of them 
     export: bool = False
     blocks_in_row: int = 0  # the row holds so many leading blocks already
     adapter: int = 0  # slot of the request's adapter; 0: the base model
+    scored: int = 0  # so many of the first tokens: the log probability of the token after each is wanted
+    alternatives: int = 0  # and so many of the largest
+    following: int = 0  # the token after the last one, where that is scored
 
     @property
     def end(self) -> int:

@@ -46,6 +46,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: bool = False  # of the prompt's tokens: no cached prefix is used
+    prompt_top_logprobs: int = 0
 
 
 SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -84,7 +86,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One sampled token. `position` is its index in prompt + output."""
+    """One sampled token, or a scored one of the prompt. `position` is its index in prompt + output."""
 
     request_id: str
     choice: int
@@ -93,6 +95,7 @@ class TokenOutput:
     logprob: float = 0.0
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
+    rank: int = 0  # of a token of the prompt: its place by log probability, 1 = the largest
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class StepOutput:
     done: list[RequestDone]
     evicted_reservations: list[str] = field(default_factory=list)  # growth needs their blocks: abort them
     began: float = 0.0  # monotonic seconds
+    # With log probabilities; their choice is the one after the request's. They precede `tokens`.
+    prompt_tokens: list[TokenOutput] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from engine.ops.base import LayerOps
 from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
+from engine.prompt_scores import Score, score
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 from engine.warm_up import Stage, Tell
@@ -85,6 +86,7 @@ class ModelRunner:
         self._buffers = self._make_buffers(recorder is not None)
         self._decode_jobs = _decode_jobs(model, self._buffers)
         self._graphs = self._make_graphs(recorder) if recorder else None
+        self._scores: list[list[Score]] = []
 
     def _can_record(self) -> bool:
         return self._decoder.capturable and self._attention.capturable
@@ -126,6 +128,11 @@ class ModelRunner:
             assert drawn is None, "other ranks have no draws"
             self._group.share(delta.to_bytes())
         return self._run(delta, drawn)
+
+    def take_scores(self) -> list[list[Score]]:
+        """Those of the scored items of the last step, in order."""
+        scores, self._scores = self._scores, []
+        return scores
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -189,7 +196,8 @@ class ModelRunner:
     def _run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
         for source, target in delta.copies.tolist():
             self.kv_cache[target].copy_(self.kv_cache[source])
-        plain = not len(delta.adapters)  # what was recorded or listed has no adapters
+        # What was recorded or listed has no adapters and scores no prompt.
+        plain = not len(delta.adapters) and not len(delta.scored)
         if self._adapters is not None:
             self._adapters.step.begin(delta.adapters, delta.counts)
         if plain and self._graphs is not None and self._graphs.takes(delta):
@@ -201,10 +209,10 @@ class ModelRunner:
         listed = self._decode_jobs if plain and not delta.exports else None
         if listed is not None and listed.takes(step):
             return listed.run()
-        return self._compute()
+        return self._compute(delta)
 
-    def _compute(self) -> Tensor:
-        """The step in the buffers, operation by operation."""
+    def _compute(self, delta: StepDelta | None = None) -> Tensor:
+        """The step in the buffers, operation by operation. `delta`: where it may have prompts to score."""
         step, sink = self._buffers, self._export_sink
         self._ops.begin(step.positions, step.slots)
         self._attention.begin(step)
@@ -218,6 +226,8 @@ class ModelRunner:
             return mixed
 
         hidden = self._decoder.forward(step.tokens, self._ops, attention)
+        if delta is not None and len(delta.scored):
+            self._scores = score(self._decoder, hidden, step.tokens, delta)
         return self._decoder.logits(hidden[step.logit_rows])
 
     def warm_up(self, tell: Tell = warm_up.say) -> None:

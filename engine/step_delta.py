@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.plan import StepPlan
 
 Ints = NDArray[np.int32]
-_WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1)  # numbers in one entry of each array, in order
+_WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1, 4)  # numbers in one entry of each array, in order
 
 
 def _ints(numbers: list[int]) -> Ints:
@@ -35,6 +35,7 @@ class StepDelta(NamedTuple):
     blocks: Ints  # of all updates
     copies: Ints  # [n, 2]: source, target
     adapters: Ints  # of each item, the slot of its adapter or 0; empty if none has one
+    scored: Ints  # [n, 4]: item, its tokens that are scored, alternatives, the token after its last one
     exports: list[tuple[int, str]]  # item and its request's id
 
     @classmethod
@@ -54,6 +55,14 @@ class StepDelta(NamedTuple):
             _ints([block for item in changed for block in item.block_ids[item.blocks_in_row :]]),
             _ints([number for copy in plan.copies for number in (copy.source, copy.target)]).reshape(-1, 2),
             _ints([item.adapter for item in items] if any(item.adapter for item in items) else []),
+            _ints(
+                [
+                    number
+                    for index, item in enumerate(items)
+                    if item.scored
+                    for number in (index, item.scored, item.alternatives, item.following)
+                ]
+            ).reshape(-1, 4),
             [(index, item.request_id) for index, item in enumerate(items) if item.export],
         )
 

@@ -163,7 +163,7 @@ class LinkAttach(_message.Message):
     """counter of one incarnation, never reused"""
     @_builtins.property
     def next(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """per choice in order: the position that the router takes next"""
+        """per choice in order, the prompt last: the position that the router takes next"""
 
     @_builtins.property
     def limit(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -61,6 +61,9 @@ class AttemptLog:
         self._first_choice = first_choice
         window = window_of(choices)
         self.choices = [ChoiceLog(first_choice + i, position, window) for i in range(choices)]
+        self.prompt: ChoiceLog | None = (
+            None  # the last of `choices`, where log probabilities of the prompt are wanted
+        )
         self._changed = changed
         self.end_event: common_pb2.AttemptEnd | None = None
         self.count = 0  # tokens, over its whole life
@@ -70,7 +73,21 @@ class AttemptLog:
     def of(cls, spec: common_pb2.GenerateSpec, changed: Callable[[], None]) -> AttemptLog:
         """For an attempt at `spec`: its tokens so far, counted in bytes of 4, give the position of the next one."""
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
-        return cls(spec.first_choice, max(1, spec.n), position, changed)
+        log = cls(spec.first_choice, max(1, spec.n), position, changed)
+        if spec.sampling.prompt_logprobs:
+            log.add_prompt(len(spec.prompt_tokens) // 4)
+        return log
+
+    def add_prompt(self, tokens: int) -> None:
+        """Take tokens of the prompt too, from position 1 on, as the choice after the last one. They are kept until the
+        attempt ends: the router gives no credit for them."""
+        self.prompt = ChoiceLog(self._first_choice + len(self.choices), 1, tokens)
+        self.choices.append(self.prompt)
+
+    @property
+    def in_order(self) -> list[ChoiceLog]:
+        """The choices as they are sent: the prompt precedes its answers."""
+        return self.choices if self.prompt is None else [self.prompt, *self.choices[:-1]]
 
     @property
     def ended(self) -> bool:
@@ -113,6 +130,8 @@ class AttemptLog:
     def widen(self) -> None:
         """Give each choice a whole window, as a router expects whose link is older than SHARED_WINDOW_VERSION."""
         for one in self.choices:
+            if one is self.prompt:
+                continue
             one.limit += WINDOW_TOKENS - one.window
             one.window = WINDOW_TOKENS
 

@@ -11,6 +11,7 @@ import numpy as np
 from cluster.errors import ContextLengthError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import HASH_BYTES
+from cluster.protocol.first_token import ends_with_first_token
 from cluster.protocol.names import ADAPTER_DIGEST, check_name, check_transfer_id, invalid
 from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS
@@ -67,6 +68,8 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)
+    if spec.sampling.prompt_logprobs and not ends_with_first_token(spec):
+        raise invalid("prompt_logprobs", "needs max_tokens of at most 1")
     if spec.HasField("grammar"):
         grammar_from_wire(spec.grammar)
         if spec.sampling.stop_token_ids:
@@ -93,8 +96,9 @@ def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> Non
         _check_number(name, getattr(sampling, name), low, high)
     if not 1 <= sampling.max_tokens <= MAX_TOKENS:
         raise invalid("max_tokens", f"{sampling.max_tokens} is outside 1 … {MAX_TOKENS}")
-    if sampling.top_logprobs > vocab_size:
-        raise invalid("top_logprobs", f"at most {vocab_size}")
+    for name in ("top_logprobs", "prompt_top_logprobs"):
+        if getattr(sampling, name) > vocab_size:
+            raise invalid(name, f"at most {vocab_size}")
     for name in ("stop_token_ids", "logit_bias"):
         if len(getattr(sampling, name)) > vocab_size:
             raise invalid(name, f"more entries than the vocabulary has tokens: {vocab_size}")

@@ -39,6 +39,7 @@ class StepDecision:
                 export=s.request.export,
                 blocks_in_row=s.blocks_in_row,
                 adapter=_slot(s, slots),
+                **_scored(s, count),
             )
             for s, count in self.scheduled.items()
         ]
@@ -66,6 +67,16 @@ class StepDecision:
         """It has lost its blocks to another one of this step."""
         self.scheduled.pop(sequence, None)
         self.copies.pop(sequence, None)
+
+
+def _scored(s: Sequence, count: int) -> dict[str, int]:
+    """Which of the item's tokens are scored: those before a token of the prompt."""
+    sampling, end = s.request.sampling, s.num_computed + count
+    if not sampling.prompt_logprobs:
+        return {}
+    rows = max(0, min(count, s.num_prompt - 1 - s.num_computed))
+    following = s.tokens[end] if end < len(s.tokens) else 0
+    return {"scored": rows, "alternatives": sampling.prompt_top_logprobs, "following": following}
 
 
 def _slot(sequence: Sequence, slots: Mapping[str, int] | None) -> int:

@@ -70,6 +70,7 @@ class Sequence:
     row: int = NO_ROW  # of the ranks' block tables
     blocks_in_row: int = 0  # leading blocks that the row holds
     cached_tokens: int = 0
+    next_scored: int = 1  # position of the next token of the prompt whose log probability is reported
     prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False
     extra_seat: bool = False  # admitted to a full batch

@@ -28,6 +28,7 @@ from cluster.rpc import errors as rpc
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
+from router.dispatch.prompt_stream import PromptStream
 from router.link.handle import LinkHandle
 from router.link.links import Links, no_message
 from router.link.token import Token
@@ -88,6 +89,7 @@ class Attempt:
     take: Callable[[Token, Attempt], bool]
     # Makes a call once the client has every token so far
     when_drained: Callable[[Callable[[], None]], None]
+    prompt: PromptStream | None = None  # where log probabilities of the prompt are wanted
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)  # have reported their end
@@ -105,6 +107,10 @@ class Attempt:
         count = max(1, len(self.choices))
         self._window = window_of(count)  # of each choice
         self._limits = {choice.index: choice.next_position + self._window for choice in self.choices}
+        # The choice that stands for the prompt (Token.choice), the last one of the worker's log. It needs no credit.
+        self._prompt_choice = self.spec.first_choice + count
+        if self.prompt is not None:
+            self._limits[self._prompt_choice] = self.prompt.limit
         # A worker of link version 1 gives each choice a whole window, where no credit has come yet.
         self._beyond = WINDOW_TOKENS - self._window
         # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
@@ -230,7 +236,8 @@ class Attempt:
                 handle.credit(choice.index, limit)
 
     def positions(self) -> list[int]:
-        return [self._next(choice) for choice in self.choices]
+        prompt = [] if self.prompt is None else [self.prompt.next_position]
+        return [self._next(choice) for choice in self.choices] + prompt
 
     def _next(self, choice: ChoiceStream) -> int:
         """The position to take next. A choice that a stop string ended goes on at the worker, where stop strings are not
@@ -251,6 +258,8 @@ class Attempt:
         if limit is None or token.position >= limit + self._beyond:
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
+            return
+        if self.prompt is not None and self.prompt.takes(token, self._prompt_choice, self.broken):
             return
         self._ungranted += 1
         if self._ungranted == self._grant_after:

@@ -21,6 +21,7 @@ from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.exclusions import ended_by
+from router.dispatch.prompt_stream import PromptStream
 from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
@@ -77,6 +78,9 @@ class RequestDispatcher:
         self._choices = [
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
         ]
+        sampling, prompt = completion.sampling, completion.prompt_tokens
+        self._prompt = PromptStream(prompt, self._forward_prompt) if sampling.prompt_logprobs else None
+        self._first_shown = first_shown
         self.stats = RequestStats()
         arrival = arrival or Arrival()
         self._received = arrival.received
@@ -207,6 +211,7 @@ class RequestDispatcher:
             choices=choices,
             admission_seconds=self._deadlines.worker_seconds(deadline),
             take=self._take,
+            prompt=self._prompt,
             when_drained=self._deltas.when_drained,
             transfer_id=request.transfer_id,
         )
@@ -271,6 +276,11 @@ class RequestDispatcher:
         if delta.finish is not None and all(one.finish is not None for one in attempt.choices):
             attempt.complete()
         return True
+
+    def _forward_prompt(self, token: Token) -> None:
+        """A token of the prompt came with its log probability: each choice shows it."""
+        for index in range(self.choices):
+            self._deltas.add(Delta(self._first_shown + index, "", (), prompt=(token,)))
 
     def _note_first(self, now: float) -> None:
         """The first token of a choice came."""

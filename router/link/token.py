@@ -20,6 +20,7 @@ class PlainToken(_Row):
     __slots__ = ()
     logprob = 0.0
     top_logprobs: tuple[common_pb2.TokenLogprob, ...] = ()
+    rank = 0
     finish = common_pb2.FINISH_REASON_UNSPECIFIED
 
 

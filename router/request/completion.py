@@ -76,6 +76,9 @@ class Delta(NamedTuple):
     finish: FinishReason | None = None
     parts: tuple[Part, ...] | None = None  # of the same text, where the answer is parsed
     stop_string: str | None = None  # that ended the choice
+    prompt: tuple[
+        Token, ...
+    ] = ()  # tokens of the prompt with their log probabilities, but for the one at position 0
 
 
 @dataclass(frozen=True)

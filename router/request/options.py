@@ -103,6 +103,11 @@ class GenerationOptions(RequestModel):
         """Tokens whose log probabilities are reported beside the chosen one's; None = no log probabilities."""
         return self.logprobs
 
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
 
 DEFAULTS: Mapping[str, Any] = {
     name: field.default for name, field in GenerationOptions.model_fields.items() if field.default is not None

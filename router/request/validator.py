@@ -186,9 +186,15 @@ class Validator:
     def _sampling(self, options: GenerationOptions, prompt: int, choices: int) -> common_pb2.SamplingParams:
         """`choices`: of all the request's prompts."""
         alternatives = self._whole_number("logprobs", options.alternatives, 0, 0, self._config.max_logprobs)
-        if options.echoes and options.alternatives is not None:
-            raise UnsupportedFieldError("echo: not with logprobs", field="echo")
-        max_tokens = self._max_tokens(options, prompt, choices * (1 + alternatives))
+        of_prompt = options.prompt_alternatives
+        top = self._whole_number("prompt_logprobs", of_prompt, 0, 0, self._config.max_logprobs)
+        max_tokens = self._max_tokens(options, prompt, choices * (1 + max(alternatives, top)))
+        if of_prompt is not None and max_tokens > 1:
+            raise UnsupportedFieldError(
+                "max_tokens: at most 1 with log probabilities of the prompt (echo and logprobs, or prompt_logprobs)",
+                field="max_tokens",
+                limit="1",
+            )
         seed = secrets.randbits(63) if options.seed is None else options.seed
         self._tokens("logit_bias", options.logit_bias)
         return common_pb2.SamplingParams(
@@ -202,6 +208,8 @@ class Validator:
             logit_bias=options.logit_bias,
             logprobs=options.alternatives is not None,
             top_logprobs=alternatives,
+            prompt_logprobs=of_prompt is not None,
+            prompt_top_logprobs=top,
         )
 
     def _value(self, options: GenerationOptions, name: str) -> Any:
@@ -209,8 +217,10 @@ class Validator:
         return getattr(self._defaults, name) if value is None else value
 
     def _max_tokens(self, options: GenerationOptions, prompt: int, entries: int) -> int:
-        """`entries`: what one token of each choice adds to the answer. An echoed prompt is part of it."""
-        given, echoed = options.token_limit, prompt if options.echoes else 0
+        """`entries`: what one token of each choice adds to the answer. A prompt that is shown is part of
+        it."""
+        shown = options.echoes or options.prompt_alternatives is not None
+        given, echoed = options.token_limit, prompt if shown else 0
         room = self.limits.max_model_len - prompt
         most = max(0, self._config.max_answer_entries // entries - echoed)
         if given is None and most:
@@ -241,4 +251,12 @@ class Validator:
 def _for_prompt_only(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
     """One token, whose end is the limit: cluster/protocol/first_token.py then spares the decode worker. It is drawn
     greedily, without what only tokens of an answer need."""
-    return common_pb2.SamplingParams(seed=sampling.seed, max_tokens=1, ignore_eos=True)
+    return common_pb2.SamplingParams(
+        seed=sampling.seed,
+        max_tokens=1,
+        ignore_eos=True,
+        logprobs=sampling.logprobs,
+        top_logprobs=sampling.top_logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        prompt_top_logprobs=sampling.prompt_top_logprobs,
+    )

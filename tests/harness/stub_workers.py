@@ -21,6 +21,7 @@ from cluster.config.worker import Role
 from cluster.errors import BatonError
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import unpack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from tests.harness.linked_worker import LinkedWorker
 from wire import common_pb2, decode_pb2, prefill_pb2
@@ -82,7 +83,7 @@ class StubWorkers:
         except BatonError as error:
             log.end(common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_ABORTED, error=error.to_wire()))
             return
-        for token in tokens_of(request.spec, 1):
+        for token in (*prompt_of(request.spec), *tokens_of(request.spec, 1)):
             add(log, token)
         log.end(done(report))
         if decoding is not None:
@@ -130,8 +131,26 @@ def tokens_of(spec: common_pb2.GenerateSpec, count: int) -> Iterator[common_pb2.
             )
 
 
+def prompt_of(spec: common_pb2.GenerateSpec) -> Iterator[common_pb2.Token]:
+    """The prompt's tokens, if their log probabilities are wanted: that of position p is -p."""
+    prompt = unpack_tokens(spec.prompt_tokens) if spec.sampling.prompt_logprobs else []
+    top = [
+        common_pb2.TokenLogprob(token_id=TOKEN_ID + i, logprob=-0.5)
+        for i in range(spec.sampling.prompt_top_logprobs)
+    ]
+    for position, token_id in enumerate(prompt[1:], 1):
+        yield common_pb2.Token(
+            choice=spec.first_choice + max(1, spec.n),
+            position=position,
+            token_id=token_id,
+            logprob=-position,
+            top_logprobs=top,
+            rank=9,
+        )
+
+
 def add(log: AttemptLog, token: common_pb2.Token) -> None:
-    whole = token.finish or token.top_logprobs
+    whole = token.finish or token.top_logprobs or token.rank
     log.add(token.choice, token.position, token.token_id, token if whole else None)
 
 

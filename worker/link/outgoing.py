@@ -137,6 +137,7 @@ def _without_alternatives(token: common_pb2.Token) -> common_pb2.Token:
         token_id=token.token_id,
         logprob=token.logprob,
         finish=token.finish,
+        rank=token.rank,
     )
 
 
@@ -177,7 +178,7 @@ class _Rows:
 
     def take(self, handle: Handle, most: int) -> None:
         """At most `most` tokens of each choice."""
-        for choice in handle.log.choices:
+        for choice in handle.log.in_order:
             due = min(len(choice.tokens) + choice.first, choice.limit, choice.sent + most)
             while choice.sent < due and self.left >= ROW_BYTES:
                 extra = choice.extras.get(choice.sent) if choice.extras else None
@@ -190,6 +191,8 @@ class _Rows:
                 elif not self._extra(handle.number, choice, extra):
                     return
                 choice.sent += 1
+            if choice is handle.log.prompt and choice.sent < choice.end:
+                return
 
     def _extra(self, number: int, choice: ChoiceLog, token: common_pb2.Token) -> bool:
         """Whether all of the token is sent now."""

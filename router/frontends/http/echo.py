@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cluster.errors import BatonError
 from router.frontends.http.serving import Form, StreamedAnswer, WholeAnswer
+from router.link.token import PlainToken, Token
 from router.request.completion import Completion, Delta, Outcome
 
 
@@ -29,26 +30,35 @@ class Echo:
     def __init__(self, completions: Sequence[Completion], texts: Sequence[str]):
         """`texts`: of the prompts, one for each completion."""
         pairs = [
-            (text, one.prompt_only)
-            for one, text in zip(completions, texts, strict=True)
-            for _ in range(one.n)
-        ]
+            (text, one) for one, text in zip(completions, texts, strict=True) for _ in range(one.n)
+        ]  # by choice of the whole answer
         self._waiting = {
-            index: text for index, (text, _) in enumerate(pairs)
-        }  # by choice of the whole answer
-        self._prompt_only = {index for index, (_, alone) in enumerate(pairs) if alone}
+            index: (text, _start(index, one) if one.sampling.prompt_logprobs else ())
+            for index, (text, one) in enumerate(pairs)
+        }
+        self._prompt_only = {index for index, (_, one) in enumerate(pairs) if one.prompt_only}
 
     def of(self, deltas: Sequence[Delta]) -> list[Delta]:
         shown: list[Delta] = []
         for delta in deltas:
-            if delta.choice in self._prompt_only:
-                if delta.finish is not None:
-                    shown.append(Delta(delta.choice, self._waiting.pop(delta.choice), (), "length"))
-                continue
-            if (text := self._waiting.pop(delta.choice, None)) is not None:
-                shown.append(Delta(delta.choice, text, ()))
+            choice, prompt = delta.choice, delta.prompt
+            if choice in self._prompt_only:
+                if not prompt and delta.finish is None:
+                    continue
+                delta = Delta(choice, "", (), delta.finish and "length", prompt=prompt)
+            if (waiting := self._waiting.pop(choice, None)) is not None:
+                text, start = waiting
+                if delta.tokens:
+                    shown.append(Delta(choice, text, (), prompt=start))
+                else:
+                    delta = delta._replace(text=text + delta.text, prompt=start + prompt)
             shown.append(delta)
         return shown
+
+
+def _start(choice: int, completion: Completion) -> tuple[Token, ...]:
+    """The prompt's first token, which has no log probability."""
+    return (PlainToken(choice, 0, completion.prompt_tokens[0]),)
 
 
 class _WholeEcho:

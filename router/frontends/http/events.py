@@ -92,7 +92,7 @@ class Events:
         if not (delta.text if delta.parts is None else self._shape.view.shown(delta.parts)):
             self._last = delta
             return None
-        self._last = delta._replace(text="", tokens=(), parts=None if delta.parts is None else ())
+        self._last = delta._replace(text="", tokens=(), prompt=(), parts=None if delta.parts is None else ())
         return delta._replace(finish=None)
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:

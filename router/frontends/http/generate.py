@@ -26,7 +26,7 @@ from router.frontends.http.requests import (
     read_request,
 )
 from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
-from router.frontends.http.shapes import ChatShape, CompletionShape, Shape, WholeShape
+from router.frontends.http.shapes import ChatShape, CompletionShape, PromptShown, Shape, WholeShape
 from router.observe.traces import Arrival
 from router.request.answer_plan import AnswerPlan
 from router.request.permissions import check_allowed
@@ -131,6 +131,7 @@ class Generate:
             bool(options.return_token_ids),
             caller.admin,
             view,
+            PromptShown(options.echoes, options.prompt_logprobs),
         )
         prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
         form = ShapeForm(shape, options.stream_options or StreamOptions(), prompt_tokens)

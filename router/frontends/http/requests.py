@@ -21,6 +21,7 @@ from router.frontends.http.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from router.frontends.http.tool_fields import CHOICE_SCHEMA, TOOLS_SCHEMA
 from router.request.fields import (
     Length,
     OnlyNeutral,
@@ -46,7 +47,6 @@ from router.request.options import (
 )
 from router.request.tools import (
     MAX_KWARGS,
-    NAME,
     check_count,
     check_kwargs,
     check_size,
@@ -189,7 +189,10 @@ class HttpRequest(GenerationOptions):
     web_search_options: Annotated[Any, OnlyNeutral()] = None
     skip_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     bad_words: Annotated[Any, OnlyNeutral([])] = None
-    prompt_logprobs: Annotated[Any, OnlyNeutral()] = None
+    prompt_logprobs: LogprobCount | None = Field(
+        None,
+        description="alternatives to each token of the prompt; needs max_tokens of at most 1, and no stream",
+    )
 
     @property
     def asked_grammar(self) -> AskedGrammar | None:
@@ -209,6 +212,12 @@ class HttpRequest(GenerationOptions):
         if older is not None and older < 1:
             raise refuse("max_tokens", "must be a whole number above 0")
         return newer
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        if self.prompt_logprobs is not None and self.stream:
+            raise refuse("prompt_logprobs", "not with stream")
+        return self.prompt_logprobs
 
     @property
     def truncates(self) -> bool:
@@ -259,7 +268,7 @@ class CompletionRequest(HttpRequest):
     max_tokens: Annotated[int, late(minimum=0, maximum="room")] | None = Field(
         None, description="0, with echo only: the prompt is computed, and no token is generated"
     )
-    echo: Flag = Field(None, description="the prompt's text before the answer's; not with logprobs")
+    echo: Flag = Field(None, description="the prompt's text before the answer's")
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
         description="text, token ids, or several of either"
     )
@@ -267,6 +276,13 @@ class CompletionRequest(HttpRequest):
     @property
     def echoes(self) -> bool:
         return bool(self.echo)
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        own = super().prompt_alternatives
+        if not self.echoes or self.logprobs is None:
+            return own
+        return max(self.logprobs, own or 0)
 
     @property
     def token_limit(self) -> int | None:
@@ -297,33 +313,6 @@ def _tools(value: object, info: ValidationInfo) -> list[Any] | None:
     return value
 
 
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"], "description": "a JSON schema"},
-                "strict": {"type": ["boolean", "null"], "description": "arguments always match the schema"},
-            },
-        },
-    },
-}
-_NAMED_CHOICE = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-    },
-}
-_TOOLS_SCHEMA = {"type": ["array", "null"], "items": _TOOL, "maxItems": {"$limit": "max_tools"}}
-_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
 _KWARGS_SCHEMA = {
     "type": ["object", "null"],
     "maxProperties": MAX_KWARGS,
@@ -333,10 +322,10 @@ TemplateKwargs: TypeAlias = Annotated[Any, WithJsonSchema(_KWARGS_SCHEMA)]
 
 
 class ChatCompletionRequest(HttpRequest):
-    tools: Annotated[list[Any] | None, PlainValidator(_tools), WithJsonSchema(_TOOLS_SCHEMA)] = Field(
+    tools: Annotated[list[Any] | None, PlainValidator(_tools), WithJsonSchema(TOOLS_SCHEMA)] = Field(
         None, description="functions that the model may call"
     )
-    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
     parallel_tool_calls: Flag = Field(None, description="false: an answer has one call at most")
     chat_template_kwargs: TemplateKwargs = Field(None, description="variables of the chat template")
     add_generation_prompt: Flag = Field(None, description="default: true, but for continue_final_message")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -82,6 +82,7 @@ class Answer:
         self._parts = Collected()
         # By field: pieces of its list, as JSON without brackets
         self._logprobs: dict[str, list[bytes]] = {}
+        self._prompt = [b"null"]  # entries of vLLM's prompt_logprobs, as JSON
 
     def message(self) -> dict[str, Any]:
         if self._shape.parsed:
@@ -95,9 +96,18 @@ class Answer:
             self._parts.add(self._shape.view.shown(delta.parts))
         self.token_ids += [token.token_id for token in delta.tokens]
         self.finish = delta.finish or self.finish
-        for name, values in (self._shape.logprobs(self.index, delta.tokens) or {}).items():
+        for name, values in (self._shape.logprobs(self.index, self._shape.scored(delta)) or {}).items():
             if values:
                 self._logprobs.setdefault(name, []).append(orjson.dumps(values)[1:-1])
+        if self._shape.prompt.alternatives is not None:
+            entries = (self._shape.prompt_entry(token) for token in delta.prompt if token.position)
+            self._prompt += map(orjson.dumps, entries)
+
+    def prompt_logprobs(self) -> dict[str, Any]:
+        """The field, where it is asked for."""
+        if self._shape.prompt.alternatives is None:
+            return {}
+        return {"prompt_logprobs": orjson.Fragment(b"[" + b",".join(self._prompt) + b"]")}
 
     def logprobs(self) -> dict[str, Any] | None:
         """The shape's object for them, with lists that are encoded already."""
@@ -121,7 +131,15 @@ class WholeShape:
 
     def body(self, outcomes: Sequence[Outcome]) -> bytes:
         choices = [self._shape.choice(answer) for answer in self._answers]
-        return orjson.dumps(self._shape.whole(choices, outcomes))
+        whole = self._shape.whole(choices, outcomes)
+        return orjson.dumps(whole | self._shape.of_whole(self._answers[0]))
+
+
+class PromptShown(NamedTuple):
+    """What an answer shows of its prompt."""
+
+    echoes: bool = False
+    alternatives: int | None = None  # vLLM's prompt_logprobs
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,7 @@ class Shape:
     token_ids: bool  # vLLM's return_token_ids
     admin: bool = True  # whether the client may see workers and queueing times
     view: ChatView = WHOLE_VIEW
+    prompt: PromptShown = PromptShown()
 
     id_prefix = ""
     object_name = ""
@@ -172,7 +191,31 @@ class Shape:
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         message = answer.message()
-        return self._shown(answer.index, message, answer.token_ids, answer.logprobs(), answer.finish)
+        shown = self._shown(answer.index, message, answer.token_ids, answer.logprobs(), answer.finish)
+        return shown | self.of_choice(answer)
+
+    def of_choice(self, answer: Answer) -> dict[str, Any]:
+        """Further fields of a whole choice."""
+        return {}
+
+    def of_whole(self, answer: Answer) -> dict[str, Any]:
+        """Further fields of a whole answer, which are those of its first choice."""
+        return {}
+
+    def scored(self, delta: Delta) -> Sequence[Token]:
+        """The delta's tokens whose log probabilities are shown beside the text."""
+        return (*delta.prompt, *delta.tokens) if self.prompt.echoes else delta.tokens
+
+    def prompt_entry(self, token: Token) -> dict[str, Any]:
+        """A token of the prompt and its alternatives, by token id, as vLLM has them."""
+        top = token.top_logprobs[: self.prompt.alternatives]
+        ranked = [(token.token_id, token.logprob, token.rank)]
+        ranked += [(one.token_id, one.logprob, rank) for rank, one in enumerate(top, 1)]
+        text_of = self.text.pieces.text_of
+        return {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text_of(token_id)}
+            for token_id, logprob, rank in reversed(ranked)
+        }
 
     def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
         token_ids = [token.token_id for token in delta.tokens]
@@ -180,7 +223,7 @@ class Shape:
         if delta.parts is not None:
             role = {"role": "assistant"} if first else {}
             message = {"delta": role | delta_fields(self.view.shown(delta.parts))}
-        return self._shown(index, message, token_ids, self.logprobs(index, delta.tokens), delta.finish)
+        return self._shown(index, message, token_ids, self.logprobs(index, self.scored(delta)), delta.finish)
 
     def _shown(
         self,
@@ -210,6 +253,9 @@ class ChatShape(Shape):
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+
+    def of_whole(self, answer: Answer) -> dict[str, Any]:
+        return answer.prompt_logprobs()
 
     def message(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -244,6 +290,9 @@ class CompletionShape(Shape):
     chunk_name = "text_completion"
     offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, over all chunks of its stream
 
+    def of_choice(self, answer: Answer) -> dict[str, Any]:
+        return answer.prompt_logprobs()
+
     def message(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
@@ -256,12 +305,16 @@ class CompletionShape(Shape):
         offsets = self.offsets.setdefault(index, TextOffsets(self.text.pieces))
         return {
             "tokens": [self._name(token.token_id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [
-                {self._name(top.token_id): top.logprob for top in token.top_logprobs} for token in tokens
-            ],
+            "token_logprobs": [token.logprob if token.position else None for token in tokens],
+            "top_logprobs": [self._top(token) if token.position else None for token in tokens],
             "text_offset": [offsets.next(token.token_id) for token in tokens],
         }
+
+    def _top(self, token: Token) -> dict[str, float]:
+        """Alternatives by their text; of a prompt's token with itself."""
+        count = self.completion.sampling.top_logprobs
+        top = {self._name(one.token_id): one.logprob for one in token.top_logprobs[:count]}
+        return top | {self._name(token.token_id): token.logprob} if token.rank else top
 
     def _name(self, token_id: int) -> str:
         """The token's text, marked as OpenAI does if it is not whole characters: this endpoint has no field for bytes."""

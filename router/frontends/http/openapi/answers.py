@@ -183,7 +183,14 @@ def _completion_choice(finish: Schema) -> Schema:
 
 def _choice(properties: dict[str, Schema]) -> Schema:
     properties = {"index": COUNT, **properties}
-    return record({**properties, "token_ids": _TOKEN_IDS}, list(properties))
+    further = {"token_ids": _TOKEN_IDS, "prompt_logprobs": _prompt_logprobs()}
+    return record({**properties, **further}, list(properties))
+
+
+def _prompt_logprobs() -> Schema:
+    """vLLM's: by token id, for each position of the prompt but the first."""
+    one = record({"logprob": optional(NUMBER), "rank": COUNT, "decoded_token": text()})
+    return array(optional({"type": "object", "additionalProperties": one}))
 
 
 def _chat_logprobs() -> Schema:
@@ -198,7 +205,7 @@ def _completion_logprobs() -> Schema:
         {
             "tokens": array(text()),
             "token_logprobs": array(optional(NUMBER)),
-            "top_logprobs": array(top),
+            "top_logprobs": array(optional(top)),
             "text_offset": array(COUNT),
         }
     )

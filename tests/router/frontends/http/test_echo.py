@@ -83,7 +83,10 @@ def test_prompt_only_work_needs_no_decode_worker():
     [
         ({"max_tokens": 0, "echo": False}, InvalidRequestError, "max_tokens"),
         ({"max_tokens": 0, "min_tokens": 1}, InvalidRequestError, "min_tokens"),
-        ({"max_tokens": 1, "logprobs": 0}, UnsupportedFieldError, "echo"),
+        ({"max_tokens": 2, "logprobs": 0}, UnsupportedFieldError, "max_tokens"),
+        ({"max_tokens": 2, "prompt_logprobs": 0, "echo": False}, UnsupportedFieldError, "max_tokens"),
+        ({"max_tokens": 1, "prompt_logprobs": 0, "stream": True}, InvalidRequestError, "prompt_logprobs"),
+        ({"max_tokens": 0, "logprobs": 20, "n": 100}, InvalidRequestError, "max_tokens"),
         ({"max_tokens": 7, "n": 100}, InvalidRequestError, "max_tokens"),
     ],
 )
@@ -95,3 +98,55 @@ def test_what_is_refused(body, error, field):
 
 def test_an_echoed_prompt_counts_among_the_answers_entries():
     assert completion(max_tokens=6, n=100).n == 100
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echoed_prompt_has_its_log_probabilities(client, max_tokens):
+    """As lm-eval asks and reads them."""
+    prompts = [[40, 41, 42], [43] * 70]
+    answer = client.completions.create(
+        model=NAME, prompt=prompts, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
+    )
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        found = choice.logprobs
+        count = len(prompt)
+        assert found.token_logprobs[:count] == [None, *(-float(p) for p in range(1, count))]
+        assert found.top_logprobs[0] is None
+        for token, logprob, top in list(
+            zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+        )[1:count]:
+            assert top[token] == logprob and max(top.values()) == -0.5 and len(top) == 2
+        assert len(found.tokens) == len(found.text_offset) == count + max_tokens
+        assert found.text_offset[0] == 0
+    assert answer.usage.completion_tokens == 2 * max_tokens
+
+
+def test_a_stream_brings_them_once(router, client):
+    body = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 0, "n": 2}
+    chunks = [
+        one["choices"][0] for one in events_of(f"{router.http}/v1/completions", {**body, "stream": True})
+    ]
+    whole = httpx.post(f"{router.http}/v1/completions", json=body).json()
+    for index, choice in enumerate(whole["choices"]):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert "".join(chunk["text"] for chunk in own) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [value for chunk in own for value in chunk["logprobs"][name]] == values
+
+
+def test_prompt_logprobs_have_vllms_shape(router):
+    body = {"max_tokens": 1, "prompt_logprobs": 1}
+    done = httpx.post(f"{router.http}/v1/completions", json={**body, "prompt": [40, 41]}).json()
+    (choice,) = done["choices"]
+    first, second = choice["prompt_logprobs"]
+    assert first is None and choice["logprobs"] is None
+    assert {name: (one["logprob"], one["rank"]) for name, one in second.items()} == {
+        "300": (-0.5, 1),
+        "41": (-1.0, 9),
+    }
+    assert all(isinstance(one["decoded_token"], str) for one in second.values())
+    chat = {**body, "messages": [{"role": "user", "content": "x"}]}
+    answer = httpx.post(f"{router.http}/v1/chat/completions", json=chat).json()
+    assert answer["prompt_logprobs"][0] is None
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert answer["choices"][0]["logprobs"] is None

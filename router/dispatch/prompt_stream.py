@@ -1,0 +1,39 @@
+"""The prompt's tokens with their log probabilities, as the client has seen them so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cluster.errors import BatonError, PeerLostError
+from router.link.token import Token
+
+
+class PromptStream:
+    """Forwards exactly the next position, over all attempts: lower ones are dropped, a gap fails the attempt. The token
+    at position 0 has no log probability, and never comes."""
+
+    def __init__(self, prompt: Sequence[int], forward: Callable[[Token], None]):
+        self._prompt, self._forward = prompt, forward
+        self.next_position = 1
+
+    @property
+    def limit(self) -> int:
+        """Positions below it may come."""
+        return len(self._prompt)
+
+    def takes(self, token: Token, choice: int, broken: Callable[[BatonError], None]) -> bool:
+        """Whether the token is dealt with: it is of the prompt, which is `choice` in this attempt, or `broken` was called,
+        because it leaves a gap or begins an answer before its prompt is complete."""
+        position, wanted = token.position, self.next_position
+        if token.choice != choice:
+            if wanted < self.limit:
+                broken(PeerLostError(f"an answer began before position {wanted} of its prompt came"))
+            return wanted < self.limit
+        if position >= min(wanted + 1, self.limit) or token.token_id != self._prompt[position]:
+            broken(
+                PeerLostError(f"token {token.token_id} of the prompt came at {position}, {wanted} was next")
+            )
+        elif position == wanted:
+            self.next_position = position + 1
+            self._forward(token)
+        return True

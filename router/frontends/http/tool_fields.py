@@ -1,0 +1,33 @@
+"""The schemas of `tools` and `tool_choice`, as `/openapi.json` shows them."""
+
+from __future__ import annotations
+
+from router.request.tools import NAME
+
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "description": "a JSON schema"},
+                "strict": {"type": ["boolean", "null"], "description": "arguments always match the schema"},
+            },
+        },
+    },
+}
+_NAMED_CHOICE = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+TOOLS_SCHEMA = {"type": ["array", "null"], "items": _TOOL, "maxItems": {"$limit": "max_tools"}}
+CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
