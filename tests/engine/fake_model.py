@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
+from engine.lora.adapter_files import Adapter
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES
 from engine.plan import StepPlan, table_rows
+from engine.prompt_scores import Score
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 
@@ -40,6 +42,8 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeRunner:
+    adapter_slots = 0
+
     def __init__(
         self,
         num_blocks: int,
@@ -109,6 +113,15 @@ class FakeRunner:
             for item in plan.items:
                 assert buffers.table[item.row, : len(item.block_ids)].tolist() == item.block_ids, item
             assert buffers.table[buffers.null_row].eq(self.num_blocks).all(), "the row of padding"
+
+    def read_adapter(self, directory: Path) -> Adapter:
+        raise AssertionError("there is no room for adapters")
+
+    def write_adapter(self, slot: int, adapter: Adapter) -> None:
+        raise AssertionError("there is no room for adapters")
+
+    def take_scores(self) -> list[list[Score]]:
+        raise AssertionError("no request asks for log probabilities of its prompt")
 
     def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Reads and writes the cache by the follower's buffers alone."""

@@ -53,8 +53,13 @@ def assert_scores(model, prompt: list[int], tokens: list[TokenOutput], n: int = 
         )  # near-ties may change places
 
 
-@pytest.mark.parametrize("entries", [1 << 22, 512 * 5])
-@pytest.mark.parametrize("batch", [256, 16])
+@pytest.mark.parametrize(
+    ("batch", "entries"),
+    [
+        (16, 512 * 5),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((256, 1 << 22), (16, 1 << 22), (256, 2560))),
+    ],
+)
 def test_a_prompt_has_the_references_log_probabilities(batch, entries, checkpoint, monkeypatch):
     """Whole or in chunks, in ranges of rows; also where its prefix is cached, and is used by others."""
     monkeypatch.setattr(prompt_scores, "RANGE_ENTRIES", entries)

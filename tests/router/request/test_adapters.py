@@ -54,10 +54,8 @@ def test_most_ready_workers_decide_what_a_name_means():
     drained = [replace(one, state="draining") for one in some[1:]]
     assert digests([some[0], *drained]) == {"a": OLD}
     one_role = [replace(one, role="prefill") for one in workers(*[(("a", NEW),)] * 2)]
-    both = [
-        replace(one, role=role)
-        for one, role in zip(workers(*[(("a", OLD),)] * 2), ("prefill", "decode"), strict=True)
-    ]
+    first, second = workers(*[(("a", OLD),)] * 2)
+    both = [replace(first, role="prefill"), replace(second, role="decode")]
     assert digests([*one_role, both[0], *one_role, both[1]]) == {"a": OLD}
     assert digests([replace(one, lease="dead") for one in some[1:]] + some[:1]) == {"a": OLD, "b": OLD}
     view = [some]

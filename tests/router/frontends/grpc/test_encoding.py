@@ -66,7 +66,7 @@ def part_of(part: Part) -> pb.Part:
         return pb.Part(call=pb.CallBegin(**fields))
     if isinstance(part, CallArguments):
         return pb.Part(arguments=pb.CallArguments(**fields))
-    return pb.Part(**{"reasoning" if isinstance(part, ReasoningText) else "content": part.text})
+    return pb.Part(reasoning=part.text) if isinstance(part, ReasoningText) else pb.Part(content=part.text)
 
 
 def by_protobuf(deltas: list[Delta]) -> list[pb.GenerateResponse]:

@@ -62,7 +62,8 @@ class Matched:
 
     def walk(self, spec: GrammarSpec, seed: int, most: int = 1500) -> str | None:
         """The text along tokens that the mask allows, drawn at random; None: it does not end within `most`."""
-        matcher, draws, ids = self.matcher(spec), random.Random(seed), []
+        matcher, draws = self.matcher(spec), random.Random(seed)
+        ids: list[int] = []
         for _ in range(most):
             bits = matcher.compute_bitmask()
             assert not matcher.is_error(), matcher.get_error()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -108,8 +109,9 @@ SPECIAL = {
 }  # fmt: skip
 
 
-def read(parser: Any, pieces: list[str | int]) -> tuple[str, str, list[tuple[str, str]]]:
-    reasoning, content, calls, ids = "", "", [], []
+def read(parser: Any, pieces: Sequence[str | int]) -> tuple[str, str, list[tuple[str, str]]]:
+    reasoning, content, ids = "", "", []
+    calls: list[tuple[str, str]] = []
     for part in (*(part for piece in pieces for part in parser.feed([piece])), *parser.end()):
         match part:
             case ReasoningText(text):
@@ -182,7 +184,7 @@ def test_any_text_has_one_reading(tools, reasoning, data):
     text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=14)))
     opened = data.draw(st.booleans())
     special = SPECIAL if data.draw(st.booleans()) else {}
-    pieces = with_markers(text) if special else [text]
+    pieces: list[str | int] = with_markers(text) if special else [text]
     whole = read(made(tools, reasoning, opened, special), pieces)
     letters = [one for piece in pieces for one in (piece if isinstance(piece, str) else [piece])]
     assert read(made(tools, reasoning, opened, special), letters) == whole

@@ -27,6 +27,8 @@ WEATHER: Any = {
     },
 }
 CACHED: Any = {"cache_control": {"type": "ephemeral"}}
+BLOCKS: Any = [{"type": "text", "text": "You are."}, {"type": "text", "text": "Brief.", **CACHED}]
+CACHED_TOOLS: Any = [{**WEATHER, **CACHED}]
 USER: Any = {"role": "user", "content": "Weather in Bern?"}
 TURN: Any = [
     {
@@ -70,10 +72,8 @@ def requests(client: anthropic.Anthropic) -> dict[str, Callable[[], Any]]:
             metadata={"user_id": "u-1"},
             service_tier="auto",
         ),
-        "system blocks": lambda: create(
-            **ask, system=[{"type": "text", "text": "You are."}, {"type": "text", "text": "Brief.", **CACHED}]
-        ),
-        "tools": lambda: create(**ask, tools=[{**WEATHER, **CACHED}]),
+        "system blocks": lambda: create(**ask, system=BLOCKS),
+        "tools": lambda: create(**ask, tools=CACHED_TOOLS),
         "any tool": lambda: create(
             **ask, tools=[WEATHER], tool_choice={"type": "any", "disable_parallel_tool_use": True}
         ),
