@@ -227,6 +227,7 @@ def dispatching(gateway: RequestGateway) -> RequestGateway:
         raise DispatchedError(gateway.admission._bodies.held, gateway.admission.in_flight)
 
     gateway.text, gateway.validator = text, Validator(gateway.config, text)
+    gateway.grammars = gateway.plans = SimpleNamespace()  # type: ignore[assignment]
     gateway.request = request  # type: ignore[method-assign]
     gateway.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
     return gateway

@@ -69,7 +69,9 @@ def test_most_ready_workers_decide_what_a_name_means():
 def test_a_load_that_gave_workers_different_files_is_no_success():
     def check(*digests: str) -> None:
         members = SimpleNamespace(all=workers(*((("a", one),) for one in digests), ()))
-        gateway: Any = SimpleNamespace(services=SimpleNamespace(members=members))
+        placement = SimpleNamespace(eligibility=SimpleNamespace(serves=lambda worker, model: True))
+        services = SimpleNamespace(members=members, placement=placement)
+        gateway: Any = SimpleNamespace(services=services, config=SimpleNamespace(served_name="m"))
         AdapterCalls(gateway)._check_one_digest("a")
 
     check(OLD, OLD)

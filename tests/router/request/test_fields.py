@@ -92,7 +92,8 @@ def test_the_message_and_the_model_have_the_same_options() -> None:
 def test_workers_get_every_option_that_concerns_them() -> None:
     sampling = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
     routers_own = {"n", "stop", "include_stop_text", "priority"}
-    assert sampling - {"top_logprobs"} == set(GenerationOptions.model_fields) - routers_own
+    of_endpoints = {"top_logprobs", "prompt_logprobs", "prompt_top_logprobs"}  # names differ
+    assert sampling - of_endpoints == set(GenerationOptions.model_fields) - routers_own
     assert set(DEFAULTS) < sampling
 
 

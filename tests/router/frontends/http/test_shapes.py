@@ -30,6 +30,7 @@ def tokens(text):
     following = [*ids[1:], ids[0]]
     return [
         common_pb2.Token(
+            position=1,
             token_id=one,
             logprob=-0.5,
             top_logprobs=[common_pb2.TokenLogprob(token_id=other, logprob=-1.0)],
