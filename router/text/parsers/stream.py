@@ -46,8 +46,8 @@ class Markers:
         return "".join(piece if isinstance(piece, str) else self._chars.get(piece, "") for piece in pieces)
 
     def shown(self, text: str) -> str:
-        """Without special tokens."""
-        return _SURROGATES.sub("", text) if self._chars else text
+        """Without special tokens, and without what escapes such as `\\ud800` make of a name."""
+        return text if text.isascii() else _SURROGATES.sub("", text)
 
 
 class Held:

@@ -99,6 +99,23 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("Hm.", "Yes.", []),
     ),
     ("", "gpt_oss", False, "Plain text", ("", "Plain text", [])),
+    (
+        "gpt_oss",
+        "gpt_oss",
+        False,
+        ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    ("gpt_oss", "", False, "<|start|>" + "word " * 80, ("", "word " * 80, [])),
+    ("pythonic", "", False, "[f(a={1, 2})]", ("", "[f(a={1, 2})]", [])),
+    ("pythonic", "", False, "[f(a=true, b=[null])]", ("", "", [("f", '{"a": true, "b": [null]}')])),
+    (
+        "llama3_json",
+        "",
+        False,
+        '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}',
+        ("", "", [("f", "{}"), ("g", "{}")]),
+    ),
 ]
 SPECIAL = {
     text: 100 + number
@@ -230,6 +247,18 @@ def test_a_prompt_may_open_or_close_the_reasoning():
 def test_ids_of_mistral_are_nine_alphanumerics():
     begin = made("mistral", "", False).feed(['[TOOL_CALLS]f{"a": 1}'])[0]
     assert isinstance(begin, CallBegin) and len(begin.id) == 9 and begin.id.isalnum()
+
+
+def test_a_flood_of_markers_ends():
+    parser = made("gpt_oss", "gpt_oss", False, SPECIAL)
+    for _ in range(600):
+        parser.feed([SPECIAL["<|start|>"]])
+    parser.end()
+
+
+def test_names_have_no_lone_surrogates():
+    found = read(made("hermes", "", False), ['<tool_call>{"name": "a\\udc00", "arguments": {}}</tool_call>'])
+    assert found == ("", "", [("a", "{}")])
 
 
 def test_arguments_come_as_they_are_written():
