@@ -49,7 +49,11 @@ class GptOss:
             return rest
         if plain or len(text) > MAX_HEADER + len(self._message):
             self._header, self._show = None, self._answer.content
-            return text
+            start = self._markers[START]
+            if not text.startswith(start):
+                return text
+            self._show(start)  # read again, it would begin the same header
+            return text[len(start) :]
         self._header = text
         return ""
 
