@@ -94,9 +94,10 @@ class ChoiceStream:
         return self._stop.add(text)
 
     def _parsed(self, marked: MarkedText, text: str, token: Token) -> Delta:
+        # Until the parts are there the choice has not finished: what goes wrong with them ends no request as complete
+        finish, self.finish = self.finish, None
         parts = marked.passed(text)
-        if self.finish is not None:
+        if finish is not None:
             parts += marked.end()
-            if self.finish == "stop" and marked.called:
-                self.finish = "tool_calls"
+        self.finish = "tool_calls" if finish == "stop" and marked.called else finish
         return Delta(self._shown_as, text, (token,), self.finish, parts, self._stop.found)

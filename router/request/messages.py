@@ -10,7 +10,7 @@ from pydantic import PlainValidator
 from router.request.fields import Length, OnlyNeutral, RequestModel, read, refuse, wrong
 from router.request.json_text import read_object
 from router.request.limits import FieldLimits
-from router.request.tools import check_name
+from router.request.tools import MAX_NAME, check_name
 from router.text.contents import AskingRole, role_of
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
@@ -82,7 +82,7 @@ class ToolMessage(_Message):
     role: Literal["tool"]
     content: Content
     tool_call_id: CallId
-    name: str | None = None
+    name: Annotated[str, Length(1, MAX_NAME)] | None = None
 
 
 AnyMessage: TypeAlias = Message | AssistantMessage | ToolMessage

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import WithJsonSchema
 
 from router.request.fields import AtMost, Length, RequestModel, Within, late, wrong
 from router.request.grammars import AskedGrammar
+
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+REASONING_EFFORTS: tuple[str, ...] = get_args(ReasoningEffort)
 
 MAX_PRIORITY = 2**15
 MAX_TOKEN_DIGITS = 10  # of a token id that is a key

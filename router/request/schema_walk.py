@@ -31,15 +31,15 @@ def why_not(schema: Any, compiles: Compiles) -> InvalidRequestError | None:
     """The error for a schema that is too deep, has keywords that would be ignored, or does not compile."""
     if (deep := too_deep(schema)) is not None:
         return deep
-    for pointer, part, _ in _walk(schema):
+    for place, part, _ in _walk(schema):
         for keyword in part:
             if keyword in _LEFT_OUT:
-                return _error(f"{pointer}/{_escaped(keyword)}", f"{keyword} is not supported")
+                return _error(f"{place}/{_escaped(keyword)}", f"{keyword} is not supported")
         if isinstance(part.get("items"), list):
-            return _error(f"{pointer}/items", "items must be a schema; use prefixItems for a list of them")
+            return _error(f"{place}/items", "items must be a schema; use prefixItems for a list of them")
         for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             if isinstance(part.get(keyword), bool):
-                return _error(f"{pointer}/{keyword}", f"{keyword} must be a number")
+                return _error(f"{place}/{keyword}", f"{keyword} must be a number")
     reason = compiles(_spec(schema))
     if not reason:
         return None
@@ -51,8 +51,8 @@ def too_deep(schema: Any) -> InvalidRequestError | None:
     """The error for a schema with more than MAX_DEPTH levels."""
     return next(
         (
-            _error(pointer, f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))
-            for pointer, _, depth in _walk(schema)
+            _error(str(place), f"more than {MAX_DEPTH} levels", str(MAX_DEPTH))
+            for place, _, depth in _walk(schema)
             if depth > MAX_DEPTH
         ),
         None,
@@ -64,29 +64,48 @@ def _error(pointer: str, reason: str, limit: str = "") -> InvalidRequestError:
     return InvalidRequestError(f"at {shown or '/'}: {reason}", limit=limit)
 
 
-def _walk(schema: Any) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """Yield JSON pointer, part and depth of every part that is an object."""
-    waiting = [("", schema, 1)]
+class _Place:
+    """A JSON pointer that is written only for an error: names may be long, and a part may have many."""
+
+    def __init__(self, outer: _Place | None, keyword: str, name: str | int | None):
+        self._outer, self._keyword, self._name = outer, keyword, name
+
+    def __str__(self) -> str:
+        if self._outer is None:
+            return ""
+        own = f"/{self._keyword}" + ("" if self._name is None else f"/{_escaped(str(self._name))}")
+        return f"{self._outer}{own}"
+
+
+_ROOT = _Place(None, "", None)
+
+
+def _walk(schema: Any) -> Iterator[tuple[_Place, Mapping[str, Any], int]]:
+    """Yield place, part and depth of every part that is an object."""
+    waiting = [(_ROOT, schema, 1)] if isinstance(schema, Mapping) else []
     while waiting:
-        pointer, part, depth = waiting.pop()
-        if isinstance(part, Mapping):
-            yield pointer, part, depth
-            if depth <= MAX_DEPTH:
-                waiting += [(pointer + inner, one, depth + 1) for inner, one in _children(part)]
+        place, part, depth = waiting.pop()
+        yield place, part, depth
+        if depth <= MAX_DEPTH:
+            waiting += [
+                (_Place(place, keyword, name), one, depth + 1)
+                for keyword, name, one in _children(part)
+                if isinstance(one, Mapping)
+            ]
 
 
-def _children(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _children(part: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
     for keyword in _PARTS:
         if isinstance(named := part.get(keyword), Mapping):
             for name, one in named.items():
-                yield f"/{keyword}/{_escaped(name)}", one
+                yield keyword, name, one
     for keyword in _LISTS:
         if isinstance(several := part.get(keyword), list):
             for index, one in enumerate(several):
-                yield f"/{keyword}/{index}", one
+                yield keyword, index, one
     for keyword in _SINGLE:
         if keyword in part:
-            yield f"/{keyword}", part[keyword]
+            yield keyword, None, part[keyword]
 
 
 def _escaped(name: str) -> str:
@@ -133,9 +152,9 @@ class _Search:
                 target = target.get(name) if isinstance(target, Mapping) else None
             if isinstance(target, Mapping):
                 yield reference[1:], target
-        for inner, one in _children(part):
-            if isinstance(one, Mapping) and not inner.startswith(("/$defs/", "/definitions/")):
-                yield pointer + inner, one
+        for keyword, key, one in _children(part):
+            if isinstance(one, Mapping) and keyword not in ("$defs", "definitions"):
+                yield f"{pointer}{_Place(_ROOT, keyword, key)}", one
 
     def _same(self, part: Mapping[str, Any]) -> bool:
         return self._reason_of(part) == self._reason

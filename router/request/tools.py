@@ -15,6 +15,7 @@ from router.request.schema_walk import too_deep
 from router.text.conversation import Tool
 from router.text.tokenizer import RESERVED_KWARGS
 
+MAX_NAME = 64  # characters
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_KWARGS = 16
 MAX_KWARG_CHARACTERS = 1024  # of a name, and of a value

@@ -28,6 +28,7 @@ AskingRole = Literal["system", "developer", "user"]
 ROLES = (*get_args(AskingRole), "assistant", "tool")
 T = TypeVar("T")
 _MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
+_MARK = re.compile(f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]")
 _SPACE = re.compile(r"\s*")
 
 
@@ -83,7 +84,8 @@ class Contents:
         special = self._special
         if special is None or not any(map(special.search, texts(values))):
             return values, ""
-        mark = next((one for one in map(chr, _MARKS) if all(one not in text for text in texts(values))), None)
+        used = {one for text in texts(values) for one in _MARK.findall(text)}
+        mark = next((one for one in map(chr, _MARKS) if one not in used), None)
         if mark is None:
             raise InvalidRequestError("messages: hold too many private-use characters", field="messages")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from router.text.contents import texts
+import orjson
 
 ToolChoice = Literal["none", "auto", "required"]
 
@@ -59,7 +59,9 @@ class Conversation:
             yield message["content"]
             yield message.get("reasoning_content", "")
             for call in message.get("tool_calls", ()):
-                yield from texts(call["function"])
+                yield call["function"]["name"]
+                # As the template writes them: numbers and lists count as well
+                yield orjson.dumps(call["function"]["arguments"], default=str).decode()
 
     @property
     def callable(self) -> Sequence[Tool]:

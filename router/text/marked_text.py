@@ -55,10 +55,12 @@ class MarkedText:
 
     def end(self) -> tuple[Part, ...]:
         """The parts of what the parser holds back, at the end of the choice."""
-        return tuple(self._parser.end())
+        parts = tuple(self._parser.end())
+        self._count(parts, tokens=0)
+        return parts
 
-    def _count(self, parts: tuple[Part, ...]) -> None:
-        self._unassigned += 1
+    def _count(self, parts: tuple[Part, ...], tokens: int = 1) -> None:
+        self._unassigned += tokens
         if parts:
             if isinstance(parts[0], ReasoningText):
                 self.reasoning_tokens += self._unassigned

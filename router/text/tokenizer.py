@@ -222,7 +222,8 @@ class ModelText:
         """The text of token ids, special ones included."""
 
         def decoded() -> str:
-            return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+            # The batch function alone releases the interpreter lock.
+            return str(self.tokenizer.decode_batch([list(tokens)], skip_special_tokens=False)[0])
 
         return decoded() if len(tokens) <= INLINE_TOKENS else await self._pool.run(tenant, decoded)
 

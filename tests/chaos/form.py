@@ -11,9 +11,9 @@ from tests.harness.checkpoints import make_checkpoint
 from tests.harness.exactness import GAP
 
 # Logits of the checkpoint computed in bf16 with KV in int8 differ from those of the reference by 0.21 root mean square
-# (their own is 8.2). In 1,500 tokens the largest distance that turned one token into another was 1.2. Of random tokens,
-# one in fifty is this near to the best one.
-MIXED_GAP = 3.0
+# (their own is 8.2), single ones by up to 2.7. The largest distance that turned one token into another was 1.2 in 1,500
+# tokens without faults, and 3.1 in 470,000 tokens of a run with 170 faults. A random token is 20 behind the best one.
+MIXED_GAP = 4.0
 # Of all tokens, those that the reference itself would give; 0.945 to 0.964 were measured without faults.
 LEAST_SAME = 0.9
 

@@ -20,6 +20,9 @@ from wire import common_pb2
 T = TypeVar("T")
 
 
+MOST_CHOICES = 1024  # more than any worker accepts: a test may ask for billions
+
+
 @dataclass(eq=False)
 class Reading:
     """One attempt at one worker, read as a router does: exactly the next position of each choice."""
@@ -103,7 +106,8 @@ class LinkClient:
     ) -> Reading:
         """An attempt that is dispatched with `reading.reference`."""
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
-        reading = Reading(transfer_id, position, max(1, spec.n), spec.first_choice, reads)
+        choices = min(max(1, spec.n), MOST_CHOICES)
+        reading = Reading(transfer_id, position, choices, spec.first_choice, reads)
         reading.handle = self.links.open(worker, reading)
         return reading
 

@@ -219,6 +219,18 @@ def test_a_failed_step_concerns_its_own_requests_or_all(items, blamed):
     assert [name for name in "ab" if make(engine).in_failed_step(name)] == blamed
 
 
+@pytest.mark.parametrize("kind", ["tokens", "prompt_tokens", "done", "evicted_reservations"])
+def test_a_step_with_any_result_is_reported(kind):
+    output, seen = StepOutput([], []), []
+    getattr(output, kind).append(object())
+    engine: Any = FullEngine()
+    engine.step = lambda: output
+    host = make(engine)
+    host._notify = lambda callback, argument: seen.append(argument)  # type: ignore[assignment]
+    host._step()
+    assert seen == [output]
+
+
 async def test_an_engine_that_launches_steps_ahead_serves_and_frees():
     """Requests are added and aborted while a step is under way."""
     runner = FakeRunner(64, overlap="on")

@@ -9,7 +9,16 @@ from router.request.fields import refuse
 from router.request.json_text import read_object
 from router.request.limits import FieldLimits
 from router.request.messages import MAX_CALL_ID, template_call
-from router.request.tools import check_count, check_kwargs, check_named, check_tools, make_tool, read_choice
+from router.request.options import REASONING_EFFORTS
+from router.request.tools import (
+    check_count,
+    check_kwargs,
+    check_name,
+    check_named,
+    check_tools,
+    make_tool,
+    read_choice,
+)
 from router.text.contents import role_of
 from router.text.conversation import Conversation, Tool
 from router.text.tokenizer import MESSAGE_CHARACTERS
@@ -53,7 +62,7 @@ def read_conversation(chat: pb.ChatMessages, limits: FieldLimits) -> Conversatio
             read_object(kwargs, "chat.template_kwargs", limits.settings) if kwargs else None,
             "chat.template_kwargs",
         ),
-        chat.reasoning_effort or None,
+        _effort(chat.reasoning_effort),
         chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues,
         continues,
     )
@@ -79,10 +88,17 @@ def _message(message: pb.ChatMessage, field: str, limits: FieldLimits) -> dict[s
     if role == "tool":
         made["tool_call_id"] = _call_id(message.tool_call_id, f"{field}.tool_call_id")
         if message.name:
-            made["name"] = message.name
+            made["name"] = check_name(message.name, f"{field}.name")
     if role == "assistant" and message.HasField("reasoning"):
         made["reasoning_content"] = message.reasoning
     return made
+
+
+def _effort(given: str) -> str | None:
+    """Of a fixed set: a template may write it beside its own special tokens."""
+    if given and given not in REASONING_EFFORTS:
+        raise refuse("chat.reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
+    return given or None
 
 
 def _call_id(given: str, field: str) -> str:

@@ -43,6 +43,7 @@ from router.request.options import (
     GenerationOptions,
     LogprobCount,
     Priority,
+    ReasoningEffort,
     TokenId,
 )
 from router.request.tools import (
@@ -97,7 +98,6 @@ def _model(value: str, info: ValidationInfo) -> str:
     return value
 
 
-ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ModelName: TypeAlias = Annotated[
     str, AfterValidator(_model), WithJsonSchema({"enum": {"$limit": "accepted_names"}})
 ]

@@ -82,7 +82,7 @@ def reasoning_grammar(spec: GrammarSpec, reasoning: Reasoning, marker: Marker) -
         answer = f"{rules.marks(_FINAL)} {answer}"
         rules.start(answer, reasoning, after=_AGAIN)
     else:
-        rules.start(answer, reasoning)
+        rules.start(answer, reasoning, gap=_GAP)
     return rules.spec()
 
 

@@ -46,8 +46,8 @@ class Markers:
         return "".join(piece if isinstance(piece, str) else self._chars.get(piece, "") for piece in pieces)
 
     def shown(self, text: str) -> str:
-        """Without special tokens."""
-        return _SURROGATES.sub("", text) if self._chars else text
+        """Without special tokens, and without what escapes such as `\\ud800` make of a name."""
+        return text if text.isascii() else _SURROGATES.sub("", text)
 
 
 class Held:
@@ -157,15 +157,9 @@ def whole_call(text: str, arguments: Sequence[str]) -> tuple[str, str] | None:
         return None
     given: object = next((value[one] for one in arguments if one in value), {})
     try:
-        return called_name(value["name"]), json_text(given)
+        return value["name"], json_text(given)
     except ValueError:
         return None
-
-
-def called_name(text: str) -> str:
-    """The same text. Raises ValueError if it cannot be sent: an escape may stand for a lone surrogate."""
-    text.encode()
-    return text
 
 
 def json_text(value: object) -> str:

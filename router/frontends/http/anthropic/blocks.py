@@ -10,6 +10,7 @@ Consecutive messages of one role are one turn. Images, documents and the blocks 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
@@ -18,6 +19,7 @@ from pydantic import PlainValidator
 from cluster.errors import UnsupportedFieldError
 from router.request.fields import Length, RequestModel, read, refuse, wrong
 from router.request.limits import MAX_SHOWN, FieldLimits
+from router.request.tools import check_name
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
 MAX_ID = 256  # characters of a tool_use's id
@@ -96,7 +98,7 @@ def read_messages(
             case "assistant":
                 reader.assistant(message.content, f"{name}.content")
     reader.check_end()
-    return reader.messages
+    return [_joined(message) for message in reader.messages]
 
 
 class _Reader:
@@ -146,7 +148,7 @@ class _Reader:
     def _call(self, message: ChatMessage, block: ToolUseBlock, name: str) -> None:
         if block.id in self._calls:
             raise refuse(f"{name}.id", "is that of an earlier tool_use")
-        self._calls[block.id] = block.name
+        self._calls[block.id] = check_name(block.name, f"{name}.name")
         self._unanswered[block.id] = name
         function = {"name": block.name, "arguments": block.input}
         message.setdefault("tool_calls", []).append(
@@ -180,13 +182,20 @@ class _Reader:
     def _turn(self, role: str) -> ChatMessage:
         """The last message if it has this role, else a new one."""
         if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": ""})
+            self.messages.append({"role": role, "content": []})
         return self.messages[-1]
 
 
 def _append(message: ChatMessage, field: str, text: str) -> None:
-    before = message.get(field)
-    message[field] = f"{before}{BETWEEN}{text}" if before else text
+    """Texts are joined once, at the end: a turn may have thousands."""
+    message.setdefault(field, []).append(text)
+
+
+def _joined(message: ChatMessage) -> ChatMessage:
+    for field, value in message.items():
+        if isinstance(value, list) and field != "tool_calls":
+            message[field] = BETWEEN.join(itertools.dropwhile(lambda text: not text, value))
+    return message
 
 
 def _blocks(content: str | Sequence[object], name: str) -> Iterator[tuple[str, str, object]]:

@@ -28,7 +28,7 @@ from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
 from router.request.grammars import AskedGrammar
 from router.request.permissions import check_allowed
-from router.request.validator import Envelope
+from router.request.validator import MAX_REQUEST_ID, Envelope
 
 # What errors of a conversation and of its options call by a chat's names
 _NAMES = {"stop": "stop_sequences", "prompt": "messages"}
@@ -48,7 +48,7 @@ class Messages:
 
     async def create(self, request: Exchange) -> Response | None:
         """Every answer has a `request-id`, which an error's body repeats."""
-        shown_id = request.headers.get("x-request-id") or new_request_id()
+        shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
         request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
         try:
             return await self._serving.serve(request, self._reader(shown_id))
@@ -56,7 +56,7 @@ class Messages:
             return _failure(error, request, shown_id)
 
     async def count_tokens(self, request: Exchange) -> Response | None:
-        shown_id = request.headers.get("x-request-id") or new_request_id()
+        shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
         request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
         try:
             return await self._tokenizing.answer(request, self._counted)

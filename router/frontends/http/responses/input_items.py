@@ -93,7 +93,7 @@ def encrypted(text: str) -> str:
 
 def _decrypted(content: str, name: str) -> str:
     try:
-        text = base64.b64decode(content, validate=True).decode(errors="surrogatepass")
+        text = base64.b64decode(content, validate=True).decode()
     except (ValueError, binascii.Error):
         text = ""
     if not text.startswith(_PREFIX):

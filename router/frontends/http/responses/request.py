@@ -14,7 +14,6 @@ from router.frontends.http.requests import (
     CacheSalt,
     Ignored,
     ModelName,
-    ReasoningEffort,
     TemplateKwargs,
 )
 from router.frontends.http.responses.input_items import AnyItem, items_size, read_items
@@ -32,7 +31,7 @@ from router.request.fields import (
 )
 from router.request.grammars import AskedGrammar
 from router.request.limits import FieldLimits
-from router.request.options import AnswerTokens, Flag, GenerationOptions, LogprobCount
+from router.request.options import AnswerTokens, Flag, GenerationOptions, LogprobCount, ReasoningEffort
 from router.request.tools import check_kwargs, tools_size
 from router.text.conversation import Conversation
 

@@ -36,7 +36,14 @@ def _format(value: object) -> TextFormat | None:
             raise wrong("has other fields than those of its type")
         case _:
             raise unsupported("its type must be text, json_object or json_schema")
-    return TextFormat.model_construct(grammar=grammar, asked=value)
+    for name, most in _MOST.items():
+        if isinstance(given := value.get(name), str) and len(given) > most:
+            raise wrong(f"its {name} has more than {most} characters", most)
+    return TextFormat.model_construct(grammar=grammar, asked={k: v for k, v in value.items() if k in _SHOWN})
+
+
+_SHOWN = ("type", "name", "description", "schema", "strict")  # the answer repeats them
+_MOST = {"name": 64, "description": 4_096}  # characters
 
 
 def _of_type(name: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Hosted tools (web_search, file_search, …) are refused by name: this server run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
 from cluster.errors import UnsupportedFieldError
 from router.request.fields import RequestModel, late, limits_of, refuse, unsupported, wrong
 from router.request.limits import FieldLimits
-from router.request.tools import NAME, check_count, check_named, check_size, check_tools, make_tool
+from router.request.tools import MAX_NAME, NAME, check_count, check_named, check_size, check_tools, make_tool
 from router.text.conversation import Tool
 
 MAX_SHOWN_TOOL = 64  # characters of a type in an error
@@ -64,6 +64,11 @@ def _tools(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
     return value
 
 
+def _function(given: Mapping[str, Any]) -> dict[str, str]:
+    """What is kept of a choice of a function for the answer, which repeats it."""
+    return {"type": "function", "name": given["name"][: MAX_NAME + 1]}
+
+
 def _choice(value: object, info: ValidationInfo) -> Any:
     if value is None or value in ("none", "auto", "required"):
         return value
@@ -71,7 +76,7 @@ def _choice(value: object, info: ValidationInfo) -> Any:
         case "function" if isinstance(value, dict):
             if not isinstance(value.get("name"), str):
                 raise wrong("its name must be a string")
-            return value
+            return _function(value)
         case "allowed_tools" if isinstance(value, dict):
             if value.get("mode") not in ("auto", "required"):
                 raise wrong("its mode must be auto or required")
@@ -82,7 +87,7 @@ def _choice(value: object, info: ValidationInfo) -> Any:
             for tool in tools:
                 if _kind(tool) != "function" or not isinstance(tool.get("name"), str):
                     raise unsupported("its tools must be functions, each with a name")
-            return value
+            return {"type": "allowed_tools", "mode": value["mode"], "tools": [*map(_function, tools)]}
         case "":
             raise wrong("must be none, auto, required or an object with a type")
         case kind:

@@ -14,7 +14,7 @@ CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKERS = (CHANNEL, MESSAGE, START, END, CALL, RETURN, CONSTRAIN)
 MAX_HEADER = 256  # characters
-_RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_-]+)")
 
 
 class GptOss:
@@ -42,18 +42,14 @@ class GptOss:
     def _in_header(self, text: str) -> str:
         header, found, rest = text.partition(self._message)
         begun = text.lstrip()
-        opens = (self._markers[CHANNEL], self._markers[START])
+        opens = (self._markers[CHANNEL], self._markers[START], "to=")
         plain = begun and not any(begun.startswith(one) or one.startswith(begun) for one in opens)
         if found and not plain and len(header) <= MAX_HEADER:
             self._begin_body(header)
             return rest
         if plain or len(text) > MAX_HEADER + len(self._message):
             self._header, self._show = None, self._answer.content
-            start = self._markers[START]
-            if not text.startswith(start):
-                return text
-            self._show(start)  # read again, it would begin the same header
-            return text[len(start) :]
+            return text.removeprefix(self._markers[START])  # it would begin the same header again
         self._header = text
         return ""
 

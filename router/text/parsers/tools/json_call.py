@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
-from router.text.parsers.stream import MAX_HEAD, Answer, JsonValue, called_name, head_pattern, whole_call
+from router.text.parsers.stream import MAX_HEAD, Answer, JsonValue, head_pattern, whole_call
 
 
 class JsonCall:
@@ -59,7 +59,7 @@ class JsonCall:
         found = self._pattern.match(self.head)
         if found is not None and found.end() <= limit:
             try:
-                name = called_name(json.loads(found[1]))
+                name = json.loads(found[1])
             except ValueError:
                 self.state = "failed"
                 return ""

@@ -36,10 +36,8 @@ class Llama3Json:
         begun = self._waiting.lstrip()
         if len(self._waiting) - len(begun) > MAX_SPACE:
             return self._give_up()
-        if self._answer.called and begun[:1] == ";":
+        if self._answer.called and begun[:1] in (";", ","):
             begun = begun[1:].lstrip()
-        elif self._answer.called and begun:
-            return self._give_up()
         if begun.startswith(self._tag):
             begun = begun[len(self._tag) :].lstrip()
         elif self._tag.startswith(begun):

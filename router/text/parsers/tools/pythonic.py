@@ -67,7 +67,7 @@ def _calls(text: str) -> list[tuple[str, str]] | None:
         if not isinstance(listed, ast.List) or not listed.elts:
             return None
         return [_call(one) for one in listed.elts]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return None
 
 
@@ -87,11 +87,19 @@ def _call(node: ast.expr) -> tuple[str, str]:
     for one in node.keywords:
         if one.arg is None:
             raise ValueError("no name")
-        arguments[one.arg] = ast.literal_eval(one.value)
+        arguments[one.arg] = ast.literal_eval(_Constants().visit(one.value))
     name = ast.unparse(node.func)
     if not _NAME.fullmatch(name):
         raise ValueError("an expression is called")
     return name, json_text(arguments)
+
+
+class _Constants(ast.NodeTransformer):
+    """Models write JSON's constants, too."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        values = {"true": True, "false": False, "null": None}
+        return ast.Constant(values[node.id]) if node.id in values else node
 
 
 FORMAT = ToolFormat((), Pythonic, ("[func_name1(",))

@@ -99,19 +99,17 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("Hm.", "Yes.", []),
     ),
     ("", "gpt_oss", False, "Plain text", ("", "Plain text", [])),
-    ("", "gpt_oss", False, "<|start|>" + "a " * 150, ("", "<|start|>" + "a " * 150, [])),
-    ("", "gpt_oss", False, "<|start|>" * 40, ("", "<|start|>" * 40, [])),
+    (
+        "gpt_oss",
+        "gpt_oss",
+        False,
+        ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    ("gpt_oss", "", False, "<|start|>" + "word " * 80, ("", "word " * 80, [])),
     ("pythonic", "", False, "[f(a={1, 2})]", ("", "[f(a={1, 2})]", [])),
-    ("pythonic", "", False, "[f(a={[1]: 2})]", ("", "[f(a={[1]: 2})]", [])),
     ("pythonic", "", False, "[f(), g()(a=1)]", ("", "[f(), g()(a=1)]", [])),
     ("pythonic", "", False, '[f(a="\\ud800")]', ("", "", [("f", '{"a": "\\ud800"}')])),
-    (
-        "hermes",
-        "",
-        False,
-        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-        ("", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', []),
-    ),
     (
         "hermes",
         "",
@@ -125,6 +123,14 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         False,
         '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
         ("", '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>', []),
+    ),
+    ("pythonic", "", False, "[f(a=true, b=[null])]", ("", "", [("f", '{"a": true, "b": [null]}')])),
+    (
+        "llama3_json",
+        "",
+        False,
+        '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}',
+        ("", "", [("f", "{}"), ("g", "{}")]),
     ),
 ]
 SPECIAL = {
@@ -266,6 +272,18 @@ def test_a_prompt_may_open_or_close_the_reasoning():
 def test_ids_of_mistral_are_nine_alphanumerics():
     begin = made("mistral", "", False).feed(['[TOOL_CALLS]f{"a": 1}'])[0]
     assert isinstance(begin, CallBegin) and len(begin.id) == 9 and begin.id.isalnum()
+
+
+def test_a_flood_of_markers_ends():
+    parser = made("gpt_oss", "gpt_oss", False, SPECIAL)
+    for _ in range(600):
+        parser.feed([SPECIAL["<|start|>"]])
+    parser.end()
+
+
+def test_names_have_no_lone_surrogates():
+    found = read(made("hermes", "", False), ['<tool_call>{"name": "a\\udc00", "arguments": {}}</tool_call>'])
+    assert found == ("", "", [("a", "{}")])
 
 
 def test_arguments_come_as_they_are_written():
