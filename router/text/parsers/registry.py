@@ -24,6 +24,7 @@ _TOOLS: Mapping[str, ToolFormat] = {
 }
 TOOL_PARSERS = (*_TOOLS, GPT_OSS)
 REASONING_PARSERS = ("think", GPT_OSS)
+_AT_ONCE = 1024  # characters; parsers copy what is behind a marker: quadratic in a piece with many
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -110,7 +111,9 @@ class _Parser:
         self._answer, self._markers, self._reads = answer, markers, reads
 
     def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
-        self._reads.feed(self._markers.joined(pieces))
+        text = self._markers.joined(pieces)
+        for begin in range(0, len(text), _AT_ONCE):
+            self._reads.feed(text[begin : begin + _AT_ONCE])
         return self._answer.taken()
 
     def end(self) -> Sequence[Part]:

@@ -156,7 +156,16 @@ def whole_call(text: str, arguments: Sequence[str]) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     given: object = next((value[one] for one in arguments if one in value), {})
-    return value["name"], json.dumps(given, ensure_ascii=False)
+    try:
+        return value["name"], json_text(given)
+    except ValueError:
+        return None
+
+
+def json_text(value: object) -> str:
+    """Lone surrogates stay escapes: they have no UTF-8. Raises ValueError, or TypeError for what JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value) if _SURROGATES.search(text) else text
 
 
 class Answer:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from typing import Any
 
 from router.text.parsers.base import ToolFormat
-from router.text.parsers.stream import Answer, Markers
+from router.text.parsers.stream import Answer, Markers, json_text
 
 MAX_CALLS_TEXT = 16_384  # characters: an answer is read as a whole, in some milliseconds
 MAX_DEPTH = 32
 _BEGIN = re.compile(r"\s{0,64}\[\s{0,64}[A-Za-z_][\w.-]{0,63}\s{0,64}\(")
+_NAME = re.compile(r"[^\W\d][\w.]*")
 _MAY_BEGIN = re.compile(r"\s{0,64}(\[\s{0,64}([A-Za-z_][\w.-]{0,63}\s{0,64})?)?")
 
 
@@ -80,7 +80,7 @@ def _depth(text: str) -> int:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    """Raises ValueError."""
+    """Raises ValueError, or TypeError for an argument that JSON does not have: a set, bytes, a complex number."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with named arguments")
     arguments: dict[str, Any] = {}
@@ -88,7 +88,10 @@ def _call(node: ast.expr) -> tuple[str, str]:
         if one.arg is None:
             raise ValueError("no name")
         arguments[one.arg] = ast.literal_eval(_Constants().visit(one.value))
-    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    name = ast.unparse(node.func)
+    if not _NAME.fullmatch(name):
+        raise ValueError("an expression is called")
+    return name, json_text(arguments)
 
 
 class _Constants(ast.NodeTransformer):

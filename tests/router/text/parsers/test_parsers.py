@@ -108,6 +108,22 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
     ),
     ("gpt_oss", "", False, "<|start|>" + "word " * 80, ("", "word " * 80, [])),
     ("pythonic", "", False, "[f(a={1, 2})]", ("", "[f(a={1, 2})]", [])),
+    ("pythonic", "", False, "[f(), g()(a=1)]", ("", "[f(), g()(a=1)]", [])),
+    ("pythonic", "", False, '[f(a="\\ud800")]', ("", "", [("f", '{"a": "\\ud800"}')])),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>',
+        ("", "", [("f", '{"a": "\\ud83d"}')]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
+        ("", '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>', []),
+    ),
     ("pythonic", "", False, "[f(a=true, b=[null])]", ("", "", [("f", '{"a": true, "b": [null]}')])),
     (
         "llama3_json",
@@ -222,6 +238,15 @@ def test_time_is_linear(tools, text):
     began = time.process_time()
     for begin in range(0, len(flood), 16):
         parser.feed([flood[begin : begin + 16]])
+    parser.end()
+    assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize("tools", TOOL_PARSERS)
+def test_one_long_piece_takes_linear_time_too(tools):
+    parser = made(tools, tools if tools == "gpt_oss" else "think", False)
+    began = time.process_time()
+    parser.feed(["<|start|><tool_call>[TOOL_CALLS][" * 10_000])
     parser.end()
     assert time.process_time() - began < 2.0
 
