@@ -35,7 +35,8 @@ def kernels() -> list[Any]:
     """Ours; numba has functions of its own, which these contain."""
     from numba.core.dispatcher import Dispatcher
 
-    found = [one for one in gc.get_objects() if isinstance(one, Dispatcher)]
+    # By its type: asking a weak proxy for its class fails once its object is gone
+    found = [one for one in gc.get_objects() if issubclass(type(one), Dispatcher)]
     return [one for one in found if one.py_func.__module__.startswith("engine.")]
 
 

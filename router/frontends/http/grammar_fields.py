@@ -59,6 +59,9 @@ def schema_grammar(value: object, name: str) -> GrammarSpec:
     inner = f"{name}." if name else ""
     if unknown := value.keys() - {"name", "description", "schema", "strict"}:
         raise wrong(f"{name or 'it'} has an unknown field: {min(unknown)[:80]}")
+    for text in ("name", "description"):
+        if not isinstance(value.get(text), str | None):
+            raise wrong(f"{inner}{text} must be a string")
     if not isinstance(value.get("strict"), bool | None):
         raise wrong(f"{inner}strict must be true or false")
     if not isinstance(value.get("schema"), dict):
