@@ -51,8 +51,8 @@ SINCE ?= origin/main
 check-subjects:  ## Subjects of the commits since SINCE=origin/main: at most 72 characters each
 	@git log --format=%s "$(SINCE)..HEAD" | awk 'length($$0) > 72 { print "over 72 characters: " $$0; bad = 1 } END { exit bad }'
 
-test-system: $(STAMP)  ## Tests that need Debian or npm packages, all kernels, two kinds of chaos; a skip fails, what the machine forbids is named at the end
-	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system tests/engine/kernels tests/engine/test_warm_up.py tests/chaos $(MORE)
+test-system: $(STAMP)  ## Tests that need Debian or npm packages, all kernels; a skip fails, what the machine forbids is named at the end
+	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system tests/engine/kernels tests/engine/test_warm_up.py $(MORE)
 
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 

@@ -29,7 +29,7 @@ ROWS_OF_LINKS = (
 )
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_links_that_break_cost_what_they_may_and_nothing_more(checkpoint, tmp_path):
     model = checkpoint("llama")

@@ -29,7 +29,7 @@ FAULTS = (
 HOLD_SECONDS = 5.5
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_processes_that_die_or_stop_lose_no_token_and_leave_nothing(checkpoint, tmp_path):
     model = checkpoint("llama")
