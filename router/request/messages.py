@@ -146,12 +146,15 @@ def chat_size(messages: Sequence[Any]) -> int:
             continue
         for field in ("content", "reasoning_content", "reasoning"):
             value = message.get(field)
-            size += len(value) if isinstance(value, str) else _parts_size(value)
+            size += content_size(value)
         size += _calls_size(message.get("tool_calls"))
     return size
 
 
-def _parts_size(content: Any) -> int:
+def content_size(content: Any) -> int:
+    """Rendering cost of a text or of a list of parts, in characters, before it is read."""
+    if isinstance(content, str):
+        return len(content)
     if not isinstance(content, list):
         return 0
     size = MESSAGE_CHARACTERS * len(content)

@@ -8,7 +8,9 @@ from router.frontends.http.openapi.messages import message_schemas
 from router.frontends.http.openapi.responses import response_schemas
 from router.frontends.http.openapi.schema import (
     BOOLEAN,
+    COUNT,
     NULL,
+    NUMBER,
     Schema,
     array,
     either,
@@ -24,8 +26,6 @@ from router.observe.live.history import POINTS, Percentiles, Point
 from router.request.permissions import ADMIN_TIMINGS
 from wire import inference_pb2
 
-COUNT: Schema = {"type": "integer", "minimum": 0}
-NUMBER: Schema = {"type": "number"}
 _PERCENTILES = ("ttft", "itl")
 ERROR_TYPES = ("invalid_request_error", "rate_limit_error", "server_error")
 

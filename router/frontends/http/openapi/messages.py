@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.frontends.http.anthropic.errors import ERROR_TYPES
 from router.frontends.http.openapi.schema import (
+    COUNT,
     NULL,
     Schema,
     array,
@@ -15,10 +16,9 @@ from router.frontends.http.openapi.schema import (
     text,
 )
 
-_COUNT: Schema = {"type": "integer", "minimum": 0}
 _REASONS = ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 _TOKENS: dict[str, Schema] = dict.fromkeys(
-    ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), _COUNT
+    ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), COUNT
 )
 
 
@@ -28,12 +28,12 @@ def message_schemas() -> dict[str, Schema]:
         "MessageBlock": _block(),
         "MessagesAnswer": _message(),
         "MessagesAnswerEvent": _event(),
-        "MessageTokens": record({"input_tokens": _COUNT}),
+        "MessageTokens": record({"input_tokens": COUNT}),
         "Tokens": record(
             {
-                "count": _COUNT,
-                "max_model_len": _COUNT,
-                "tokens": array(_COUNT),
+                "count": COUNT,
+                "max_model_len": COUNT,
+                "tokens": array(COUNT),
                 "token_strs": either(array(text()), NULL),
             }
         ),
@@ -83,9 +83,9 @@ def _event() -> Schema:
     fields: dict[str, dict[str, Schema]] = {
         "message_start": {"message": ref("MessagesAnswer")},
         "ping": {},
-        "content_block_start": {"index": _COUNT, "content_block": ref("MessageBlock")},
-        "content_block_delta": {"index": _COUNT, "delta": delta},
-        "content_block_stop": {"index": _COUNT},
+        "content_block_start": {"index": COUNT, "content_block": ref("MessageBlock")},
+        "content_block_delta": {"index": COUNT, "delta": delta},
+        "content_block_stop": {"index": COUNT},
         "message_delta": {"delta": record(_ending()), "usage": record(_TOKENS), "baton": ref("Baton")},
         "message_stop": {},
         "error": _error(),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from router.frontends.http.openapi.schema import (
     BOOLEAN,
+    COUNT,
     NULL,
+    NUMBER,
     Schema,
     array,
     either,
@@ -15,8 +17,6 @@ from router.frontends.http.openapi.schema import (
     text,
 )
 
-_COUNT: Schema = {"type": "integer", "minimum": 0}
-_NUMBER: Schema = {"type": "number"}
 _OBJECT: Schema = {"type": "object"}
 _STATUS = one_of(["in_progress", "completed", "incomplete"])
 
@@ -32,7 +32,7 @@ def response_schemas() -> dict[str, Schema]:
 
 
 def _logprobs() -> Schema:
-    token = {"token": text(), "logprob": optional(_NUMBER), "bytes": array({"type": "integer"})}
+    token = {"token": text(), "logprob": optional(NUMBER), "bytes": array({"type": "integer"})}
     return array(record({**token, "top_logprobs": array(record(token))}))
 
 
@@ -70,11 +70,11 @@ def _item() -> Schema:
 def _usage() -> Schema:
     return record(
         {
-            "input_tokens": _COUNT,
-            "input_tokens_details": record({"cached_tokens": _COUNT, "cache_write_tokens": _COUNT}),
-            "output_tokens": _COUNT,
-            "output_tokens_details": record({"reasoning_tokens": _COUNT}),
-            "total_tokens": _COUNT,
+            "input_tokens": COUNT,
+            "input_tokens_details": record({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
+            "output_tokens": COUNT,
+            "output_tokens_details": record({"reasoning_tokens": COUNT}),
+            "total_tokens": COUNT,
         }
     )
 
@@ -83,8 +83,8 @@ def _response() -> Schema:
     properties = {
         "id": text(),
         "object": one_of(["response"]),
-        "created_at": _COUNT,
-        "completed_at": optional(_COUNT),
+        "created_at": COUNT,
+        "completed_at": optional(COUNT),
         "status": one_of(["in_progress", "completed", "incomplete", "failed"]),
         "error": either(record({"code": text(), "message": text()}), NULL),
         "incomplete_details": either(record({"reason": one_of(["max_output_tokens"])}), NULL),
@@ -92,7 +92,7 @@ def _response() -> Schema:
         "usage": either(ref("ResponseUsage"), NULL),
         "background": one_of([False]),
         "instructions": optional(text()),
-        "max_output_tokens": optional(_COUNT),
+        "max_output_tokens": optional(COUNT),
         "max_tool_calls": NULL,
         "metadata": {"type": "object", "additionalProperties": text()},
         "model": text(),
@@ -101,12 +101,12 @@ def _response() -> Schema:
         "reasoning": record({"effort": optional(text()), "summary": NULL}),
         "service_tier": one_of(["default"]),
         "store": one_of([False]),
-        "temperature": _NUMBER,
+        "temperature": NUMBER,
         "text": record({"format": _OBJECT}),
         "tool_choice": either(text(), _OBJECT),
         "tools": array(_OBJECT),
-        "top_logprobs": _COUNT,
-        "top_p": _NUMBER,
+        "top_logprobs": COUNT,
+        "top_p": NUMBER,
         "truncation": one_of(["auto", "disabled"]),
     }
     required = list(properties)
@@ -114,13 +114,13 @@ def _response() -> Schema:
 
 
 def _event() -> Schema:
-    place = {"item_id": text(), "output_index": _COUNT}
-    part = {**place, "content_index": _COUNT}
+    place = {"item_id": text(), "output_index": COUNT}
+    part = {**place, "content_index": COUNT}
     content = either(_output_text(), _reasoning_text())
     logprobs = ref("ResponseLogprobs")
     fields: dict[str, dict[str, Schema]] = {
-        "output_item.added": {"output_index": _COUNT, "item": ref("ResponseItem")},
-        "output_item.done": {"output_index": _COUNT, "item": ref("ResponseItem")},
+        "output_item.added": {"output_index": COUNT, "item": ref("ResponseItem")},
+        "output_item.done": {"output_index": COUNT, "item": ref("ResponseItem")},
         "content_part.added": {**part, "part": content},
         "content_part.done": {**part, "part": content},
         "output_text.delta": {**part, "delta": text(), "logprobs": logprobs},
@@ -138,4 +138,4 @@ def _event() -> Schema:
 
 
 def _of_type(kind: str, fields: dict[str, Schema]) -> Schema:
-    return record({"type": one_of([kind]), **fields, "sequence_number": _COUNT})
+    return record({"type": one_of([kind]), **fields, "sequence_number": COUNT})

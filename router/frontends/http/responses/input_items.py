@@ -19,7 +19,7 @@ from pydantic import PlainValidator
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.request.fields import RequestModel, read, refuse, wrong
 from router.request.limits import MAX_SHOWN, FieldLimits
-from router.request.messages import CallId, template_call
+from router.request.messages import CallId, content_size, template_call
 from router.text.contents import role_of
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
@@ -237,17 +237,5 @@ def items_size(given: str | Sequence[Any], instructions: str | None) -> int:
         if size > INLINE_CHAT_CHARACTERS:
             break
         if isinstance(item, dict):
-            size += sum(_size(item.get(name)) for name in _SIZED)
-    return size
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if not isinstance(value, list):
-        return 0
-    size = MESSAGE_CHARACTERS * len(value)
-    if size <= INLINE_CHAT_CHARACTERS:
-        texts = (part.get("text") for part in value if isinstance(part, dict))
-        size += sum(len(text) for text in texts if isinstance(text, str))
+            size += sum(content_size(item.get(name)) for name in _SIZED)
     return size
