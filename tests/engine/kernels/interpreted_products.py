@@ -116,10 +116,12 @@ def test_an_engine_keeps_the_codes_and_says_the_same(name, monkeypatch):
 
 
 def test_weights_are_expanded_a_part_at_a_time(monkeypatch):
+    torch.manual_seed(0)
     weight, x = coded(NIBBLES, 32, 37, 64), torch.randn(140, 64)
     expected = CodedLinear(weight, None)(x)
     monkeypatch.setattr(triton_codes, "EXPANDED", 64 * 16)
-    torch.testing.assert_close(CodedLinear(weight, None)(x), expected)
+    # Matrix products of other widths add in another order: float32 sums of 64 terms up to 50 differ in their last bits.
+    torch.testing.assert_close(CodedLinear(weight, None)(x), expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", [FP8, BYTES, NIBBLES])
