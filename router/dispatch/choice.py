@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from cluster.errors import UnreadableAnswerError
 from router.link.token import Token
@@ -14,7 +15,7 @@ from router.text.tokenizer import ModelText
 from wire import common_pb2
 
 log = logging.getLogger(__name__)
-RESUMED_AT_ONCE = 256  # tokens between two turns of the event loop: 1 to 5 ms
+RESUMED_SECONDS = 0.001  # between two turns of the event loop, as far as one token allows it
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -51,15 +52,17 @@ class ChoiceStream:
         """Read the tokens that the client already holds, because stop strings may begin in their text, and the parser must
         have read it; their parts are not shown again. Call it before the first token. They may be as long as a whole
         answer, so it yields to the event loop in between. Raises UnreadableAnswerError."""
-        for count, token in enumerate(self.output, 1):
+        began = time.monotonic()
+        for token in self.output:
             try:
                 text = self._read(token)
                 if self._marked is not None:
                     self._marked.passed(text)
             except Exception as error:
                 raise self._unreadable(error) from error
-            if count % RESUMED_AT_ONCE == 0:
+            if time.monotonic() - began > RESUMED_SECONDS:
                 await asyncio.sleep(0)
+                began = time.monotonic()
 
     def take(self, token: Token) -> Delta | None:
         """None: already forwarded, or nothing is wanted any more. Raises GapError; UnreadableAnswerError."""
