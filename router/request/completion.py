@@ -21,6 +21,11 @@ class ParserSource(Protocol):
     """How the answers of a request are parsed: router/text/parsers has the formats."""
 
     @property
+    def name(self) -> str:
+        """Of the way of parsing: routers that parse with the same one show a resumed answer's rest in the same parts."""
+        ...
+
+    @property
     def marker_ids(self) -> Collection[int]:
         """Special tokens, without text, that the parser reads beside the text."""
         ...

@@ -15,6 +15,10 @@ class FirstCall:
         self._source = source
 
     @property
+    def name(self) -> str:
+        return f"first call of {self._source.name}"
+
+    @property
     def marker_ids(self) -> Collection[int]:
         return self._source.marker_ids
 

@@ -68,6 +68,10 @@ class AnswerFormat:
     markers: Markers
 
     @property
+    def name(self) -> str:
+        return f"{self.tool_parser}/{self.reasoning_parser}" + ("/opened" if self.opened else "")
+
+    @property
     def marker_ids(self) -> frozenset[int]:
         return frozenset(self.markers.ids)
 
