@@ -1,9 +1,10 @@
 """Compiles grammars of clients in processes of their own: some make the library overflow its stack, or work without end.
 
-    router ── tokenizer, grammars ─► server, one thread ── fork ─► a process for each grammar: compile, first masks
+    router ── tokenizer, grammars ─► server, one thread ── fork ─► a process for a request's grammars: compile, first masks
            ◄──────── reasons ───────        └ ◄───────────────── the reason, or the signal that ended it
 
-The bounds of such a process are stricter than those of the threads in which workers compile the grammar again.
+The bounds of such a process are stricter than those of the threads in which workers compile the grammar again. They are of
+processor time and memory: a process that gets no processor has no verdict, and its request may be sent again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from cluster.errors import BatonError, InvalidRequestError, OverloadedError
@@ -29,14 +31,19 @@ from cluster.grammar.library import make_matcher, make_tokenizer, reason_of
 from cluster.grammar.spec import GrammarSpec
 from router.request import schema_walk
 
-CPU_SECONDS = 1.0  # compiling, and the search for the place of a fault
-WALL_SECONDS = 3.0  # the library may hang where memory ends
+CPU_SECONDS = 1.0  # of a grammar: compiling, and the search for the place of a fault
+TOTAL_CPU_SECONDS = 3.0  # of all grammars of a request
+HANG_SECONDS = 3.0  # the library may hang where memory ends: a process that sleeps then has ended
+WALL_SECONDS = 8.0  # a process that still works then has too little of a processor
 STACK_BYTES = 1 << 20  # threads have 2 MiB or more
 MEMORY_BYTES = 192 << 20  # more than the server has
 MASK_SECONDS = 0.1  # of CPU time, for one token
 WALK_TOKENS = 8
 WALK_SECONDS = 0.25
 SERVER_SECONDS = 60.0  # with reading the tokenizer; only a server that hangs takes longer
+LOOK_SECONDS = 0.25
+RETRY_SECONDS = 2.0
+_NO_VERDICT = "no verdict"
 _TOO_MUCH = "it takes too much time, memory or depth"
 
 
@@ -49,9 +56,9 @@ class GrammarTrials:
         self._end: weakref.finalize[..., Any] | None = None
         self._lock = threading.Lock()
 
-    def reason(self, spec: GrammarSpec) -> InvalidRequestError | None:
-        """Why the grammar is refused. Raises OverloadedError if no process can tell."""
-        question = json.dumps([spec.kind, spec.text]).encode()
+    def refusal(self, specs: Sequence[GrammarSpec]) -> tuple[int, InvalidRequestError] | None:
+        """The number of the first grammar that is refused, and why. Raises OverloadedError if no process can tell."""
+        question = json.dumps([[spec.kind, spec.text] for spec in specs]).encode()
         with self._lock:
             for _ in range(2):  # a server that was killed from outside is started again
                 try:
@@ -59,8 +66,13 @@ class GrammarTrials:
                 except (OSError, ValueError):
                     self._stop()
                     continue
-                return None if answer is None else InvalidRequestError(answer[0], limit=answer[1])
-        raise OverloadedError("grammars cannot be checked now")
+                if answer == _NO_VERDICT:
+                    break
+                if answer is None:
+                    return None
+                index, reason, limit = answer
+                return index, InvalidRequestError(reason, limit=limit)
+        raise OverloadedError("grammars cannot be compiled now", retry_after_seconds=RETRY_SECONDS)
 
     def _ask(self, question: bytes) -> bytes:
         if self._server is None:
@@ -128,28 +140,88 @@ def _serve() -> None:
             question = _receive(questions)
         except ValueError:
             return
-        _send(answers, _in_a_process(tokenizer, GrammarSpec(*json.loads(question))))
+        specs = [GrammarSpec(*one) for one in json.loads(question)]
+        _send(answers, json.dumps(_in_a_process(tokenizer, specs)).encode())
 
 
-def _in_a_process(tokenizer: Any, spec: GrammarSpec) -> bytes:
+def _in_a_process(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Any:
+    """The number of a refused grammar, the reason and the limit; None: none is refused; or _NO_VERDICT."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             _limit()
-            os.write(theirs, json.dumps(tried(tokenizer, spec)).encode())
+            for line in _verdicts(tokenizer, specs):
+                os.write(theirs, json.dumps(line).encode() + b"\n")
         finally:
             os._exit(0)
     os.close(theirs)
-    answer = b""
-    if select.select([ours], [], [], WALL_SECONDS)[0]:
-        while part := os.read(ours, 65536):
-            answer += part
+    lines, late = _read(ours, pid)
     os.close(ours)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return answer or json.dumps([_TOO_MUCH, f"{CPU_SECONDS:g} s, {MEMORY_BYTES >> 20} MiB"]).encode()
+    _, status = os.waitpid(pid, 0)
+    if lines and lines[-1][0] == "verdict":
+        return lines[-1][1]
+    # Killed by another process: the kernel, for example, where the machine has no memory left.
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    if late == "works" or (killed and not late):
+        return _NO_VERDICT
+    _, index, seconds = lines[-1] if lines else ("begins", 0, CPU_SECONDS)
+    if seconds < CPU_SECONDS:
+        return _all_too_much(specs)
+    return index, _TOO_MUCH, f"{CPU_SECONDS:g} s, {MEMORY_BYTES >> 20} MiB"
+
+
+def _verdicts(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Iterator[Sequence[Any]]:
+    """("begins", number of a grammar, its processor time in seconds), and at last ("verdict", …)."""
+    for index, spec in enumerate(specs):
+        seconds = min(CPU_SECONDS, TOTAL_CPU_SECONDS - time.process_time())
+        if seconds <= 0:
+            yield "verdict", _all_too_much(specs)
+            return
+        yield "begins", index, seconds
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        if (refused := tried(tokenizer, spec)) is not None:
+            yield "verdict", (index, *refused)
+            return
+    yield "verdict", None
+
+
+def _all_too_much(specs: Sequence[GrammarSpec]) -> tuple[int, str, str]:
+    """The last one has all others in it."""
+    reason = f"its {len(specs)} parts take too much time together"
+    return len(specs) - 1, reason, f"{TOTAL_CPU_SECONDS:g} s"
+
+
+def _read(pipe: int, pid: int) -> tuple[list[Any], str]:
+    """What the process wrote, and what it does if it has not ended in time: it `works` or `hangs`."""
+    raw, began, used, late = b"", time.monotonic(), -1, ""
+    while not late:
+        if select.select([pipe], [], [], LOOK_SECONDS)[0]:
+            part = os.read(pipe, 65536)
+            if not part:
+                break
+            raw += part
+        waited = time.monotonic() - began
+        if waited > HANG_SECONDS:
+            sleeps, ticks = _state(pid)
+            if sleeps and ticks == used:
+                late = "hangs"
+            elif waited > WALL_SECONDS:
+                late = "works"
+            used = ticks
+    return [json.loads(line) for line in raw.splitlines(keepends=True) if line.endswith(b"\n")], late
+
+
+def _state(pid: int) -> tuple[bool, int]:
+    """Whether a process sleeps, and its processor time in ticks. Sleeping where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] == b"S", int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return True, 0
 
 
 def _limit() -> None:
@@ -164,7 +236,6 @@ def _limit() -> None:
         devnull, 2
     )  # what the library says before it is aborted is the client's doing, and not worth a log's line
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
 
 
 def tried(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from cluster.errors import DeadlineError, InvalidRequestError, ModelError, UnsupportedFieldError
+from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_too_long
-from router.request.grammar_trial import GrammarTrials
+from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
 from router.text.fair_threads import FairThreads
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
@@ -43,26 +43,48 @@ class GrammarChecks:
         except ModelError as error:
             self.refusal = error.message
 
-    async def check(self, asked: AskedGrammar, tenant: str) -> None:
-        """Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; DeadlineError."""
+    async def check(self, tenant: str, *grammars: AskedGrammar) -> None:
+        """Check the grammars of one request, the last of which has the others in it.
+
+        Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; OverloadedError where
+        there was no processor, or no turn, in time.
+        """
+        if not grammars:
+            return
         if self.refusal:
+            asked = grammars[0]
             raise UnsupportedFieldError(
                 f"{asked.field}: this model has no structured output: {self.refusal}", field=asked.field
             )
-        key = asked.spec.key
-        if key not in self._checked:
-            try:
-                async with asyncio.timeout(CHECK_SECONDS):
-                    self._checked[key] = await self._threads.run(tenant, self._trials.reason, asked.spec)
-            except TimeoutError:
-                late = f"{asked.field}: it was not compiled within {CHECK_SECONDS:g} s"
-                raise DeadlineError(late, field=asked.field, limit=f"{CHECK_SECONDS:g} s") from None
-            while len(self._checked) > MAX_CHECKED:
-                self._checked.popitem(last=False)
-        else:
-            self._checked.move_to_end(key)
-        if (reason := self._checked[key]) is not None:
-            raise type(reason)(f"{asked.field}: {reason.message}", field=asked.field, limit=reason.limit)
+        new = {one.spec.key: one.spec for one in grammars if one.spec.key not in self._checked}
+        self._raise_refused(grammars)
+        if new:
+            await self._try(list(new.values()), tenant, grammars[-1].field)
+            self._raise_refused(grammars)
+        while len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
+
+    def _raise_refused(self, grammars: Sequence[AskedGrammar]) -> None:
+        for one in grammars:
+            if one.spec.key in self._checked:
+                self._checked.move_to_end(one.spec.key)
+                if (reason := self._checked[one.spec.key]) is not None:
+                    raise type(reason)(f"{one.field}: {reason.message}", field=one.field, limit=reason.limit)
+
+    async def _try(self, specs: list[GrammarSpec], tenant: str, field: str) -> None:
+        """Remember what a process finds. Nothing is remembered where it finds nothing in time."""
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                refused = await self._threads.run(tenant, self._trials.refusal, specs)
+        except TimeoutError:
+            late = f"{field}: grammars wait longer than {CHECK_SECONDS:g} s to be compiled"
+            raise OverloadedError(
+                late, field=field, limit=f"{CHECK_SECONDS:g} s", retry_after_seconds=RETRY_SECONDS
+            ) from None
+        for spec in specs if refused is None else specs[: refused[0]]:
+            self._checked[spec.key] = None
+        if refused is not None:
+            self._checked[specs[refused[0]].key] = refused[1]
 
     def close(self) -> None:
         self._threads.close()

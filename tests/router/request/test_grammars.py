@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec, grammar_from_wire
+from router.request import grammar_trial
 from router.request.grammars import AskedGrammar, GrammarChecks, json_spec
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
@@ -25,7 +30,7 @@ def checks(tmp_path_factory):
 
 async def refusal(checks: GrammarChecks, schema: Any) -> str:
     with pytest.raises(InvalidRequestError) as caught:
-        await checks.check(AskedGrammar("response_format", json_spec(schema)), "")
+        await checks.check("", AskedGrammar("response_format", json_spec(schema)))
     assert caught.value.field == "response_format"
     return caught.value.message
 
@@ -59,7 +64,7 @@ async def test_the_keyword_is_named_with_its_place(checks, schema, place):
 
 
 async def test_schemas_have_a_depth(checks):
-    await checks.check(AskedGrammar("guided_json", json_spec(nested(32))), "")
+    await checks.check("", AskedGrammar("guided_json", json_spec(nested(32))))
     assert "more than 32 levels" in await refusal(checks, nested(33))
 
 
@@ -95,7 +100,7 @@ async def test_a_model_whose_tokenizer_has_no_use_for_grammars_says_why():
     refused = GrammarChecks(plain.to_str(), 3, (2,))
     assert refused.refusal
     with pytest.raises(UnsupportedFieldError, match=r"guided_json: this model has no structured output: .+"):
-        await refused.check(AskedGrammar("guided_json", json_spec({})), "")
+        await refused.check("", AskedGrammar("guided_json", json_spec({})))
     assert "end-of-sequence" in GrammarChecks(json.dumps({}), 3, ()).refusal
 
 
@@ -130,11 +135,81 @@ def references(count: int) -> str:
 async def test_grammars_that_would_end_or_stop_a_process_are_refused(checks, kind, text, reason):
     asked = AskedGrammar("guided", GrammarSpec(kind, text))
     with pytest.raises(InvalidRequestError, match=reason):
-        await checks.check(asked, "")
-    await checks.check(AskedGrammar("guided", GrammarSpec("regex", "still|here")), "")
+        await checks.check("", asked)
+    await checks.check("", AskedGrammar("guided", GrammarSpec("regex", "still|here")))
 
 
 async def test_a_killed_process_of_the_checks_is_started_again(checks):
-    await checks.check(AskedGrammar("guided", GrammarSpec("regex", "before")), "")
+    await checks.check("", AskedGrammar("guided", GrammarSpec("regex", "before")))
     checks._trials._server.kill()
-    await checks.check(AskedGrammar("guided", GrammarSpec("regex", "after")), "")
+    await checks.check("", AskedGrammar("guided", GrammarSpec("regex", "after")))
+
+
+async def test_all_grammars_of_a_request_are_tried_in_one_process(checks, monkeypatch):
+    asked = [AskedGrammar(f"tools[{i}]", json_spec({"const": f"one of {i}"})) for i in range(128)]
+    trials: list[int] = []
+    refusal = checks._trials.refusal
+    monkeypatch.setattr(checks._trials, "refusal", lambda specs: trials.append(len(specs)) or refusal(specs))
+    await checks.check("", *asked)
+    await checks.check("", *asked)
+    assert trials == [128]
+    wrong = AskedGrammar("tools[128]", json_spec({"contains": {}}))
+    with pytest.raises(InvalidRequestError, match="at /contains") as caught:
+        await checks.check("", *asked, wrong, AskedGrammar("tool_choice", json_spec({"const": "all"})))
+    assert caught.value.field == "tools[128]" and trials == [128, 2]
+
+
+SPECS = [GrammarSpec("regex", "a"), GrammarSpec("regex", "b"), GrammarSpec("regex", "c")]
+
+
+def works(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shorter times of the same order. Each is far above what an empty trial takes."""
+    for name, seconds in [("CPU", 0.2), ("TOTAL_CPU", 0.3), ("HANG", 0.2), ("LOOK", 0.02)]:
+        monkeypatch.setattr(grammar_trial, f"{name}_SECONDS", seconds)
+    monkeypatch.setattr(grammar_trial, "_limit", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("work", "answer"),
+    [
+        (lambda: works(9), (0, grammar_trial._TOO_MUCH, "0.2 s, 192 MiB")),
+        (lambda: works(0.12), (2, "its 3 parts take too much time together", "0.3 s")),
+        (lambda: time.sleep(9), (0, grammar_trial._TOO_MUCH, "0.2 s, 192 MiB")),
+        (lambda: os.kill(os.getpid(), signal.SIGSTOP), grammar_trial._NO_VERDICT),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), grammar_trial._NO_VERDICT),
+        (
+            lambda: (faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)),
+            (0, grammar_trial._TOO_MUCH, "0.2 s, 192 MiB"),
+        ),
+    ],
+    ids=["works", "all work", "hangs", "has no processor", "killed", "crashes"],
+)
+def test_processor_time_decides_what_is_too_much(quick, monkeypatch, work, answer):
+    """A stopped process stands for one that gets no processor."""
+    if answer == grammar_trial._NO_VERDICT:
+        monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.4)
+    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: work())
+    found = grammar_trial._in_a_process(None, SPECS)
+    assert (tuple(found) if isinstance(found, list) else found) == answer
+
+
+async def test_load_is_no_refusal(checks, monkeypatch):
+    asked = AskedGrammar("guided", GrammarSpec("regex", "under load"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checks._trials, "_ask", lambda question: json.dumps(grammar_trial._NO_VERDICT))
+        with pytest.raises(OverloadedError) as caught:
+            await checks.check("", asked)
+        assert caught.value.retryable and caught.value.retry_after_seconds
+    with monkeypatch.context() as patch:
+        patch.setattr("router.request.grammars.CHECK_SECONDS", 0.02)
+        patch.setattr(checks._trials, "refusal", lambda specs: time.sleep(0.2))
+        with pytest.raises(OverloadedError):
+            await checks.check("", asked)
+    await checks.check("", asked)
