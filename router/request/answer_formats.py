@@ -56,14 +56,23 @@ class ModelFormats:
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self._special, self._added = special, added
 
-    def format(self, conversation: Conversation, rendered: str) -> ParserSource | None:
+    @property
+    def has_tool_grammar(self) -> bool:
+        return grammars.has_grammar(self.tool_parser)
+
+    def format(
+        self, conversation: Conversation, rendered: str, *, constrained: bool = False
+    ) -> ParserSource | None:
         tools = self.tool_parser if conversation.callable else ""
         if not tools and not self.reasoning_parser:
             return None
         opened = opens_reasoning(rendered)
-        return format_of(tools, self.reasoning_parser, opened=opened, special=self._special)
+        names = [one.name for one in conversation.callable] if constrained else None
+        return format_of(tools, self.reasoning_parser, opened=opened, special=self._special, names=names)
 
-    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+    def tool_grammar(
+        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
+    ) -> GrammarSpec:
         return grammars.tool_grammar(
             self.tool_parser,
             conversation.callable,
@@ -71,6 +80,7 @@ class ModelFormats:
             parallel=conversation.parallel_tool_calls and not conversation.tool_name,
             reasoning=reasoning_texts(self.reasoning_parser, rendered),
             marker=self._marker,
+            answer=answer,
         )
 
     def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.request.answer_parts import AnswerParser, Part
@@ -66,10 +66,12 @@ class AnswerFormat:
     reasoning_parser: str
     opened: bool
     markers: Markers
+    names: frozenset[str] | None = None  # of the functions that calls may have; None = any
 
     @property
     def name(self) -> str:
-        return f"{self.tool_parser}/{self.reasoning_parser}" + ("/opened" if self.opened else "")
+        names = "" if self.names is None else "/" + ",".join(sorted(self.names))
+        return f"{self.tool_parser}/{self.reasoning_parser}{'/opened' if self.opened else ''}{names}"
 
     @property
     def marker_ids(self) -> frozenset[int]:
@@ -77,7 +79,7 @@ class AnswerFormat:
 
     def parser(self) -> AnswerParser:
         tools = _TOOLS.get(self.tool_parser)
-        answer = Answer(_id_maker(tools.id_length if tools is not None else 0), self.markers)
+        answer = Answer(_id_maker(tools.id_length if tools is not None else 0), self.markers, self.names)
         reads: TextParser
         if GPT_OSS in (self.tool_parser, self.reasoning_parser):
             reads = gpt_oss.GptOss(
@@ -91,9 +93,15 @@ class AnswerFormat:
 
 
 def format_of(
-    tool_parser: str, reasoning_parser: str, *, opened: bool, special: Mapping[str, int]
+    tool_parser: str,
+    reasoning_parser: str,
+    *,
+    opened: bool,
+    special: Mapping[str, int],
+    names: Iterable[str] | None = None,
 ) -> AnswerFormat:
-    """`special`: ids of the tokenizer's special tokens by their texts."""
+    """`special`: ids of the tokenizer's special tokens by their texts. `names`: of functions; an object with another name
+    is content."""
     texts: list[str] = []
     if GPT_OSS in (tool_parser, reasoning_parser):
         texts += gpt_oss.MARKERS
@@ -101,7 +109,13 @@ def format_of(
         texts += _TOOLS[tool_parser].markers
     if reasoning_parser == "think":
         texts += (think.BEGIN, think.END)
-    return AnswerFormat(tool_parser, reasoning_parser, opened, Markers(texts, special))
+    return AnswerFormat(
+        tool_parser,
+        reasoning_parser,
+        opened,
+        Markers(texts, special),
+        None if names is None else frozenset(names),
+    )
 
 
 def _id_maker(length: int) -> Callable[[], str]:

@@ -147,13 +147,18 @@ def head_pattern(*arguments: str) -> re.Pattern[str]:
     )
 
 
-def whole_call(text: str, arguments: Sequence[str]) -> tuple[str, str] | None:
-    """Name and arguments, as JSON, of a call that is a whole JSON object, whatever the order of its members."""
+def whole_call(
+    text: str, arguments: Sequence[str], names: Collection[str] | None = None
+) -> tuple[str, str] | None:
+    """Name and arguments, as JSON, of a call that is a whole JSON object, whatever the order of its members. With `names`
+    it has one of them, and arguments."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    if names is not None and (value["name"] not in names or not any(one in value for one in arguments)):
         return None
     given: object = next((value[one] for one in arguments if one in value), {})
     try:
@@ -171,8 +176,10 @@ def json_text(value: object) -> str:
 class Answer:
     """Collects a choice's parts, and numbers its calls."""
 
-    def __init__(self, make_id: Callable[[], str], markers: Markers):
+    def __init__(self, make_id: Callable[[], str], markers: Markers, names: Collection[str] | None = None):
+        """`names`: of functions that are called; None = any."""
         self._make_id, self._markers = make_id, markers
+        self.names = names
         self._parts: list[Part] = []
         self._calls = 0
 

@@ -61,6 +61,8 @@ class JsonCall:
             try:
                 name = json.loads(found[1])
             except ValueError:
+                name = None
+            if name is None or (self._answer.names is not None and name not in self._answer.names):
                 self.state = "failed"
                 return ""
             self._answer.call(name)
@@ -69,7 +71,10 @@ class JsonCall:
         begin = self.head.lstrip()
         end = self._whole.end(text)
         fits = end >= 0 and before + end <= limit
-        if fits and (call := whole_call(self.head[: before + end], self._members)) is not None:
+        if (
+            fits
+            and (call := whole_call(self.head[: before + end], self._members, self._answer.names)) is not None
+        ):
             self._answer.call(call[0])
             self._answer.arguments(call[1])
             self.state = "done"

@@ -38,6 +38,9 @@ class Matched:
         token = self._tokenizer.token_to_id(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
+    def id_of(self, marker: str) -> int | None:
+        return self._tokenizer.token_to_id(marker)  # type: ignore[no-any-return]
+
     def ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
