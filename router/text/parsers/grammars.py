@@ -150,6 +150,24 @@ def _mistral(calls: _Calls) -> None:
         rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {listed})", calls.reasoning)
 
 
+def _mistral_args(calls: _Calls) -> None:
+    """A marker, a name and arguments for each call, as Mistral's models of 2025 write them."""
+    rules = calls.rules
+    names = [
+        rules.add(f"call_{index}", f"{quoted(tool.name)} {rules.marks('[ARGS]')} {calls.arguments(tool)}")
+        for index, tool in enumerate(calls.tools)
+    ]
+    call = rules.add("call", f"({' | '.join(names)})")
+    if calls.bound:
+        marked = rules.add("marked", f"{rules.marks('[TOOL_CALLS]')} {call}")
+        rules.start(calls.or_answer(calls.several(marked, "")), calls.reasoning, gap=_GAP)
+    else:
+        text = rules.without("TEXT", "[TOOL_CALLS]")
+        several = rules.add("several", f"{call} ({rules.marks('[TOOL_CALLS]')} {call})*")
+        calls_after = several if calls.parallel else call
+        rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {calls_after})", calls.reasoning)
+
+
 def _llama3_json(calls: _Calls) -> None:
     rules = calls.rules
     several = calls.several(calls.objects("parameters", r"" if calls.bound else r"\s*"), '"; "')
@@ -195,6 +213,7 @@ _FORMATS = {
     "hermes": _hermes,
     "llama3_json": _llama3_json,
     "mistral": _mistral,
+    "mistral_args": _mistral_args,
     "gpt_oss": _gpt_oss,
     "pythonic": _pythonic,
 }

@@ -23,7 +23,7 @@ _TOOLS: Mapping[str, ToolFormat] = {
     "pythonic": pythonic.FORMAT,
 }
 TOOL_PARSERS = (*_TOOLS, GPT_OSS)
-REASONING_PARSERS = ("think", GPT_OSS)
+REASONING_PARSERS = (*think.MARKERS, GPT_OSS)
 _AT_ONCE = 1024  # characters; parsers copy what is behind a marker: quadratic in a piece with many
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -41,21 +41,29 @@ def find_tool_parser(template: str) -> str:
 def find_reasoning_parser(template: str) -> str:
     if gpt_oss.CHANNEL in template:
         return GPT_OSS
-    return "think" if think.END in template else ""
+    return next((name for name, (_, end) in think.MARKERS.items() if end in template), "")
+
+
+def grammar_form(tool_parser: str, template: str) -> str:
+    """The form in which a model writes the calls that `tool_parser` reads, for their grammar."""
+    return "mistral_args" if tool_parser == "mistral" and mistral.ARGUMENTS in template else tool_parser
 
 
 def reasoning_texts(parser: str, rendered: str) -> Reasoning | None:
     """The texts around a model's reasoning, for the grammar of what follows. None: an answer to this prompt has none."""
     if parser == GPT_OSS:
         return Reasoning(f"{gpt_oss.CHANNEL}analysis{gpt_oss.MESSAGE}", gpt_oss.END)
-    if not parser or rendered.rstrip().endswith(think.END):
+    if parser not in think.MARKERS:
         return None
-    return Reasoning(think.BEGIN, think.END, opened=opens_reasoning(rendered))
+    begin, end = think.MARKERS[parser]
+    if rendered.rstrip().endswith(end):
+        return None
+    return Reasoning(begin, end, opened=opens_reasoning(parser, rendered))
 
 
-def opens_reasoning(rendered: str) -> bool:
+def opens_reasoning(parser: str, rendered: str) -> bool:
     """Whether a prompt ends with the beginning of reasoning, as those of DeepSeek R1 do."""
-    return rendered[-64:].rstrip().endswith(think.BEGIN)
+    return parser in think.MARKERS and rendered[-64:].rstrip().endswith(think.MARKERS[parser][0])
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,8 @@ class AnswerFormat:
             return _Parser(answer, self.markers, reads)
         reads = (tools.make if tools is not None else Plain)(answer, self.markers)
         if self.reasoning_parser:
-            reads = think.Think(answer, self.markers, reads, opened=self.opened)
+            begin, end = (self.markers[one] for one in think.MARKERS[self.reasoning_parser])
+            reads = think.Think(answer, begin, end, reads, opened=self.opened)
         return _Parser(answer, self.markers, reads)
 
 
@@ -107,8 +116,7 @@ def format_of(
         texts += gpt_oss.MARKERS
     if tool_parser in _TOOLS:
         texts += _TOOLS[tool_parser].markers
-    if reasoning_parser == "think":
-        texts += (think.BEGIN, think.END)
+    texts += think.MARKERS.get(reasoning_parser, ())
     return AnswerFormat(
         tool_parser,
         reasoning_parser,

@@ -16,12 +16,9 @@ class JsonCall:
     a whole, up to MAX_HEAD characters.
     """
 
-    def __init__(
-        self, answer: Answer, arguments: Sequence[str], markers: Sequence[str] = (), *, closes: bool = True
-    ):
-        """`arguments`: names that the member may have. `markers` cannot be in a call's head. `closes`: the call is done
-        with its object, else with its arguments."""
-        self._answer, self._members, self._markers, self._closes = answer, arguments, markers, closes
+    def __init__(self, answer: Answer, arguments: Sequence[str], markers: Sequence[str] = ()):
+        """`arguments`: names that the member may have. `markers` cannot be in a call's head."""
+        self._answer, self._members, self._markers = answer, arguments, markers
         self._pattern = head_pattern(*arguments)
         self._whole, self._value, self._tail = JsonValue(), JsonValue(), JsonValue(depth=1)
         self.state: Literal["head", "arguments", "tail", "done", "failed"] = "head"
@@ -42,7 +39,7 @@ class JsonCall:
             self._answer.arguments(text if end < 0 else text[:end])
             if end < 0:
                 return ""
-            self.state, text = "tail" if self._closes else "done", text[end:]
+            self.state, text = "tail", text[end:]
         if self.state == "tail":
             end = self._tail.end(text)
             if end < 0:

@@ -16,7 +16,7 @@ from tests.harness.model_text import VOCAB, write_tokenizer
 EOS = 2
 _FIRST = 400
 MARKERS = (
-    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]"),
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]"),
     *("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"),
 )
 

@@ -29,7 +29,7 @@ OPENED = Reasoning("<think>", "</think>", opened=True)
 HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", opened=False)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
 FLAG_CALL = '<tool_call>\n{"name":"weather_flag","arguments":{"on":true}}\n</tool_call>'
-FORMATS = ["hermes", "llama3_json", "mistral", "gpt_oss"]
+FORMATS = ["hermes", "llama3_json", "mistral", "mistral_args", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
@@ -52,6 +52,10 @@ VALID = {
     "mistral": (
         '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
         '[TOOL_CALLS] [{"name": "weather_flag", "arguments": {"on": true}}]',
+    ),
+    "mistral_args": (
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+        '[TOOL_CALLS]weather_flag[ARGS]{"on": true}',
     ),
     "gpt_oss": (
         '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Rome"}',
@@ -80,6 +84,7 @@ def test_one_call_is_demanded_in_the_format_of_the_model(matched, parser):
     [
         ("hermes", f"{CALL}\n{FLAG_CALL}"),
         ("llama3_json", "; ".join(VALID["llama3_json"])),
+        ("mistral_args", "".join(VALID["mistral_args"])),
         ("mistral", VALID["mistral"][0][:-1] + ", " + VALID["mistral"][1][len("[TOOL_CALLS] [") :]),
     ],
 )
@@ -136,7 +141,7 @@ def test_arguments_of_strict_tools_match_where_the_model_is_free_to_call(matched
     assert matched.accepts(single, f"{CALL} done") and not matched.accepts(single, f"{CALL}\n{CALL}")
 
 
-@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "mistral_args", "gpt_oss"])
 def test_strict_tools_in_other_formats(matched, parser):
     tools = [Tool("weather", None, WEATHER, strict=True), Tool("weather_flag", None, FLAG)]
     spec = grammar(matched, parser, tools, must=False)
@@ -263,7 +268,11 @@ def test_whatever_the_mask_allows_is_calls_or_the_answer(matched, parser):
         assert ended is not None
         names = ["weather_flag"]
         source = format_of(
-            parser, "gpt_oss" if parser == "gpt_oss" else "", opened=False, special=special, names=names
+            parser.removesuffix("_args"),
+            "gpt_oss" if parser == "gpt_oss" else "",
+            opened=False,
+            special=special,
+            names=names,
         )
         calls, content = read_parts(source.parser(), with_ids(ended, special))
         if content:

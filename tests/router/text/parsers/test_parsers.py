@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
+from router.text.parsers.base import Reasoning
 from router.text.parsers.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     find_reasoning_parser,
     find_tool_parser,
     format_of,
+    grammar_form,
     opens_reasoning,
     reasoning_texts,
 )
@@ -89,6 +91,40 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("", "", [("f", '{"a": 1, "b": "x", "c": [null, true]}'), ("m.g", "{}")]),
     ),
     ("pythonic", "", False, "[f(1)]", ("", "[f(1)]", [])),
+    ("mistral", "", False, '[TOOL_CALLS] [{"a": 1}]', ("", '[TOOL_CALLS] [{"a": 1}]', [])),
+    ("mistral", "", False, "[TOOL_CALLS][ 5, 6] x", ("", "[TOOL_CALLS][ 5, 6] x", [])),
+    ("mistral", "", False, "[TOOL_CALLS][", ("", "[TOOL_CALLS][", [])),
+    ("mistral", "", False, '[TOOL_CALLS][{"name": "f"', ("", '[TOOL_CALLS][{"name": "f"', [])),
+    ("mistral", "", False, '[TOOL_CALLS][{"name": "f", "arguments": {}}, 5] x', ("", "5] x", [("f", "{}")])),
+    (
+        "mistral",
+        "mistral",
+        False,
+        "[THINK]Hm [ok][/THINK]\n[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}",
+        ("Hm [ok]", "", [("f", "{}"), ("g", "{}")]),
+    ),
+    ("", "mistral", True, "Hm [/THINK]Yes", ("Hm", "Yes", [])),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": 1}}\n</tool_call>x',
+        ("", "x", [("f", "{}"), ("g", '{"a": 1}')]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"name": "f", "arguments": {}}{"no": "call"}{"name": "g", "arguments": {}}</tool_call>x',
+        ("", "x", [("f", "{}")]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"name": "f", "arguments": {}}}</tool_call><tool_call>{"arguments": {}, "name": "g"}, {"name": "h',
+        ("", "", [("f", "{}"), ("g", "{}")]),
+    ),
     ("pythonic", "", False, "[1, 2]", ("", "[1, 2]", [])),
     ("pythonic", "", False, "[f(a=" + "[" * 60, ("", "[f(a=" + "[" * 60, [])),
     ("gpt_oss", "gpt_oss", False, OSS, ("Hm.", "", [("f", '{"a": 1}')])),
@@ -137,7 +173,8 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
 SPECIAL = {
     text: 100 + number
     for number, text in enumerate(
-        ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+        ("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]", "<|python_tag|>",
+         "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
          "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>")
     )
 }  # fmt: skip
@@ -260,14 +297,22 @@ def test_templates_tell_formats():
     assert find_tool_parser("plain") == find_reasoning_parser("plain") == ""
     assert find_tool_parser("<|channel|>") == find_reasoning_parser("<|channel|>") == "gpt_oss"
     assert find_reasoning_parser("content.split('</think>')") == "think"
+    assert find_reasoning_parser("'[THINK]' + thought + '[/THINK]'") == "mistral"
+    assert grammar_form("mistral", "[TOOL_CALLS]' + name + '[ARGS]") == "mistral_args"
+    assert (
+        grammar_form("mistral", "[TOOL_CALLS] [") == "mistral"
+        and grammar_form("hermes", "[ARGS]") == "hermes"
+    )
 
 
 def test_a_prompt_may_open_or_close_the_reasoning():
-    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
-    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert opens_reasoning("think", "<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("think", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert reasoning_texts("think", "<think>\n\n</think>\n\n") is None
     found = reasoning_texts("think", "<think>\n")
     assert found is not None and found.opened
+    assert reasoning_texts("mistral", "[/INST]") == Reasoning("[THINK]", "[/THINK]")
+    assert opens_reasoning("mistral", "[/INST][THINK]") and not opens_reasoning("think", "[THINK]")
 
 
 def test_ids_of_mistral_are_nine_alphanumerics():
