@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
@@ -26,8 +26,8 @@ class ParserSource(Protocol):
         ...
 
     @property
-    def marker_ids(self) -> Collection[int]:
-        """Special tokens, without text, that the parser reads beside the text."""
+    def marker_texts(self) -> Mapping[int, str]:
+        """Special tokens, which have no text in answers, that the parser reads beside the text: their own texts by id."""
         ...
 
     def parser(self) -> AnswerParser:

@@ -82,8 +82,8 @@ class AnswerFormat:
         return f"{self.tool_parser}/{self.reasoning_parser}{'/opened' if self.opened else ''}{names}"
 
     @property
-    def marker_ids(self) -> frozenset[int]:
-        return frozenset(self.markers.ids)
+    def marker_texts(self) -> Mapping[int, str]:
+        return self.markers.texts
 
     def parser(self) -> AnswerParser:
         tools = _TOOLS.get(self.tool_parser)

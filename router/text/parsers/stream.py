@@ -31,16 +31,14 @@ class Markers:
         """`special`: ids of the tokenizer's special tokens by their texts."""
         self._forms = {text: text for text in texts}
         self._chars: dict[int, str] = {}
+        self.texts: dict[int, str] = {}  # of the special tokens
         for number, text in enumerate(sorted(set(self._forms) & set(special))[:_MOST_MARKERS]):
             self._forms[text] = self._chars[special[text]] = chr(_FIRST + number)
+            self.texts[special[text]] = text
 
     def __getitem__(self, text: str) -> str:
         """As it stands in `joined` texts."""
         return self._forms[text]
-
-    @property
-    def ids(self) -> Collection[int]:
-        return self._chars.keys()
 
     def joined(self, pieces: Sequence[str | int]) -> str:
         return "".join(piece if isinstance(piece, str) else self._chars.get(piece, "") for piece in pieces)

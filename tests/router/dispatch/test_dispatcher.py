@@ -333,7 +333,7 @@ async def test_a_parser_that_fails_ends_its_request_alone(text, monkeypatch, cap
     """No attempt follows, no worker is blamed, and the link's callback raises nothing."""
     world = World(text, [])
     monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
-    source: Any = SimpleNamespace(marker_ids=(), parser=_Parser, name="failing")
+    source: Any = SimpleNamespace(marker_texts={}, parser=_Parser, name="failing")
     prompt = list(range(3, 3 + PROMPT))
     resume = [token(PROMPT + index).token_id for index in range(resumed)]
     sampling = common_pb2.SamplingParams(max_tokens=NEW)

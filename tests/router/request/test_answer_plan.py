@@ -14,8 +14,8 @@ from router.request.grammars import ANY_OBJECT, AskedGrammar
 from router.text.conversation import Conversation, Tool
 
 CALLS, AFTER_REASONING = GrammarSpec("lark", "calls"), GrammarSpec("lark", "after")
-FORMAT = SimpleNamespace(marker_ids=(), parser=None)
-CONSTRAINED = SimpleNamespace(marker_ids=(), parser=None)
+FORMAT = SimpleNamespace(marker_texts={}, parser=None)
+CONSTRAINED = SimpleNamespace(marker_texts={}, parser=None)
 CALLS_OR_ANSWER = GrammarSpec("lark", "either")
 ASKED = AskedGrammar("response_format", ANY_OBJECT)
 SCHEMA = {"type": "object"}
@@ -82,11 +82,11 @@ def test_further_calls_are_left_out_where_one_is_wanted():
 
     class Parsed(Formats):
         def format(self, conversation, rendered, constrained=False):
-            return SimpleNamespace(marker_ids={7}, parser=Parser)
+            return SimpleNamespace(marker_texts={7: "<7>"}, parser=Parser)
 
     source = planned(formats=Parsed(), tools=[LOOSE], parallel_tool_calls=False).format
     parser = source.parser()
-    assert source.marker_ids == {7} and parser.called
+    assert source.marker_texts == {7: "<7>"} and parser.called
     assert parser.feed(["x"]) == [CallBegin(0, "a", "f"), CallArguments(0, "{}"), ContentText("x")]
     assert parser.end() == []
 
