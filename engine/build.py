@@ -29,7 +29,7 @@ from engine.layers.linear import (
 )
 from engine.lora import slots
 from engine.lora.slots import AdapterSlots
-from engine.model import shares
+from engine.model import preflight, rotary, shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.layer_weights import LayerWeights
@@ -78,8 +78,8 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
 
     Raises ModelError naming the key, or ConfigError naming the setting.
     """
-    model = ModelConfig.read(config.model)
-    shares.check_shares(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
+    model = preflight.read_model(config)
+    rotary.check_angles(model)
     resolved = resolve(config, model)
     if resolved.kv_memory_bytes:
         kv_cache.check_fits(resolved.kv_memory_bytes, block_bytes(model, resolved), resolved)
@@ -156,19 +156,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
-    if config.quantization == "int8" and model.experts is not None:
-        raise ConfigError(
-            f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
-            field="quantization",
-        )
+    preflight.check_settings(config, model)
     dtype = compute_dtype(config.dtype, model.dtype)
     check_kv_dtype(config, dtype)
     _check_card(device)
-    if config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} exceeds the model's {model.max_model_len}",
-            field="max_model_len",
-        )
     return config.model_copy(
         update={
             "device": name,
@@ -367,7 +358,7 @@ def _make_ops(
         model.swiglu_limit,
         _DTYPES[config.dtype],
     )
-    cos, sin = model.rotary_tables(config.max_model_len)
+    cos, sin = rotary.rotary_tables(model, config.max_model_len)
     if isinstance(team, KernelTeam):
         from engine.ops.cpu_ops import CpuOps
 
