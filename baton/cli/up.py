@@ -132,7 +132,7 @@ def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
     router = options.router_config(0)
     secured = " ".join(
         [
-            *(["--cacert CERTS/ca.pem".replace("CERTS", str(options.certs))] if options.certs else []),
+            *([f"--cacert {shlex.quote(str(options.certs / 'ca.pem'))}"] if options.certs else []),
             *(["-H 'authorization: Bearer KEY'"] if router.api_keys_file else []),
         ]
     )

@@ -83,20 +83,26 @@ def _check_files(directory: Path, named: str) -> None:
         )
     weights = list(_weight_files(directory))
     if not weights:
-        other = next((one.name for one in sorted(directory.iterdir()) if one.suffix in (".bin", ".pth", ".gguf")), "")
+        other = next(
+            (one.name for one in sorted(directory.iterdir()) if one.suffix in (".bin", ".pth", ".gguf")), ""
+        )
         raise ConfigError(
             f"{named}: no model.safetensors and no {_INDEX} there"
-            + (f"; {other} is of a format that is not read: convert it with save_pretrained" if other else ""),
+            + (
+                f"; {other} is of a format that is not read: convert it with save_pretrained" if other else ""
+            ),
             field="model",
         )
     for file in weights:
         if not file.exists():
             raise ConfigError(
-                f"{named}: {file.name}, which {_INDEX} names, is missing: the download is not complete", field="model"
+                f"{named}: {file.name}, which {_INDEX} names, is missing: the download is not complete",
+                field="model",
             )
         if file.stat().st_size < 1024 and file.is_file() and file.read_bytes().startswith(_POINTER):
             raise ConfigError(
-                f"{named}: {file.name} is a pointer of Git LFS, not the weights: run git lfs pull there", field="model"
+                f"{named}: {file.name} is a pointer of Git LFS, not the weights: run git lfs pull there",
+                field="model",
             )
 
 
@@ -118,7 +124,9 @@ def _check_worker(config: WorkerConfig, role: Role) -> None:
     try:
         model = read_model(engine)
     except ConfigError as error:
-        flag = _FLAG_OF_RANKS[role] if error.field == "tensor_parallel" else "--" + error.field.replace("_", "-")
+        flag = (
+            _FLAG_OF_RANKS[role] if error.field == "tensor_parallel" else "--" + error.field.replace("_", "-")
+        )
         sentence = error.message.removeprefix(error.field).removeprefix(" ")
         raise ConfigError(f"{flag} {sentence}", field=error.field) from None
     for name, directory in engine.adapter_directories.items():
@@ -140,8 +148,8 @@ def _check_memory(config: WorkerConfig, model: ModelConfig, role: Role) -> None:
     least = (stored >> halved) // engine.tensor_parallel
     if least > room:
         raise ConfigError(
-            f"--model {engine.model}: its weights take at least {_gib(least)} on each of {engine.tensor_parallel} ranks of "
-            f"a {role} worker, more than the {_gib(room)} that each rank may take here: use a smaller model or "
+            f"--model {engine.model}: its weights take at least {_gib(least)} on each of {engine.tensor_parallel} ranks "
+            f"of a {role} worker, more than the {_gib(room)} that each rank may take here: use a smaller model or "
             f"--quantization int8, or start fewer workers",
             field="model",
         )

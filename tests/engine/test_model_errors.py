@@ -18,8 +18,7 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from cluster.protocol import model_limits
 from engine.build import load_model
-from engine.model import layer_weights
-from engine.model import rotary
+from engine.model import layer_weights, rotary
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.runner import ModelRunner
