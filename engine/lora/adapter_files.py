@@ -81,7 +81,7 @@ def read_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
 
 
 def _columns(of_module: Sequence[Part]) -> int:
-    return of_module[0].columns.stop - of_module[0].columns.start
+    return len(range(of_module[0].columns.start, of_module[0].columns.stop))
 
 
 def _header_bytes(modules: int) -> int:
@@ -173,7 +173,9 @@ def _kept(
         module, side = places[tensor.name]
         content = bytearray(tensor.size)
         _fill(opened, content, digest)
-        numbers = torch.frombuffer(content, dtype=tensor.torch_dtype).view(tensor.shape)
+        dtype = tensor.torch_dtype
+        assert dtype is not None, "others are refused"
+        numbers = torch.frombuffer(content, dtype=dtype).view(tensor.shape)
         scaling = config.scaling_of(_whole(tensor.name)) if side == "B" else 1.0
         kept.setdefault(module, {})[side] = _cut(tensor.name, numbers, side, scaling, wanted[module], share)
     return kept

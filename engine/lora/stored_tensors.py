@@ -55,8 +55,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _tensor(name: str, entry: Any) -> tuple[int, StoredTensor]:
     """With the place of its first byte."""
-    known = entry if isinstance(entry, dict) else {}
-    stored, shape, offsets = (known.get(key) for key in ("dtype", "shape", "data_offsets"))
+    known: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    stored: Any = known.get("dtype")
+    shape: Any = known.get("shape")
+    offsets: Any = known.get("data_offsets")
     if type(stored) is not str or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name[:200]} has no dtype, shape and data_offsets")
     tensor = StoredTensor(name, stored[:16], tuple(shape), offsets[1] - offsets[0])

@@ -214,7 +214,8 @@ def test_a_missing_adapter_is_refused_and_slots_are_reused(adapted, tmp_path):
     assert engine.adapters.load(directories[0]) == first
     with pytest.raises(AdapterSlotsError, match="unload one"):
         engine.adapters.load(directories[1])
-    other = engine._runner.adapters.read(directories[1]).digest
+    runner: Any = engine._runner
+    other = runner.adapters.read(directories[1]).digest
     with pytest.raises(AdapterMissingError):
         engine.add(EngineRequest("r", PROMPT, GREEDY, adapter=other))
     with pytest.raises(AdapterMissingError):
