@@ -28,6 +28,7 @@ from engine.layers.linear import (
     Weight,
 )
 from engine.lora import slots
+from engine.lora.adapter_files import read_bytes
 from engine.lora.slots import AdapterSlots
 from engine.model import preflight, rotary, shares
 from engine.model.config import ModelConfig
@@ -243,8 +244,10 @@ def load_model(
     tell(_weights_line(model, resolved, untied_head))
     weights = weight_bytes(model, resolved, untied_head=untied_head)
     weights += slots.slot_bytes(model, resolved, dtype.itemsize)
+    on_host = device.type == "cpu"  # elsewhere the pool takes none of the memory into which adapters are read
+    adapter = read_bytes(model, resolved, dtype.itemsize) if on_host and resolved.adapter_slots else 0
     kv_cache.check_before_load(
-        resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size, draft_bytes)
+        resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size, draft_bytes, adapter)
     )
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
@@ -282,7 +285,7 @@ def load_model(
     recorded_bytes += size  # the null block
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
     del one_block
-    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes, draft_bytes)
+    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes, draft_bytes, adapter)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, spec.shape, spec.dtype, device)
     ops, attention = backends(cache)
