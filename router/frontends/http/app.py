@@ -254,7 +254,7 @@ def _guard(endpoint: Endpoint) -> Endpoint:
 def _for_admins(gateway: RequestGateway, endpoint: Endpoint) -> Endpoint:
     async def for_admins(request: Request) -> Response:
         if not caller_of(request).admin:
-            gateway.metrics.requests.labels("refused").inc()
+            gateway.metrics.refused()
             path = request.url.path
             raise ForbiddenError(f"{path}: needs a key with admin: true", field="authorization")
         return await endpoint(request)

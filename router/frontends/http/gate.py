@@ -54,7 +54,7 @@ class Gate:
             refusal = error_response(error, scope["path"])
             # The body may still arrive, and is not read.
             refusal.headers["connection"] = "close"
-            self._gateway.metrics.requests.labels("refused").inc()
+            self._gateway.metrics.refused()
             return refusal
         if scope["path"] not in GENERATE:
             await self._gateway.low_priority.step(caller.tenant)
