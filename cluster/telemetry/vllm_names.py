@@ -57,5 +57,7 @@ def _renamed(metric: Metric, name: str, model: str, stage: str = "") -> Metric:
             continue
         name_of_model = labels.pop("model", model)
         suffix = sample.name[len(metric.name) :]
-        alias.samples.append(sample._replace(name=name + suffix, labels={"model_name": name_of_model, **labels}))
+        alias.samples.append(
+            sample._replace(name=name + suffix, labels={"model_name": name_of_model, **labels})
+        )
     return alias

@@ -137,7 +137,7 @@ class RequestDispatcher:
                     self._services, self._completion, self._name, resumed=self._resumed, use=self._use
                 ),
             ):
-                if self._completion.rate_limits:
+                if self._completion.rate_limits or self._completion.model_rate_limits:
                     self.on_charged()
                 await self._choices[0].read_resumed()  # a resumed request has one choice
                 await self._run_choices(self._choices)

@@ -66,9 +66,7 @@ class RouterMetrics:
         self.of_models = declared.MODEL_REQUESTS_IN_FLIGHT.create(registry)
         self.retries = declared.RETRIES.create(registry, _RETRIES)
         self._totals = [(metric.create(registry), read) for metric, read in _TOTALS]
-        self._totals_of_model = [
-            (metric.create(registry, models), read) for metric, read in _TOTALS_OF_MODEL
-        ]
+        self._totals_of_model = [(metric.create(registry, models), read) for metric, read in _TOTALS_OF_MODEL]
         self.prompt_tokens, self.cached_tokens, *_ = (counter for counter, _ in self._totals_of_model)
         families = {one.name: one.create_family() for one in (declared.STAGES, *_HISTOGRAMS)}
         for family in families.values():

@@ -40,7 +40,9 @@ PROCESS_RESTARTS = counter(
 REQUESTS_LIMIT = gauge("baton_requests_limit", "requests", "Requests that may be in flight here")
 STAGES = histogram("baton_stage_seconds", "seconds", "Seconds by stage", STAGE_SECONDS, "model", "stage")
 E2E = histogram("baton_e2e_request_latency_seconds", "seconds", "Whole requests", STAGE_SECONDS, "model")
-TTFT = histogram("baton_time_to_first_token_seconds", "seconds", "Time to first token", TOKEN_SECONDS, "model")
+TTFT = histogram(
+    "baton_time_to_first_token_seconds", "seconds", "Time to first token", TOKEN_SECONDS, "model"
+)
 TPOT = histogram(
     "baton_request_time_per_output_token_seconds",
     "seconds",
@@ -61,7 +63,10 @@ PREFIX_CACHE_QUERIES = counter(
     "baton_router_prefix_cache_queries_total", "tokens", "Prompt tokens of placed requests", "model"
 )
 PREFIX_CACHE_HITS = counter(
-    "baton_router_prefix_cache_hits_total", "tokens", "Prompt tokens of these that no worker computed", "model"
+    "baton_router_prefix_cache_hits_total",
+    "tokens",
+    "Prompt tokens of these that no worker computed",
+    "model",
 )
 TOKENIZED_CACHE_HITS = counter(
     "baton_tokenized_cache_hits_total", "characters", "Characters of prompts whose tokens were cached"
