@@ -69,7 +69,9 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
 
     @model_validator(mode="after")
     def _budget_covers_all(self) -> Self:
-        pools = [pool for one in (self, *self.models) for pool in (one.prefill, one.decode)]
+        pools = [self.prefill, self.decode]
+        for one in self.models:
+            pools += [one.prefill, one.decode]
         least = sum(max(1, pool.min_replicas) * pool.gpus_per_replica for pool in pools)
         if least > self.gpu_budget:
             raise ValueError(
@@ -124,7 +126,7 @@ def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:
         server, thread = start_http_server(config.metrics_port, config.host, registry)
     except OSError as error:
         raise ConfigError(f"--metrics-port {config.metrics_port}: {error}", field="metrics_port") from error
-    sets = [one.stateful_sets for one in (config, *config.models)]
+    sets = [config.stateful_sets, *(one.stateful_sets for one in config.models)]
     names = ", ".join(name for one in sets for name in (one.prefill, one.decode))
     say(f"autoscaler sizes {names} in {where}, {config.gpu_budget} GPUs")
     write_ready(ready_file, {"pid": os.getpid(), "metrics": f"{config.host}:{server.server_port}"})
