@@ -99,7 +99,12 @@ async def test_a_surging_model_leaves_another_half_of_the_places(gateway: StubGa
     here = two_models(gateway, max_concurrent_requests=8)
     starts = here.admission.starts
     starts._counting = True  # none starts until it is let go
-    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(here) as url,
+        httpx.AsyncClient(base_url=url) as client,
+        contextlib.AsyncExitStack() as end,
+    ):
+        end.callback(lambda: starts._next_turn())  # a failed test ends too
 
         def ask(**body: Any) -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(client.post("/v1/completions", json={**body, "prompt": "a"}))
