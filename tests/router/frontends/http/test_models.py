@@ -104,7 +104,7 @@ async def test_a_surging_model_leaves_another_half_of_the_places(gateway: StubGa
         httpx.AsyncClient(base_url=url) as client,
         contextlib.AsyncExitStack() as end,
     ):
-        end.callback(lambda: starts._next_turn())  # a failed test ends too
+        end.callback(starts._next_turn)  # a failed test ends too
 
         def ask(**body: Any) -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(client.post("/v1/completions", json={**body, "prompt": "a"}))
