@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvloop
-from prometheus_client import Counter
 from uvicorn.server import ServerState
 
 from cluster.config.router import RouterConfig
@@ -77,8 +76,7 @@ class Gateway(RequestGateway):
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0
         self.admission = Admission(self.config, lambda tenant: None)
-        counter = Counter("requests", "", ["outcome"], registry=None)
-        self.metrics = SimpleNamespace(requests=counter)  # type: ignore[assignment]
+        self.metrics = SimpleNamespace(refused=lambda: None)  # type: ignore[assignment]
         self.dispatched: list[Dispatcher] = []
 
     @contextlib.contextmanager

@@ -72,6 +72,7 @@ class RequestDispatcher:
         self._services = services
         packed_prompt = pack_tokens(completion.prompt_tokens)
         model = completion.served_model
+        self._token_times = services.token_times_of(model)
         further = model if model in services.further_texts else ""
         self._name = name_of(completion.tenant, completion.request_id, packed_prompt, further)
         self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
@@ -99,6 +100,11 @@ class RequestDispatcher:
     @property
     def tenant(self) -> str:
         return self._completion.tenant
+
+    @property
+    def model(self) -> str:
+        """The name of the model whose workers answer it."""
+        return self._completion.served_model or self._services.config.served_name
 
     @property
     def choices(self) -> int:
@@ -131,7 +137,7 @@ class RequestDispatcher:
                     self._services, self._completion, self._name, resumed=self._resumed, use=self._use
                 ),
             ):
-                if self._completion.rate_limits:
+                if self._completion.rate_limits or self._completion.model_rate_limits:
                     self.on_charged()
                 await self._choices[0].read_resumed()  # a resumed request has one choice
                 await self._run_choices(self._choices)
@@ -266,7 +272,7 @@ class RequestDispatcher:
         now = time.monotonic()
         before, choice.last_came = choice.last_came, now
         if before is not None:
-            self._services.token_times.gap(now - before, self.trace_id)
+            self._token_times.gap(now - before, self.trace_id)
         else:
             self._note_first(now)
         if not attempt.prefilled_at:
@@ -287,7 +293,7 @@ class RequestDispatcher:
         first: float | None = None
         if self.first_token_seconds is None:
             self.first_token_seconds = first = now - self._received
-        self._services.token_times.first(first)
+        self._token_times.first(first)
 
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         complete = all(choice.finish is not None for choice in choices)

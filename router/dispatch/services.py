@@ -80,13 +80,19 @@ class Services:
         self.work_reports = WorkReports()
         self.faults = RequestFaults.of(faults)
         self.tracing = tracing
-        self.inter_token_seconds = metrics.ITL.create()
-        self.token_times = TokenTimes(self.recorder, self.inter_token_seconds)
+        self.inter_token_seconds = metrics.ITL.create_family()
+        self._token_times = {
+            name: TokenTimes(self.recorder, self.inter_token_seconds.of(name)) for name in config.model_names
+        }
         self._cleanups = BackgroundTasks()
 
     def text_of(self, model: str) -> ModelText:
         """Of a model of this router."""
         return self.further_texts.get(model, self.text)
+
+    def token_times_of(self, model: str) -> TokenTimes:
+        """Of a model of this router."""
+        return self._token_times.get(model) or self._token_times[self.config.served_name]
 
     def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:
         """None: requests are not traced here, or this one is not sampled."""

@@ -52,7 +52,7 @@ class Generate:
         limits = model.validator.limits
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
-        async with self._gateway.preparing(caller):
+        async with self._gateway.preparing(caller, model.name):
             prompt = await self._gateway.converse(
                 lambda: options.conversation(limits),
                 options.size,
@@ -75,7 +75,7 @@ class Generate:
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
         # Before tokenising: a request that gets no place costs nothing of the quota.
         admit(len(options.prompt) - 1)
-        async with self._gateway.preparing(caller):
+        async with self._gateway.preparing(caller, model.name):
             if (asked := options.asked_grammar) is not None:
                 await model.grammars.check(asked, caller.tenant)
             encode = partial(
@@ -88,7 +88,7 @@ class Generate:
             prompts: list[list[int]] = []
             for one in options.prompt:
                 if prompts:
-                    await self._serving.start_turn(request)
+                    await self._serving.start_turn(request, model.name)
                 prompts.append(await encode(one) if isinstance(one, str) else one)
             parsed = self._parsed(CompletionShape, caller, options, prompts, envelope, arrival)
             if not options.echoes:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
-from router.admission.admission import HeldBytes
+from router.admission.admission import Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
@@ -24,6 +24,7 @@ from router.frontends.http.gate import caller_of, connection_of
 from router.frontends.http.protocol import KEEPS
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
+from router.request import model_hint
 from router.request.completion import Completion, Delta, Outcome
 from router.request.validator import MAX_REQUEST_ID
 
@@ -101,25 +102,27 @@ class Serving:
 
         def admit(prompts: int) -> None:
             for _ in range(prompts):
-                held.enter_context(self.gateway.admission.admit(caller, connection))
+                held.enter_context(self.gateway.admission.admit(caller, connection)).of_model(place.model)
 
-        async with self.admitted(request) as (held, body_bytes):
-            parsed = await self._read(request, read, body_bytes, admit)
-            body_bytes.release()
+        async with self.admitted(request) as (held, place):
+            parsed = await self._read(request, read, place, admit)
+            place.body.release()
             dispatchers = [
                 held.enter_context(self.gateway.request(one, caller, first, parsed.arrival))
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
             ]
             answer = _stream if parsed.stream else _whole
-            return await answer(request, parsed, dispatchers, self._turn, lambda: self.start_turn(request))
+            return await answer(
+                request, parsed, dispatchers, self._turn, lambda: self.start_turn(request, place.model)
+            )
 
     @contextlib.asynccontextmanager
-    async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, HeldBytes]]:
+    async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, Place]]:
         """A request's place, until its answer has been sent. Raises DrainingError, OverloadedError."""
         caller = caller_of(request)
         with contextlib.ExitStack() as held:
             try:
-                body_bytes = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
+                place = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
                 held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
             except DrainingError:
                 await discard_body(request, self.gateway.low_priority, caller.tenant)
@@ -127,24 +130,37 @@ class Serving:
             except OverloadedError:
                 await self.gateway.low_priority.refuse(caller.tenant)
                 raise
-            yield held, body_bytes
+            yield held, place
 
-    async def _read(self, request: Exchange, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
+    async def _read(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
         gateway, arrival = self.gateway, Arrival(request.headers.getlist)
 
-        async def turn() -> None:
+        async def turn(raw: bytearray) -> None:
             nonlocal arrival
             arrival = Arrival(request.headers.getlist)  # its body is there
-            await self.start_turn(request)
+            await self.turn_to_parse(request, place, raw)
 
-        body = await read_json(request, gateway.config, held, gateway.low_priority, turn)
+        body = await read_json(request, gateway.config, place.body, gateway.low_priority, turn)
+        gateway.enter_model(place, caller_of(request), body.get("model"))
         return await read(request, body, arrival, admit)
 
-    async def start_turn(self, request: Exchange) -> None:
-        """Wait for the tenant's turn to start a request, or one more prompt of this one."""
+    async def turn_to_parse(self, request: Exchange, place: Place, raw: bytearray) -> None:
+        """Wait for the turn of a request whose body is there. Raises OverloadedError where its model has no place left,
+        CancelledError if its client disconnects."""
+        expected = ""
+        if self.gateway.further:
+            hint = model_hint.of_json(raw)
+            expected = await self.gateway.expect_model(
+                place, caller_of(request), hint, lambda: model_hint.names(raw, hint)
+            )
+        await self.start_turn(request, expected)
+
+    async def start_turn(self, request: Exchange, model: str = "") -> None:
+        """Wait for the tenant's turn to start a request, or one more prompt of this one, among those for `model`."""
         caller = caller_of(request)
-        await self.gateway.admission.starts.turn(caller.tenant, caller.weight, request)
+        model = model if self.gateway.further else ""  # all wait in one queue
+        await self.gateway.admission.starts.turn(caller.tenant, caller.weight, request, model)
 
 
 async def _whole(

@@ -81,14 +81,15 @@ class Tokenizing:
     async def answer(self, request: Exchange, answer: Answer) -> Response:
         """Raises BatonError."""
         gateway, caller = self._gateway, caller_of(request)
-        async with self._serving.admitted(request) as (_, held):
+        async with self._serving.admitted(request) as (_, place):
             body = await read_json(
                 request,
                 gateway.config,
-                held,
+                place.body,
                 gateway.low_priority,
-                lambda: self._serving.start_turn(request),
+                lambda raw: self._serving.turn_to_parse(request, place, raw),
             )
+            gateway.enter_model(place, caller, body.get("model"))
             asked_id = request_id(request)
             async with gateway.counted(caller):
                 made = await answer(body, caller)

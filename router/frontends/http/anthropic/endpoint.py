@@ -72,7 +72,7 @@ class Messages:
             options = read_request(MessagesRequest, body, model.validator.limits)
             envelope = Envelope(request_id(request) or shown_id, options.model, options.cache_salt or "")
             with renamed(_NAMES, _PARTS):
-                async with gateway.preparing(caller):
+                async with gateway.preparing(caller, model.name):
                     prompt = await self._prompt(options, options.asked_grammar, caller, envelope.cache_salt)
                     room = model.validator.limits.max_model_len - len(prompt.tokens)
                     if fills := 0 < room < options.max_tokens:

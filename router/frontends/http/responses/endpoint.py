@@ -46,7 +46,7 @@ class Responses:
         options = read_request(ResponseRequest, body, model.validator.limits)
         envelope = Envelope(request_id(request), options.model, options.cache_salt or "")
         with renamed(_NAMES, _PARTS):
-            async with gateway.preparing(caller):
+            async with gateway.preparing(caller, model.name):
                 prompt = await self._prompt(options, caller, envelope.cache_salt)
                 completion = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
                 check_allowed(completion, caller)
