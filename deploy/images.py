@@ -184,7 +184,7 @@ def size_of(image: str) -> int:
 
 def _bytes(text: str) -> float:
     number, unit = text.split()
-    return float(number) * 1000 ** ["B", "KB", "MB", "GB"].index(unit.upper())
+    return float(number) * float(1000 ** ["B", "KB", "MB", "GB"].index(unit.upper()))
 
 
 def largest_parts(image: str, count: int = 8) -> list[tuple[str, int]]:
