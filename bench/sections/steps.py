@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.model.config import ModelConfig
     from engine.parallel.group import DistributedGroup
     from engine.plan import StepPlan
-    from engine.prompt_scores import Score
+    from engine.prompt_scores import Scores
     from engine.step_buffers import StepBuffers
 
 SEQUENCES = 256
@@ -87,7 +87,7 @@ class _Runner:
     def write_adapter(self, slot: int, adapter: Adapter) -> None:
         raise AssertionError("no adapter is asked for")
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         return []
 
     def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:

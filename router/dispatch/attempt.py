@@ -21,7 +21,7 @@ import grpc
 from cluster import errors
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
-from cluster.protocol.link import LINK_LOST_SECONDS, WINDOW_TOKENS, window_of
+from cluster.protocol.link import LINK_LOST_SECONDS, WINDOW_TOKENS, prompt_window_of, window_of
 from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
@@ -107,10 +107,13 @@ class Attempt:
         count = max(1, len(self.choices))
         self._window = window_of(count)  # of each choice
         self._limits = {choice.index: choice.next_position + self._window for choice in self.choices}
-        # The choice that stands for the prompt (Token.choice), the last one of the worker's log. It needs no credit.
+        # The choice that stands for the prompt (Token.choice), the last one of the worker's log
         self._prompt_choice = self.spec.first_choice + count
+        self._prompt_window = prompt_window_of(self.spec.sampling.prompt_top_logprobs)
+        self._prompt_next = 1  # behind the prompt's tokens that have come in this attempt
+        self._prompt_granting = False
         if self.prompt is not None:
-            self._limits[self._prompt_choice] = self.prompt.limit
+            self._limits[self._prompt_choice] = self._prompt_next + self._prompt_window
         # A worker of link version 1 gives each choice a whole window, where no credit has come yet.
         self._beyond = WINDOW_TOKENS - self._window
         # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
@@ -235,6 +238,21 @@ class Attempt:
                 self._limits[choice.index] = limit
                 handle.credit(choice.index, limit)
 
+    def _prompt_came(self, token: Token) -> None:
+        self._prompt_next = max(self._prompt_next, token.position + 1)
+        left = self._limits[self._prompt_choice] - self._prompt_next
+        if left <= self._prompt_window // 2 and not self._prompt_granting:
+            self._prompt_granting = True
+            self.when_drained(self._grant_prompt)
+
+    def _grant_prompt(self) -> None:
+        """The client has the prompt's tokens so far: allow its worker the window beyond."""
+        self._prompt_granting = False
+        handle = self._handles.get(Source.DECODE if self.is_local else Source.PREFILL)
+        if handle is not None and not self._over:
+            limit = self._limits[self._prompt_choice] = self._prompt_next + self._prompt_window
+            handle.credit(self._prompt_choice, limit)
+
     def positions(self) -> list[int]:
         prompt = [] if self.prompt is None else [self.prompt.next_position]
         return [self._next(choice) for choice in self.choices] + prompt
@@ -255,10 +273,13 @@ class Attempt:
             return
         self.responded.add(source)
         limit = self._limits.get(token.choice)
-        if limit is None or token.position >= limit + self._beyond:
+        of_prompt = self.prompt is not None and token.choice == self._prompt_choice
+        if limit is None or token.position >= limit + (0 if of_prompt else self._beyond):
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
             return
+        if of_prompt:
+            self._prompt_came(token)
         if self.prompt is not None and self.prompt.takes(token, self._prompt_choice, self.broken):
             return
         self._ungranted += 1

@@ -73,7 +73,8 @@ class Answer:
     for half a second.
     """
 
-    def __init__(self, shape: Shape, index: int):
+    def __init__(self, shape: Shape, index: int, prompt: list[bytes] | None = None):
+        """`prompt`: the entries of a choice of the same prompt, which shows them too."""
         self.index = index
         self.finish: str | None = None
         self.token_ids: list[int] = []
@@ -82,7 +83,9 @@ class Answer:
         self._parts = Collected()
         # By field: pieces of its list, as JSON without brackets
         self._logprobs: dict[str, list[bytes]] = {}
-        self._prompt = [b"null"]  # entries of vLLM's prompt_logprobs, as JSON
+        self._shares_prompt = prompt is not None
+        # Entries of vLLM's prompt_logprobs, as JSON
+        self.prompt = [b"null"] if prompt is None else prompt
 
     def message(self) -> dict[str, Any]:
         if self._shape.parsed:
@@ -99,15 +102,15 @@ class Answer:
         for name, values in (self._shape.logprobs(self.index, self._shape.scored(delta)) or {}).items():
             if values:
                 self._logprobs.setdefault(name, []).append(orjson.dumps(values)[1:-1])
-        if self._shape.prompt.alternatives is not None:
+        if self._shape.prompt.alternatives is not None and not self._shares_prompt:
             entries = (self._shape.prompt_entry(token) for token in delta.prompt if token.position)
-            self._prompt += map(orjson.dumps, entries)
+            self.prompt += map(orjson.dumps, entries)
 
     def prompt_logprobs(self) -> dict[str, Any]:
         """The field, where it is asked for."""
         if self._shape.prompt.alternatives is None:
             return {}
-        return {"prompt_logprobs": orjson.Fragment(b"[" + b",".join(self._prompt) + b"]")}
+        return {"prompt_logprobs": orjson.Fragment(b"[" + b",".join(self.prompt) + b"]")}
 
     def logprobs(self) -> dict[str, Any] | None:
         """The shape's object for them, with lists that are encoded already."""
@@ -123,7 +126,11 @@ class WholeShape:
 
     def __init__(self, shape: Shape, choices: int):
         self._shape = shape
-        self._answers = [Answer(shape, index) for index in range(choices)]
+        self._answers: list[Answer] = []
+        for index in range(choices):
+            first = index - index % shape.completion.n
+            shared = self._answers[first].prompt if first < index else None
+            self._answers.append(Answer(shape, index, shared))
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

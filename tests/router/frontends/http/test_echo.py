@@ -103,7 +103,7 @@ def test_an_echoed_prompt_counts_among_the_answers_entries():
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_an_echoed_prompt_has_its_log_probabilities(client, max_tokens):
     """As lm-eval asks and reads them."""
-    prompts = [[40, 41, 42], [43] * 70]
+    prompts = [[40, 41, 42], [43] * 600]  # the second is longer than a window
     answer = client.completions.create(
         model=NAME, prompt=prompts, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
     )
