@@ -19,7 +19,7 @@ WINDOW = prompt_window_of(TOP)
 
 def scores(count: int, alternatives: int = TOP) -> Scores:
     ids = np.arange(count * (1 + alternatives), dtype=np.uint32).reshape(count, -1)
-    return Scores(np.full(count, 9, np.uint32), ids, -ids.astype(np.float32) / 64)  # exact in 32 bits
+    return Scores(np.full(count, 9, np.uint32), ids, (ids / -64).astype(np.float32))  # exact in 32 bits
 
 
 def log_of(alternatives: int = TOP) -> AttemptLog:

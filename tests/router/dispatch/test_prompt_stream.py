@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.protocol.link import prompt_window_of
-from router.dispatch.attempt import Attempt, Source
+from router.dispatch.attempt import Attempt, Broken, Source
 from router.dispatch.prompt_stream import PromptStream
 from wire import common_pb2
 
@@ -116,4 +116,8 @@ async def test_a_worker_that_sends_a_prompt_beyond_its_credit_loses_the_attempt(
     made = PromptAttempt(4 * window)
     made.came(1, 3 + window)
     (broken,) = await made.attempt.events.take()
-    assert "the limit is" in str(broken.error) and made.stream.next_position == 1 + window
+    assert (
+        isinstance(broken, Broken)
+        and "the limit is" in str(broken.error)
+        and made.stream.next_position == 1 + window
+    )
