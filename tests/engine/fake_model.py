@@ -19,7 +19,7 @@ from engine.lora.adapter_files import Adapter
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES
 from engine.plan import StepPlan, table_rows
-from engine.prompt_scores import Score
+from engine.prompt_scores import Scores
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 
@@ -120,7 +120,7 @@ class FakeRunner:
     def write_adapter(self, slot: int, adapter: Adapter) -> None:
         raise AssertionError("there is no room for adapters")
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         raise AssertionError("no request asks for log probabilities of its prompt")
 
     def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:

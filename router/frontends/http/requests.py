@@ -217,7 +217,8 @@ class HttpRequest(GenerationOptions):
     def prompt_alternatives(self) -> int | None:
         if self.prompt_logprobs and self.stream:
             raise refuse("prompt_logprobs", "not with stream")
-        return None if self.stream else self.prompt_logprobs  # streams do not show them: 0 is left out, as in vLLM
+        # Streams do not show them: 0 is left out, as in vLLM
+        return None if self.stream else self.prompt_logprobs
 
     @property
     def truncates(self) -> bool:
