@@ -24,7 +24,7 @@ from engine.ops.base import LayerOps
 from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
-from engine.prompt_scores import Score, score
+from engine.prompt_scores import Scores, score
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 from engine.warm_up import Stage, Tell
@@ -82,7 +82,7 @@ class ModelRunner:
         self._buffers = self._make_buffers(recorder is not None)
         self._decode_jobs = _decode_jobs(model, self._buffers)
         self._graphs = self._make_graphs(recorder) if recorder else None
-        self._scores: list[list[Score]] = []
+        self._scores: list[Scores] = []
 
     def _can_record(self) -> bool:
         return self._decoder.capturable and self._attention.capturable
@@ -125,7 +125,7 @@ class ModelRunner:
             self._group.share(delta.to_bytes())
         return self._run(delta, drawn)
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         """Those of the scored items of the last step, in order."""
         scores, self._scores = self._scores, []
         return scores

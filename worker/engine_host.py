@@ -187,7 +187,7 @@ class EngineHost:
         self._busy_since = self.clock()
         output = self.engine.step()
         self._busy_since = None
-        if output.tokens or output.prompt_tokens or output.done or output.evicted_reservations:
+        if output.tokens or output.prompts or output.done or output.evicted_reservations:
             self._notify(self.on_output, output)
 
     def _notify(self, callback: Callable[[T], None], argument: T) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.model.config import ModelConfig
     from engine.parallel.group import DistributedGroup
     from engine.plan import StepPlan
-    from engine.prompt_scores import Score
+    from engine.prompt_scores import Scores
     from engine.step_buffers import StepBuffers
 
 SEQUENCES = 256
@@ -81,7 +81,7 @@ class _Runner:
         self._group, self._end = group, end
         self._logits = torch.zeros(config.max_batch_requests, model.vocab_size)
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         return []
 
     def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:

@@ -219,7 +219,7 @@ def test_a_failed_step_concerns_its_own_requests_or_all(items, blamed):
     assert [name for name in "ab" if make(engine).in_failed_step(name)] == blamed
 
 
-@pytest.mark.parametrize("kind", ["tokens", "prompt_tokens", "done", "evicted_reservations"])
+@pytest.mark.parametrize("kind", ["tokens", "prompts", "done", "evicted_reservations"])
 def test_a_step_with_any_result_is_reported(kind):
     output, seen = StepOutput([], []), []
     getattr(output, kind).append(object())

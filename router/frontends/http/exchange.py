@@ -8,12 +8,15 @@ The protocol keeps uvicorn's cycle for it, so deadlines, pipelining, keep-alive 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
+
+from router.frontends.http.long_body import LongResponse
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -74,7 +77,24 @@ class Exchange(Request):
             await self._cycle.flow.drain()
         if not self._cycle.disconnected and not self.begun:
             self._head(response.status_code, response.raw_headers)
-            self._complete(bytes(response.body))
+            if isinstance(response, LongResponse):
+                await self._send_slices(response)
+            else:
+                self._complete(bytes(response.body))
+
+    async def _send_slices(self, response: LongResponse) -> None:
+        """The client reads each slice before more are written: the transport holds few."""
+        last = b""
+        for index, piece in enumerate(response.slices()):
+            if index:
+                self._transport.write(last)
+                await asyncio.sleep(0)
+                if self.paused:
+                    await self._cycle.flow.drain()
+                if self._cycle.disconnected:
+                    return
+            last = piece
+        self._complete(last)
 
     def begin(self, headers: RawHeaders) -> None:
         if not self._cycle.disconnected:

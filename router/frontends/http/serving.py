@@ -21,6 +21,7 @@ from router.frontends.answer_queue import AnswerQueue
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of, connection_of
+from router.frontends.http.long_body import LongResponse
 from router.frontends.http.protocol import KEEPS
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
@@ -40,8 +41,8 @@ class WholeAnswer(Protocol):
 
     def add(self, deltas: Sequence[Delta]) -> None: ...
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes:
-        """JSON; call it once every choice has finished."""
+    def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
+        """JSON in pieces; call it once every choice has finished."""
         ...
 
 
@@ -178,7 +179,7 @@ async def _whole(
         "x-request-id": _shown_id(request, parsed),
         **_timing_headers(outcomes[-1], admin=caller_of(request).admin),
     }
-    return Response(answer.body(outcomes), media_type="application/json", headers=shown)
+    return LongResponse(answer.body(outcomes), media_type="application/json", headers=shown)
 
 
 async def _stream(
