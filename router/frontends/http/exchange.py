@@ -76,6 +76,11 @@ class Exchange(Request):
             self._head(response.status_code, response.raw_headers)
             self._complete(bytes(response.body))
 
+    async def sent(self) -> None:
+        """Wait until the client has read what was written, but for what the connection's buffers take, or has left."""
+        if self.paused:
+            await self._cycle.flow.drain()
+
     def begin(self, headers: RawHeaders) -> None:
         if not self._cycle.disconnected:
             framing = ((b"transfer-encoding", b"chunked"),) if self._chunked else ()

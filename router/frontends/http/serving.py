@@ -95,23 +95,40 @@ class Serving:
         self.gateway = gateway
         self._turn = Turn()
 
-    async def serve(self, request: Exchange, read: Reader) -> Response | None:
-        """Return an answer of known length; None: it was streamed. Raises BatonError before the answer has begun."""
+    async def serve(self, request: Exchange, read: Reader) -> None:
+        """Returns once the client has read the answer, but for what the connection's buffers take. Raises BatonError
+        before the answer has begun."""
         caller, connection = caller_of(request), connection_of(request)
 
         def admit(prompts: int) -> None:
             for _ in range(prompts):
                 held.enter_context(self.gateway.admission.admit(caller, connection))
 
-        async with self.admitted(request) as (held, body_bytes):
-            parsed = await self._read(request, read, body_bytes, admit)
-            body_bytes.release()
+        async with self.admitted(request) as (held, held_bytes):
+            # While its client does not read, only the answer's bytes are kept: what it is made of takes many times more.
+            answer = await self._answer(request, read, held_bytes, admit)
+            await (request.sent() if answer is None else self.deliver(request, answer, held_bytes))
+
+    async def _answer(
+        self, request: Exchange, read: Reader, held_bytes: HeldBytes, admit: Admit
+    ) -> Response | None:
+        """An answer of known length; None: it was streamed."""
+        parsed = await self._read(request, read, held_bytes, admit)
+        held_bytes.release()
+        with contextlib.ExitStack() as running:
             dispatchers = [
-                held.enter_context(self.gateway.request(one, caller, first, parsed.arrival))
+                running.enter_context(self.gateway.request(one, caller_of(request), first, parsed.arrival))
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
             ]
             answer = _stream if parsed.stream else _whole
             return await answer(request, parsed, dispatchers, self._turn, lambda: self.start_turn(request))
+
+    async def deliver(self, request: Exchange, answer: Response, held_bytes: HeldBytes) -> None:
+        """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises
+        OverloadedError before it has begun."""
+        held_bytes.hold_answer(len(answer.body))
+        await request.send(answer)
+        await request.sent()
 
     @contextlib.asynccontextmanager
     async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, HeldBytes]]:
