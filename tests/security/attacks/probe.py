@@ -12,8 +12,8 @@ import psutil
 
 
 class Probe(threading.Thread):
-    """Asks for `/live` again and again; `longest` is the longest wait for an answer, in seconds. It measures once `begun` is
-    set: making a client and its connection takes longer than many an attack.
+    """Asks for `/live` again and again; `longest` is the longest wait for an answer, in seconds. It measures once `begun`
+    is set: making a client and its connection takes longer than many an attack.
 
     With the router's `pid`, `most_work` is the most processor time that its event loop took during one wait: unlike the
     wait it does not grow where other processes want the processors.
