@@ -51,14 +51,14 @@ LARGE_ANSWER = {
 # 49 bytes of text each in the demo model: 12 MB for 100 KB.
 ECHO = {"prompt": [[3864] * 4000] * 4, "n": 16, "echo": True, "max_tokens": 0}
 # As much text as the demo model's context takes.
+MORE: dict[str, dict[str, object]] = {
+    "count": {},
+    "tokenize": {"return_token_strs": True},
+    "tokenize a chat": {},
+    "detokenize": {"tokens": [3864] * 4000},
+}
 COUNTED = [
-    (ENDPOINTS[name].path, ENDPOINTS[name].body("a word and " * 1000, **more))
-    for name, more in {
-        "count": {},
-        "tokenize": {"return_token_strs": True},
-        "tokenize a chat": {},
-        "detokenize": {"tokens": [3864] * 4000},
-    }.items()
+    (ENDPOINTS[name].path, ENDPOINTS[name].body("a word and " * 1000, **more)) for name, more in MORE.items()
 ]
 ADAPTER_CALLS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from cluster.errors import UnknownModelError
+from cluster.errors import InvalidRequestError, UnknownModelError
+from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.request.served_model import further_models
 from router.request.validator import Validator
@@ -56,6 +57,11 @@ def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: Stu
     with_adapters.validator = Validator(with_adapters.config, gateway.text, lambda: loaded["first"])
     texts = {"second": gateway.text}
     with_adapters.further = further_models(with_adapters.config, texts, lambda name: lambda: loaded[name])
+    calls = AdapterCalls(cast(Any, with_adapters))
+    for taken in ("mine", "theirs", "tiny", "second"):
+        with pytest.raises(InvalidRequestError, match="served already"):
+            calls._check_free(taken)
+    calls._check_free("new")
     found = {name: with_adapters.model(name) for name in ("mine", "theirs", "both", "none")}
     assert {name: model.name for name, model in found.items()} == {
         "mine": "tiny",
