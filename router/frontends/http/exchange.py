@@ -16,6 +16,8 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
+# Of one write. With TLS a transport encrypts a write at once, and pauses from the second write on that does not fit.
+PIECE_BYTES = 1 << 18
 
 
 class Watcher(Protocol):
@@ -74,7 +76,7 @@ class Exchange(Request):
             await self._cycle.flow.drain()
         if not self._cycle.disconnected and not self.begun:
             self._head(response.status_code, response.raw_headers)
-            self._complete(bytes(response.body))
+            await self._complete(bytes(response.body))
 
     async def sent(self) -> None:
         """Wait until the client has read what was written, but for what the connection's buffers take, or has left."""
@@ -91,9 +93,9 @@ class Exchange(Request):
         if not self._cycle.disconnected:
             self._transport.write(self._framed(piece))
 
-    def end(self, piece: bytes) -> None:
+    async def end(self, piece: bytes) -> None:
         if not self._cycle.disconnected:
-            self._complete(self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece)
+            await self._complete(self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece)
 
     def _framed(self, piece: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
@@ -112,9 +114,16 @@ class Exchange(Request):
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         cycle.transport.write(b"".join(lines))
 
-    def _complete(self, last: bytes) -> None:
-        cycle = self._cycle
-        cycle.transport.write(last)
+    async def _complete(self, last: bytes) -> None:
+        """Write the end of the answer as its client reads it."""
+        cycle, left = self._cycle, memoryview(last)
+        while len(left) > PIECE_BYTES:
+            cycle.transport.write(left[:PIECE_BYTES])
+            left = left[PIECE_BYTES:]
+            await self.sent()
+            if cycle.disconnected:
+                return
+        cycle.transport.write(left)
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:

@@ -206,9 +206,9 @@ async def _stream(
     except BatonError as error:
         if not request.begun:
             raise
-        request.end(events.failed(error))
+        await request.end(events.failed(error))
     else:
-        request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
+        await request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
 
 
 def _shown_id(request: Request, parsed: ParsedRequest) -> str:

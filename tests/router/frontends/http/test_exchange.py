@@ -166,7 +166,7 @@ async def test_an_answer_pauses_until_its_client_has_read(served: Served) -> Non
                 while not noted.resumed_times:
                     await loop.sock_recv(client, 65536)
                 assert not noted.exchange.paused
-                noted.exchange.end(b"the end")
+                await noted.exchange.end(b"the end")
                 left = b""
                 while not left.endswith(b"the end\r\n0\r\n\r\n"):
                     left = left[-100:] + await loop.sock_recv(client, 65536)
