@@ -128,12 +128,13 @@ def test_an_effort_is_no_text(router: Router, key: str) -> None:
     with Client(router.grpc, api_key=key) as client, pytest.raises(InvalidRequestError) as caught:
         client.generate(chat, max_tokens=2, reasoning_effort=FORGED)
     assert caught.value.field == "chat.reasoning_effort"
-    messages = {"messages": chat, "max_tokens": 2}
-    for path, body in {
+    messages: dict[str, Any] = {"messages": chat, "max_tokens": 2}
+    refused: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": messages | {"reasoning_effort": FORGED},
         "/v1/messages": messages | {"output_config": {"effort": FORGED}},
         "/v1/responses": {"input": "a", "reasoning": {"effort": FORGED}},
-    }.items():
+    }
+    for path, body in refused.items():
         answer = ask(router, key, path, body)
         assert answer.status_code == 400 and "effort" in answer.json()["error"]["message"], answer.text
 

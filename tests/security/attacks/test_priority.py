@@ -32,9 +32,9 @@ def test_a_request_above_its_keys_class_is_refused_over_http_and_grpc(
             if not fits:
                 assert param(answer) == "priority"
         for one in ENDPOINTS.values():
-            body = one.body(priority=asked)
+            raw = one.body(priority=asked)
             if one.streams:
-                answer = httpx.post(f"{router.http}{one.path}", content=body, headers=headers, timeout=30)
+                answer = httpx.post(f"{router.http}{one.path}", content=raw, headers=headers, timeout=30)
                 assert answer.status_code == (200 if fits else 403), answer.text
                 assert fits or param(answer) == "priority"
         with Client(router.grpc, api_key=key) as client:
