@@ -45,7 +45,8 @@ FREE_BYTES = 1 << 16
 
 
 class ByteBudget:
-    """Bytes of bodies held for requests not yet dispatched, in all and by tenant, without FREE_BYTES of each."""
+    """Bytes of bodies held for requests not yet dispatched, and of whole answers not yet read, in all and by tenant,
+    without FREE_BYTES of each."""
 
     def __init__(
         self,
@@ -84,6 +85,10 @@ class ByteBudget:
         """In this process."""
         return self._all.here(ALL)
 
+    def most(self, tenant: str) -> int:
+        """That one holder may have."""
+        return min(self._limit, self._tenant_limit) if tenant else self._limit
+
     def hold(self, tenant: str) -> HeldBytes:
         return HeldBytes(self, tenant)
 
@@ -115,7 +120,7 @@ class ByteBudget:
 
 def _full(whose: str, limit: int) -> OverloadedError:
     return OverloadedError(
-        f"{whose} has {limit} bytes of long bodies in flight",
+        f"{whose} has {limit} bytes of long bodies and unread answers in flight",
         field="body",
         limit=str(limit),
         retry_after_seconds=RETRY_SECONDS,
@@ -123,7 +128,7 @@ def _full(whose: str, limit: int) -> OverloadedError:
 
 
 class HeldBytes:
-    """One body's share of the budget."""
+    """One request's share of the budget: its body's, later its answer's."""
 
     def __init__(self, budget: ByteBudget, tenant: str):
         self.tenant = tenant
@@ -144,6 +149,12 @@ class HeldBytes:
             self._leave_model()
             self._budget.acquire_of_model(model, self._counted)
             self._model = model
+
+    def hold_answer(self, size: int) -> None:
+        """Count the bytes of the request's answer in place of its body's; of one that is larger than the budget, as many
+        as it has. Raises OverloadedError; nothing is held then."""
+        self.release()
+        self.grow_to(min(size, FREE_BYTES + self._budget.most(self.tenant)))
 
     def release(self) -> None:
         """May be called more than once."""

@@ -44,8 +44,7 @@ class AdapterCalls:
                 f"lora_name: letters, digits and . _ / : - (at most {MAX_NAME})", field="lora_name"
             )
         path = check_path(body["lora_path"])
-        if name in limits.accepted_names or name in limits.adapters():
-            raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
+        self._check_free(name)
         try:
             await self._gateway.services.wanted_adapters.add(name, path)
         except (redis.RedisError, OSError) as error:
@@ -53,6 +52,12 @@ class AdapterCalls:
         await self._wait(lambda worker: name in dict(worker.adapters), f"have loaded {name!r}")
         self._check_one_digest(name)
         return JSONResponse({"id": name, "digest": limits.adapters().get(name, "")})
+
+    def _check_free(self, name: str) -> None:
+        """Raises InvalidRequestError if requests may name a model or an adapter so: they would lead to this one."""
+        served = [one.validator.limits for one in self._gateway.models]
+        if name in served[0].accepted_names or any(name in limits.adapters() for limits in served):
+            raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
 
     def _check_one_digest(self, name: str) -> None:
         """Raises UnavailableError where workers have different files there: requests would meet some of them only."""

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
 
-from router.frontends.http.long_body import LongResponse
+from router.frontends.http.long_body import LongResponse, sliced
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -77,24 +77,13 @@ class Exchange(Request):
             await self._cycle.flow.drain()
         if not self._cycle.disconnected and not self.begun:
             self._head(response.status_code, response.raw_headers)
-            if isinstance(response, LongResponse):
-                await self._send_slices(response)
-            else:
-                self._complete(bytes(response.body))
+            parts = response.slices() if isinstance(response, LongResponse) else sliced(bytes(response.body))
+            await self._complete(parts)
 
-    async def _send_slices(self, response: LongResponse) -> None:
-        """The client reads each slice before more are written: the transport holds few."""
-        last = b""
-        for index, piece in enumerate(response.slices()):
-            if index:
-                self._transport.write(last)
-                await asyncio.sleep(0)
-                if self.paused:
-                    await self._cycle.flow.drain()
-                if self._cycle.disconnected:
-                    return
-            last = piece
-        self._complete(last)
+    async def sent(self) -> None:
+        """Wait until the client has read what was written, but for what the connection's buffers take, or has left."""
+        if self.paused:
+            await self._cycle.flow.drain()
 
     def begin(self, headers: RawHeaders) -> None:
         if not self._cycle.disconnected:
@@ -106,9 +95,9 @@ class Exchange(Request):
         if not self._cycle.disconnected:
             self._transport.write(self._framed(piece))
 
-    def end(self, piece: bytes) -> None:
+    async def end(self, piece: bytes) -> None:
         if not self._cycle.disconnected:
-            self._complete(self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece)
+            await self._complete(sliced(self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece))
 
     def _framed(self, piece: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
@@ -127,8 +116,18 @@ class Exchange(Request):
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         cycle.transport.write(b"".join(lines))
 
-    def _complete(self, last: bytes) -> None:
+    async def _complete(self, slices: Iterable[bytes | memoryview]) -> None:
+        """Write the end of the answer as its client reads it: the transport holds few slices."""
         cycle = self._cycle
+        last: bytes | memoryview = b""
+        for index, piece in enumerate(slices):
+            if index:
+                cycle.transport.write(last)
+                await asyncio.sleep(0)
+                await self.sent()
+                if cycle.disconnected:
+                    return
+            last = piece
         cycle.transport.write(last)
         cycle.response_complete = True
         cycle.message_event.set()

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from cluster.security.keys import Caller
 from router.frontends.http.echo import EchoForm
@@ -39,11 +38,11 @@ class Generate:
         self._serving = serving
         self._gateway = serving.gateway
 
-    async def chat(self, request: Exchange) -> Response | None:
-        return await self._serving.serve(request, self._read_chat)
+    async def chat(self, request: Exchange) -> None:
+        await self._serving.serve(request, self._read_chat)
 
-    async def completion(self, request: Exchange) -> Response | None:
-        return await self._serving.serve(request, self._read_completion)
+    async def completion(self, request: Exchange) -> None:
+        await self._serving.serve(request, self._read_completion)
 
     async def _read_chat(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit

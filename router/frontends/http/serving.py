@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
-from router.admission.admission import Place
+from router.admission.admission import HeldBytes, Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
@@ -97,8 +97,9 @@ class Serving:
         self.gateway = gateway
         self._turn = Turn()
 
-    async def serve(self, request: Exchange, read: Reader) -> Response | None:
-        """Return an answer of known length; None: it was streamed. Raises BatonError before the answer has begun."""
+    async def serve(self, request: Exchange, read: Reader) -> None:
+        """Returns once the client has read the answer, but for what the connection's buffers take. Raises BatonError
+        before the answer has begun."""
         caller, connection = caller_of(request), connection_of(request)
 
         def admit(prompts: int) -> None:
@@ -106,16 +107,30 @@ class Serving:
                 held.enter_context(self.gateway.admission.admit(caller, connection)).of_model(place.model)
 
         async with self.admitted(request) as (held, place):
-            parsed = await self._read(request, read, place, admit)
-            place.body.release()
+            # While its client does not read, only the answer's bytes are kept: what it is made of takes many times more.
+            answer = await self._answer(request, read, place, admit)
+            await (request.sent() if answer is None else self.deliver(request, answer, place.body))
+
+    async def _answer(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> Response | None:
+        """An answer of known length; None: it was streamed."""
+        parsed = await self._read(request, read, place, admit)
+        place.body.release()
+        with contextlib.ExitStack() as running:
             dispatchers = [
-                held.enter_context(self.gateway.request(one, caller, first, parsed.arrival))
+                running.enter_context(self.gateway.request(one, caller_of(request), first, parsed.arrival))
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
             ]
             answer = _stream if parsed.stream else _whole
             return await answer(
                 request, parsed, dispatchers, self._turn, lambda: self.start_turn(request, place.model)
             )
+
+    async def deliver(self, request: Exchange, answer: Response, held_bytes: HeldBytes) -> None:
+        """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises
+        OverloadedError before it has begun."""
+        held_bytes.hold_answer(answer.size if isinstance(answer, LongResponse) else len(answer.body))
+        await request.send(answer)
+        await request.sent()
 
     @contextlib.asynccontextmanager
     async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, Place]]:
@@ -206,9 +221,9 @@ async def _stream(
     except BatonError as error:
         if not request.begun:
             raise
-        request.end(events.failed(error))
+        await request.end(events.failed(error))
     else:
-        request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
+        await request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
 
 
 def _shown_id(request: Request, parsed: ParsedRequest) -> str:

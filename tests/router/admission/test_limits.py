@@ -34,6 +34,21 @@ def budget(limit: int, tenant_limit: int) -> ByteBudget:
     return ByteBudget(limit, tenant_limit, lambda tenant: None)
 
 
+def test_an_answer_takes_the_place_of_its_body_and_fits_an_empty_budget() -> None:
+    bodies = budget(3 * MIB, MIB)
+    one, other = bodies.hold("a"), bodies.hold("a")
+    one.grow_to(MIB // 2)
+    one.hold_answer(FREE_BYTES)
+    assert bodies.held == 0
+    one.hold_answer(20 * MIB)
+    assert bodies.held == MIB, "as many as the tenant may have"
+    with pytest.raises(OverloadedError):
+        other.hold_answer(FREE_BYTES + 1)
+    bodies.hold("b").hold_answer(MIB)
+    one.release()
+    assert bodies.held == MIB - FREE_BYTES
+
+
 def held_by(bodies: ByteBudget) -> tuple[int, int]:
     """Bytes, and tenants that are remembered."""
     return bodies.held, len(bodies._tenants)

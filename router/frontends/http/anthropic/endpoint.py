@@ -51,17 +51,19 @@ class Messages:
         shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
         request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
         try:
-            return await self._serving.serve(request, self._reader(shown_id))
+            await self._serving.serve(request, self._reader(shown_id))
         except Exception as error:
             return _failure(error, request, shown_id)
+        return None
 
     async def count_tokens(self, request: Exchange) -> Response | None:
         shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
         request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
         try:
-            return await self._tokenizing.answer(request, self._counted)
+            await self._tokenizing.answer(request, self._counted)
         except Exception as error:
             return _failure(error, request, shown_id)
+        return None
 
     def _reader(self, shown_id: str) -> Reader:
         async def read(

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import Response
-
 from cluster.security.keys import Caller
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.field_names import renamed
@@ -35,8 +33,8 @@ class Responses:
         self._serving = serving
         self._gateway = serving.gateway
 
-    async def create(self, request: Exchange) -> Response | None:
-        return await self._serving.serve(request, self._read)
+    async def create(self, request: Exchange) -> None:
+        await self._serving.serve(request, self._read)
 
     async def _read(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit

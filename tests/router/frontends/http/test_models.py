@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import httpx
 import pytest
 from starlette.requests import Request
 
-from cluster.errors import OverloadedError, UnknownModelError
+from cluster.errors import InvalidRequestError, OverloadedError, UnknownModelError
 from cluster.security.keys import ANYONE, Caller, ModelLimits
+from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.frontends.http.gate import CALLER
 from router.request.served_model import further_models
@@ -71,6 +72,11 @@ def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: Stu
     with_adapters.validator = Validator(with_adapters.config, gateway.text, lambda: loaded["first"])
     texts = {"second": gateway.text}
     with_adapters.further = further_models(with_adapters.config, texts, lambda name: lambda: loaded[name])
+    calls = AdapterCalls(cast(Any, with_adapters))
+    for taken in ("mine", "theirs", "tiny", "second"):
+        with pytest.raises(InvalidRequestError, match="served already"):
+            calls._check_free(taken)
+    calls._check_free("new")
     found = {name: with_adapters.model(name) for name in ("mine", "theirs", "both", "none")}
     assert {name: model.name for name, model in found.items()} == {
         "mine": "tiny",

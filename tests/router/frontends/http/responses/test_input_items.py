@@ -144,6 +144,8 @@ def test_size_counts_texts_and_stops_at_the_limit():
     assert items_size("a" * 1000, None) > 1000
     assert items_size([user("a" * 1000)], "b" * 500) > 1500
     assert items_size([{"role": "user", "content": [{"type": "input_text", "text": "a" * 900}]}], None) > 900
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "a" * 900}]}
+    assert items_size([refusal], None) > 900
     assert items_size([CALL | {"arguments": "x" * 700}], None) > 700
     many = items_size([user("a" * 10_000)] * 1000, None)
     assert many < 10_000 * 1000
