@@ -165,17 +165,29 @@ class RequestGateway:
     @contextlib.asynccontextmanager
     async def preparing(self, caller: Caller, *, resumed: bool = False) -> AsyncIterator[None]:
         """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
-        as a request of the tenant's quota. A tenant whose requests are used up does not enter, unless its request is
-        `resumed`, which may have been charged before. Raises OverloadedError."""
-        if caller.tenant and not resumed:
-            self.services.quota.check(caller.tenant, self._rate_limits(caller))
-        try:
+        as a request of the tenant's quota. A tenant whose requests are used up does not enter, but with a request that is
+        `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Raises OverloadedError."""
+        if not caller.tenant:
             yield
-        except (InvalidRequestError, ForbiddenError):
-            if caller.tenant:
+            return
+        quota, limits = self.services.quota, self._rate_limits(caller)
+        async with contextlib.AsyncExitStack() as held:
+            if resumed:
+                wait = self.config.request_seconds
+                await held.enter_async_context(quota.check_resumed(caller.tenant, limits, wait))
+            else:
+                quota.check(caller.tenant, limits)
+            try:
+                yield
+            except (InvalidRequestError, ForbiddenError):
                 async with self.counted(caller):
                     pass
-            raise
+                raise
+
+    def check_ticket(self, completion: Completion, caller: Caller) -> None:
+        """Check a resumed request's ticket: if it is valid, the tenant was charged before. Raises InvalidRequestError."""
+        if caller.tenant and self.services.takes_over(self._owned(completion, caller)):
+            self.services.quota.tickets.proven(caller.tenant)
 
     @contextlib.contextmanager
     def request(

@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
@@ -35,6 +36,7 @@ from cluster.security.keys import RateLimits
 from cluster.telemetry.metrics import router as metrics
 from router.placement.script_call import Argument
 from router.quota.scripts import CALL_SECONDS, RETRY_SECONDS, QuotaScripts
+from router.quota.unproven import UnprovenTickets
 from router.quota.unsettled import Unsettled
 
 TAKE_BACK_SECONDS = 0.5  # after a cancelled call; taken back at once, a slow charge could arrive after that
@@ -88,6 +90,7 @@ class Quota:
         self.scripts = QuotaScripts(redis_url, namespace)
         # Tenants without a request left: their limit per minute, and when there is one again.
         self._used_up: dict[str, tuple[int, float]] = {}
+        self.tickets = UnprovenTickets()
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()
@@ -99,10 +102,28 @@ class Quota:
     def check(self, tenant: str, limits: RateLimits) -> None:
         """Refuse a request whose tenant had no request left when it was last asked for, and has none since; before work
         that a charge can only follow. Raises OverloadedError as `charge` does."""
-        limit, until = self._used_up.get(tenant, (0, 0.0))
-        wait = until - time.monotonic()
-        if wait > 0 and limit == limits.requests_per_minute:
+        wait = self._wait(tenant, limits)
+        if wait > 0:
             raise self._refusal(limits, "requests_per_minute", wait)
+
+    @contextlib.asynccontextmanager
+    async def check_resumed(self, tenant: str, limits: RateLimits, seconds: float) -> AsyncIterator[None]:
+        """`check` for a request with a resume ticket, to be held until the ticket is checked: if it is valid, the
+        request was charged before, and `tickets.proven` must be called. Waits at most `seconds` for others of the
+        tenant. Raises OverloadedError."""
+        wait = self._wait(tenant, limits)
+        if wait <= 0:
+            yield
+            return
+        async with self.tickets.turn(tenant, time.monotonic() + wait, seconds) as may:
+            if not may:
+                self.check(tenant, limits)
+            yield
+
+    def _wait(self, tenant: str, limits: RateLimits) -> float:
+        """Seconds until a tenant whose requests are used up has one again; none are: at most 0."""
+        limit, until = self._used_up.get(tenant, (0, 0.0))
+        return until - time.monotonic() if limit == limits.requests_per_minute else 0.0
 
     def _refusal(self, limits: RateLimits, name: str, wait: float) -> OverloadedError:
         self.refused.labels(name).inc()
