@@ -148,6 +148,12 @@ class RequestGateway:
         )
         return ChatPrompt(tokens, plan)
 
+    async def lengths(
+        self, read: Callable[[], Sequence[str]], characters: int, *, model: str = "", tenant: str = ""
+    ) -> list[int]:
+        """The tokens of each text that `read` returns (ModelText.lengths). Raises DeadlineError."""
+        return await self._in_time(self.model(model).text.lengths(read, characters, tenant=tenant))
+
     async def decode(self, tokens: Sequence[int], *, model: str = "", tenant: str = "") -> str:
         """The text of token ids. Raises DeadlineError."""
         return await self._in_time(self.model(model).text.decode(tokens, tenant=tenant))

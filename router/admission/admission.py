@@ -44,7 +44,8 @@ FREE_BYTES = 1 << 16
 
 
 class ByteBudget:
-    """Bytes of bodies held for requests not yet dispatched, in all and by tenant, without FREE_BYTES of each."""
+    """Bytes of bodies held for requests not yet dispatched, and what answers repeat of them, in all and by tenant, without
+    FREE_BYTES of each."""
 
     def __init__(
         self,
@@ -119,6 +120,15 @@ class HeldBytes:
         if more > 0:
             self._budget.acquire(self.tenant, more)
             self._counted += more
+
+    def keep(self, size: int) -> None:
+        """From now on only so many bytes are held: of the body, or made from it. Raises OverloadedError if they are more
+        than before and do not fit."""
+        self.grow_to(size)
+        less = self._counted - max(0, size - FREE_BYTES)
+        if less > 0:
+            self._budget.release(self.tenant, less)
+            self._counted -= less
 
     def release(self) -> None:
         """May be called more than once."""

@@ -76,6 +76,7 @@ class ParsedRequest:
     stream: bool
     form: Form
     arrival: Arrival
+    echo_bytes: int = 0  # of the body's fields, held until the answer has ended
 
     @property
     def first_choices(self) -> list[int]:
@@ -105,7 +106,7 @@ class Serving:
 
         async with self.admitted(request) as (held, body_bytes):
             parsed = await self._read(request, read, body_bytes, admit)
-            body_bytes.release()
+            body_bytes.keep(parsed.echo_bytes)
             dispatchers = [
                 held.enter_context(self.gateway.request(one, caller, first, parsed.arrival))
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
