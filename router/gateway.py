@@ -201,6 +201,12 @@ class RequestGateway:
         )
         return ChatPrompt(tokens, plan)
 
+    async def lengths(
+        self, read: Callable[[], Sequence[str]], characters: int, *, model: str = "", tenant: str = ""
+    ) -> list[int]:
+        """The tokens of each text that `read` returns (ModelText.lengths). Raises DeadlineError."""
+        return await self._in_time(self.model(model).text.lengths(read, characters, tenant=tenant))
+
     async def decode(self, tokens: Sequence[int], *, model: str = "", tenant: str = "") -> str:
         """The text of token ids. Raises DeadlineError."""
         return await self._in_time(self.model(model).text.decode(tokens, tenant=tenant))
@@ -220,18 +226,33 @@ class RequestGateway:
         self, caller: Caller, model: str = "", *, resumed: bool = False
     ) -> AsyncIterator[None]:
         """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
-        as a request of the tenant's quota. A tenant whose requests are used up does not enter, unless its request is
-        `resumed`, which may have been charged before. Raises OverloadedError."""
-        if caller.tenant and not resumed:
-            self.services.quota.check(caller.tenant, self._rate_limits(caller))
-            self.services.quota.check(caller.tenant, caller.limits_of(model).rate_limits, model)
-        try:
+        as a request of the tenant's quota. A tenant whose requests are used up, in all or for `model`, does not enter, but
+        with a request that is `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Raises
+        OverloadedError."""
+        if not caller.tenant:
             yield
-        except (InvalidRequestError, ForbiddenError):
-            if caller.tenant:
+            return
+        quota, limits = self.services.quota, self._rate_limits(caller)
+        of_model = caller.limits_of(model).rate_limits
+        async with contextlib.AsyncExitStack() as held:
+            if resumed:
+                wait = self.config.request_seconds
+                buckets = {"": limits, model: of_model} if model else {"": limits}
+                await held.enter_async_context(quota.check_resumed(caller.tenant, buckets, wait))
+            else:
+                quota.check(caller.tenant, limits)
+                quota.check(caller.tenant, of_model, model)
+            try:
+                yield
+            except (InvalidRequestError, ForbiddenError):
                 async with self.counted(caller):
                     pass
-            raise
+                raise
+
+    def check_ticket(self, completion: Completion, caller: Caller) -> None:
+        """Check a resumed request's ticket: if it is valid, the tenant was charged before. Raises InvalidRequestError."""
+        if caller.tenant and self.services.takes_over(self._owned(completion, caller)):
+            self.services.quota.tickets.proven(caller.tenant)
 
     @contextlib.contextmanager
     def request(

@@ -45,8 +45,8 @@ FREE_BYTES = 1 << 16
 
 
 class ByteBudget:
-    """Bytes of bodies held for requests not yet dispatched, and of whole answers not yet read, in all and by tenant,
-    without FREE_BYTES of each."""
+    """Bytes of bodies held for requests not yet dispatched, of what answers repeat of them, and of whole answers not yet
+    read, in all and by tenant, without FREE_BYTES of each."""
 
     def __init__(
         self,
@@ -155,6 +155,16 @@ class HeldBytes:
         as it has. Raises OverloadedError; nothing is held then."""
         self.release()
         self.grow_to(min(size, FREE_BYTES + self._budget.most(self.tenant)))
+
+    def keep(self, size: int) -> None:
+        """From now on only so many bytes are held: of the body, or made from it. Raises OverloadedError if they are more
+        than before and do not fit."""
+        self._leave_model()
+        self.grow_to(size)
+        less = self._counted - max(0, size - FREE_BYTES)
+        if less > 0:
+            self._budget.release(self.tenant, less)
+            self._counted -= less
 
     def release(self) -> None:
         """May be called more than once."""

@@ -34,7 +34,6 @@ from router.placement.candidates import level_of
 from router.placement.types import Placed, Reason
 from router.quota.quota import Use
 from router.request.completion import Completion, Delta, Outcome
-from router.request.resume_tickets import name_of
 from wire import common_pb2
 
 PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
@@ -73,8 +72,7 @@ class RequestDispatcher:
         packed_prompt = pack_tokens(completion.prompt_tokens)
         model = completion.served_model
         self._token_times = services.token_times_of(model)
-        further = model if model in services.further_texts else ""
-        self._name = name_of(completion.tenant, completion.request_id, packed_prompt, further)
+        self._name = services.name_of(completion, packed_prompt)
         self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
         self._choices = [
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)

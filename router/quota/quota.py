@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
@@ -35,6 +36,7 @@ from cluster.security.keys import RateLimits
 from cluster.telemetry.metrics import router as metrics
 from router.placement.script_call import Argument
 from router.quota.scripts import CALL_SECONDS, RETRY_SECONDS, QuotaScripts
+from router.quota.unproven import UnprovenTickets
 from router.quota.unsettled import Unsettled
 
 TAKE_BACK_SECONDS = 0.5  # after a cancelled call; taken back at once, a slow charge could arrive after that
@@ -93,6 +95,7 @@ class Quota:
         self.scripts = QuotaScripts(redis_url, namespace)
         # Tenants without a request left: their limit per minute, and when there is one again.
         self._used_up: dict[str, tuple[int, float]] = {}
+        self.tickets = UnprovenTickets()
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()
@@ -104,10 +107,31 @@ class Quota:
     def check(self, tenant: str, limits: RateLimits, model: str = "") -> None:
         """Refuse a request whose tenant had no request left when it was last asked for, and has none since; before work
         that a charge can only follow. `model`: as for `charge`. Raises OverloadedError as that does."""
-        limit, until = self._used_up.get(holder_of(tenant, model), (0, 0.0))
-        wait = until - time.monotonic()
-        if wait > 0 and limit == limits.requests_per_minute:
+        wait = self._wait(tenant, limits, model)
+        if wait > 0:
             raise self._refusal(limits, "requests_per_minute", wait, model)
+
+    @contextlib.asynccontextmanager
+    async def check_resumed(
+        self, tenant: str, limits: Mapping[str, RateLimits], seconds: float
+    ) -> AsyncIterator[None]:
+        """`check` for a request with a resume ticket, to be held until the ticket is checked: if it is valid, the
+        request was charged before, and `tickets.proven` must be called. Waits at most `seconds` for others of the
+        tenant. `limits`: by model, as for `charge`. Raises OverloadedError."""
+        wait = max(self._wait(tenant, one, model) for model, one in limits.items())
+        if wait <= 0:
+            yield
+            return
+        async with self.tickets.turn(tenant, time.monotonic() + wait, seconds) as may:
+            if not may:
+                for model, one in limits.items():
+                    self.check(tenant, one, model)
+            yield
+
+    def _wait(self, tenant: str, limits: RateLimits, model: str = "") -> float:
+        """Seconds until a tenant whose requests are used up has one again; none are: at most 0."""
+        limit, until = self._used_up.get(holder_of(tenant, model), (0, 0.0))
+        return until - time.monotonic() if limit == limits.requests_per_minute else 0.0
 
     def _refusal(self, limits: RateLimits, name: str, wait: float, model: str) -> OverloadedError:
         self.refused.labels(name).inc()

@@ -21,10 +21,10 @@ CONTEXT = 64
 class Gateway(SimpleNamespace):
     encode, converse, preparing = RequestGateway.encode, RequestGateway.converse, RequestGateway.preparing
     model, models, further = RequestGateway.model, RequestGateway.models, RequestGateway.further
-    check_message = RequestGateway.check_message
+    check_message, check_ticket = RequestGateway.check_message, RequestGateway.check_ticket
     grammars: Any = None
     _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
-    _rate_limits = RequestGateway._rate_limits
+    _rate_limits, _owned = RequestGateway._rate_limits, RequestGateway._owned
 
 
 class Text:

@@ -118,6 +118,8 @@ class InferenceService:
             envelope = _envelope(request, context)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
             check_allowed(made, caller)
+            if request.resume_ticket:
+                self._gateway.check_ticket(made, caller)
         return made
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:

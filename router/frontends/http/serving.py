@@ -78,6 +78,7 @@ class ParsedRequest:
     stream: bool
     form: Form
     arrival: Arrival
+    echo_bytes: int = 0  # of the body's fields, held until the answer has ended
 
     @property
     def first_choices(self) -> list[int]:
@@ -114,7 +115,7 @@ class Serving:
     async def _answer(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> Response | None:
         """An answer of known length; None: it was streamed."""
         parsed = await self._read(request, read, place, admit)
-        place.body.release()
+        place.body.keep(parsed.echo_bytes)
         with contextlib.ExitStack() as running:
             dispatchers = [
                 running.enter_context(self.gateway.request(one, caller_of(request), first, parsed.arrival))

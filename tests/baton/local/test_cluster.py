@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -58,10 +59,12 @@ def test_a_router_that_dies_again_before_it_serves_keeps_its_addresses(cluster):
         assert ports() == (4001, 4002)
 
 
-def test_the_state_file_never_holds_the_password_of_redis(cluster):
+def test_the_state_file_is_its_owners_and_never_holds_the_password_of_redis(cluster):
     cluster._redis_url = "redis://user:p4ssw0rd@127.0.0.1:1"
     cluster._written = ClusterState("h", "g", RedisState("before", None), [], [], [], 1, "logs")
+    cluster._options.state_file.touch(mode=0o644)  # of an earlier start
     assert cluster.watch() == []
+    assert stat.S_IMODE(cluster._options.state_file.stat().st_mode) == 0o600
     text = cluster._options.state_file.read_text()
     assert "redis://***@127.0.0.1:1" in text and "p4ssw0rd" not in text
 

@@ -93,6 +93,24 @@ def test_a_body_that_grows_is_counted_once() -> None:
     assert held_by(bodies) == (0, 0)
 
 
+def test_what_an_answer_repeats_of_a_body_stays_counted() -> None:
+    bodies = budget(1000, 1000)
+    held, other = bodies.hold("a"), bodies.hold("b")
+    held.grow_to(FREE_BYTES + 600)
+    held.keep(FREE_BYTES + 100)
+    assert bodies.held == 100
+    held.keep(FREE_BYTES + 150)  # numbers may be longer than in the body
+    other.grow_to(FREE_BYTES + 850)
+    with pytest.raises(OverloadedError):
+        held.keep(FREE_BYTES + 151)
+    assert bodies.held == 1000
+    for one in (held, other):
+        one.keep(0)
+    assert held_by(bodies) == (0, 0)
+    held.release()
+    assert held_by(bodies) == (0, 0)
+
+
 def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
     bodies = budget(1000, 100)
     bodies.hold("a").grow_to(FREE_BYTES + 100)
