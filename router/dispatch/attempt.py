@@ -61,7 +61,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Broken:
-    """A worker sent what it may not: nothing more is read of the attempt."""
+    """A worker sent what it may not, or what came cannot be read: nothing more is read of the attempt."""
 
     error: errors.BatonError
 

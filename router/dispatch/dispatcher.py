@@ -233,7 +233,7 @@ class RequestDispatcher:
             while True:
                 for event in await attempt.events.take():
                     if isinstance(event, Broken):
-                        raise _Retry(event.error)
+                        raise event.error if isinstance(event.error, errors.UnreadableAnswerError) else _Retry(event.error)
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
                 if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
@@ -264,6 +264,9 @@ class RequestDispatcher:
             delta = choice.take(token)
         except GapError as gap:
             attempt.broken(errors.PeerLostError(str(gap)))
+            return False
+        except errors.UnreadableAnswerError as error:
+            attempt.broken(error)
             return False
         if delta is None:
             return False
