@@ -342,10 +342,13 @@ async def test_a_parser_that_fails_ends_its_request_alone(text, monkeypatch, cap
     running = dispatcher.RequestDispatcher(completion, world.services)
     deltas: BatchQueue[Any] = BatchQueue()
     running.start(deltas)
+
+    async def take_all() -> None:
+        while await deltas.take():
+            pass
+
     with pytest.raises(UnreadableAnswerError, match="AttributeError"):
-        async with asyncio.timeout(10):
-            while await deltas.take():
-                pass
+        await asyncio.wait_for(take_all(), 10)
     await world.services.finish(5.0)
     assert "a fault of the parser" in caplog.text
     assert len(world.attempts) == (0 if resumed else 1)
