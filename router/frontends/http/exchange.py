@@ -73,8 +73,7 @@ class Exchange(Request):
     async def send(self, response: Response) -> None:
         """Write it once the client has read the answers before it. Nothing is sent after a stream has begun: the cycle
         then closes the connection."""
-        if self.paused:
-            await self._cycle.flow.drain()
+        await self.sent()
         if not self._cycle.disconnected and not self.begun:
             self._head(response.status_code, response.raw_headers)
             parts = response.slices() if isinstance(response, LongResponse) else sliced(bytes(response.body))

@@ -278,7 +278,7 @@ def test_a_request_takes_a_place_and_gives_it_back(gateway, monkeypatch):
 @pytest.mark.parametrize("error", [None, UnavailableError("gone")])
 def test_what_the_answer_repeats_counts_as_its_body_until_it_ends(gateway, monkeypatch, stream, error):
     during: list[int] = []
-    start, bodies = ScriptedDispatcher.start, gateway.admission._bodies
+    start, bodies = ScriptedDispatcher.start, gateway.admission.bodies
 
     def started(dispatcher: Any, deltas: Any) -> None:
         during.append(bodies.held)
