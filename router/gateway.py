@@ -43,10 +43,8 @@ class RequestGateway:
     ):
         self.services = services
         self.config = services.config
-        first = ServedModel.of(services.config, services.text, self._adapters_of(services.config.served_name))
-        # The first model's
-        self.text, self.validator, self.grammars = first.text, first.validator, first.grammars
-        self.plans = first.plans
+        served_name = services.config.served_name
+        self.first = ServedModel.of(services.config, services.text, self._adapters_of(served_name))
         self.further = further_models(services.config, services.further_texts, self._adapters_of)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
@@ -65,7 +63,7 @@ class RequestGateway:
         """The model that a request names, by its own name or an adapter's. The first one for no name, and for one that is
         unknown, which its limits refuse (FieldLimits.check_model)."""
         found = self.further.get(name) if isinstance(name, str) else None
-        first = found or ServedModel(self.text, self.validator, self.grammars, self.plans)
+        first = found or self.first
         if found or not self.further or not isinstance(name, str) or first.validator.limits.serves(name):
             return first
         return next((one for one in self.further.values() if one.validator.limits.serves(name)), first)
@@ -82,7 +80,7 @@ class RequestGateway:
     @property
     def models(self) -> list[ServedModel]:
         """All of them, the first before the others."""
-        return [self.model(""), *dict.fromkeys(self.further.values())]
+        return [self.first, *dict.fromkeys(self.further.values())]
 
     def check_message(self, size: int) -> None:
         """Refuse a message of so many bytes, before it is parsed, if no model's context takes as long a request.
@@ -90,7 +88,7 @@ class RequestGateway:
         Raises ContextLengthError.
         """
         if not any(one.validator.takes_message(size) for one in self.further.values()):
-            self.validator.check_message(size)
+            self.first.validator.check_message(size)
 
     async def encode(
         self,

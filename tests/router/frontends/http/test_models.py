@@ -10,9 +10,9 @@ import pytest
 from cluster.errors import UnknownModelError
 from router.frontends.http.app import Views
 from router.request.served_model import further_models
-from router.request.validator import Validator
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
+from tests.router.stub_model import stub_model
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,11 @@ async def test_all_models_are_listed(gateway: StubGateway) -> None:
 
 def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: StubGateway) -> None:
     loaded = {"first": {"mine": "0" * 32, "both": "1" * 32}, "second": {"theirs": "2" * 32, "both": "3" * 32}}
-    with_adapters = StubGateway(gateway.text, {"models": gateway.config.models})
-    with_adapters.validator = Validator(with_adapters.config, gateway.text, lambda: loaded["first"])
-    texts = {"second": gateway.text}
+    with_adapters = StubGateway(gateway.first.text, {"models": gateway.config.models})
+    with_adapters.first = stub_model(
+        with_adapters.config, gateway.first.text, adapters=lambda: loaded["first"]
+    )
+    texts = {"second": gateway.first.text}
     with_adapters.further = further_models(with_adapters.config, texts, lambda name: lambda: loaded[name])
     found = {name: with_adapters.model(name) for name in ("mine", "theirs", "both", "none")}
     assert {name: model.name for name, model in found.items()} == {

@@ -9,7 +9,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.request.answer_plan import AnswerPlans
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, served
 from tests.router.frontends.http.test_openai_tools import Formats, Gateway
@@ -29,15 +28,14 @@ def text() -> Iterator[ModelText]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_requests_of_a_client_are_accepted(file: Path, text: ModelText) -> None:
     requests = REQUESTS[file]
-    gateway = Gateway(text, {})
-    gateway.plans = AnswerPlans(Formats(), "")
+    gateway = Gateway(text, {}, Formats())
     async with served(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
         for request in requests:
             answer = await client.post(request["path"], json={**request["body"], "model": "tiny"})
             refused = _refused(request)
             assert answer.status_code == (400 if refused else 200), (request, answer.text)
             assert refused in answer.text
-    gateway.grammars.close()
+    gateway.first.grammars.close()
 
 
 def _refused(request: dict) -> str:
