@@ -167,19 +167,22 @@ class RequestGateway:
             raise DeadlineError(late, field="prompt", limit=f"{seconds:g} s") from None
 
     @contextlib.asynccontextmanager
-    async def preparing(self, caller: Caller, *, resumed: bool = False) -> AsyncIterator[None]:
+    async def preparing(
+        self, caller: Caller, *, resumed: bool = False, costly: bool = True
+    ) -> AsyncIterator[None]:
         """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
         as a request of the tenant's quota. A tenant whose requests are used up does not enter, but with a request that is
-        `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Raises OverloadedError."""
+        `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Where nothing `costly` comes
+        before that, made-up tickets need no bound. Raises OverloadedError."""
         if not caller.tenant:
             yield
             return
         quota, limits = self.services.quota, self._rate_limits(caller)
         async with contextlib.AsyncExitStack() as held:
-            if resumed:
+            if resumed and costly:
                 wait = self.config.request_seconds
                 await held.enter_async_context(quota.check_resumed(caller.tenant, limits, wait))
-            else:
+            elif not resumed:
                 quota.check(caller.tenant, limits)
             try:
                 yield

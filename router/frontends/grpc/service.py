@@ -103,7 +103,8 @@ class InferenceService:
         options = _options(request, limits)
         if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
-        async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
+        costly = kind != "token_ids" or options.asked_grammar is not None
+        async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket), costly=costly):
             prompt = await self._prompt(request, caller, options.asked_grammar)
             envelope = _envelope(request, context)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
