@@ -30,7 +30,7 @@ from router.admission.low_priority import LowPriority
 from router.gateway import RequestGateway
 from router.http_endpoint import HttpEndpoint
 from router.request.completion import Completion, Delta, Outcome
-from router.request.validator import Validator
+from router.request.served_model import ServedModel
 from router.text.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
 
@@ -70,8 +70,7 @@ class Dispatcher:
 class Gateway(RequestGateway):
     def __init__(self, model: Path) -> None:
         self.config = RouterConfig(model=model, served_model_name="bench", secret="x" * 16, http_port=0)
-        self.text = ModelText(model)
-        self.validator = Validator(self.config, self.text)
+        self.first = ServedModel.of(self.config, ModelText(model))
         self.low_priority, self.leaving = LowPriority(), False
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0

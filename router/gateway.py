@@ -45,10 +45,8 @@ class RequestGateway:
     ):
         self.services = services
         self.config = services.config
-        first = ServedModel.of(services.config, services.text, self._adapters_of(services.config.served_name))
-        # The first model's
-        self.text, self.validator, self.grammars = first.text, first.validator, first.grammars
-        self.plans = first.plans
+        served_name = services.config.served_name
+        self.first = ServedModel.of(services.config, services.text, self._adapters_of(served_name))
         self.further = further_models(services.config, services.further_texts, self._adapters_of)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
@@ -118,7 +116,7 @@ class RequestGateway:
         """The model that a request names, by its own name or an adapter's. The first one for no name, and for one that is
         unknown, which its limits refuse (FieldLimits.check_model)."""
         found = self.further.get(name) if isinstance(name, str) else None
-        first = found or ServedModel(self.text, self.validator, self.grammars, self.plans)
+        first = found or self.first
         if found or not self.further or not isinstance(name, str) or first.validator.limits.serves(name):
             return first
         return next((one for one in self.further.values() if one.validator.limits.serves(name)), first)
@@ -135,7 +133,7 @@ class RequestGateway:
     @property
     def models(self) -> list[ServedModel]:
         """All of them, the first before the others."""
-        return [self.model(""), *dict.fromkeys(self.further.values())]
+        return [self.first, *dict.fromkeys(self.further.values())]
 
     def check_message(self, size: int) -> None:
         """Refuse a message of so many bytes, before it is parsed, if no model's context takes as long a request.
@@ -143,7 +141,7 @@ class RequestGateway:
         Raises ContextLengthError.
         """
         if not any(one.validator.takes_message(size) for one in self.further.values()):
-            self.validator.check_message(size)
+            self.first.validator.check_message(size)
 
     async def encode(
         self,
@@ -223,23 +221,23 @@ class RequestGateway:
 
     @contextlib.asynccontextmanager
     async def preparing(
-        self, caller: Caller, model: str = "", *, resumed: bool = False
+        self, caller: Caller, model: str = "", *, resumed: bool = False, costly: bool = True
     ) -> AsyncIterator[None]:
         """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
         as a request of the tenant's quota. A tenant whose requests are used up, in all or for `model`, does not enter, but
-        with a request that is `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Raises
-        OverloadedError."""
+        with a request that is `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Where
+        nothing `costly` comes before that, made-up tickets need no bound. Raises OverloadedError."""
         if not caller.tenant:
             yield
             return
         quota, limits = self.services.quota, self._rate_limits(caller)
         of_model = caller.limits_of(model).rate_limits
         async with contextlib.AsyncExitStack() as held:
-            if resumed:
+            if resumed and costly:
                 wait = self.config.request_seconds
                 buckets = {"": limits, model: of_model} if model else {"": limits}
                 await held.enter_async_context(quota.check_resumed(caller.tenant, buckets, wait))
-            else:
+            elif not resumed:
                 quota.check(caller.tenant, limits)
                 quota.check(caller.tenant, of_model, model)
             try:

@@ -113,7 +113,9 @@ class InferenceService:
         options = _options(request, limits)
         if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
-        async with self._gateway.preparing(caller, model.name, resumed=bool(request.resume_ticket)):
+        costly = kind != "token_ids" or options.asked_grammar is not None
+        resumed = bool(request.resume_ticket)
+        async with self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly):
             prompt = await self._prompt(request, caller, options.asked_grammar)
             envelope = _envelope(request, context)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)

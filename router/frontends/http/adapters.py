@@ -38,7 +38,7 @@ class AdapterCalls:
     async def load(self, request: Request) -> Response:
         """Answers once every worker of the first model has loaded it. Workers of other models refuse what does not fit."""
         body = await _read(request, ("lora_name", "lora_path"))
-        name, limits = body["lora_name"], self._gateway.validator.limits
+        name, limits = body["lora_name"], self._gateway.first.validator.limits
         if not is_adapter_name(name):
             raise InvalidRequestError(
                 f"lora_name: letters, digits and . _ / : - (at most {MAX_NAME})", field="lora_name"

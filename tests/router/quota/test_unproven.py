@@ -100,6 +100,18 @@ async def test_valid_tickets_pass_as_many_as_there_are(gateway, ticket):
         await ask(gateway, ticket)
 
 
+async def test_a_prompt_in_tokens_needs_no_turn_for_its_ticket_is_checked_at_once(gateway, ticket):
+    await ask(gateway, b"x")
+    ids = pb.GenerateRequest(request_id="r", resume_ticket=b"x", token_ids=pb.TokenIds(ids=[1]))
+    ids.options.CopyFrom(ASKED.options)
+    context: Any = SimpleNamespace(time_remaining=lambda: None)
+    for _ in range(3):
+        await gateway.service._completion(ids, context, CALLER)
+    ids.options.grammar.regex = "a"  # would be compiled before
+    with pytest.raises(OverloadedError):
+        await gateway.service._completion(ids, context, CALLER)
+
+
 async def test_a_cancelled_request_proves_nothing_and_no_wait_is_endless(gateway, clock):
     quota, entered = gateway.services.quota, asyncio.Event()
 

@@ -80,7 +80,7 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
         },
         "paths": _paths(gateway),
         "components": {
-            "schemas": {**request_schemas(gateway.validator.limits), **answer_schemas(gateway)},
+            "schemas": {**request_schemas(gateway.first.validator.limits), **answer_schemas(gateway)},
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
@@ -120,7 +120,7 @@ def request_schemas(limits: FieldLimits) -> dict[str, Schema]:
 
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
     limits = {name: getattr(gateway.config, name) for name in _OTHER_LIMITS}
-    return {"max_model_len": gateway.validator.limits.max_model_len, **limits}
+    return {"max_model_len": gateway.first.validator.limits.max_model_len, **limits}
 
 
 def _paths(gateway: RequestGateway) -> dict[str, Any]:

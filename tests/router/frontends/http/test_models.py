@@ -19,10 +19,10 @@ from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.frontends.http.gate import CALLER
 from router.request.served_model import further_models
-from router.request.validator import Validator
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from tests.router.stub_model import stub_model
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,11 @@ async def test_all_models_are_listed(gateway: StubGateway) -> None:
 
 def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: StubGateway) -> None:
     loaded = {"first": {"mine": "0" * 32, "both": "1" * 32}, "second": {"theirs": "2" * 32, "both": "3" * 32}}
-    with_adapters = StubGateway(gateway.text, {"models": gateway.config.models})
-    with_adapters.validator = Validator(with_adapters.config, gateway.text, lambda: loaded["first"])
-    texts = {"second": gateway.text}
+    with_adapters = StubGateway(gateway.first.text, {"models": gateway.config.models})
+    with_adapters.first = stub_model(
+        with_adapters.config, gateway.first.text, adapters=lambda: loaded["first"]
+    )
+    texts = {"second": gateway.first.text}
     with_adapters.further = further_models(with_adapters.config, texts, lambda name: lambda: loaded[name])
     calls = AdapterCalls(cast(Any, with_adapters))
     for taken in ("mine", "theirs", "tiny", "second"):
@@ -91,8 +93,8 @@ def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: Stu
 
 def two_models(gateway: StubGateway, caller: Caller | None = None, **settings: Any) -> StubGateway:
     """`caller`: of every request; None: there are no keys."""
-    made = StubGateway(gateway.text, {"models": gateway.config.models, **settings})
-    made.further = further_models(made.config, {"second": gateway.text})
+    made = StubGateway(gateway.first.text, {"models": gateway.config.models, **settings})
+    made.further = further_models(made.config, {"second": gateway.first.text})
     made.metrics = MagicMock()
     made.services = MagicMock()
     if caller is not None:

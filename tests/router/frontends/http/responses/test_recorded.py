@@ -196,7 +196,7 @@ def test_refusals_name_their_fields(gateway):
 
 
 def test_a_long_conversation_is_shortened_where_it_may_be(gateway):
-    context = gateway.validator.limits.max_model_len
+    context = gateway.first.validator.limits.max_model_len
     turn = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "word " * 100}]
     body = {
         "input": [*turn * (context // 100), {"role": "user", "content": "the last"}],
@@ -208,17 +208,17 @@ def test_a_long_conversation_is_shortened_where_it_may_be(gateway):
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     (accepted,) = gateway.accepted
     assert context // 2 < len(accepted.prompt_tokens) <= context - 9
-    shown = gateway.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
+    shown = gateway.first.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
     assert "first" in shown and "the last" in shown
 
 
 def test_a_shortened_conversation_is_rendered_twice_and_each_time_counts(gateway, monkeypatch):
     """Though its last turns have far more tokens per character than those that are left out."""
-    context = gateway.validator.limits.max_model_len
+    context = gateway.first.validator.limits.max_model_len
     old, new = "word " * (context // 20), "\u16a0" * (context // 30)
     turns = [{"role": "user", "content": text} for text in (*[old] * 40, *[new] * 8, "the last")]
     made: list[str] = []
-    chat, counted = gateway.text.chat, gateway.counted
+    chat, counted = gateway.first.text.chat, gateway.counted
 
     async def rendered(*given: Any, **named: Any) -> Any:
         made.append("rendered")
@@ -228,7 +228,7 @@ def test_a_shortened_conversation_is_rendered_twice_and_each_time_counts(gateway
         made.append("charged")
         return counted(caller)
 
-    monkeypatch.setattr(gateway.text, "chat", rendered)
+    monkeypatch.setattr(gateway.first.text, "chat", rendered)
     monkeypatch.setattr(gateway, "counted", charged)
     gateway.accepted.clear()
     (kept,) = _post(gateway, {"input": turns, "max_output_tokens": 9, "truncation": "auto"})
