@@ -60,6 +60,7 @@ class RouterMetrics:
         """`models`: the names of those that the router serves."""
         self.registry = registry
         self.tenants = Tenants()
+        registry.register(self.tenants)
         series = [(model, outcome) for model in (*models, declared.UNKNOWN_MODEL) for outcome in _OUTCOMES]
         self.requests = declared.REQUESTS.create(registry, series)
         self.in_flight = declared.REQUESTS_IN_FLIGHT.create(registry)

@@ -53,7 +53,8 @@ async def test_the_sum_is_that_of_the_processes_in_the_form_of_one_router(
         assert (await client.get(f"{url}/live")).status_code == 200
     assert sum(own) == 20 and all(own), own
     assert answered(parse(merged)) == 20
-    assert differences(merged, "router") == []
+    found = differences(merged, "router")
+    assert found == [], "\n".join(found)
     await until(lambda: group.view()["requests"] == 20, "all are counted")
 
 
