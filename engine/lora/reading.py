@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.lora.adapter_files import Adapter
@@ -29,24 +30,33 @@ class AdapterReading:
         """`read` is called on a thread. An event tells it to stop."""
         self._read = read
         self._attempt: _Attempt | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # those that may still run
 
     def begin(self, directory: Path) -> None:
         """What was read before is dropped."""
         self.drop()
-        attempt, former = _Attempt(), self._thread
-        self._attempt = attempt
-        self._thread = threading.Thread(
+        attempt = self._attempt = _Attempt()
+        self._threads = [one for one in self._threads if one.is_alive()]
+        former = tuple(self._threads)
+        thread = threading.Thread(
             target=self._run, args=(attempt, directory, former), name="adapter", daemon=True
         )
-        self._thread.start()
-
-    def _run(self, attempt: _Attempt, directory: Path, former: threading.Thread | None) -> None:
         try:
-            if former is not None:
-                former.join(FORMER_SECONDS)
-                if former.is_alive():
+            thread.start()
+        except RuntimeError as error:  # the system has no thread: that ends this attempt, not the rank
+            attempt.failure = str(error)
+        else:
+            self._threads.append(thread)
+
+    def _run(self, attempt: _Attempt, directory: Path, former: Sequence[threading.Thread]) -> None:
+        try:
+            deadline = time.monotonic() + FORMER_SECONDS
+            for one in former:  # all of them: the last may have given up waiting for one that hangs
+                one.join(max(0.0, deadline - time.monotonic()))
+                if one.is_alive():
                     raise TimeoutError("another adapter is still being read: its files do not answer")
+            if attempt.stopped.is_set():
+                return
             adapter = self._read(directory, attempt.stopped)
         except Exception as error:  # of any kind: the leader gets its text, and the rank goes on
             log.warning("the adapter in %s is not read: %s", directory, error)

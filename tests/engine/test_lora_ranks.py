@@ -147,24 +147,36 @@ def test_one_rank_that_fails_stops_the_others():
     world.leader.begin(A)
     with pytest.raises(ModelError, match="gone"):
         world.digest()
-    thread = world.ranks[1].reading._thread
+    (thread,) = world.ranks[1].reading._threads
     world.close()
-    assert thread is not None
     thread.join(WAIT_SECONDS)
     assert told == [True] and world.ranks[1].reading.answer().state is State.NOT_READ
 
 
-def test_a_reading_that_never_ends_is_not_joined_by_another(monkeypatch):
+def test_readings_that_never_end_do_not_add_up(monkeypatch):
+    """Also where the one before has only waited for the one that hangs."""
     monkeypatch.setattr("engine.lora.reading.FORMER_SECONDS", 0.01)
-    never = threading.Event()
-    reading = AdapterReading(lambda directory, stopped: never.wait() and None)  # type: ignore[arg-type,return-value]
+    never, begun = threading.Event(), []
+    reading = AdapterReading(lambda directory, stopped: begun.append(1) or never.wait() and None)  # type: ignore[arg-type,return-value,func-returns-value]
     reading.begin(A)
-    reading.drop()
-    reading.begin(A)
-    assert reading._thread is not None
-    reading._thread.join(WAIT_SECONDS)
-    assert "still being read" in reading.answer().text
+    for _ in range(4):
+        reading.drop()
+        reading.begin(A)
+        reading._threads[-1].join(WAIT_SECONDS)
+        assert "still being read" in reading.answer().text
+    assert len(begun) == 1
     never.set()
+
+
+def test_a_rank_without_threads_says_so(monkeypatch):
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reading = AdapterReading(found())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        reading.begin(A)
+    assert reading.answer() == Answer(State.NOT_READ, "can't start new thread")
 
 
 def test_answers_and_orders_travel():
