@@ -16,7 +16,7 @@ from typing import NamedTuple
 import redis
 
 from cluster.config.adapters import MAX_ADAPTERS
-from cluster.errors import AdapterSlotsError, BatonError, ModelError, cut
+from cluster.errors import AdapterSlotsError, BatonError, cut
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import ASK_SECONDS, READ_SECONDS, read_too_slowly
 from worker.engine_host import EngineHost
@@ -85,7 +85,9 @@ class AdapterChanges:
         now = self._now
         self.refusals = {name: why for name, why in self.refusals.items() if name in now}
         self._retry_at = {key: at for key, at in self._retry_at.items() if now.get(key[0]) == key[1]}
-        self._without_slot = {key: one for key, one in self._without_slot.items() if now.get(key[0]) == key[1]}
+        self._without_slot = {
+            key: one for key, one in self._without_slot.items() if now.get(key[0]) == key[1]
+        }
         await self._announce()
 
     async def _look(self) -> bool:
@@ -136,7 +138,7 @@ class AdapterChanges:
         self._loaded[name] = _Loaded(wanted, digest)
 
     async def _load(self, key: _Key) -> str:
-        """Returns the digest. Raises AdapterSlotsError, ModelError, DeadlineError and whatever the directory raises."""
+        """Returns the digest. Raises AdapterSlotsError, ModelError, DeadlineError, _NotWantedError."""
         if len(self.pairs) >= MAX_ADAPTERS:  # of a registration; several names may be of one adapter
             raise AdapterSlotsError(f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS))
         known = self._without_slot.get(key)
@@ -144,7 +146,7 @@ class AdapterChanges:
             held = frozenset(self._held())
             if not await self._host.call(lambda engine: engine.adapter_fits(known, held)):
                 raise AdapterSlotsError(self.refusals[key[0]], field="max_loras")  # not read again for that
-        digest = await self._read(key, await asyncio.to_thread(self._inside, key[1].path))
+        digest = await self._read(key)
         held = frozenset(self._held())
         try:
             await self._host.call(lambda engine: engine.write_adapter(digest, held))
@@ -153,10 +155,11 @@ class AdapterChanges:
             raise
         return digest
 
-    async def _read(self, key: _Key, directory: Path) -> str:
-        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted: under
-        its name, routers would take it for its successor."""
-        await self._host.call(lambda engine: engine.adapters.begin(directory))
+    async def _read(self, key: _Key) -> str:
+        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted: routers
+        would take it for its successor of the same name."""
+        root, directory = self._directory, self._directory / key[1].path
+        await self._host.call(lambda engine: engine.adapters.begin(directory, below=root))
         began = looked = self._clock()
         while True:
             digest = await self._host.call(lambda engine: engine.adapters.read_digest())
@@ -173,12 +176,3 @@ class AdapterChanges:
                 await self._host.call(lambda engine: engine.adapters.drop())
                 raise read_too_slowly(READ_SECONDS)
             await asyncio.sleep(ASK_SECONDS)
-
-    def _inside(self, path: str) -> Path:
-        """Blocks, as links are followed in a directory that may be mounted. Raises ModelError if links lead out of the
-        directory, RuntimeError, OSError."""
-        root = self._directory.resolve()
-        found = (root / path).resolve()
-        if not found.is_relative_to(root) or found == root:
-            raise ModelError(f"{path} is not below lora_dir", field="lora_dir")
-        return found

@@ -8,12 +8,24 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cluster.errors import ModelError
 from engine.lora.adapter_files import Adapter
 from engine.lora.message import Answer, State
 
 log = logging.getLogger(__name__)
 FORMER_SECONDS = 5.0  # for a reading that was stopped to end: two at a time would take the memory of two
 Read = Callable[[Path, threading.Event], Adapter]
+
+
+def inside(directory: Path, below: Path | None) -> Path:
+    """The directory, links followed where it has to be `below` another one. Blocks, as both may be mounted. Raises
+    ModelError, RuntimeError, OSError."""
+    if below is None:
+        return directory
+    root, found = below.resolve(), directory.resolve()
+    if not found.is_relative_to(root) or found == root:
+        raise ModelError(f"{directory} is not below {below}", field="lora_dir")
+    return found
 
 
 class _Attempt:
@@ -32,14 +44,14 @@ class AdapterReading:
         self._attempt: _Attempt | None = None
         self._threads: list[threading.Thread] = []  # those that may still run
 
-    def begin(self, directory: Path) -> None:
-        """What was read before is dropped."""
+    def begin(self, directory: Path, below: Path | None = None) -> None:
+        """What was read before is dropped. `below`: the directory that this one may not lead out of."""
         self.drop()
         attempt = self._attempt = _Attempt()
         self._threads = [one for one in self._threads if one.is_alive()]
         former = tuple(self._threads)
         thread = threading.Thread(
-            target=self._run, args=(attempt, directory, former), name="adapter", daemon=True
+            target=self._run, args=(attempt, directory, below, former), name="adapter", daemon=True
         )
         try:
             thread.start()
@@ -48,7 +60,9 @@ class AdapterReading:
         else:
             self._threads.append(thread)
 
-    def _run(self, attempt: _Attempt, directory: Path, former: Sequence[threading.Thread]) -> None:
+    def _run(
+        self, attempt: _Attempt, directory: Path, below: Path | None, former: Sequence[threading.Thread]
+    ) -> None:
         try:
             deadline = time.monotonic() + FORMER_SECONDS
             for one in former:  # all of them: the last may have given up waiting for one that hangs
@@ -57,7 +71,7 @@ class AdapterReading:
                     raise TimeoutError("another adapter is still being read: its files do not answer")
             if attempt.stopped.is_set():
                 return
-            adapter = self._read(directory, attempt.stopped)
+            adapter = self._read(inside(directory, below), attempt.stopped)
         except Exception as error:  # of any kind: the leader gets its text, and the rank goes on
             log.warning("the adapter in %s is not read: %s", directory, error)
             attempt.failure = str(error) or type(error).__name__

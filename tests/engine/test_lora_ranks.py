@@ -153,18 +153,40 @@ def test_one_rank_that_fails_stops_the_others():
     assert told == [True] and world.ranks[1].reading.answer().state is State.NOT_READ
 
 
+def test_a_rank_does_not_follow_links_out_of_the_directory(tmp_path):
+    """On its own node, whatever the leader finds on that of its own."""
+    (tmp_path / "dir" / "a").mkdir(parents=True)
+    (tmp_path / "dir" / "out").symlink_to(tmp_path)
+    root, world = tmp_path / "dir", World(found(), found())
+    begin = world.ranks[0].reading.begin
+    world.ranks[0].reading.begin = lambda directory, below: begin(directory)  # type: ignore[method-assign,misc]
+    for name in ("out", ".", "a/../.."):
+        world.leader.begin(root / name, root)
+        with pytest.raises(ModelError, match=r"rank 1: .* is not below"):
+            world.digest()
+    world.leader.begin(root / "a", root)
+    assert world.digest() == "d"
+    world.close()
+
+
 def test_readings_that_never_end_do_not_add_up(monkeypatch):
     """Also where the one before has only waited for the one that hangs."""
     monkeypatch.setattr("engine.lora.reading.FORMER_SECONDS", 0.01)
     never, begun = threading.Event(), []
-    reading = AdapterReading(lambda directory, stopped: begun.append(1) or never.wait() and None)  # type: ignore[arg-type,return-value,func-returns-value]
+
+    def hangs(directory: Path, stopped: threading.Event) -> Adapter:
+        begun.append(directory)
+        never.wait()
+        raise OSError
+
+    reading = AdapterReading(hangs)
     reading.begin(A)
     for _ in range(4):
         reading.drop()
         reading.begin(A)
         reading._threads[-1].join(WAIT_SECONDS)
         assert "still being read" in reading.answer().text
-    assert len(begun) == 1
+    assert begun == [A]
     never.set()
 
 
@@ -186,6 +208,6 @@ def test_answers_and_orders_travel():
     read = Answer.all_of(gathered)
     assert read[:2] == given[:2]
     assert read[2].text.startswith("ü" * 200) and len(read[2].text.encode()) < ANSWER_BYTES + 3
-    message = AdapterMessage(Order.READ, 0, "/ä")
+    message = AdapterMessage(Order.READ, 0, "/ä/b", "/ä")
     assert AdapterMessage.of(message.to_bytes()) == message
     assert AdapterMessage.of(b"\1\0\0\0") is None

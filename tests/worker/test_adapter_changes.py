@@ -11,6 +11,7 @@ import pytest
 from cluster.errors import AdapterMissingError, InvalidRequestError, ModelError
 from cluster.membership.wanted_adapters import Wanted, check_path, parse
 from engine.lora.loaded import LoadedAdapters
+from engine.lora.reading import inside
 from worker.adapters import LOOK_SECONDS, RETRY_SECONDS, AdapterChanges
 
 
@@ -24,9 +25,10 @@ class Runner:
         self.reading: Path | None = None
         self.slow = 0  # questions that are answered with "not yet"
 
-    def begin(self, directory: Path) -> None:
+    def begin(self, directory: Path, below: Path | None = None) -> None:
+        assert below is not None, "calls name directories"
+        self.reading = inside(directory, below)
         self.reads += 1
-        self.reading = directory
 
     def digest(self) -> str | None:
         assert self.reading is not None
@@ -251,9 +253,7 @@ async def test_what_cannot_be_loaded_is_said_and_tried_again_later(world, tmp_pa
     assert world.reads == 3  # one each, also of that without a slot; none outside the directory
     refused = world.changes.refused_text
     assert refused is not None
-    assert all(
-        part in refused for part in ("gone: is missing", "out: out is not below lora_dir", "max_loras")
-    )
+    assert all(part in refused for part in ("gone: is missing", "/dir/out is not below", "max_loras"))
     assert world.engine_has == {"fixed", "b"}
     (tmp_path / "dir" / "c").mkdir()
     (tmp_path / "dir" / "c" / "digest").write_text("c")
