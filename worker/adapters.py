@@ -156,8 +156,8 @@ class AdapterChanges:
         return digest
 
     async def _read(self, key: _Key) -> str:
-        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted: routers
-        would take it for its successor of the same name."""
+        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted:
+        routers would take it for its successor of the same name."""
         root, directory = self._directory, self._directory / key[1].path
         await self._host.call(lambda engine: engine.adapters.begin(directory, below=root))
         began = looked = self._clock()
