@@ -35,8 +35,9 @@ class AdapterMessage(NamedTuple):
         """None if it is a step."""
         if bytes(content[:4]) != _MARK:
             return None
-        order, *more = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str, str])
-        return cls(Order(order), *more)
+        fields = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str, str])
+        order, slot, directory, below = fields
+        return cls(Order(order), slot, directory, below)
 
 
 class State(enum.IntEnum):

@@ -168,10 +168,10 @@ async def _read(
         raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
-    body = {name: value for name, value in body.items() if value is not None or name not in optional}
-    for name in (*names, *(one for one in optional if one in body)):
+    given = [*names, *(name for name in optional if body.get(name) is not None)]
+    for name in given:
         if not isinstance(body.get(name), str):
             raise InvalidRequestError(f"{name}: is missing, or no text", field=name)
     if unknown := body.keys() - {*names, *optional}:
         raise InvalidRequestError(f"{sorted(unknown)[0][:80]}: is not a field of this call", field="body")
-    return body
+    return {name: body[name] for name in given}

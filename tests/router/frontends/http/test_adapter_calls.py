@@ -35,12 +35,13 @@ class Cluster:
         members = SimpleNamespace(all=[])
         self.members = members
         serves = self._serves if several else lambda worker, model: True
-        self.gateway.services = SimpleNamespace(
+        services: Any = SimpleNamespace(
             members=members,
             placement=SimpleNamespace(eligibility=SimpleNamespace(serves=serves)),
             wanted_adapters=self,
             check_any_worker=lambda: None,
         )
+        self.gateway.services = services
 
         def of(model: str) -> LoadedAdapters:
             return LoadedAdapters(lambda: members.all, lambda one: serves(one, model))
