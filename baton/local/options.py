@@ -354,9 +354,14 @@ def _named_model(entry: str) -> dict[str, Any]:
 
 
 def _of_further(settings: Mapping[str, Any], model: FurtherModel) -> dict[str, Any]:
-    """The settings of a further model's worker: the first one's, without its draft model and its adapters."""
-    made = {name: value for name, value in without_drafts(settings).items() if name != "lora_dir"}
-    engine = {name: value for name, value in made["engine"].items() if name not in _ADAPTERS}
+    """The settings of a further model's worker: the first one's, without its draft model and its adapters. Calls may load
+    others where their slots are set."""
+    made = dict(without_drafts(settings))
+    called = made.get("lora_dir") is not None and made["engine"].get("max_loras")
+    left_out = ("lora",) if called else _ADAPTERS
+    engine = {name: value for name, value in made["engine"].items() if name not in left_out}
+    if not called:
+        made.pop("lora_dir", None)
     made["engine"] = {**engine, "model": model.model.absolute()}
     return {**made, "served_model_name": model.name}
 

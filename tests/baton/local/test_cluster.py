@@ -131,6 +131,16 @@ def test_each_model_has_workers_of_its_own_and_a_name_at_every_router():
     assert all(config.engine.model == MODEL for _, config in started)
 
 
+@pytest.mark.parametrize(("slots", "kept"), [({"max_loras": 3}, (3, Path("/a"))), ({}, (0, None))])
+def test_calls_may_load_adapters_of_each_model_where_slots_are_set(slots, kept):
+    engine = {"kv_memory_bytes": 1 << 20, "lora": ["x=/a/x"], **slots}
+    given = {"pool": "process", "worker": {"lora_dir": "/a", "engine": engine}}
+    up = UpOptions(MODEL, also=(f"second={MODEL}",), **given)
+    configs = [up.worker_config(role, model=model) for role, model in up.workers]
+    assert [len(one.engine.lora) for one in configs] == [1, 0, 1, 0]
+    assert [(one.engine.max_loras, one.lora_dir) for one in configs[1::2]] == [kept, kept]
+
+
 def test_workers_share_the_memory_with_those_of_other_models(monkeypatch):
     monkeypatch.setattr(memory, "cards", list)
     monkeypatch.setattr(options, "limits", lambda: [Limit(64 << 30, 60 << 30)])
