@@ -83,12 +83,12 @@ def test_an_adapter_and_the_folder_of_the_hubs_cache_are_explained(model, tmp_pa
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").touch()
-    with pytest.raises(ConfigError, match="holds a LoRA adapter, .* --lora NAME=DIR"):
+    with pytest.raises(ConfigError, match=r"holds a LoRA adapter, .* --lora NAME=DIR"):
         preflight.check_directory(adapter, "--model")
     cached = tmp_path / "models--a--b"
     (cached / "snapshots").mkdir(parents=True)
     model.rename(cached / "snapshots" / "0123")
-    with pytest.raises(ConfigError, match="there is one in .*snapshots/0123"):
+    with pytest.raises(ConfigError, match=r"there is one in .*snapshots/0123"):
         preflight.check_directory(cached, "--model")
 
 
