@@ -132,7 +132,7 @@ def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
     router = options.router_config(0)
     secured = " ".join(
         [
-            *([f"--cacert {shlex.quote(str(options.certs / 'ca.pem'))}"] if options.certs else []),
+            *(_curl_files(options.certs, with_own=options.require_client_certs) if options.certs else []),
             *(["-H 'authorization: Bearer KEY'"] if router.api_keys_file else []),
         ]
     )
@@ -144,6 +144,11 @@ def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
         f"-d {shlex.quote(body)}",
         f"logs   {state.logs}",
     ]
+
+
+def _curl_files(certs: Path, *, with_own: bool) -> list[str]:
+    files = {"--cacert": "ca.pem", **({"--cert": "client.pem", "--key": "client.key"} if with_own else {})}
+    return [f"{flag} {shlex.quote(str(certs / name))}" for flag, name in files.items()]
 
 
 @contextlib.contextmanager
