@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass
 
 SECONDS = 2.0
 _HOST_PORT = re.compile(
@@ -34,6 +34,6 @@ def why_unreachable(address: str) -> str:
 
 
 def _by_proxy(host: str) -> bool:
-    if _LOOPBACK.fullmatch(host) or proxy_bypass_environment(host):
+    if _LOOPBACK.fullmatch(host) or proxy_bypass(host):
         return False
     return any(os.environ.get(name) for name in _GRPC_PROXIES)

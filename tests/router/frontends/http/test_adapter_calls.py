@@ -16,10 +16,10 @@ from cluster.membership.wanted_adapters import Wanted
 from router.frontends.http.adapters import AdapterCalls
 from router.request.adapters import LoadedAdapters
 from router.request.served_model import further_models
-from router.request.validator import Validator
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
 from tests.router.request.test_adapters import workers
+from tests.router.stub_model import stub_model
 
 DIGEST = "1" * 32
 
@@ -46,7 +46,7 @@ class Cluster:
         def of(model: str) -> LoadedAdapters:
             return LoadedAdapters(lambda: members.all, lambda one: serves(one, model))
 
-        self.gateway.validator = Validator(self.gateway.config, text, of("tiny"))
+        self.gateway.first = stub_model(self.gateway.config, text, adapters=of("tiny"))
         self.gateway.further = further_models(self.gateway.config, {"second": text}, of)
         self.follow()
 
