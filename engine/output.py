@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -14,8 +13,7 @@ from engine.flight import Flight
 from engine.grammar_masks import GrammarMasks
 from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
-from engine.prompt_scores import Score
-from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
+from engine.request import EngineStats, PromptChunk, PromptOutput, RequestDone, StepOutput, TokenOutput
 from engine.sampling.base import Sampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
@@ -87,12 +85,13 @@ class OutputProcessor:
                 continue
             try:
                 done = sequence.next_scored - item.begin - 1  # reported before a preemption
-                made = [
-                    prompt_token(sequence, sequence.next_scored + i, one)
-                    for i, one in enumerate(scores[max(0, done) :])
-                ]
-                flight.output.prompt_tokens.extend(made)
-                sequence.next_scored += len(made)
+                new = scores.part(max(0, done))
+                if not new.finite:
+                    raise EngineRequestError("the model's logits are not finite")
+                if len(new):
+                    request_id = sequence.request.request_id
+                    flight.output.prompts.append(PromptOutput(request_id, sequence.next_scored, new))
+                    sequence.next_scored += len(new)
             except EngineRequestError as error:
                 self._fail(sequence, error, flight.output)
 
@@ -213,15 +212,6 @@ class OutputProcessor:
             self._scheduler.park(request_id)
         else:
             self._scheduler.remove(request_id)
-
-
-def prompt_token(sequence: Sequence, position: int, score: Score) -> TokenOutput:
-    """Raises EngineRequestError if its log probability is no number."""
-    if not math.isfinite(score.logprob):
-        raise EngineRequestError("the model's logits are not finite")
-    request = sequence.request
-    choice, token = request.first_choice + request.n, sequence.tokens[position]
-    return TokenOutput(request.request_id, choice, position, token, score.logprob, score.top, rank=score.rank)
 
 
 def request_done(

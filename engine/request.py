@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from cluster.errors import EngineRequestError
 from cluster.grammar.spec import GrammarSpec
+
+if TYPE_CHECKING:
+    from engine.prompt_scores import Scores
 
 
 class FinishReason(Enum):
@@ -46,7 +50,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: bool = False
     top_logprobs: int = 0
-    prompt_logprobs: bool = False  # of the prompt's tokens: no cached prefix is used
+    prompt_logprobs: bool = False  # of the prompt's tokens: no cached prefix is used until all are reported
     prompt_top_logprobs: int = 0
 
 
@@ -86,7 +90,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One sampled token, or a scored one of the prompt. `position` is its index in prompt + output."""
+    """One sampled token. `position` is its index in prompt + output."""
 
     request_id: str
     choice: int
@@ -95,7 +99,15 @@ class TokenOutput:
     logprob: float = 0.0
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
-    rank: int = 0  # of a token of the prompt: its place by log probability, 1 = the largest
+
+
+@dataclass(frozen=True)
+class PromptOutput:
+    """Log probabilities of tokens of a prompt, from `position` on."""
+
+    request_id: str
+    position: int
+    scores: Scores
 
 
 @dataclass(frozen=True)
@@ -126,8 +138,7 @@ class StepOutput:
     done: list[RequestDone]
     evicted_reservations: list[str] = field(default_factory=list)  # growth needs their blocks: abort them
     began: float = 0.0  # monotonic seconds
-    # With log probabilities; their choice is the one after the request's. They precede `tokens`.
-    prompt_tokens: list[TokenOutput] = field(default_factory=list)
+    prompts: list[PromptOutput] = field(default_factory=list)  # before `tokens`
 
 
 @dataclass(frozen=True)

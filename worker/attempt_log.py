@@ -8,9 +8,14 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from cluster.protocol.link import WINDOW_TOKENS, window_of
+from cluster.protocol.link import WINDOW_TOKENS, prompt_window_of, window_of
 from wire import common_pb2
+from worker.prompt_tokens import PromptTokens
+
+if TYPE_CHECKING:
+    from engine.prompt_scores import Scores
 
 
 class ChoiceLog:
@@ -51,6 +56,28 @@ class ChoiceLog:
         return True
 
 
+class PromptLog(ChoiceLog):
+    """Tokens of the prompt, all of which are computed at once: what is beyond the window waits here, packed."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, choice: int, window: int):
+        super().__init__(choice, 1, window)
+        self.extras = self.packed = PromptTokens(choice)
+
+    def acknowledge(self, limit: int) -> bool:
+        changed = super().acknowledge(limit)
+        self.packed.drop_before(self.first)
+        return changed
+
+    def add(self, position: int, scores: Scores) -> None:
+        """Raises ValueError unless `position` is the next one."""
+        if position != self.end:
+            raise ValueError(f"position {position} of the prompt came, {self.end} was next")
+        self.packed.add(position, scores)
+        self.tokens += scores.token_ids[:, 0].tolist()
+
+
 class AttemptLog:
     """Choices `first_choice` … of one attempt, whose next token has `position`, and the attempt's end."""
 
@@ -61,9 +88,8 @@ class AttemptLog:
         self._first_choice = first_choice
         window = window_of(choices)
         self.choices = [ChoiceLog(first_choice + i, position, window) for i in range(choices)]
-        self.prompt: ChoiceLog | None = (
-            None  # the last of `choices`, where log probabilities of the prompt are wanted
-        )
+        # The last of `choices`, where log probabilities of the prompt are wanted
+        self.prompt: PromptLog | None = None
         self._changed = changed
         self.end_event: common_pb2.AttemptEnd | None = None
         self.count = 0  # tokens, over its whole life
@@ -75,14 +101,23 @@ class AttemptLog:
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
         log = cls(spec.first_choice, max(1, spec.n), position, changed)
         if spec.sampling.prompt_logprobs:
-            log.add_prompt(len(spec.prompt_tokens) // 4)
+            log.add_prompt(spec.sampling.prompt_top_logprobs)
         return log
 
-    def add_prompt(self, tokens: int) -> None:
-        """Take tokens of the prompt too, from position 1 on, as the choice after the last one. They are kept until the
-        attempt ends: the router gives no credit for them."""
-        self.prompt = ChoiceLog(self._first_choice + len(self.choices), 1, tokens)
+    def add_prompt(self, alternatives: int) -> None:
+        """Take tokens of the prompt too, from position 1 on, as the choice after the last one."""
+        window = prompt_window_of(alternatives)
+        self.prompt = PromptLog(self._first_choice + len(self.choices), window)
         self.choices.append(self.prompt)
+
+    def add_scores(self, position: int, scores: Scores) -> None:
+        """Add tokens of the prompt, from `position` on. Raises ValueError unless that is the next one."""
+        if self.prompt is None:
+            raise ValueError("no log probabilities of the prompt are wanted")
+        self.prompt.add(position, scores)
+        self.count += len(scores)
+        if not self.is_due:
+            self._changed()
 
     @property
     def in_order(self) -> list[ChoiceLog]:
@@ -96,7 +131,7 @@ class AttemptLog:
     @property
     def full(self) -> bool:
         """A choice has filled its window: the request should pause."""
-        return any(one.end >= one.limit for one in self.choices)
+        return any(one.end >= one.limit for one in self.choices if one is not self.prompt)
 
     @property
     def all_sent(self) -> bool:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import urllib3
+import yaml
 from kubernetes import client
 from kubernetes import config as kubernetes_config
 
 from baton.doctor.facts import RIGHTS, Facts, Node, Permission, Right, StorageClass, Taint
 from cluster.errors import ConfigError, UnavailableError
-from cluster.kubernetes.api import open_api
+from cluster.kubernetes.api import default_files, open_api
 
 T = TypeVar("T")
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
@@ -24,12 +25,33 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
     """Return an API client by the named kubeconfig, the default one, or the pod's service account. Raises ConfigError."""
     try:
         opened = open_api(kubeconfig, context, as_user=True)
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # the library checks little
+        raise ConfigError(
+            f"no way to a cluster: the kubeconfig is not in kubectl's form: {' '.join(str(error).split())}",
+            field="kubeconfig",
+        ) from error
     except (kubernetes_config.ConfigException, OSError) as error:
         raise ConfigError(
-            f"no way to a cluster: {error}; name one with --kubeconfig", field="kubeconfig"
+            f"no way to a cluster: {_where(kubeconfig)} ({str(error).rstrip('.')}); name a file with --kubeconfig",
+            field="kubeconfig",
         ) from error
     with opened as api:
         yield api
+
+
+def _where(kubeconfig: Path | None) -> str:
+    if kubeconfig is not None:
+        return f"--kubeconfig {kubeconfig} cannot be used"
+    files = " or ".join(default_files())
+    if any(Path(one).expanduser().exists() for one in default_files()):
+        return f"{files} cannot be used"
+    return f"there is no {files}, and this is no pod of one"
 
 
 class Reader:

@@ -67,6 +67,17 @@ def _variables() -> list[dict[str, Any]]:
             "allValue": ".*",
             "current": {"text": "All", "value": "$__all"},
         },
+        {
+            "name": "model",
+            "label": "Model",
+            "type": "query",
+            "datasource": _DATASOURCE,
+            "query": {"query": "label_values(baton_workers, model)", "refId": "model"},
+            "refresh": 2,
+            "includeAll": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        },
     ]
 
 

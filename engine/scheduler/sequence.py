@@ -108,6 +108,7 @@ class Sequence:
             hashes=list(self.hashes),
             num_computed=len(self.tokens),
             registered_blocks=self.registered_blocks,
+            next_scored=self.next_scored,
             extra_seat=self.extra_seat,
         )
 
@@ -121,6 +122,11 @@ class Sequence:
     @property
     def state(self) -> SequenceState:
         return self.machine.state
+
+    @property
+    def unscored(self) -> bool:
+        """Log probabilities of tokens of its prompt are still to be reported."""
+        return self.request.sampling.prompt_logprobs and self.next_scored < self.num_prompt
 
     @property
     def num_prompt(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,14 +83,18 @@ class Views:
         return _json({"ready": not why, "why": why, **models}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
-        return _encoded(self._all()[1])
+        caller = caller_of(request)
+        of_name, every = self._all()
+        if caller.models:
+            every = _list([one for name, one in of_name.items() if caller.may_name(name)])
+        return _encoded(every)
 
     async def model(self, request: Request) -> Response:
         asked = request.path_params["model"]
         model = self._gateway.model(asked)
         name = model.name if asked in model.validator.limits.settings.model_aliases else asked
         found = self._all()[0].get(name)
-        if found is None:
+        if found is None or not caller_of(request).may_name(name):
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )
@@ -106,8 +110,10 @@ class Views:
                 shown = _model(one, self._gateway.created_unix_seconds)
                 own = {key: value for key, value in shown.items() if key != "aliases"}
                 models += [shown, *({**own, "id": name, "parent": up} for name, up in one.names[1:])]
-            of_name = {str(model["id"]): orjson.dumps(model) for model in reversed(models)}
-            self._encoded_models = adapters, of_name, orjson.dumps({"object": "list", "data": models})
+            of_name: dict[str, bytes] = {}
+            for model in models:
+                of_name.setdefault(str(model["id"]), orjson.dumps(model))
+            self._encoded_models = adapters, of_name, _list(map(orjson.dumps, models))
         return self._encoded_models[1:]
 
     async def document(self, request: Request) -> Response:
@@ -241,6 +247,11 @@ def build_routes(gateway: RequestGateway) -> Routes:
     return Routes(generations, App(app, direct))
 
 
+def _list(models: Iterable[bytes]) -> bytes:
+    """Of encoded models."""
+    return b'{"object":"list","data":[' + b",".join(models) + b"]}"
+
+
 def _guard(endpoint: Endpoint) -> Endpoint:
     async def guarded(request: Request) -> Response:
         try:
@@ -254,7 +265,7 @@ def _guard(endpoint: Endpoint) -> Endpoint:
 def _for_admins(gateway: RequestGateway, endpoint: Endpoint) -> Endpoint:
     async def for_admins(request: Request) -> Response:
         if not caller_of(request).admin:
-            gateway.metrics.requests.labels("refused").inc()
+            gateway.metrics.refused()
             path = request.url.path
             raise ForbiddenError(f"{path}: needs a key with admin: true", field="authorization")
         return await endpoint(request)

@@ -68,7 +68,7 @@ class _WholeEcho:
     def add(self, deltas: Sequence[Delta]) -> None:
         self._answer.add(self._echo.of(deltas))
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes:
+    def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
         return self._answer.body(outcomes)
 
 

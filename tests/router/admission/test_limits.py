@@ -24,7 +24,8 @@ from router.frontends.http.generate import Generate
 from router.frontends.http.serving import Serving
 from router.gateway import RequestGateway
 from router.quota.quota import Use
-from router.request.validator import OTHER_BYTES, Validator
+from router.request.validator import OTHER_BYTES
+from tests.router.stub_model import stub_model
 from wire import inference_pb2 as pb
 
 MIB = 1 << 20
@@ -32,6 +33,21 @@ MIB = 1 << 20
 
 def budget(limit: int, tenant_limit: int) -> ByteBudget:
     return ByteBudget(limit, tenant_limit, lambda tenant: None)
+
+
+def test_an_answer_takes_the_place_of_its_body_and_fits_an_empty_budget() -> None:
+    bodies = budget(3 * MIB, MIB)
+    one, other = bodies.hold("a"), bodies.hold("a")
+    one.grow_to(MIB // 2)
+    one.hold_answer(FREE_BYTES)
+    assert bodies.held == 0
+    one.hold_answer(20 * MIB)
+    assert bodies.held == MIB, "as many as the tenant may have"
+    with pytest.raises(OverloadedError):
+        other.hold_answer(FREE_BYTES + 1)
+    bodies.hold("b").hold_answer(MIB)
+    one.release()
+    assert bodies.held == MIB - FREE_BYTES
 
 
 def held_by(bodies: ByteBudget) -> tuple[int, int]:
@@ -78,6 +94,24 @@ def test_a_body_that_grows_is_counted_once() -> None:
     assert held_by(bodies) == (0, 0)
 
 
+def test_what_an_answer_repeats_of_a_body_stays_counted() -> None:
+    bodies = budget(1000, 1000)
+    held, other = bodies.hold("a"), bodies.hold("b")
+    held.grow_to(FREE_BYTES + 600)
+    held.keep(FREE_BYTES + 100)
+    assert bodies.held == 100
+    held.keep(FREE_BYTES + 150)  # numbers may be longer than in the body
+    other.grow_to(FREE_BYTES + 850)
+    with pytest.raises(OverloadedError):
+        held.keep(FREE_BYTES + 151)
+    assert bodies.held == 1000
+    for one in (held, other):
+        one.keep(0)
+    assert held_by(bodies) == (0, 0)
+    held.release()
+    assert held_by(bodies) == (0, 0)
+
+
 def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
     bodies = budget(1000, 100)
     bodies.hold("a").grow_to(FREE_BYTES + 100)
@@ -87,9 +121,8 @@ def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
 
 
 def test_a_body_of_the_largest_size_fits_under_any_settings() -> None:
-    config: Any = SimpleNamespace(
-        max_body_bytes=8 * MIB, max_body_bytes_in_flight=MIB, max_body_bytes_in_flight_per_tenant=MIB
-    )
+    sizes = {"max_body_bytes_in_flight": MIB, "max_body_bytes_in_flight_per_tenant": MIB}
+    config: Any = SimpleNamespace(max_body_bytes=8 * MIB, **sizes, models=())
     ByteBudget.of(config, lambda tenant: None).hold("a").grow_to(8 * MIB)
 
 
@@ -105,14 +138,14 @@ def gateway() -> RequestGateway:
     )
     made.low_priority = LowPriority()
     made.admission = Admission(made.config, lambda tenant: None)
-    made.admission._bodies = budget(8 * MIB, 8 * MIB)
+    made.admission.bodies = budget(8 * MIB, 8 * MIB)
     return made
 
 
 def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
     for _ in range(10):
-        with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as held:
-            held.grow_to(MIB)
+        with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as place:
+            place.body.grow_to(MIB)
             raise KeyError
     admission = gateway.admission
     assert (admission.in_flight, len(admission._tenants._taken), len(admission._connections._taken)) == (
@@ -120,7 +153,7 @@ def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gatewa
         0,
         0,
     )
-    assert held_by(admission._bodies) == (0, 0)
+    assert held_by(admission.bodies) == (0, 0)
 
 
 @pytest.mark.parametrize(("places", "own", "share"), [(4, 0, 2), (5, 0, 2), (1, 0, 1), (4, 3, 3)])
@@ -224,10 +257,9 @@ def dispatching(gateway: RequestGateway) -> RequestGateway:
     )
 
     def request(*_: Any, **__: Any) -> Any:
-        raise DispatchedError(gateway.admission._bodies.held, gateway.admission.in_flight)
+        raise DispatchedError(gateway.admission.bodies.held, gateway.admission.in_flight)
 
-    gateway.text, gateway.validator = text, Validator(gateway.config, text)
-    gateway.grammars = gateway.plans = SimpleNamespace()  # type: ignore[assignment]
+    gateway.first = stub_model(gateway.config, text, grammars=SimpleNamespace(refusal=""))
     gateway.request = request  # type: ignore[method-assign]
     gateway.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
     return gateway
@@ -248,7 +280,7 @@ async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
     with pytest.raises(DispatchedError) as caught:
         await Generate(Serving(dispatching)).completion(request)
     assert caught.value.args == (0, prompts)
-    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
+    assert (dispatching.admission.in_flight, dispatching.admission.bodies.held) == (0, 0)
 
 
 class Call:
@@ -282,7 +314,7 @@ async def test_a_message_is_free_when_it_is_dispatched(dispatching: RequestGatew
     with pytest.raises(DispatchedError) as caught:
         await InferenceService(dispatching).Generate(context, context)
     assert caught.value.args == (0, 1)
-    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
+    assert (dispatching.admission.in_flight, dispatching.admission.bodies.held) == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
@@ -293,7 +325,7 @@ async def test_a_message_beyond_every_length_is_refused_unparsed(
     context: Any = Context(b"\xff" * (5 * CONTEXT + OTHER_BYTES + MIB))
     with pytest.raises(ContextLengthError):
         await getattr(InferenceService(dispatching), method)(context, context)
-    assert dispatching.admission._bodies.held == 0
+    assert dispatching.admission.bodies.held == 0
 
 
 async def test_the_list_of_models_takes_a_place_and_counts_its_message(dispatching: RequestGateway) -> None:

@@ -69,12 +69,12 @@ def test_bytes_of_bodies_are_limited_over_all_processes_and_by_tenant() -> None:
         max_body_bytes_in_flight_per_tenant=0,
     )
     with first.admit(Caller(tenant="a")) as one, second.admit(Caller(tenant="b")) as other:
-        one.grow_to(FREE_BYTES + 60)
+        one.body.grow_to(FREE_BYTES + 60)
         with pytest.raises(OverloadedError, match="this router"):
-            other.grow_to(FREE_BYTES + 41)
-        other.grow_to(FREE_BYTES + 40)
+            other.body.grow_to(FREE_BYTES + 41)
+        other.body.grow_to(FREE_BYTES + 40)
     with first.admit(Caller(tenant="a")) as one:
-        one.grow_to(FREE_BYTES + 100)
+        one.body.grow_to(FREE_BYTES + 100)
 
 
 def test_a_tenants_bytes_are_limited_over_all_processes() -> None:
@@ -82,18 +82,18 @@ def test_a_tenants_bytes_are_limited_over_all_processes() -> None:
         SharedMemory.create(2, 8), max_body_bytes=100, max_body_bytes_in_flight_per_tenant=100
     )
     with first.admit(Caller(tenant="a")) as one, second.admit(Caller(tenant="a")) as other:
-        one.grow_to(FREE_BYTES + 60)
+        one.body.grow_to(FREE_BYTES + 60)
         with pytest.raises(OverloadedError, match="this tenant"):
-            other.grow_to(FREE_BYTES + 41)
-        other.grow_to(FREE_BYTES + 40)
+            other.body.grow_to(FREE_BYTES + 41)
+        other.body.grow_to(FREE_BYTES + 40)
 
 
 def test_a_tenant_takes_no_cell_once_nothing_of_it_is_in_flight() -> None:
     memory = SharedMemory.create(2, 2)
     first, _ = admissions(memory, max_concurrent_requests=2, max_concurrent_requests_per_tenant=1)
     for number in range(10):
-        with first.admit(Caller(tenant=f"t{number}")) as held:
-            held.grow_to(FREE_BYTES + 1)
+        with first.admit(Caller(tenant=f"t{number}")) as place:
+            place.body.grow_to(FREE_BYTES + 1)
     assert [memory.slot(0).key(cell) for cell in range(2)] == [0, 0]
 
 
@@ -255,8 +255,8 @@ def test_of_processes_that_reach_for_the_last_place_one_has_it_at_most() -> None
 
 def hold(memory: SharedMemory, ready: Any) -> None:
     (own, _) = admissions(memory, max_concurrent_requests=2)
-    with own.admit(Caller(tenant="a")) as held:
-        held.grow_to(FREE_BYTES + 100)
+    with own.admit(Caller(tenant="a")) as place:
+        place.body.grow_to(FREE_BYTES + 100)
         ready.put(True)
         signal.pause()
 

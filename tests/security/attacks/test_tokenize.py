@@ -16,6 +16,7 @@ from baton.client import Client, Message
 from cluster.errors import ContextLengthError, OverloadedError
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
+from tests.security.attacks.endpoints import ENDPOINTS, param
 from tests.security.attacks.together import MODEL
 from wire import inference_pb2, inference_pb2_grpc
 
@@ -65,6 +66,19 @@ def test_it_counts_against_the_quota(router: Router, keys: KeyFile) -> None:
         with pytest.raises(OverloadedError) as caught:
             client.tokenize("abc")
         assert caught.value.field == "requests_per_minute"
+
+
+def test_each_endpoint_that_counts_is_charged(router: Router, keys: KeyFile) -> None:
+    """One request of the quota each, also one that is refused."""
+    headers = {"authorization": f"Bearer {known(router, keys.add('counts', requests_per_minute=8))}"}
+    asked = [one for one in ENDPOINTS.values() if not one.streams]
+    statuses = []
+    for body in (lambda one: one.body(), lambda one: one.body(unknown=1), lambda one: one.body()):
+        for one in asked:
+            answer = httpx.post(f"{router.http}{one.path}", content=body(one), headers=headers, timeout=30)
+            statuses.append(answer.status_code)
+    assert statuses == [200] * 4 + [400] * 4 + [429] * 4
+    assert param(answer) == "requests_per_minute"
 
 
 def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
