@@ -4,7 +4,8 @@
            ◄──────── reasons ───────        └ ◄───────────────── the reason, or the signal that ended it
 
 The bounds of such a process are stricter than those of the threads in which workers compile the grammar again. They are of
-processor time and memory: a process that gets no processor has no verdict, and its request may be sent again.
+processor time and memory: a process that gets no processor, or fails for a reason of the router's own, has no verdict, and
+its request may be sent again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import random
 import resource
@@ -22,11 +24,12 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, NoReturn
 
-from cluster.errors import BatonError, InvalidRequestError, OverloadedError
+from cluster.errors import BatonError, OverloadedError
 from cluster.grammar.library import make_matcher, make_tokenizer, reason_of
 from cluster.grammar.spec import GrammarSpec
 from router.request import schema_walk
@@ -45,6 +48,26 @@ LOOK_SECONDS = 0.25
 RETRY_SECONDS = 2.0
 _NO_VERDICT = "no verdict"
 _TOO_MUCH = "it takes too much time, memory or depth"
+# What a grammar does to the process that compiles it. Any other signal comes from outside.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS})
+_MEMORY_ENDED = 3  # exit status
+
+log = logging.getLogger(__name__)
+
+
+class Finding(NamedTuple):
+    """What was found out about the grammars of a request, in their order.
+
+    `passed`: so many of the first ones are allowed. `refused`: the number of the one that is not; None = all passed. Those
+    behind the first `passed` were not tried to the end. `lasting`: the grammar is refused by itself, whatever the others
+    of its request took.
+    """
+
+    passed: int
+    refused: int | None = None
+    reason: str = ""
+    limit: str = ""
+    lasting: bool = True
 
 
 class GrammarTrials:
@@ -56,8 +79,8 @@ class GrammarTrials:
         self._end: weakref.finalize[..., Any] | None = None
         self._lock = threading.Lock()
 
-    def refusal(self, specs: Sequence[GrammarSpec]) -> tuple[int, InvalidRequestError] | None:
-        """The number of the first grammar that is refused, and why. Raises OverloadedError if no process can tell."""
+    def find(self, specs: Sequence[GrammarSpec]) -> Finding:
+        """Try grammars, the last of which has the others in it. Raises OverloadedError if no process can tell."""
         question = json.dumps([[spec.kind, spec.text] for spec in specs]).encode()
         with self._lock:
             for _ in range(2):  # a server that was killed from outside is started again
@@ -66,12 +89,11 @@ class GrammarTrials:
                 except (OSError, ValueError):
                     self._stop()
                     continue
-                if answer == _NO_VERDICT:
-                    break
-                if answer is None:
-                    return None
-                index, reason, limit = answer
-                return index, InvalidRequestError(reason, limit=limit)
+                if not isinstance(answer, str):
+                    return Finding(*answer)
+                if answer != _NO_VERDICT:
+                    log.error("a grammar could not be tried: %s", answer)
+                break
         raise OverloadedError("grammars cannot be compiled now", retry_after_seconds=RETRY_SECONDS)
 
     def _ask(self, question: bytes) -> bytes:
@@ -144,54 +166,86 @@ def _serve() -> None:
         _send(answers, json.dumps(_in_a_process(tokenizer, specs)).encode())
 
 
-def _in_a_process(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Any:
-    """The number of a refused grammar, the reason and the limit; None: none is refused; or _NO_VERDICT."""
+def _in_a_process(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Finding | str:
+    """What a process finds; or _NO_VERDICT, or the traceback of a fault that is no grammar's."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
-        try:
-            _limit()
-            for line in _verdicts(tokenizer, specs):
-                os.write(theirs, json.dumps(line).encode() + b"\n")
-        finally:
-            os._exit(0)
+        _try_all(tokenizer, specs, theirs)
     os.close(theirs)
     lines, late = _read(ours, pid)
     os.close(ours)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    if lines and lines[-1][0] == "verdict":
-        return lines[-1][1]
-    # Killed by another process: the kernel, for example, where the machine has no memory left.
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    if late == "works" or (killed and not late):
+    return _finding(lines, "hangs" if late == "hangs" else "" if late else _end_of(status), len(specs))
+
+
+def _try_all(tokenizer: Any, specs: Sequence[GrammarSpec], pipe: int) -> NoReturn:
+    """The process of a request's grammars."""
+
+    def write(line: Sequence[Any]) -> None:
+        os.write(pipe, json.dumps(line).encode() + b"\n")
+
+    status = 1
+    try:
+        _limit()
+        for line in _verdicts(tokenizer, specs):
+            write(line)
+        status = 0
+    except (MemoryError, RecursionError):
+        status = _MEMORY_ENDED
+    except BaseException:
+        write(("fault", traceback.format_exc()[-2000:]))
+    finally:
+        os._exit(status)
+
+
+def _end_of(status: int) -> str:
+    """How a process has ended because of a grammar: in its `time`, by a `crash`; empty: by anything else."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return "time" if number == signal.SIGPROF else "crash" if number in _CRASHES else ""
+    return "crash" if os.WEXITSTATUS(status) == _MEMORY_ENDED else ""
+
+
+def _finding(lines: Sequence[Sequence[Any]], end: str, count: int) -> Finding | str:
+    """`lines`: of the process; `end`: `hangs`, or as `_end_of` says; `count`: of the grammars."""
+    if not lines:
         return _NO_VERDICT
-    _, index, seconds = lines[-1] if lines else ("begins", 0, CPU_SECONDS)
-    if seconds < CPU_SECONDS:
-        return _all_too_much(specs)
-    return index, _TOO_MUCH, f"{CPU_SECONDS:g} s, {MEMORY_BYTES >> 20} MiB"
+    if lines[-1][0] == "verdict":
+        return Finding(*lines[-1][1])
+    if lines[-1][0] == "fault":
+        return str(lines[-1][1])
+    if not end:
+        return _NO_VERDICT
+    _, index, seconds = lines[-1]  # of the grammar that was being tried: those before it passed
+    if end == "time" and seconds < CPU_SECONDS:
+        return _all_too_much(index, count)
+    # Without those before it the grammar might have had memory enough. They are not tried a second time.
+    lasting = end == "time" or index == 0
+    return Finding(index, index, _TOO_MUCH, f"{CPU_SECONDS:g} s, {MEMORY_BYTES >> 20} MiB", lasting)
 
 
 def _verdicts(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Iterator[Sequence[Any]]:
-    """("begins", number of a grammar, its processor time in seconds), and at last ("verdict", …)."""
+    """("begins", number of a grammar, its processor time in seconds), and at last ("verdict", a Finding)."""
     for index, spec in enumerate(specs):
         seconds = min(CPU_SECONDS, TOTAL_CPU_SECONDS - time.process_time())
         if seconds <= 0:
-            yield "verdict", _all_too_much(specs)
+            yield "verdict", _all_too_much(index, len(specs))
             return
         yield "begins", index, seconds
         signal.setitimer(signal.ITIMER_PROF, seconds)
         if (refused := tried(tokenizer, spec)) is not None:
-            yield "verdict", (index, *refused)
+            yield "verdict", Finding(index, index, *refused)
             return
-    yield "verdict", None
+    yield "verdict", Finding(len(specs))
 
 
-def _all_too_much(specs: Sequence[GrammarSpec]) -> tuple[int, str, str]:
-    """The last one has all others in it."""
-    reason = f"its {len(specs)} parts take too much time together"
-    return len(specs) - 1, reason, f"{TOTAL_CPU_SECONDS:g} s"
+def _all_too_much(passed: int, count: int) -> Finding:
+    """Refuse the last one, which has all others in it, this time: of those that passed none is tried again."""
+    reason = f"its {count} parts take too much time together"
+    return Finding(passed, count - 1, reason, f"{TOTAL_CPU_SECONDS:g} s", lasting=False)
 
 
 def _read(pipe: int, pid: int) -> tuple[list[Any], str]:
@@ -254,7 +308,12 @@ def tried(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
             return refused.message, refused.limit
     elif reason := compiles(spec):
         return reason, ""
-    return _walked(make_matcher(spec, tokenizer), spec)
+    try:
+        return _walked(make_matcher(spec, tokenizer), spec)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        return "the library fails on it", ""
 
 
 def _walked(matcher: Any, spec: GrammarSpec) -> tuple[str, str] | None:

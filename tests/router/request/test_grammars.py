@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
+from router.request.grammar_trial import Finding
 from router.request.grammars import AskedGrammar, GrammarChecks, json_spec
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
@@ -148,8 +150,8 @@ async def test_a_killed_process_of_the_checks_is_started_again(checks):
 async def test_all_grammars_of_a_request_are_tried_in_one_process(checks, monkeypatch):
     asked = [AskedGrammar(f"tools[{i}]", json_spec({"const": f"one of {i}"})) for i in range(128)]
     trials: list[int] = []
-    refusal = checks._trials.refusal
-    monkeypatch.setattr(checks._trials, "refusal", lambda specs: trials.append(len(specs)) or refusal(specs))
+    find = checks._trials.find
+    monkeypatch.setattr(checks._trials, "find", lambda specs: trials.append(len(specs)) or find(specs))
     await checks.check("", *asked)
     await checks.check("", *asked)
     assert trials == [128]
@@ -176,28 +178,120 @@ def quick(monkeypatch):
     monkeypatch.setattr(grammar_trial, "_limit", lambda: None)
 
 
+def ends(number):
+    faulthandler.disable()
+    os.kill(os.getpid(), number)
+
+
+def fails(error):
+    raise error
+
+
+TOO_MUCH = (grammar_trial._TOO_MUCH, "0.2 s, 192 MiB", True)
+NO_VERDICT = grammar_trial._NO_VERDICT
+
+
 @pytest.mark.parametrize(
     ("work", "answer"),
     [
-        (lambda: works(9), (0, grammar_trial._TOO_MUCH, "0.2 s, 192 MiB")),
-        (lambda: works(0.12), (2, "its 3 parts take too much time together", "0.3 s")),
-        (lambda: time.sleep(9), (0, grammar_trial._TOO_MUCH, "0.2 s, 192 MiB")),
-        (lambda: os.kill(os.getpid(), signal.SIGSTOP), grammar_trial._NO_VERDICT),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), grammar_trial._NO_VERDICT),
-        (
-            lambda: (faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)),
-            (0, grammar_trial._TOO_MUCH, "0.2 s, 192 MiB"),
-        ),
+        (lambda: works(9), Finding(0, 0, *TOO_MUCH)),
+        (lambda: works(0.12), Finding(2, 2, "its 3 parts take too much time together", "0.3 s", False)),
+        (lambda: time.sleep(9), Finding(0, 0, *TOO_MUCH)),
+        (lambda: ends(signal.SIGSTOP), NO_VERDICT),
+        (lambda: ends(signal.SIGKILL), NO_VERDICT),
+        (lambda: ends(signal.SIGTERM), NO_VERDICT),
+        (lambda: ends(signal.SIGSEGV), Finding(0, 0, *TOO_MUCH)),
+        (lambda: ends(signal.SIGABRT), Finding(0, 0, *TOO_MUCH)),
+        (lambda: ends(signal.SIGBUS), Finding(0, 0, *TOO_MUCH)),
+        (lambda: fails(MemoryError()), Finding(0, 0, *TOO_MUCH)),
+        (lambda: fails(RecursionError()), Finding(0, 0, *TOO_MUCH)),
+        (lambda: None, Finding(3)),
     ],
-    ids=["works", "all work", "hangs", "has no processor", "killed", "crashes"],
+    ids=[
+        *("works", "all work", "hangs", "has no processor", "killed", "ended", "segv", "abort", "bus"),
+        *("memory", "depth", "passes"),
+    ],
 )
 def test_processor_time_decides_what_is_too_much(quick, monkeypatch, work, answer):
     """A stopped process stands for one that gets no processor."""
-    if answer == grammar_trial._NO_VERDICT:
+    if answer == NO_VERDICT:
         monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.4)
     monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: work())
     found = grammar_trial._in_a_process(None, SPECS)
-    assert (tuple(found) if isinstance(found, list) else found) == answer
+    assert found == answer and type(found) is type(answer)
+
+
+def test_a_fault_of_the_router_is_no_refusal(quick, monkeypatch):
+    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: fails(KeyError("ours")))
+    assert str(grammar_trial._in_a_process(None, SPECS)).endswith("KeyError: 'ours'\n")
+    monkeypatch.setattr(grammar_trial, "_limit", lambda: fails(OSError("no more files")))
+    assert str(grammar_trial._in_a_process(None, SPECS)).endswith("OSError: no more files\n")
+    monkeypatch.setattr(grammar_trial, "_limit", lambda: ends(signal.SIGSEGV))
+    assert grammar_trial._in_a_process(None, SPECS) == NO_VERDICT, "no grammar was begun"
+
+
+@pytest.fixture
+def stubbed(checks, quick, monkeypatch):
+    """Checks by processes of this module; returns the texts that each one was given. Grammars do what their texts say."""
+    works_of = {"slow": lambda: works(0.06), "evil": lambda: ends(signal.SIGABRT)}
+
+    def tried(tokenizer, spec):
+        works_of.get(spec.text.split()[0], lambda: None)()
+
+    trials: list[list[str]] = []
+
+    def find(specs):
+        trials.append([spec.text for spec in specs])
+        return grammar_trial._in_a_process(None, specs)
+
+    monkeypatch.setattr(grammar_trial, "tried", tried)
+    monkeypatch.setattr(checks._trials, "find", find)
+    monkeypatch.setattr(checks, "_checked", checks._checked.__class__())
+    return trials
+
+
+def asked_for(*texts):
+    return [AskedGrammar(f"field {text}", GrammarSpec("regex", text)) for text in texts]
+
+
+async def test_a_grammar_that_ends_the_process_is_never_allowed(checks, stubbed):
+    with pytest.raises(InvalidRequestError, match="field evil: it takes too much"):
+        await checks.check("", *asked_for("slow 1", "slow 2", "evil", "whole"))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="field evil"):
+            await checks.check("", *asked_for("evil"))
+    await checks.check("", *asked_for("whole"))
+    assert stubbed == [["slow 1", "slow 2", "evil", "whole"], ["evil"], ["whole"]]
+
+
+async def test_too_much_time_together_is_not_remembered(checks, stubbed):
+    many = [f"slow {i}" for i in range(8)]  # 0.48 s of 0.3
+    with pytest.raises(InvalidRequestError, match="field whole: its 9 parts take too much time together"):
+        await checks.check("", *asked_for(*many, "whole"))
+    passed = [text for text in many if asked_for(text)[0].spec.key in checks._checked]
+    assert 1 <= len(passed) <= 5 and passed == many[: len(passed)]
+    await checks.check("", *asked_for("whole"))
+    assert stubbed[1:] == [["whole"]]
+
+
+async def test_equal_grammars_in_flight_are_tried_once(checks, stubbed):
+    many = [f"slow {i}" for i in range(8)]
+    same = [checks.check("t", *asked_for(*many, "whole")) for _ in range(4)]
+    part = checks.check("t", *asked_for("slow 7", "own"))
+    *refused, allowed = await asyncio.gather(*same, part, return_exceptions=True)
+    assert all(isinstance(one, InvalidRequestError) for one in refused) and allowed is None
+    assert stubbed == [[*many, "whole"], ["own"], ["slow 7"]] and not checks._trying
+
+
+async def test_a_trial_that_no_request_waits_for_is_never_begun(checks, stubbed, monkeypatch):
+    first = asyncio.create_task(checks.check("t", *asked_for("slow")))
+    left = [asyncio.create_task(checks.check("t", *asked_for("left"))) for _ in range(2)]
+    stays = [asyncio.create_task(checks.check("t", *asked_for("stays"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    for task in (*left, stays[0]):
+        task.cancel()
+    await asyncio.gather(first, *left, *stays, return_exceptions=True)
+    assert stubbed == [["slow"], ["stays"]] and stays[1].exception() is None and not checks._trying
 
 
 async def test_load_is_no_refusal(checks, monkeypatch):
@@ -209,7 +303,9 @@ async def test_load_is_no_refusal(checks, monkeypatch):
         assert caught.value.retryable and caught.value.retry_after_seconds
     with monkeypatch.context() as patch:
         patch.setattr("router.request.grammars.CHECK_SECONDS", 0.02)
-        patch.setattr(checks._trials, "refusal", lambda specs: time.sleep(0.2))
+        patch.setattr(checks._trials, "find", lambda specs: time.sleep(0.2) or Finding(len(specs)))
         with pytest.raises(OverloadedError):
             await checks.check("", asked)
+        await asyncio.sleep(0.2)
+    assert asked.spec.key in checks._checked, "what is found after the deadline is remembered"
     await checks.check("", asked)
