@@ -78,12 +78,15 @@ class GrammarTrials:
         self._server: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Any] | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def find(self, specs: Sequence[GrammarSpec]) -> Finding:
         """Try grammars, the last of which has the others in it. Raises OverloadedError if no process can tell."""
         question = json.dumps([[spec.kind, spec.text] for spec in specs]).encode()
         with self._lock:
             for _ in range(2):  # a server that was killed from outside is started again
+                if self._closed:
+                    break
                 try:
                     answer = json.loads(self._ask(question))
                 except (OSError, ValueError):
@@ -104,11 +107,13 @@ class GrammarTrials:
                 stdout=subprocess.PIPE,
             )
             self._end = weakref.finalize(self, _end_server, self._server)
+            if self._closed:  # since the thread began to start it
+                raise OSError("the router ends")
             assert self._server.stdin is not None
             _send(self._server.stdin, self._settings)
         assert self._server.stdin is not None and self._server.stdout is not None
         _send(self._server.stdin, question)
-        if not select.select([self._server.stdout], [], [], SERVER_SECONDS)[0]:
+        if not _readable(self._server.stdout.fileno(), SERVER_SECONDS):
             raise OSError("it hangs")
         return _receive(self._server.stdout)
 
@@ -118,6 +123,8 @@ class GrammarTrials:
         self._server = None
 
     def close(self) -> None:
+        """End the server, and with it what a thread waits for."""
+        self._closed = True
         if self._end is not None:
             self._end()
 
@@ -129,6 +136,13 @@ def _end_server(server: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+def _readable(pipe: int, seconds: float) -> bool:
+    """Whether it has bytes, or has ended, in time. A router has more files than select() can name."""
+    waits = select.poll()
+    waits.register(pipe, select.POLLIN)
+    return bool(waits.poll(1000 * seconds))
 
 
 def _send(pipe: IO[bytes], message: bytes) -> None:
@@ -171,6 +185,7 @@ def _in_a_process(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Finding | str
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.close(ours)
         _try_all(tokenizer, specs, theirs)
     os.close(theirs)
     lines, late = _read(ours, pid)
@@ -189,6 +204,7 @@ def _try_all(tokenizer: Any, specs: Sequence[GrammarSpec], pipe: int) -> NoRetur
 
     status = 1
     try:
+        _leave_server()
         _limit()
         for line in _verdicts(tokenizer, specs):
             write(line)
@@ -252,7 +268,7 @@ def _read(pipe: int, pid: int) -> tuple[list[Any], str]:
     """What the process wrote, and what it does if it has not ended in time: it `works` or `hangs`."""
     raw, began, used, late = b"", time.monotonic(), -1, ""
     while not late:
-        if select.select([pipe], [], [], LOOK_SECONDS)[0]:
+        if _readable(pipe, LOOK_SECONDS):
             part = os.read(pipe, 65536)
             if not part:
                 break
@@ -285,11 +301,17 @@ def _limit() -> None:
     with contextlib.suppress(OSError), open("/proc/self/statm") as sizes:
         most = int(sizes.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(
-        devnull, 2
-    )  # what the library says before it is aborted is the client's doing, and not worth a log's line
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+def _leave_server() -> None:
+    """The server may be killed: the router then sees the end of its pipe, and this process ends soon by itself."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS + HANG_SECONDS)
+    devnull = os.open(os.devnull, os.O_RDWR)
+    # What the library says before it is aborted is the client's doing, and not worth a log's line.
+    for inherited in (0, 1, 2):
+        os.dup2(devnull, inherited)
 
 
 def tried(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:

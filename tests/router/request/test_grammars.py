@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import fcntl
 import json
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
-from router.request.grammar_trial import Finding
+from router.request.grammar_trial import Finding, GrammarTrials
 from router.request.grammars import AskedGrammar, GrammarChecks, json_spec
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
@@ -233,7 +235,7 @@ def test_a_fault_of_the_router_is_no_refusal(quick, monkeypatch):
 @pytest.fixture
 def stubbed(checks, quick, monkeypatch):
     """Checks by processes of this module; returns the texts that each one was given. Grammars do what their texts say."""
-    works_of = {"slow": lambda: works(0.06), "evil": lambda: ends(signal.SIGABRT)}
+    works_of: dict[str, Any] = {"slow": lambda: works(0.06), "evil": lambda: ends(signal.SIGABRT)}
 
     def tried(tokenizer, spec):
         works_of.get(spec.text.split()[0], lambda: None)()
@@ -292,6 +294,54 @@ async def test_a_trial_that_no_request_waits_for_is_never_begun(checks, stubbed,
         task.cancel()
     await asyncio.gather(first, *left, *stays, return_exceptions=True)
     assert stubbed == [["slow"], ["stays"]] and stays[1].exception() is None and not checks._trying
+
+
+def test_a_router_with_many_files_waits_for_its_pipes():
+    """select() fails for those from 1024 on."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    ours, theirs = os.pipe()
+    far = fcntl.fcntl(ours, fcntl.F_DUPFD, 1024)
+    try:
+        assert not grammar_trial._readable(far, 0.01)
+        os.write(theirs, b'["verdict", [1]]\n')
+        os.close(theirs)
+        assert grammar_trial._read(far, os.getpid()) == ([["verdict", [1]]], "")
+    finally:
+        os.close(ours)
+        os.close(far)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_process_of_grammars_outlives_its_server_by_seconds(quick, monkeypatch):
+    """It also keeps none of the server's pipes, whose end tells the router that the server has ended."""
+    monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.1)
+    monkeypatch.setattr(grammar_trial, "tried", lambda tokenizer, spec: time.sleep(30))
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        grammar_trial._try_all(None, SPECS, theirs)
+    os.close(theirs)
+    wrote, deadline = b"", time.monotonic() + 10
+    while not wrote and time.monotonic() < deadline:
+        wrote = os.read(ours, 65536)
+    assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in (0, 1, 2)] == [os.devnull] * 3
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.close(ours)
+    if ended == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) == signal.SIGALRM
+
+
+def test_a_closed_router_starts_no_process(monkeypatch):
+    trials = GrammarTrials("{}", 3, (2,))
+    started: list[None] = []
+    monkeypatch.setattr(trials, "_ask", lambda question: started.append(trials.close()) or b"")
+    with pytest.raises(OverloadedError):  # the server is killed while the thread waits for it
+        trials.find(SPECS)
+    assert len(started) == 1
 
 
 async def test_load_is_no_refusal(checks, monkeypatch):
