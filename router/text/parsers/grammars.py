@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.grammar.library import library_text
@@ -150,11 +151,15 @@ def _mistral(calls: _Calls) -> None:
         rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {listed})", calls.reasoning)
 
 
-def _mistral_args(calls: _Calls) -> None:
-    """A marker, a name and arguments for each call, as Mistral's models of 2025 write them."""
+def _mistral_args(calls: _Calls, *, call_id: bool = False) -> None:
+    """A marker, a name and arguments for each call, as Mistral's models of 2025 write them. `call_id`: an id may be behind
+    the name."""
     rules = calls.rules
+    body = rules.marks("[ARGS]")
+    if call_id:
+        body = rules.add("body", f"({rules.marks('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)? {body}")
     names = [
-        rules.add(f"call_{index}", f"{quoted(tool.name)} {rules.marks('[ARGS]')} {calls.arguments(tool)}")
+        rules.add(f"call_{index}", f"{quoted(tool.name)} {body} {calls.arguments(tool)}")
         for index, tool in enumerate(calls.tools)
     ]
     call = rules.add("call", f"({' | '.join(names)})")
@@ -209,11 +214,12 @@ def has_grammar(tool_parser: str) -> bool:
     return tool_parser in _FORMATS and _FORMATS[tool_parser] is not _pythonic
 
 
-_FORMATS = {
+_FORMATS: Mapping[str, Callable[[_Calls], None]] = {
     "hermes": _hermes,
     "llama3_json": _llama3_json,
     "mistral": _mistral,
     "mistral_args": _mistral_args,
+    "mistral_args_id": partial(_mistral_args, call_id=True),
     "gpt_oss": _gpt_oss,
     "pythonic": _pythonic,
 }

@@ -46,7 +46,9 @@ def find_reasoning_parser(template: str) -> str:
 
 def grammar_form(tool_parser: str, template: str) -> str:
     """The form in which a model writes the calls that `tool_parser` reads, for their grammar."""
-    return "mistral_args" if tool_parser == "mistral" and mistral.ARGUMENTS in template else tool_parser
+    if tool_parser != "mistral" or mistral.ARGUMENTS not in template:
+        return tool_parser
+    return "mistral_args_id" if mistral.CALL_ID in template else "mistral_args"
 
 
 def reasoning_texts(parser: str, rendered: str) -> Reasoning | None:

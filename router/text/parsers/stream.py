@@ -54,6 +54,7 @@ class Held:
     def __init__(self, *markers: str):
         self._markers = markers
         self._text = ""
+        self.space = ""  # between the text and the last marker
 
     def add(self, text: str) -> tuple[str, str, str]:
         """(text that precedes what waits or the marker, the marker or "", text behind it)"""
@@ -62,7 +63,9 @@ class Held:
         if found:
             place, marker = min(found)
             self._text = ""
-            return text[: _before_space(text, place)], marker, text[place + len(marker) :]
+            end = _before_space(text, place)
+            self.space = text[end:place]
+            return text[:end], marker, text[place + len(marker) :]
         keep = len(text) - max((_overlap(text, one) for one in self._markers), default=0)
         keep = _before_space(text, keep)
         self._text = text[keep:]
@@ -149,16 +152,16 @@ def whole_call(
     text: str, arguments: Sequence[str], names: Collection[str] | None = None
 ) -> tuple[str, str] | None:
     """Name and arguments, as JSON, of a call that is a whole JSON object, whatever the order of its members. With `names`
-    it has one of them, and arguments."""
+    it has one of them, and an object of arguments."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    if names is not None and (value["name"] not in names or not any(one in value for one in arguments)):
+    given: object = next((value[one] for one in arguments if one in value), {} if names is None else None)
+    if names is not None and (value["name"] not in names or not isinstance(given, dict)):
         return None
-    given: object = next((value[one] for one in arguments if one in value), {})
     try:
         return value["name"], json_text(given)
     except ValueError:
@@ -175,7 +178,7 @@ class Answer:
     """Collects a choice's parts, and numbers its calls."""
 
     def __init__(self, make_id: Callable[[], str], markers: Markers, names: Collection[str] | None = None):
-        """`names`: of functions that are called; None = any."""
+        """`names`: of functions that are called, with objects of arguments; None = any function, with any arguments."""
         self._make_id, self._markers = make_id, markers
         self.names = names
         self._parts: list[Part] = []

@@ -20,6 +20,7 @@ class Hermes:
         self._call: JsonCall | None = None
         self._further = False  # the call is not the first one behind its marker
         self._left_out = False  # text behind a call that is none has come
+        self._marked = self._begin  # the call's marker, with the space before it if this is content
         self._trims = False  # white space behind a marker is left out
 
     def feed(self, text: str) -> None:
@@ -30,13 +31,14 @@ class Hermes:
         if self._call is None:
             self._show(self._text.rest())
         elif self._call.state == "head" and not self._further:
-            self._answer.content(self._begin + self._call.head)
+            self._answer.content(self._marked + self._call.head)
 
     def _content(self, text: str) -> str:
         before, marker, rest = self._text.add(text)
         self._show(before)
         if marker:
             self._call, self._behind, self._further = self._new_call(), Held(self._begin, self._end), False
+            self._marked = marker if self._trims else self._text.space + marker
         return rest
 
     def _new_call(self) -> JsonCall:
@@ -50,7 +52,7 @@ class Hermes:
             self._left_out = True
         if call.state == "failed":
             self._call, self._trims = None, False
-            self._answer.content(self._begin)
+            self._answer.content(self._marked)
             return call.head + text
         if call.state != "done":
             return ""
@@ -64,6 +66,7 @@ class Hermes:
             self._call = self._new_call() if marker == self._begin else None
             self._behind, self._trims = Held(self._begin, self._end), True
             self._further = self._left_out = False
+            self._marked = self._begin
         return rest
 
     def _show(self, text: str) -> None:

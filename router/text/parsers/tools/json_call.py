@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -55,16 +56,7 @@ class JsonCall:
         limit = min(limit, MAX_HEAD)
         found = self._pattern.match(self.head)
         if found is not None and found.end() <= limit:
-            try:
-                name = json.loads(found[1])
-            except ValueError:
-                name = None
-            if name is None or (self._answer.names is not None and name not in self._answer.names):
-                self.state = "failed"
-                return ""
-            self._answer.call(name)
-            self.state = "arguments"
-            return self.head[found.end() :]
+            return self._begin(found, limit)
         begin = self.head.lstrip()
         end = self._whole.end(text)
         fits = end >= 0 and before + end <= limit
@@ -79,3 +71,23 @@ class JsonCall:
         if end >= 0 or (begin and begin[0] != "{") or len(self.head) > limit:
             self.state = "failed"
         return ""
+
+    def _begin(self, found: re.Match[str], limit: int) -> str:
+        """Begin the call of a head, and return the text behind this. Where calls are of certain functions, they have an
+        object of arguments, whose beginning is waited for."""
+        names, rest = self._answer.names, self.head[found.end() :]
+        try:
+            name = json.loads(found[1])
+        except ValueError:
+            name = None
+        if name is None or (names is not None and name not in names):
+            self.state = "failed"
+            return ""
+        begun = rest.lstrip()
+        if names is not None and begun[:1] != "{":
+            if begun or len(self.head) > limit:
+                self.state = "failed"
+            return ""
+        self._answer.call(name)
+        self.state = "arguments"
+        return rest

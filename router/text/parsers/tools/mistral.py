@@ -23,6 +23,7 @@ class Mistral:
             rf"\s*([A-Za-z0-9_.-]+)(?:{call_id}[A-Za-z0-9]*)?\s*(?:{arguments}\s*(?={{)|(?={{))"
         )
         self._text = Held(self._begin)
+        self._marked = self._begin  # the last marker, with the space before it
         self._head = ""  # behind the marker, until the form of the call is known
         self._state = "content"  # head, value (arguments behind a name), list
         self._value = JsonValue()
@@ -43,7 +44,7 @@ class Mistral:
         if self._state == "content":
             self._answer.content(self._text.rest())
         elif self._state == "head":
-            self._answer.content(self._begin + self._head)
+            self._answer.content(self._marked + self._head)
         elif self._state == "list":
             begun = self._call.head if self._call is not None and self._call.state == "head" else ""
             self._answer.content(self._begun + begun)
@@ -52,7 +53,7 @@ class Mistral:
         before, marker, rest = self._text.add(text)
         self._answer.content(before)
         if marker:
-            self._state, self._head = "head", ""
+            self._state, self._head, self._marked = "head", "", self._text.space + marker
         return rest
 
     def _in_head(self, text: str) -> str:
@@ -61,16 +62,18 @@ class Mistral:
         room = len(self._head) - len(begun) <= MAX_HEAD
         if begun[:1] == "[" and room:
             self._state, self._call = "list", None
-            self._begun = self._begin + self._head[: len(self._head) - len(begun) + 1]
+            self._begun = self._marked + self._head[: len(self._head) - len(begun) + 1]
             return begun[1:]
         found = self._name.match(self._head)
-        if found is not None and found.end() <= MAX_HEAD:
+        names = self._answer.names
+        other = found is not None and names is not None and found[1] not in names
+        if found is not None and not other and found.end() <= MAX_HEAD:
             self._answer.call(found[1])
             self._state, self._value = "value", JsonValue()
             return self._head[found.end() :]
-        if len(self._head) > MAX_HEAD or self._begin in self._head:
+        if other or len(self._head) > MAX_HEAD or self._begin in self._head:
             self._state, text = "content", self._head
-            self._answer.content(self._begin)
+            self._answer.content(self._marked)
             return text
         return ""
 

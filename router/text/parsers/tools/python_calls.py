@@ -122,7 +122,9 @@ class PythonCalls:
             return len(text)
         at = special.start()
         if special[0] == "\\":
-            end = at + 2 if at + 2 <= len(text) else at
+            two = text.startswith("\r", at + 1) and text[at + 2 : at + 3] in ("\n", "")  # one line end
+            end = at + 3 if two else at + 2
+            end = end if end <= len(text) else at
             self._body.append(text[place:end])
             return end
         if special[0] in "\r\n":

@@ -46,7 +46,9 @@ class Pythonic:
     def end(self) -> None:
         if self._state == "content":
             return
-        if not self._calls.complete:
+        names = self._answer.names
+        known = names is None or all(name in names for name, _ in self._calls.calls)
+        if not self._calls.complete or not known:
             self._give_up()
             return
         for name, arguments in self._calls.calls:

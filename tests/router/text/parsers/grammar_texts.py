@@ -17,7 +17,7 @@ EOS = 2
 _FIRST = 400
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]"),
-    *("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"),
+    *("[CALL_ID]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"),
 )
 
 

@@ -29,7 +29,7 @@ OPENED = Reasoning("<think>", "</think>", opened=True)
 HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", opened=False)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
 FLAG_CALL = '<tool_call>\n{"name":"weather_flag","arguments":{"on":true}}\n</tool_call>'
-FORMATS = ["hermes", "llama3_json", "mistral", "mistral_args", "gpt_oss"]
+FORMATS = ["hermes", "llama3_json", "mistral", "mistral_args", "mistral_args_id", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
@@ -55,6 +55,10 @@ VALID = {
     ),
     "mistral_args": (
         '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+        '[TOOL_CALLS]weather_flag[ARGS]{"on": true}',
+    ),
+    "mistral_args_id": (
+        '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Rome"}',
         '[TOOL_CALLS]weather_flag[ARGS]{"on": true}',
     ),
     "gpt_oss": (
@@ -141,7 +145,7 @@ def test_arguments_of_strict_tools_match_where_the_model_is_free_to_call(matched
     assert matched.accepts(single, f"{CALL} done") and not matched.accepts(single, f"{CALL}\n{CALL}")
 
 
-@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "mistral_args", "gpt_oss"])
+@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "mistral_args", "mistral_args_id", "gpt_oss"])
 def test_strict_tools_in_other_formats(matched, parser):
     tools = [Tool("weather", None, WEATHER, strict=True), Tool("weather_flag", None, FLAG)]
     spec = grammar(matched, parser, tools, must=False)
@@ -268,7 +272,7 @@ def test_whatever_the_mask_allows_is_calls_or_the_answer(matched, parser):
         assert ended is not None
         names = ["weather_flag"]
         source = format_of(
-            parser.removesuffix("_args"),
+            parser.removesuffix("_id").removesuffix("_args"),
             "gpt_oss" if parser == "gpt_oss" else "",
             opened=False,
             special=special,
@@ -307,10 +311,27 @@ def test_an_answer_that_looks_like_a_call_of_another_function_is_content():
         '{"name":"weather"}',
         '{"name":"Ada","parameters":3}',
         '{"parameters":3,"name":"Ada"}',
+        '{"name":"weather","parameters":3}',
+        '{"name":"weather","parameters": ["a"]}',
+        '{"parameters":3,"name":"weather"}',
+        '{"name":"weather","parameters":  ',
     ):
         for names, expected in ((["weather"], ([], text)), (None, None)):
             source = format_of("llama3_json", "", opened=False, special={}, names=names)
             found = read_parts(source.parser(), list(text))
             assert found == expected or (names is None and found[0])
+    for parser, text in [
+        ("mistral", 'a \n[TOOL_CALLS]wind{"a": 1} b'),
+        ("mistral", '[TOOL_CALLS]wind[ARGS]{"a": 1}'),
+        ("mistral", '[TOOL_CALLS][{"name": "wind", "arguments": {}}]'),
+        ("pythonic", "[weather(a=1), wind()]"),
+        ("hermes", 'a \n<tool_call>{"name": "weather", "arguments": 3}</tool_call>'),
+    ]:
+        parsed = format_of(parser, "", opened=False, special={}, names=["weather"])
+        for pieces in ([text], list(text)):
+            assert read_parts(parsed.parser(), pieces) == ([], text)
+    for parser, text in [("mistral", '[TOOL_CALLS]weather{"a": 1}'), ("pythonic", "[weather(a=1)]")]:
+        parsed = format_of(parser, "", opened=False, special={}, names=["weather"])
+        assert read_parts(parsed.parser(), list(text)) == ([("weather", '{"a": 1}')], "")
     source = format_of("llama3_json", "", opened=False, special={}, names=["weather"])
     assert read_parts(source.parser(), VALID["llama3_json"][0])[0] == [("weather", '{"city": "Rome"}')]

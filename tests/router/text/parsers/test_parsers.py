@@ -161,6 +161,13 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
         ("", '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>', []),
     ),
+    ("hermes", "", False, "Well \n<tool_call>no</tool_call>", ("", "Well \n<tool_call>no</tool_call>", [])),
+    ("hermes", "", False, 'Well \n<tool_call>{"na', ("", 'Well \n<tool_call>{"na', [])),
+    ("hermes", "", False, f"{CALL}\n<tool_call>no", ("", "<tool_call>no", [F])),
+    ("mistral", "", False, "Well \n[TOOL_CALLS] no", ("", "Well \n[TOOL_CALLS] no", [])),
+    ("mistral", "", False, "Well \n[TOOL_CALLS] [no", ("", "Well \n[TOOL_CALLS] [no", [])),
+    ("pythonic", "", False, "[f(a='x\\\r\ny')]", ("", "", [("f", '{"a": "xy"}')])),
+    ("pythonic", "", False, "[f(a='x\\\ry', b=r'\\\r\n')]", ("", "", [("f", '{"a": "xy", "b": "\\\\\\n"}')])),
     ("pythonic", "", False, "[f(a=true, b=[null])]", ("", "", [("f", '{"a": true, "b": [null]}')])),
     (
         "llama3_json",
@@ -299,6 +306,7 @@ def test_templates_tell_formats():
     assert find_reasoning_parser("content.split('</think>')") == "think"
     assert find_reasoning_parser("'[THINK]' + thought + '[/THINK]'") == "mistral"
     assert grammar_form("mistral", "[TOOL_CALLS]' + name + '[ARGS]") == "mistral_args"
+    assert grammar_form("mistral", "[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]") == "mistral_args_id"
     assert (
         grammar_form("mistral", "[TOOL_CALLS] [") == "mistral"
         and grammar_form("hermes", "[ARGS]") == "hermes"
