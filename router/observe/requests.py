@@ -71,6 +71,7 @@ class RouterMetrics:
         families = {one.name: one.create_family() for one in (declared.STAGES, *_HISTOGRAMS)}
         for family in families.values():
             registry.register(family)
+        registry.register(self.tenants)
         self._families = families
         self._by_model: dict[str, _OfModel] = {}
         for model in models:
