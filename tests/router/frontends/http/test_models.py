@@ -157,6 +157,8 @@ async def test_a_key_leads_to_its_models_only(gateway: StubGateway) -> None:
             refused.json()["error"]["message"].replace("tiny", "none") == unknown.json()["error"]["message"]
         )
         assert (await client.post("/tokenize", json={"model": "tiny", "prompt": "a"})).status_code == 404
+        document = (await client.get("/openapi.json")).text
+        assert '"tiny"' not in document and '"enum":["second","two"]' in document
 
 
 async def test_a_full_model_is_not_shown_to_keys_without_it(gateway: StubGateway) -> None:
