@@ -105,7 +105,8 @@ class Serving:
 
         def admit(prompts: int) -> None:
             for _ in range(prompts):
-                held.enter_context(self.gateway.admission.admit(caller, connection)).of_model(place.model)
+                further = held.enter_context(self.gateway.admission.admit(caller, connection))
+                self.gateway.take_of_model(further, caller, place.model)
 
         async with self.admitted(request) as (held, place):
             # While its client does not read, only the answer's bytes are kept: what it is made of takes many times more.

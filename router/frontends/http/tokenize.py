@@ -91,7 +91,7 @@ class Tokenizing:
             )
             gateway.enter_model(place, caller, body.get("model"))
             asked_id = request_id(request)
-            async with gateway.counted(caller):
+            async with gateway.counted(caller, gateway.model(body.get("model")).name):
                 made = await answer(body, caller)
             shown = {"x-request-id": request.headers["x-request-id"]} if asked_id else {}
             del body

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
-from cluster.security.keys import Caller, RateLimits
+from cluster.security.keys import Caller, ModelLimits, RateLimits
 from router.admission import descriptors
 from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
@@ -385,19 +385,33 @@ async def test_a_request_that_no_worker_sees_is_charged_once_and_settled_without
     calls: list[tuple[Any, ...]] = []
 
     class Quota:
-        async def charge(self, tenant: str, limits: RateLimits, tokens: int) -> str:
-            calls.append(("charge", tenant, limits, tokens))
-            return "charge 1"
+        async def charge(self, tenant: str, limits: RateLimits, tokens: int, *, model: str) -> str:
+            calls.append(("charge", tenant, limits, tokens, model))
+            if model == "full":
+                raise OverloadedError("of this model")
+            return f"charge {model}"
 
-        async def settle(self, charge: str, use: Use) -> None:
+        async def settle(self, charge: str, use: Use | None) -> None:
             calls.append(("settle", charge, use))
 
     gateway = object.__new__(RequestGateway)
     gateway.services = SimpleNamespace(quota=Quota())  # type: ignore[assignment]
     gateway.config = RouterConfig(model=Path("m"), tokens_per_minute_per_tenant=7)
+    of_model = ModelLimits(requests_per_minute=2)
+    caller = Caller("acme", rate_limits=RateLimits(3, 5), model_limits={"m": of_model, "full": of_model})
+    of_all, of_one = ("charge", "acme", RateLimits(3, 5), 0, ""), ("charge", "acme", RateLimits(2), 0, "m")
     with contextlib.suppress(ContextLengthError):
-        async with gateway.counted(Caller("acme", rate_limits=RateLimits(3, 5))):
+        async with gateway.counted(caller, "other"):
             assert len(calls) == 1
             if fails:
                 raise ContextLengthError("too long")
-    assert calls == [("charge", "acme", RateLimits(3, 5), 0), ("settle", "charge 1", Use(0, 0))]
+    assert calls == [of_all, ("settle", "charge ", Use(0, 0))]
+    calls.clear()
+    async with gateway.counted(caller, "m"):
+        assert calls == [of_all, of_one]
+    assert calls[2:] == [("settle", "charge ", Use(0, 0)), ("settle", "charge m", Use(0, 0))]
+    calls.clear()
+    with pytest.raises(OverloadedError):
+        async with gateway.counted(caller, "full"):
+            pass
+    assert calls[-1] == ("settle", "charge ", None), "refused by the second: not counted by the first"
