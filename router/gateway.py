@@ -280,8 +280,8 @@ class RequestGateway:
         try:
             for limits, of_model in self._buckets(caller, model):
                 if caller.tenant and limits.requests_per_minute:
-                    charge = self.services.quota.charge(caller.tenant, limits, 0, model=of_model)
-                    charges.append(await charge)
+                    quota = self.services.quota
+                    charges.append(await quota.charge(caller.tenant, limits, 0, model=of_model))
             used = Use(0, 0)
             yield
         finally:

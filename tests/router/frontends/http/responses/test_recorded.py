@@ -224,9 +224,9 @@ def test_a_shortened_conversation_is_rendered_twice_and_each_time_counts(gateway
         made.append("rendered")
         return await chat(*given, **named)
 
-    def charged(caller: Caller) -> Any:
+    def charged(caller: Caller, model: str) -> Any:
         made.append("charged")
-        return counted(caller)
+        return counted(caller, model)
 
     monkeypatch.setattr(gateway.first.text, "chat", rendered)
     monkeypatch.setattr(gateway, "counted", charged)
