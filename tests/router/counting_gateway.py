@@ -24,7 +24,7 @@ class Gateway(SimpleNamespace):
     check_message = RequestGateway.check_message
     grammars: Any = None
     _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
-    _rate_limits = RequestGateway._rate_limits
+    _rate_limits, _buckets = RequestGateway._rate_limits, RequestGateway._buckets
 
 
 class Text:
