@@ -208,12 +208,8 @@ async def test_a_message_is_refused_before_it_is_parsed_only_if_it_names_the_ful
             place, hint = MagicMock(), model_hint.of_message(raw)
             place.of_model.side_effect = OverloadedError("full")
             try:
-                await here.expect_model(
-                    place,
-                    ANYONE,
-                    hint,
-                    partial(model_hint.message_names, raw, hint, pb.GenerateRequest()),
-                )
+                is_right = partial(model_hint.message_names, raw, hint, pb.GenerateRequest())
+                await here.expect_model(place, ANYONE, hint, is_right)
                 refused[raw] = False
             except OverloadedError:
                 refused[raw] = True
