@@ -91,9 +91,10 @@ class ByteBudget:
         """In this process."""
         return self._all.here(ALL)
 
-    def most(self, tenant: str) -> int:
+    def most(self, tenant: str, model: str = "") -> int:
         """That one holder may have."""
-        return min(self._limit, self._tenant_limit) if tenant else self._limit
+        limits = [self._limit, *([self._tenant_limit] if tenant else [])]
+        return min([*limits, *([self._model_limit] if model and self._model_limit else [])])
 
     def hold(self, tenant: str) -> HeldBytes:
         return HeldBytes(self, tenant)
@@ -151,6 +152,12 @@ class HeldBytes:
         more = size - FREE_BYTES - self._counted
         if more > 0:
             self._budget.acquire(self.tenant, more)
+            try:
+                if self._model:
+                    self._budget.acquire_of_model(self._model, more)
+            except OverloadedError:
+                self._budget.release(self.tenant, more)
+                raise
             self._counted += more
 
     def of_model(self, model: str) -> None:
@@ -160,11 +167,17 @@ class HeldBytes:
             self._budget.acquire_of_model(model, self._counted)
             self._model = model
 
-    def hold_answer(self, size: int) -> None:
-        """Count the bytes of the request's answer in place of its body's; of one that is larger than the budget, as many
-        as it has. Raises OverloadedError; nothing is held then."""
+    def hold_answer(self, size: int, model: str = "") -> None:
+        """Count the bytes of the request's answer, for this model, in place of its body's; of one that is larger than the
+        budget, as many as it has. Raises OverloadedError; nothing is held then."""
         self.release()
-        self.grow_to(min(size, FREE_BYTES + self._budget.most(self.tenant)))
+        self.grow_to(min(size, FREE_BYTES + self._budget.most(self.tenant, model)))
+        try:
+            if model:
+                self.of_model(model)
+        except OverloadedError:
+            self.release()
+            raise
 
     def keep(self, size: int) -> None:
         """From now on only so many bytes are held: of the body, or made from it. Raises OverloadedError if they are more

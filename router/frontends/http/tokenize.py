@@ -96,7 +96,7 @@ class Tokenizing:
             shown = {"x-request-id": request.headers["x-request-id"]} if asked_id else {}
             del body
             response = Response(made, media_type="application/json", headers=shown)
-            await self._serving.deliver(request, response, place.body)
+            await self._serving.deliver(request, response, place)
 
     async def tokenize(self, request: Exchange) -> None:
         await self.answer(request, self._tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from cluster.security.keys import Caller, ModelLimits, RateLimits
 from router.admission import descriptors
-from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
+from router.admission.admission import FREE_BYTES, MODEL_HOLDER, Admission, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService
@@ -33,6 +34,30 @@ MIB = 1 << 20
 
 def budget(limit: int, tenant_limit: int) -> ByteBudget:
     return ByteBudget(limit, tenant_limit, lambda tenant: None)
+
+
+def test_bytes_of_a_model_return_to_zero_in_any_order() -> None:
+    """Bodies that grow, what answers repeat, and answers: no model takes more than its share, none keeps any."""
+    draw, models = random.Random(7), ("a", "b")
+    bodies = ByteBudget(8 * MIB, 8 * MIB, lambda tenant: None, model_limit=4 * MIB)
+    counted = bodies._tenants
+    for _ in range(300):
+        held = [bodies.hold("t") for _ in range(3)]
+        for _ in range(12):
+            one, size = draw.choice(held), draw.randrange(5 * MIB)
+            calls = (
+                lambda one=one, size=size: one.grow_to(size),
+                lambda one=one: one.of_model(draw.choice(models)),
+                lambda one=one, size=size: one.keep(size),
+                lambda one=one, size=size: one.hold_answer(size, draw.choice(models)),
+                one.release,
+            )
+            with contextlib.suppress(OverloadedError):
+                draw.choice(calls)()
+            assert all(0 <= counted.here(MODEL_HOLDER + model) <= 4 * MIB for model in models)
+        for one in held:
+            one.release()
+        assert bodies.held == 0 and not any(counted.here(MODEL_HOLDER + model) for model in models)
 
 
 def test_an_answer_takes_the_place_of_its_body_and_fits_an_empty_budget() -> None:
