@@ -93,8 +93,9 @@ class ByteBudget:
 
     def most(self, tenant: str, model: str = "") -> int:
         """That one holder may have."""
-        limits = [self._limit, *([self._tenant_limit] if tenant else [])]
-        return min([*limits, *([self._model_limit] if model and self._model_limit else [])])
+        of_tenant = self._tenant_limit if tenant else self._limit
+        of_model = self._model_limit if model and self._model_limit else self._limit
+        return min(self._limit, of_tenant, of_model)
 
     def hold(self, tenant: str) -> HeldBytes:
         return HeldBytes(self, tenant)
