@@ -69,23 +69,28 @@ class RequestGateway:
         model = self._allowed(caller, asked)
         if model is None:
             place.leave_model()
-            return
+        else:
+            self.take_of_model(place, caller, model.name)
+
+    def take_of_model(self, place: Place, caller: Caller, model: str) -> None:
+        """Count a request as one of a model of this router; "" = of none. Raises OverloadedError."""
         try:
-            place.of_model(model.name)
+            place.of_model(model)
         except OverloadedError:
-            self.metrics.overloaded(caller.tenant, model.name)
+            self.metrics.overloaded(caller.tenant, model)
             raise
 
     async def expect_model(
-        self, place: Place, caller: Caller, hint: str, is_right: Callable[[], bool] = lambda: True
+        self, place: Place, caller: Caller, hint: str, is_right: Callable[[], bool]
     ) -> str:
         """Count a request, before it is parsed, as one of the model that it seems to name, and return that model's name.
-        "": it is none of this router's. `is_right`: whether the request does name it.
+        "": it is none of this router's, or none of the key's, whose places a request never takes. `is_right`: whether the
+        request does name it.
 
         Raises OverloadedError, only where the hint is right.
         """
         model = self._found(hint)
-        if model is None:
+        if model is None or not caller.may_name(model.validator.limits.named(hint)):
             return ""
         try:
             place.of_model(model.name)
@@ -229,20 +234,18 @@ class RequestGateway:
         if not caller.tenant:
             yield
             return
-        quota, limits = self.services.quota, self._rate_limits(caller)
-        of_model = caller.limits_of(model).rate_limits
+        quota, buckets = self.services.quota, self._buckets(caller, model)
         async with contextlib.AsyncExitStack() as held:
             if resumed and costly:
                 wait = self.config.request_seconds
-                buckets = {"": limits, model: of_model} if model else {"": limits}
                 await held.enter_async_context(quota.check_resumed(caller.tenant, buckets, wait))
             elif not resumed:
-                quota.check(caller.tenant, limits)
-                quota.check(caller.tenant, of_model, model)
+                for limits, of_model in buckets:
+                    quota.check(caller.tenant, limits, of_model)
             try:
                 yield
             except (InvalidRequestError, ForbiddenError):
-                async with self.counted(caller):
+                async with self.counted(caller, model):
                     pass
                 raise
 
@@ -268,16 +271,25 @@ class RequestGateway:
             yield dispatcher
 
     @contextlib.asynccontextmanager
-    async def counted(self, caller: Caller) -> AsyncIterator[None]:
-        """Charge the tenant's quota one request that no worker sees. Raises OverloadedError."""
-        limits = self._rate_limits(caller)
-        counts = caller.tenant and limits.requests_per_minute
-        charge = await self.services.quota.charge(caller.tenant, limits, 0) if counts else None
+    async def counted(self, caller: Caller, model: str) -> AsyncIterator[None]:
+        """Charge the tenant's quotas, of all models and of this one, a request that no worker sees. Raises
+        OverloadedError."""
+        charges = []
+        used: Use | None = None  # not served, until every quota had room
         try:
+            for limits, of_model in self._buckets(caller, model):
+                if caller.tenant and limits.requests_per_minute:
+                    quota = self.services.quota
+                    charges.append(await quota.charge(caller.tenant, limits, 0, model=of_model))
+            used = Use(0, 0)
             yield
         finally:
-            if charge is not None:
-                await self.services.quota.settle(charge, Use(0, 0))
+            for charge in filter(None, charges):
+                await self.services.quota.settle(charge, used)
+
+    def _buckets(self, caller: Caller, model: str) -> tuple[tuple[RateLimits, str], ...]:
+        """A tenant's limits, each with its model; "" = all."""
+        return (self._rate_limits(caller), ""), (caller.limits_of(model).rate_limits, model)
 
     def leave(self) -> None:
         """Fail readiness probes from now on; new requests are still admitted."""

@@ -115,11 +115,15 @@ class Autoscaler:
         return decisions[0]
 
     def _observe(self, model: str, workers: Sequence[WorkerInfo], pools: Pools) -> Observation:
-        """A worker that names no model, or none of these, counts as the first one's, as a router places on it."""
+        """Of several models, a worker that names no model is the first one's, and one that names none of these is of no
+        pool, as a router places on it. Where the first one's name is not known, all others are its workers."""
         first, *further = self._platforms
-        of_model = [
-            one for one in workers if (one.served_model if one.served_model in further else first) == model
-        ]
+
+        def model_of(one: WorkerInfo) -> str:
+            own = one.served_model
+            return own if own in further or (own and first and further) else first
+
+        of_model = [one for one in workers if model_of(one) == model]
         return Observation(*(_observe(role, of_model, pools[model, role]) for role in ROLES))
 
     def _act(self, decisions: Sequence[Decision], pools: Pools) -> None:

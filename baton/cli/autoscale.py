@@ -68,6 +68,15 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
         return self
 
     @model_validator(mode="after")
+    def _pools_differ(self) -> Self:
+        """Two policies that size one StatefulSet would undo each other's changes, and count its GPUs twice."""
+        sets = [self.stateful_sets, *(one.stateful_sets for one in self.models)]
+        names = [name for one in sets for name in (one.prefill, one.decode)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"stateful_sets: {twice[0]} is two pools'")
+        return self
+
+    @model_validator(mode="after")
     def _budget_covers_all(self) -> Self:
         pools = [self.prefill, self.decode]
         for one in self.models:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from bench.context import Context
     from cluster.config.worker import EngineConfig
-    from engine.lora.loaded import NoAdapters
     from engine.model.config import ModelConfig
     from engine.parallel.group import DistributedGroup
     from engine.plan import StepPlan
@@ -68,13 +67,14 @@ class _Runner:
     """A model that computes nothing. `sending_seconds`: of each step, from its plan to the other
     rank's buffers."""
 
-    adapters = NoAdapters()
-
     def __init__(
         self, config: EngineConfig, model: ModelConfig, blocks: int, group: DistributedGroup, end: Connection
     ):
         import torch
 
+        from engine.lora.loaded import NoAdapters
+
+        self.adapters = NoAdapters()
         self.num_blocks, self.page_size, self.num_ranks = blocks, config.page_size, 2
         self.config, self.model_config, self.device = config, model, torch.device("cpu")
         self.sending_seconds: list[float] = []

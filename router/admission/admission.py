@@ -17,6 +17,12 @@ RETRY_SECONDS = 1.0
 MODEL_HOLDER = "\0model:"  # begins holders in the tally of tenants, whose names are printable
 
 
+def most_holders(config: RouterConfig) -> int:
+    """Names under which requests in flight can count at once: each request's tenant, and what that has of one model; and
+    the models."""
+    return 2 * config.max_concurrent_requests + len(config.model_names)
+
+
 class ConcurrencyLimiter:
     """Counts requests in flight by holder."""
 
@@ -25,12 +31,12 @@ class ConcurrencyLimiter:
         self._what = what
         self._taken = LocalTally() if taken is None else taken
 
-    def acquire(self, holder: str, limit: int) -> None:
-        """Raises OverloadedError when the holder has `limit`; 0 = no limit."""
+    def acquire(self, holder: str, limit: int, where: str = "") -> None:
+        """Raises OverloadedError, which names the holder and `where`, when it has `limit`; 0 = no limit."""
         if self._taken.add(holder, 1) > limit > 0:
             self._taken.add(holder, -1)
             raise OverloadedError(
-                f"this {self._what} has {limit} requests in flight",
+                f"this {self._what} has {limit} requests in flight{where}",
                 field=self._what,
                 limit=str(limit),
                 retry_after_seconds=RETRY_SECONDS,
@@ -85,9 +91,11 @@ class ByteBudget:
         """In this process."""
         return self._all.here(ALL)
 
-    def most(self, tenant: str) -> int:
+    def most(self, tenant: str, model: str = "") -> int:
         """That one holder may have."""
-        return min(self._limit, self._tenant_limit) if tenant else self._limit
+        of_tenant = self._tenant_limit if tenant else self._limit
+        of_model = self._model_limit if model and self._model_limit else self._limit
+        return min(self._limit, of_tenant, of_model)
 
     def hold(self, tenant: str) -> HeldBytes:
         return HeldBytes(self, tenant)
@@ -109,13 +117,17 @@ class ByteBudget:
             self._tenants.add(tenant, -count)
 
     def acquire_of_model(self, model: str, count: int) -> None:
-        """Count bytes that were acquired as those of a request for the model too. Raises OverloadedError."""
-        if self._tenants.add(MODEL_HOLDER + model, count) > self._model_limit > 0:
+        """Count bytes that were acquired as those of a request for the model too, where models have a limit. Raises
+        OverloadedError."""
+        if not self._model_limit:
+            return
+        if self._tenants.add(MODEL_HOLDER + model, count) > self._model_limit:
             self.release_of_model(model, count)
             raise _full("this model", self._model_limit)
 
     def release_of_model(self, model: str, count: int) -> None:
-        self._tenants.add(MODEL_HOLDER + model, -count)
+        if self._model_limit:
+            self._tenants.add(MODEL_HOLDER + model, -count)
 
 
 def _full(whose: str, limit: int) -> OverloadedError:
@@ -141,25 +153,37 @@ class HeldBytes:
         more = size - FREE_BYTES - self._counted
         if more > 0:
             self._budget.acquire(self.tenant, more)
+            try:
+                if self._model:
+                    self._budget.acquire_of_model(self._model, more)
+            except OverloadedError:
+                self._budget.release(self.tenant, more)
+                raise
             self._counted += more
 
     def of_model(self, model: str) -> None:
         """Count it, once whole, as the body of a request for this model. Raises OverloadedError."""
         if self._counted and model != self._model:
-            self._leave_model()
+            self.leave_model()
             self._budget.acquire_of_model(model, self._counted)
             self._model = model
 
-    def hold_answer(self, size: int) -> None:
-        """Count the bytes of the request's answer in place of its body's; of one that is larger than the budget, as many
-        as it has. Raises OverloadedError; nothing is held then."""
+    def hold_answer(self, size: int, model: str = "") -> None:
+        """Count the bytes of the request's answer, for this model, in place of its body's; of one that is larger than the
+        budget, as many as it has. Raises OverloadedError; nothing is held then."""
         self.release()
-        self.grow_to(min(size, FREE_BYTES + self._budget.most(self.tenant)))
+        self.grow_to(min(size, FREE_BYTES + self._budget.most(self.tenant, model)))
+        try:
+            if model:
+                self.of_model(model)
+        except OverloadedError:
+            self.release()
+            raise
 
     def keep(self, size: int) -> None:
         """From now on only so many bytes are held: of the body, or made from it. Raises OverloadedError if they are more
         than before and do not fit."""
-        self._leave_model()
+        self.leave_model()
         self.grow_to(size)
         less = self._counted - max(0, size - FREE_BYTES)
         if less > 0:
@@ -169,11 +193,11 @@ class HeldBytes:
     def release(self) -> None:
         """May be called more than once."""
         if self._counted:
-            self._leave_model()
+            self.leave_model()
             self._budget.release(self.tenant, self._counted)
             self._counted = 0
 
-    def _leave_model(self) -> None:
+    def leave_model(self) -> None:
         if self._model:
             self._budget.release_of_model(self._model, self._counted)
             self._model = ""
@@ -206,6 +230,7 @@ class Place:
         self.model = name
 
     def leave_model(self) -> None:
+        self.body.leave_model()
         self._of_model.close()
         self.model = ""
 
@@ -259,15 +284,15 @@ class Admission:
         """Count a request as one of its model's, so that no model takes every place, and as one of those that its key may
         have for that model. Raises OverloadedError."""
         holder = MODEL_HOLDER + name
-        limits = [(holder, self._config.most_of_model(name))]
+        limits = [(self._models, holder, self._config.most_of_model(name), "")]
         own = caller.limits_of(name).max_concurrent_requests
         if own:
-            limits.append((f"{holder}\0{caller.tenant}", own))
+            limits.append((self._tenants, f"{holder}\0{caller.tenant}", own, f" for model {name!r}"))
         with contextlib.ExitStack() as held:
-            for one, limit in limits:
+            for limiter, one, limit, where in limits:
                 if limit:
-                    self._models.acquire(one, limit)
-                    held.callback(self._models.release, one)
+                    limiter.acquire(one, limit, where)
+                    held.callback(limiter.release, one)
             self._in_models[name] += 1
             try:
                 yield

@@ -243,7 +243,9 @@ class Attempt:
             handle.credit(self._prompt_choice, limit)
 
     def positions(self) -> list[int]:
-        prompt = [] if self.prompt is None else [self.prompt.next_position]
+        # An attempt begins at position 1, whatever an earlier one has brought: the stream's own position may be beyond all
+        # that this attempt's worker may send.
+        prompt = [] if self.prompt is None else [self._prompt_credit.next_position]
         return [self._next(choice) for choice in self.choices] + prompt
 
     def _next(self, choice: ChoiceStream) -> int:

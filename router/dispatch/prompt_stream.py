@@ -48,17 +48,17 @@ class PromptCredit:
         """`grant` is called with each new limit."""
         self._window = prompt_window_of(alternatives)
         self._grant = grant
-        self._next = 1
+        self.next_position = 1
         self._unread = 0  # tokens since the last grant
         self._granting = False
 
     @property
     def limit(self) -> int:
-        return self._next + self._window
+        return self.next_position + self._window
 
     def came(self, position: int, when_drained: Callable[[Callable[[], None]], None]) -> None:
         """`when_drained` makes a call once the client has every token so far."""
-        self._next = max(self._next, position + 1)
+        self.next_position = max(self.next_position, position + 1)
         self._unread += 1
         if self._unread >= (self._window + 1) // 2 and not self._granting:
             self._granting = True

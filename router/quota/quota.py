@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
@@ -113,19 +113,19 @@ class Quota:
 
     @contextlib.asynccontextmanager
     async def check_resumed(
-        self, tenant: str, limits: Mapping[str, RateLimits], seconds: float
+        self, tenant: str, buckets: Sequence[tuple[RateLimits, str]], seconds: float
     ) -> AsyncIterator[None]:
         """`check` for a request with a resume ticket, to be held until the ticket is checked: if it is valid, the
         request was charged before, and `tickets.proven` must be called. Waits at most `seconds` for others of the
-        tenant. `limits`: by model, as for `charge`. Raises OverloadedError."""
-        wait = max(self._wait(tenant, one, model) for model, one in limits.items())
+        tenant. `buckets`: limits, each with its model, as for `charge`. Raises OverloadedError."""
+        wait = max(self._wait(tenant, *one) for one in buckets)
         if wait <= 0:
             yield
             return
         async with self.tickets.turn(tenant, time.monotonic() + wait, seconds) as may:
             if not may:
-                for model, one in limits.items():
-                    self.check(tenant, one, model)
+                for one in buckets:
+                    self.check(tenant, *one)
             yield
 
     def _wait(self, tenant: str, limits: RateLimits, model: str = "") -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 import orjson
+from google.protobuf.message import DecodeError, Message
 
 PEEK_BYTES = 4096  # at each end of a body; clients write the model first, or after the messages
 CHECKED_BYTES = (
@@ -39,3 +40,15 @@ def of_message(raw: bytes) -> str:
     if len(raw) < 2 or raw[0] != _FIELD_1 or raw[1] > _MAX_NAME_BYTES:
         return ""
     return raw[2 : 2 + raw[1]].decode(errors="replace")
+
+
+def message_names(raw: bytes, model: str, message: Message) -> bool:
+    """Whether bytes name this model, as the parser reads them into an empty `message`; False for long ones. A message may
+    begin with another field, or repeat one: the last counts."""
+    if len(raw) > CHECKED_BYTES:
+        return False
+    try:
+        message.ParseFromString(raw)
+    except DecodeError:
+        return False
+    return bool(message.model == model)  # type: ignore[attr-defined]

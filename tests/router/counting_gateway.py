@@ -24,6 +24,7 @@ class Gateway(SimpleNamespace):
     check_message, check_ticket = RequestGateway.check_message, RequestGateway.check_ticket
     _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
     _rate_limits, _owned = RequestGateway._rate_limits, RequestGateway._owned
+    counted, _buckets = RequestGateway.counted, RequestGateway._buckets
 
 
 class Text:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import grpc
+from google.protobuf.message import Message
 from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError, OverloadedError
@@ -69,7 +70,7 @@ class InferenceService:
             raw = await read_message(context, self._gateway.config, place.body)
             self._gateway.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
-            await self._turn_to_parse(caller, place, raw)
+            await self._turn_to_parse(caller, place, raw, pb.GenerateRequest())
             request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
             self._gateway.enter_model(place, caller, request.model)
             completion = await self._completion(request, context, caller)
@@ -91,12 +92,17 @@ class InferenceService:
                 raise
             yield place
 
-    async def _turn_to_parse(self, caller: Caller, place: Place, raw: bytes) -> None:
-        """Wait for the turn of a request whose message is there. Raises OverloadedError where its model has no place
-        left."""
+    async def _turn_to_parse(self, caller: Caller, place: Place, raw: bytes, message: Message) -> None:
+        """Wait for the turn of a request whose bytes are there. `message`: an empty one of its kind.
+
+        Raises OverloadedError where its model has no place left.
+        """
         gateway, expected = self._gateway, ""
         if gateway.further:
-            expected = await gateway.expect_model(place, caller, model_hint.of_message(raw))
+            hint = model_hint.of_message(raw)
+            expected = await gateway.expect_model(
+                place, caller, hint, lambda: model_hint.message_names(raw, hint, message)
+            )
         await gateway.admission.starts.turn(caller.tenant, caller.weight, model=expected)
 
     async def _answer(self, response: bytes, context: Context) -> None:
@@ -131,11 +137,11 @@ class InferenceService:
         async with self._admitted(caller, context) as place:
             raw = await read_message(context, self._gateway.config, place.body)
             self._gateway.check_message(len(raw))
-            await self._turn_to_parse(caller, place, raw)
-            async with self._gateway.counted(caller):
-                request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
-                del raw
-                self._gateway.enter_model(place, caller, request.model)
+            await self._turn_to_parse(caller, place, raw, pb.TokenizeRequest())
+            request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
+            del raw
+            self._gateway.enter_model(place, caller, request.model)
+            async with self._gateway.counted(caller, self._gateway.model(request.model).name):
                 self._gateway.model(request.model).validator.limits.check_model(request.model)
                 answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
                 del request

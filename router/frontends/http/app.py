@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +34,9 @@ from router.request.served_model import ServedModel
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has streamed its answer
+
+
+MAX_DOCUMENTS = 64  # kept, for keys with different models
 
 
 class Routes(NamedTuple):
@@ -68,6 +71,7 @@ class Views:
         self._gateway = gateway
         self._encoded_models: tuple[list[Mapping[str, str]], dict[str, bytes], bytes] | None = None
         self._document = orjson.dumps(build_document(gateway))
+        self._documents: dict[frozenset[str], bytes] = {}  # by what a key may name
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -117,7 +121,20 @@ class Views:
         return self._encoded_models[1:]
 
     async def document(self, request: Request) -> Response:
-        return _encoded(self._document)
+        models = caller_of(request).models
+        return _encoded(self._document_for(models) if models else self._document)
+
+    def _document_for(self, models: frozenset[str]) -> bytes:
+        """The document for a key with these models, which names no other one. Made in about 5 ms, and kept."""
+        if models not in self._documents:
+            if len(self._documents) >= MAX_DOCUMENTS:
+                self._documents.clear()
+            gateway = self._gateway
+            names = {name: gateway.model(name).name for name in gateway.first.validator.limits.accepted_names}
+            hidden = {name for name, model in names.items() if model not in models}
+            lists = list(names), [one.name for one in gateway.models]
+            self._documents[models] = orjson.dumps(_without(orjson.loads(self._document), lists, hidden))
+        return self._documents[models]
 
     async def cluster(self, request: Request) -> Response:
         return _json(await _cluster_view(self._gateway))
@@ -245,6 +262,17 @@ def build_routes(gateway: RequestGateway) -> Routes:
             app.add_api_route(path, _guard(partial(_page, page)), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_error)
     return Routes(generations, App(app, direct))
+
+
+def _without(schema: Any, lists: Collection[list[str]], hidden: Collection[str]) -> Any:
+    """A document whose lists of names, each one of `lists`, lack those that are hidden."""
+    if isinstance(schema, dict):
+        return {key: _without(value, lists, hidden) for key, value in schema.items()}
+    if not isinstance(schema, list):
+        return schema
+    if schema in lists:
+        return [name for name in schema if name not in hidden]
+    return [_without(one, lists, hidden) for one in schema]
 
 
 def _list(models: Iterable[bytes]) -> bytes:

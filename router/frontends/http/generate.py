@@ -93,7 +93,8 @@ class Generate:
             if not options.echoes:
                 return parsed
             texts = await self._echoed(model, caller, options, parsed)
-            return replace(parsed, form=EchoForm(parsed.form, parsed.completions, texts))
+            shown = sum(len(text.encode()) for text in texts)
+            return replace(parsed, form=EchoForm(parsed.form, parsed.completions, texts), echo_bytes=shown)
 
     async def _echoed(
         self, model: ServedModel, caller: Caller, options: CompletionRequest, parsed: ParsedRequest

@@ -48,11 +48,17 @@ class LongResponse(Response):
         self.size = sum(map(len, pieces))
         self.headers["content-length"] = str(self.size)
 
-    def slices(self) -> Iterator[bytes]:
+    def slices(self) -> Iterator[bytes | memoryview]:
         """The body, in slices of about SLICE_BYTES."""
         waiting: list[bytes] = []
         size = 0
         for piece in self.pieces:
+            if len(piece) > SLICE_BYTES:
+                if waiting:
+                    yield b"".join(waiting)
+                    waiting, size = [], 0
+                yield from sliced(piece)
+                continue
             waiting.append(piece)
             size += len(piece)
             if size >= SLICE_BYTES:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
-from router.admission.admission import HeldBytes, Place
+from router.admission.admission import Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
@@ -105,12 +105,13 @@ class Serving:
 
         def admit(prompts: int) -> None:
             for _ in range(prompts):
-                held.enter_context(self.gateway.admission.admit(caller, connection)).of_model(place.model)
+                further = held.enter_context(self.gateway.admission.admit(caller, connection))
+                self.gateway.take_of_model(further, caller, place.model)
 
         async with self.admitted(request) as (held, place):
             # While its client does not read, only the answer's bytes are kept: what it is made of takes many times more.
             answer = await self._answer(request, read, place, admit)
-            await (request.sent() if answer is None else self.deliver(request, answer, place.body))
+            await (request.sent() if answer is None else self.deliver(request, answer, place))
 
     async def _answer(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> Response | None:
         """An answer of known length; None: it was streamed."""
@@ -126,10 +127,11 @@ class Serving:
                 request, parsed, dispatchers, self._turn, lambda: self.start_turn(request, place.model)
             )
 
-    async def deliver(self, request: Exchange, answer: Response, held_bytes: HeldBytes) -> None:
+    async def deliver(self, request: Exchange, answer: Response, place: Place) -> None:
         """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises
         OverloadedError before it has begun."""
-        held_bytes.hold_answer(answer.size if isinstance(answer, LongResponse) else len(answer.body))
+        size = answer.size if isinstance(answer, LongResponse) else len(answer.body)
+        place.body.hold_answer(size, place.model)
         await request.send(answer)
         await request.sent()
 

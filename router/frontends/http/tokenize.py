@@ -91,12 +91,12 @@ class Tokenizing:
             )
             gateway.enter_model(place, caller, body.get("model"))
             asked_id = request_id(request)
-            async with gateway.counted(caller):
+            async with gateway.counted(caller, gateway.model(body.get("model")).name):
                 made = await answer(body, caller)
             shown = {"x-request-id": request.headers["x-request-id"]} if asked_id else {}
             del body
             response = Response(made, media_type="application/json", headers=shown)
-            await self._serving.deliver(request, response, place.body)
+            await self._serving.deliver(request, response, place)
 
     async def tokenize(self, request: Exchange) -> None:
         await self.answer(request, self._tokens)

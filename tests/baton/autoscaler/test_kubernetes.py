@@ -25,6 +25,7 @@ from baton.autoscaler.decision import Decision
 from baton.autoscaler.leader import Leadership
 from baton.autoscaler.platforms.base import PlatformPool
 from baton.autoscaler.platforms.kubernetes import StatefulSets, connect
+from baton.cli.autoscale import AutoscaleConfig
 from cluster.config.worker import Role
 from cluster.errors import SetupError, UnavailableError
 from tests.baton.autoscaler.registered import RegisteredWorker, decode_status, prefill_status
@@ -123,9 +124,11 @@ def test_each_model_grows_by_its_own_load_and_objectives_within_one_budget(
     quiet = RegisteredWorker(redis_url, namespace, "prefill", "p0")  # one that names no model
     busy = RegisteredWorker(redis_url, namespace, "prefill", "p1", model="second")
     decoders = [RegisteredWorker(redis_url, namespace, "decode", f"d{i}", ("", "second")[i]) for i in (0, 1)]
+    gone = RegisteredWorker(redis_url, namespace, "prefill", "p2", model="removed")
     for _ in range(12):
         now += config.interval_seconds
         quiet.publish(**prefill_status(now - 1000.0, 0.05))
+        gone.publish(**prefill_status(now - 1000.0, 9.0))
         busy.publish(**prefill_status(now - 1000.0, 9.0))
         for one in decoders:
             one.publish(**decode_status(now - 1000.0, 4.0))
@@ -134,6 +137,13 @@ def test_each_model_grows_by_its_own_load_and_objectives_within_one_budget(
     assert second.targets == {"prefill": 3, "decode": 1}, "as the budget allows"
     assert any("model=second pool=prefill from=1 to=2" in line for line in caplog.messages)
     assert scaler.metrics._asked._value.get() == 6
+    assert scaler.metrics._current.labels("first", "prefill")._value.get() == 1, "without the removed model's"
+
+
+def test_no_two_pools_are_one_stateful_set() -> None:
+    small = {"name": "small", "stateful_sets": {"prefill": "small-prefill"}}
+    with pytest.raises(ValueError, match="stateful_sets: baton-decode is two pools'"):
+        AutoscaleConfig.model_validate({"served_model_name": "large", "models": [small], "gpu_budget": 4})
 
 
 def test_load_grows_the_stateful_set_and_logs_the_reason(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from starlette.requests import Request
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
-from cluster.security.keys import Caller, RateLimits
+from cluster.security.keys import Caller, ModelLimits, RateLimits
 from router.admission import descriptors
-from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
+from router.admission.admission import FREE_BYTES, MODEL_HOLDER, Admission, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService
@@ -33,6 +34,30 @@ MIB = 1 << 20
 
 def budget(limit: int, tenant_limit: int) -> ByteBudget:
     return ByteBudget(limit, tenant_limit, lambda tenant: None)
+
+
+def test_bytes_of_a_model_return_to_zero_in_any_order() -> None:
+    """Bodies that grow, what answers repeat, and answers: no model takes more than its share, none keeps any."""
+    draw, models = random.Random(7), ("a", "b")
+    bodies = ByteBudget(8 * MIB, 8 * MIB, lambda tenant: None, model_limit=4 * MIB)
+    counted = bodies._tenants
+    for _ in range(300):
+        held = [bodies.hold("t") for _ in range(3)]
+        for _ in range(12):
+            one, size = draw.choice(held), draw.randrange(5 * MIB)
+            calls = (
+                lambda one=one, size=size: one.grow_to(size),
+                lambda one=one: one.of_model(draw.choice(models)),
+                lambda one=one, size=size: one.keep(size),
+                lambda one=one, size=size: one.hold_answer(size, draw.choice(models)),
+                one.release,
+            )
+            with contextlib.suppress(OverloadedError):
+                draw.choice(calls)()
+            assert all(0 <= counted.here(MODEL_HOLDER + model) <= 4 * MIB for model in models)
+        for one in held:
+            one.release()
+        assert bodies.held == 0 and not any(counted.here(MODEL_HOLDER + model) for model in models)
 
 
 def test_an_answer_takes_the_place_of_its_body_and_fits_an_empty_budget() -> None:
@@ -385,19 +410,33 @@ async def test_a_request_that_no_worker_sees_is_charged_once_and_settled_without
     calls: list[tuple[Any, ...]] = []
 
     class Quota:
-        async def charge(self, tenant: str, limits: RateLimits, tokens: int) -> str:
-            calls.append(("charge", tenant, limits, tokens))
-            return "charge 1"
+        async def charge(self, tenant: str, limits: RateLimits, tokens: int, *, model: str) -> str:
+            calls.append(("charge", tenant, limits, tokens, model))
+            if model == "full":
+                raise OverloadedError("of this model")
+            return f"charge {model}"
 
-        async def settle(self, charge: str, use: Use) -> None:
+        async def settle(self, charge: str, use: Use | None) -> None:
             calls.append(("settle", charge, use))
 
     gateway = object.__new__(RequestGateway)
     gateway.services = SimpleNamespace(quota=Quota())  # type: ignore[assignment]
     gateway.config = RouterConfig(model=Path("m"), tokens_per_minute_per_tenant=7)
+    of_model = ModelLimits(requests_per_minute=2)
+    caller = Caller("acme", rate_limits=RateLimits(3, 5), model_limits={"m": of_model, "full": of_model})
+    of_all, of_one = ("charge", "acme", RateLimits(3, 5), 0, ""), ("charge", "acme", RateLimits(2), 0, "m")
     with contextlib.suppress(ContextLengthError):
-        async with gateway.counted(Caller("acme", rate_limits=RateLimits(3, 5))):
+        async with gateway.counted(caller, "other"):
             assert len(calls) == 1
             if fails:
                 raise ContextLengthError("too long")
-    assert calls == [("charge", "acme", RateLimits(3, 5), 0), ("settle", "charge 1", Use(0, 0))]
+    assert calls == [of_all, ("settle", "charge ", Use(0, 0))]
+    calls.clear()
+    async with gateway.counted(caller, "m"):
+        assert calls == [of_all, of_one]
+    assert calls[2:] == [("settle", "charge ", Use(0, 0)), ("settle", "charge m", Use(0, 0))]
+    calls.clear()
+    with pytest.raises(OverloadedError):
+        async with gateway.counted(caller, "full"):
+            pass
+    assert calls[-1] == ("settle", "charge ", None), "refused by the second: not counted by the first"

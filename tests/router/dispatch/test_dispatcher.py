@@ -199,7 +199,9 @@ class World:
             "link_max_version": 1,
         }
         self.p, self.d = (
-            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, role=role, **facts)
+            SimpleNamespace(
+                worker_id=name, address=name, epoch=1, name=name, role=role, served_model="", **facts
+            )
             for name, role in (("p", "prefill"), ("d", "decode"))
         )
         members: Any = SimpleNamespace(all=[self.p, self.d])

@@ -76,7 +76,7 @@ class PromptAttempt:
             placed=placed,
             channels=nothing,
             links=nothing,
-            choices=[SimpleNamespace(index=0, next_position=tokens)],  # type: ignore[list-item]
+            choices=[SimpleNamespace(index=0, next_position=tokens, finish=None)],  # type: ignore[list-item]
             admission_seconds=1.0,
             take=lambda token, _: True,
             when_drained=self.waiting.append,
@@ -109,6 +109,15 @@ async def test_a_prompt_has_credit_as_far_as_its_client_has_read(seen):
     made.drained()
     assert made.credits[1:] == [(1, 1 + 3 * window)]
     assert made.stream.next_position == max(seen, 1 + 2 * window)
+
+
+async def test_a_second_attempt_whose_link_breaks_goes_on_where_it_was():
+    """Behind what the first one brought its worker has no credit: asked to go on there, it would send nothing more."""
+    window = prompt_window_of(20)
+    made = PromptAttempt(4 * window, 3 * window)
+    made.came(1, 11)
+    assert made.attempt.positions()[-1] == 11 <= made.attempt.limits()[-1]
+    assert made.stream.next_position == 3 * window
 
 
 async def test_a_worker_that_sends_a_prompt_beyond_its_credit_loses_the_attempt():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -17,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.config.router import RouterConfig
 from cluster.errors import OverloadedError
-from cluster.security.keys import Caller
-from router.admission.admission import FREE_BYTES, Admission
+from cluster.security.keys import Caller, ModelLimits
+from router.admission.admission import FREE_BYTES, Admission, most_holders
 from router.admission.tally import ALL, Tallies
 from router.processes.memory import Fence, Figure, SharedMemory
 from router.processes.tallies import SharedTotal, key_of, shared_tallies
@@ -125,6 +126,21 @@ def test_a_process_takes_its_place_before_it_reads_the_others() -> None:
     first = SharedTotal(memory, 0, Figure.IN_FLIGHT, Between(lambda: sums.append(second.add(ALL, 1))))
     sums.append(first.add(ALL, 1))
     assert sums == [2, 2], "each sees the other"
+
+
+def test_every_tenant_has_a_cell_for_what_it_takes_of_a_model() -> None:
+    """As many tenants as requests, each with a limit on the model of its request."""
+    own = {"name": "two", "model": "/models/two"}
+    settings: Any = {"max_concurrent_requests": 4, "models": (own,)}
+    holders = most_holders(RouterConfig(model=Path("/models/m"), **settings))
+    (admission,) = admissions(SharedMemory.create(1, holders), **settings)
+    limits = {name: ModelLimits(max_concurrent_requests=1) for name in ("m", "two")}
+    with contextlib.ExitStack() as held:
+        for i, model in enumerate(("m", "m", "two", "two")):
+            place = held.enter_context(admission.admit(Caller(f"t{i}", model_limits=limits)))
+            place.of_model(model)
+            place.body.grow_to(FREE_BYTES + 1)
+    assert len(admission._tenants._taken) == 0
 
 
 def test_more_tenants_than_cells_are_refused() -> None:

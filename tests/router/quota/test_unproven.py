@@ -116,7 +116,7 @@ async def test_a_cancelled_request_proves_nothing_and_no_wait_is_endless(gateway
     quota, entered = gateway.services.quota, asyncio.Event()
 
     async def prepare(seconds: float) -> None:
-        async with quota.check_resumed("few", {"": LIMITS}, seconds):
+        async with quota.check_resumed("few", [(LIMITS, "")], seconds):
             entered.set()
             await asyncio.Event().wait()
 

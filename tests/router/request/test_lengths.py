@@ -109,8 +109,8 @@ async def test_a_text_does_not_wait_for_its_thread_for_ever(gateway):
 
 async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway):
     class UsedUp:
-        def check(self, tenant: str, limits: RateLimits) -> None:
-            assert (tenant, limits.requests_per_minute) == ("few", 1)
+        def check(self, tenant: str, limits: RateLimits, model: str) -> None:
+            assert (tenant, limits.requests_per_minute, model) == ("few", 1, "")
             raise OverloadedError("used up", field="requests_per_minute")
 
     few = Caller(tenant="few", rate_limits=RateLimits(1, None))

@@ -139,7 +139,7 @@ def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Ro
                 return True
             return False
 
-        wait_for(refused, 5, "the place is taken")
+        wait_for(refused, 30, "the place is taken")
         wait_for(lambda: not refused(), 10, "the place is free")
 
 
@@ -160,7 +160,7 @@ def test_a_client_that_leaves_its_answers_unread_writes_no_exception(router: Rou
                     return True
                 return False
 
-            wait_for(refused, 5, "the place is taken")
+            wait_for(refused, 30, "the place is taken")
             sock.recv(1 << 16)  # settings
             sock.recv(1 << 16)  # the answer's head: its message is being written
         wait_for(lambda: not _refused(router, key), 30, "the place is free")

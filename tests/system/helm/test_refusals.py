@@ -300,6 +300,21 @@ REFUSED |= {
         "models[small]: the name big is another model's too",
         "change one",
     ),
+    "a further model named as the KV policy of another": (
+        _with_small({"name": "small-kv"}),
+        "models[small-kv]: names ranks, kv and *-kv are of the chart's own objects",
+        "choose another",
+    ),
+    "a further model named as the first one's ranks": (
+        _with_small({"name": "ranks"}),
+        "models[ranks]: names ranks, kv and *-kv are of the chart's own objects",
+        "choose another",
+    ),
+    "a further model whose StatefulSet makes no pods": (
+        _with_small({}, fullnameOverride="a" * 39),
+        f"models[small]: {'a' * 39}-prefill-small is longer than the 52 characters",
+        "shorten the name, or set fullnameOverride",
+    ),
     "several models in one Serve application": (
         _with_small({}, ray={"mode": "external", "external": {"dashboardUrl": "http://ray.ray:8265"}}),
         "models[small] needs ray.mode embedded",

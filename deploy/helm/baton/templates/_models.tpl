@@ -66,6 +66,15 @@
 {{- end }}
 {{- $names = append $names $name }}
 {{- end }}
+{{- /* Components and NetworkPolicies of other pods are named so: prefill-ranks, prefill-kv, prefill-NAME-kv. */}}
+{{- if or (eq $one.key "ranks") (eq $one.key "kv") (hasSuffix "-kv" $one.key) }}
+{{- fail (printf "%s: names ranks, kv and *-kv are of the chart's own objects: choose another" $where) }}
+{{- end }}
+{{- /* Pods of a StatefulSet have a label with its name and a hash of 11 characters, of 63 at most. */}}
+{{- $longest := printf "%s-prefill-%s" (include "baton.base" $one) $one.key }}
+{{- if gt (len $longest) 52 }}
+{{- fail (printf "%s: %s is longer than the 52 characters of a StatefulSet's name: shorten the name, or set fullnameOverride" $where $longest) }}
+{{- end }}
 {{- if ne $.Values.ray.mode "embedded" }}
 {{- fail (printf "%s needs ray.mode embedded: one Serve application holds the workers of one model" $where) }}
 {{- end }}

@@ -90,7 +90,7 @@ class Responses:
                 break
             lengths = [lengths[0], *lengths[1 + len(turns) - len(shorter) :]]
             turns = shorter
-            async with gateway.counted(caller):  # it costs as much as another request's preparation
+            async with gateway.counted(caller, model.name):  # it costs as another request's preparation
                 prompt = await converse(turns.conversation)
             if len(prompt.tokens) <= room:
                 break

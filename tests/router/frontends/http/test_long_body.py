@@ -66,3 +66,10 @@ async def test_a_long_answer_is_written_as_its_client_reads():
     await asyncio.wait_for(sending, 5)
     body = transport.written[1:]
     assert b"".join(body) == b"".join(pieces) and max(map(len, body)) <= SLICE_BYTES
+
+
+def test_a_piece_that_is_longer_than_a_slice_is_cut():
+    pieces = [b"[", b"x" * (3 * SLICE_BYTES + 5), b"]"]
+    slices = list(LongResponse(pieces).slices())
+    assert b"".join(slices) == b"".join(pieces)
+    assert max(map(len, slices)) <= SLICE_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -18,11 +19,13 @@ from cluster.security.keys import ANYONE, Caller, ModelLimits
 from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
 from router.frontends.http.gate import CALLER
+from router.request import model_hint
 from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.harness.waiting import until
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
 from tests.router.stub_model import stub_model
+from wire import inference_pb2 as pb
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,62 @@ async def test_a_key_leads_to_its_models_only(gateway: StubGateway) -> None:
             refused.json()["error"]["message"].replace("tiny", "none") == unknown.json()["error"]["message"]
         )
         assert (await client.post("/tokenize", json={"model": "tiny", "prompt": "a"})).status_code == 404
+        document = (await client.get("/openapi.json")).text
+        assert '"tiny"' not in document and '"enum":["second","two"]' in document
+
+
+async def test_a_full_model_is_not_shown_to_keys_without_it(gateway: StubGateway) -> None:
+    """Nor do their requests take its places while they wait for their turn."""
+    caller = Caller(tenant="t", models=frozenset({"second"}))
+    here = two_models(gateway, caller, max_concurrent_requests=2)
+    assert await here.expect_model(MagicMock(), caller, "tiny", lambda: True) == ""
+    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+        with here.admission.admit() as place:
+            place.of_model("tiny")
+            answers = [
+                await client.post("/v1/completions", json={"model": name, "prompt": "a"})
+                for name in ("tiny", "none")
+            ]
+    assert [one.status_code for one in answers] == [404, 404]
+
+
+async def test_a_message_is_refused_before_it_is_parsed_only_if_it_names_the_full_model(
+    gateway: StubGateway,
+) -> None:
+    """Serialisers may write another field first, and of a field that occurs twice the last counts."""
+    here = two_models(gateway, max_concurrent_requests=2)
+    second = pb.GenerateRequest(model="second").SerializeToString()
+    tiny = pb.GenerateRequest(model="tiny").SerializeToString()
+    text = pb.GenerateRequest(text="a").SerializeToString()
+    refused = {}
+    with here.admission.admit() as full:
+        full.of_model("tiny")
+        for raw in (
+            tiny,
+            text,
+            text + second,
+            tiny + second,
+            text + tiny,
+            b"\x0a\x04tiny\xff",
+            tiny + b"x" * 65536,
+        ):
+            place, hint = MagicMock(), model_hint.of_message(raw)
+            place.of_model.side_effect = OverloadedError("full")
+            try:
+                is_right = partial(model_hint.message_names, raw, hint, pb.GenerateRequest())
+                await here.expect_model(place, ANYONE, hint, is_right)
+                refused[raw] = False
+            except OverloadedError:
+                refused[raw] = True
+    assert [*refused.values()] == [True, True, False, False, False, False, False]
+
+
+async def test_further_prompts_that_their_model_has_no_place_for_are_counted(gateway: StubGateway) -> None:
+    here = two_models(gateway, max_concurrent_requests=4)
+    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/completions", json={"model": "second", "prompt": ["a", "b", "c"]})
+    assert answer.status_code == 429 and here.admission.in_flight == 0
+    here.metrics.overloaded.assert_called_once_with("", "second")  # type: ignore[attr-defined]
 
 
 async def test_a_key_has_limits_of_a_model_beside_those_of_all(gateway: StubGateway) -> None:
@@ -171,7 +230,7 @@ async def test_a_key_has_limits_of_a_model_beside_those_of_all(gateway: StubGate
     with here.admission.admit() as one, here.admission.admit() as other:
         one._caller = other._caller = caller = Caller(tenant="t", model_limits=limits)
         here.enter_model(one, caller, "two")
-        with pytest.raises(OverloadedError, match="this model has 1 requests in flight"):
+        with pytest.raises(OverloadedError, match="this tenant has 1 requests in flight for model 'second'"):
             here.enter_model(other, caller, "second")
         here.enter_model(other, caller, "tiny")
         here.enter_model(one, caller, "tiny")
@@ -191,6 +250,7 @@ def test_bodies_of_one_model_take_at_most_half_of_the_budget(gateway: StubGatewa
         with pytest.raises(OverloadedError, match="this model has 2097152 bytes"):
             places[2].of_model("tiny")
         places[3].of_model("second")
-        places[0].body.release()
+        places[1].leave_model()  # with its body
+        places[1].of_model("second")
         places[2].of_model("tiny")
     assert here.admission.bodies.held == len(here.admission.bodies._tenants) == 0

@@ -79,9 +79,9 @@ def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
     seen = []
     counted = type(scripted).counted
 
-    def counting(self, caller):
+    def counting(self, caller, model):
         seen.append(self.admission.in_flight)
-        return counted(self, caller)
+        return counted(self, caller, model)
 
     monkeypatch.setattr(type(scripted), "counted", counting)
     client.post("/tokenize", json={"prompt": "a"})

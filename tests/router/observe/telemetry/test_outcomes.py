@@ -51,6 +51,8 @@ def test_streams_are_counted_by_their_end(ended: dict[str, Any], outcome: str, r
     assert metrics.requests.labels("m", outcome)._value.get() == 1
     counted = metrics.tenants.of("t").requests
     assert {name: count for name, count in counted.items() if count} == {result: 1}
+    labels = {"tenant": "t", "result": result}
+    assert metrics.registry.get_sample_value("baton_tenant_requests_total", labels) == 1, "it is scraped"
     assert one.told == [outcome]
     assert metrics.tenants.of("t").in_flight == 0
 
