@@ -131,9 +131,12 @@ class ModelText:
             named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         else:
             named = {"default": source}
-        found = {name: named[name] for name in ("default", "tool_use") if named.get(name)}
-        if not all(isinstance(one, str) for one in found.values()):
-            raise ModelError("the chat template is not text", field="chat_template")
+        found: dict[str, str] = {}
+        for name in ("default", "tool_use"):
+            if text := named.get(name):
+                if not isinstance(text, str):
+                    raise ModelError("the chat template is not text", field="chat_template")
+                found[name] = text
         return found
 
     @staticmethod

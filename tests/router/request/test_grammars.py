@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import fcntl
 import json
@@ -139,8 +140,16 @@ def references(count: int) -> str:
 async def test_grammars_that_would_end_or_stop_a_process_are_refused(checks, kind, text, reason):
     asked = AskedGrammar("guided", GrammarSpec(kind, text))
     with pytest.raises(InvalidRequestError, match=reason):
-        await checks.check("", asked)
-    await checks.check("", AskedGrammar("guided", GrammarSpec("regex", "still|here")))
+        await answered(checks, asked)
+    await answered(checks, AskedGrammar("guided", GrammarSpec("regex", "still|here")))
+
+
+async def answered(checks, asked, tries=5):
+    """A process that gets too little of a busy processor has no verdict: its request is sent again."""
+    for _ in range(tries - 1):
+        with contextlib.suppress(OverloadedError):
+            return await checks.check("", asked)
+    return await checks.check("", asked)
 
 
 async def test_a_killed_process_of_the_checks_is_started_again(checks):
@@ -153,7 +162,12 @@ async def test_all_grammars_of_a_request_are_tried_in_one_process(checks, monkey
     asked = [AskedGrammar(f"tools[{i}]", json_spec({"const": f"one of {i}"})) for i in range(128)]
     trials: list[int] = []
     find = checks._trials.find
-    monkeypatch.setattr(checks._trials, "find", lambda specs: trials.append(len(specs)) or find(specs))
+
+    def counted(specs):
+        trials.append(len(specs))
+        return find(specs)
+
+    monkeypatch.setattr(checks._trials, "find", counted)
     await checks.check("", *asked)
     await checks.check("", *asked)
     assert trials == [128]
@@ -338,14 +352,24 @@ def test_a_process_of_grammars_outlives_its_server_by_seconds(quick, monkeypatch
 
 def test_a_closed_router_starts_no_process(monkeypatch):
     trials = GrammarTrials("{}", 3, (2,))
-    started: list[None] = []
-    monkeypatch.setattr(trials, "_ask", lambda question: started.append(trials.close()) or b"")
+    started: list[bytes] = []
+
+    def closed_meanwhile(question):
+        started.append(question)
+        trials.close()
+        return b""
+
+    monkeypatch.setattr(trials, "_ask", closed_meanwhile)
     with pytest.raises(OverloadedError):  # the server is killed while the thread waits for it
         trials.find(SPECS)
     assert len(started) == 1
 
 
 async def test_load_is_no_refusal(checks, monkeypatch):
+    def late(specs):
+        time.sleep(0.2)
+        return Finding(len(specs))
+
     asked = AskedGrammar("guided", GrammarSpec("regex", "under load"))
     with monkeypatch.context() as patch:
         patch.setattr(checks._trials, "_ask", lambda question: json.dumps(grammar_trial._NO_VERDICT))
@@ -354,7 +378,7 @@ async def test_load_is_no_refusal(checks, monkeypatch):
         assert caught.value.retryable and caught.value.retry_after_seconds
     with monkeypatch.context() as patch:
         patch.setattr("router.request.grammars.CHECK_SECONDS", 0.02)
-        patch.setattr(checks._trials, "find", lambda specs: time.sleep(0.2) or Finding(len(specs)))
+        patch.setattr(checks._trials, "find", late)
         with pytest.raises(OverloadedError):
             await checks.check("", asked)
     until = time.monotonic() + 5
