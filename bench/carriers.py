@@ -36,7 +36,7 @@ from rich.table import Table
 
 from baton.local.certs import make_certs
 from cluster.protocol.times import BEAT_SECONDS
-from cluster.security.tls import WORKER_NAME
+from cluster.security.peer_names import WORKER_NAME
 
 METHOD = "/baton.bench.Link/Open"
 LENGTH = struct.Struct("<I")

@@ -21,7 +21,8 @@ from cluster.rpc import health
 from cluster.rpc.compression import UNCOMPRESSED
 from cluster.rpc.health import Health
 from cluster.rpc.pending_calls import pending_calls
-from cluster.security.tls import Identity, listen
+from cluster.security.identity import Identity
+from cluster.security.tls import listen
 from router.frontends.grpc.gate import KeyInterceptor
 from router.frontends.grpc.other_calls import OtherCalls
 from router.frontends.grpc.reflection import ReflectionService

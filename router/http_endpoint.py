@@ -9,7 +9,8 @@ import uvicorn
 
 from cluster import addresses
 from cluster.config.router import RouterConfig
-from cluster.security.tls import Identity, ListenerContext
+from cluster.security.identity import Identity
+from cluster.security.tls import ListenerContext
 from router.admission.descriptors import max_silent
 from router.frontends.http.app import Generation, build_routes
 from router.frontends.http.cors import Cors

@@ -19,8 +19,9 @@ from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS
 from cluster.redis.rights import RightsWatch
 from cluster.security.expiry import seconds_left
+from cluster.security.identity import Identity, make_identity
 from cluster.security.key_file import ApiKeys
-from cluster.security.tls import Identity, Peers, make_identity
+from cluster.security.tls import Peers
 from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.metrics import process

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from cluster.membership.status import WorkerStatus
 from cluster.security.expiry import seconds_left
-from cluster.security.tls import Identity as TlsIdentity
+from cluster.security.identity import Identity as TlsIdentity
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.metrics import process
 from cluster.telemetry.metrics import worker as declared

@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton import safe_files
 from cluster.errors import ConfigError
-from cluster.security.tls import ROUTER_NAME, WORKER_NAME
+from cluster.security.peer_names import ROUTER_NAME, WORKER_NAME
 
 AUTHORITY_DAYS = 3650
 # Clocks differ: a certificate made now must be valid on a machine whose clock is behind.

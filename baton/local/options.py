@@ -24,7 +24,8 @@ from cluster.process.memory import limits
 from cluster.protocol.draft_model import check_draft_model
 from cluster.redis.connect import check_url
 from cluster.redis.urls import split_password, with_hash_tag
-from cluster.security.tls import ClientTls, Peers, make_identity
+from cluster.security.identity import make_identity
+from cluster.security.tls import ClientTls, Peers
 
 # A decode worker recomputes preempted requests up to this length. For longer ones a prefill worker is faster, because most
 # of the prompt is in its cache, and it does not delay the running batch.

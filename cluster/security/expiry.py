@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from cluster.security.tls import Identity
+from cluster.security.identity import Identity
 
 
 def seconds_left(*shown: tuple[Identity | None, str, str]) -> dict[str, float]:

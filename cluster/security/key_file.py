@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from cluster.config.yaml_file import read_yaml
 from cluster.errors import ConfigError
+from cluster.security.identity import file_stamp
 from cluster.security.keys import ANYONE, Caller, KeyEntry, KeyRing
-from cluster.security.tls import file_stamp
 
 log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 16 << 20

@@ -1,4 +1,4 @@
-"""TLS: creates every channel and every server's credentials.
+"""TLS: every channel, every server's credentials and contexts.
 
 Between Baton's processes TLS is mutual, and a certificate names a role, not an address: workers use any address, so a
 channel to one verifies the name `worker.baton.internal`, and a worker's server checks the names of its callers
@@ -11,30 +11,25 @@ channel. Requests that run are not affected. How long a connection outlives its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
 import ssl
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.errors import ConfigError, ForbiddenError, UnauthenticatedError
-from cluster.rpc import errors
+from cluster.errors import ConfigError
+from cluster.security.identity import Identity, Pem, make_identity
+from cluster.security.peer_names import WORKER_NAME, PeerNames
 
 if TYPE_CHECKING:
     from cluster.config.worker import WorkerConfig
 
 log = logging.getLogger(__name__)
-WORKER_NAME = "worker.baton.internal"
-ROUTER_NAME = "router.baton.internal"
-CHECK_SECONDS = 1.0
 # Options of every channel. By default gRPC waits a second or more after one failed attempt, even if the peer is back, and
 # lets an attempt at a hanging peer take 20 s. Channels to one address with the same options share their attempts.
 _RECONNECT: tuple[tuple[str, int], ...] = (
@@ -45,97 +40,6 @@ _RECONNECT: tuple[tuple[str, int], ...] = (
 )
 
 Options = Sequence[tuple[str, Any]]
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True)
-class Pem:
-    """Contents of the PEM files. `ca` is empty where peers need no certificate."""
-
-    cert: bytes
-    key: bytes
-    ca: bytes
-
-
-class Identity:
-    """A certificate, its key and the accepted authority, from the newest readable files.
-
-    Raises ConfigError, which names the file, if they cannot be used at the start. Thread-safe: gRPC calls it from its own
-    threads.
-    """
-
-    def __init__(self, cert: Path, key: Path, ca: Path | None, clock: Callable[[], float] = time.monotonic):
-        self._files = (cert, key, ca)
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._stamp = self._now_stamp()
-        self._pem = self._read()
-        self._checked = clock()
-        self._logged: tuple[object, ...] | None = None  # stamp of the files whose failure was logged last
-        self.version = 1
-
-    def current(self) -> Pem:
-        """Return the current contents; checks the files at most once a second."""
-        with self._lock:
-            now = self._clock()
-            if now - self._checked >= CHECK_SECONDS:
-                self._checked = now
-                self._refresh()
-            return self._pem
-
-    def load_into(self, context: ssl.SSLContext) -> None:
-        """Load certificate, key and authority into a context, which may be in use."""
-        cert, key, ca = self._files
-        context.load_cert_chain(cert, key)
-        if ca is not None:
-            context.load_verify_locations(ca)
-
-    def _refresh(self) -> None:
-        stamp = self._now_stamp()
-        if stamp == self._stamp:
-            return
-        try:
-            pem = self._read()
-        except ConfigError as error:
-            # Perhaps half of a rotation: certificate and key are two files. The next check reads them again.
-            if stamp != self._logged:
-                self._logged = stamp
-                log.warning("%s; the previous certificate stays in use", error.message)
-            return
-        if stamp == self._now_stamp():
-            self._stamp, self._pem = stamp, pem
-            self.version += 1
-            log.info("loaded the changed certificate %s", self._files[0])
-
-    def _read(self) -> Pem:
-        cert, key, ca = self._files
-        try:
-            pem = Pem(cert.read_bytes(), key.read_bytes(), ca.read_bytes() if ca is not None else b"")
-            # OpenSSL refuses here what gRPC would refuse only at each handshake, without a message.
-            self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            names = ", ".join(str(file) for file in self._files if file is not None)
-            raise ConfigError(f"TLS files {names}: {error}", field="tls_cert") from None
-        return pem
-
-    def _now_stamp(self) -> tuple[object, ...]:
-        return tuple(file_stamp(file) for file in self._files if file is not None)
-
-
-def file_stamp(file: Path) -> tuple[int, int, int] | None:
-    """Identify a file's version; a symbolic link with a new target (a mounted Secret) is another version."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def make_identity(cert: Path | None, key: Path | None, ca: Path | None) -> Identity | None:
-    """Return the configured identity, or None without one. Raises ConfigError if certificate or key is missing."""
-    if (cert is None) != (key is None):
-        raise ConfigError("tls_cert and tls_key belong together", field="tls_cert" if key else "tls_key")
-    return Identity(cert, key, ca) if cert is not None and key is not None else None
 
 
 def server_credentials(identity: Identity, *, ask_clients: bool) -> grpc.ServerCredentials:
@@ -222,77 +126,6 @@ def listen(server: grpc.aio.Server, address: str, identity: Identity | None, *, 
     if identity is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, server_credentials(identity, ask_clients=ask_clients))
-
-
-class PeerNames(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Authorizes callers of a worker: workers may open the hand-off stream, routers may call everything else.
-
-    The handshake has verified the authority; this checks the role, so that a certificate that the same authority issued
-    for another purpose gives no access. A stream ends once its caller's certificate has expired.
-    """
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method.startswith("/grpc.health.v1."):
-            return handler
-        return _named(handler, WORKER_NAME if method.endswith("/Handoff") else ROUTER_NAME)
-
-
-def _named(handler: grpc.RpcMethodHandler[Any, Any], name: str) -> grpc.RpcMethodHandler[Any, Any]:
-    call: Any = handler.stream_stream or handler.unary_stream or handler.unary_unary
-    forms = request, response = handler.request_deserializer, handler.response_serializer
-
-    async def stream(given: Any, context: Context) -> AsyncIterator[Any]:
-        await _check_name(context, name)
-        ends = _certificate_ends(context)
-        async with contextlib.aclosing(call(given, context)) as messages:
-            async for message in messages:
-                if time.time() >= ends:
-                    await errors.abort(context, UnauthenticatedError("the caller's certificate has expired"))
-                yield message
-
-    async def unary(given: Any, context: Context) -> Any:
-        await _check_name(context, name)
-        return await call(given, context)
-
-    if not handler.response_streaming:
-        return grpc.unary_unary_rpc_method_handler(unary, *forms)
-    if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(stream, request, response)
-    return grpc.unary_stream_rpc_method_handler(stream, request, response)
-
-
-def names_of(transport: asyncio.BaseTransport) -> frozenset[str]:
-    """The names in the certificate of a connection's peer; empty without TLS."""
-    certificate = transport.get_extra_info("peercert") or {}
-    return frozenset(str(name) for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
-
-
-async def _check_name(context: Context, name: str) -> None:
-    names: Any = context.auth_context().get("x509_subject_alternative_name", ())
-    if name.encode() not in names:
-        await errors.abort(context, ForbiddenError(f"only a certificate of {name} may call this"))
-
-
-def _certificate_ends(context: Context) -> float:
-    """When the caller's certificate expires, in seconds since 1970."""
-    from cryptography import (
-        x509,  # only where certificates are read: `make gpu-check` does without the package
-    )
-
-    (certificate,) = context.auth_context()["x509_pem_cert"]
-    try:
-        return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
-    except ValueError:  # the handshake has accepted it; cryptography is stricter
-        return math.inf
-
-
-# --- the router's public ports and their clients --------------------------------------------------------------
 
 
 class _ServerContext(ssl.SSLContext):

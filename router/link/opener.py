@@ -16,7 +16,8 @@ from cluster.protocol.link import (
     VERSION_1_HANDLES,
     WELCOME_SECONDS,
 )
-from cluster.security.tls import WORKER_NAME, Peers
+from cluster.security.peer_names import WORKER_NAME
+from cluster.security.tls import Peers
 from router.link.connection import Connection, Frames
 from router.link.identity import RouterIdentity
 from wire import link_pb2

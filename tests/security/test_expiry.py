@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton.local.certs import make_certs
-from cluster.security import expiry, tls
+from cluster.security import expiry
 from cluster.security.expiry import seconds_left
-from cluster.security.tls import Identity
+from cluster.security.identity import CHECK_SECONDS, Identity
 
 DAY = 86400.0
 
@@ -48,7 +48,7 @@ def test_a_renewed_certificate_counts_from_the_time_that_it_is_used(tmp_path: Pa
     for file in files:
         os.replace(tmp_path / "new" / file.name, file)
     assert days(seconds_left((used, "tls_cert", "tls_ca")))["tls_cert"] == 3.0
-    now += tls.CHECK_SECONDS
+    now += CHECK_SECONDS
     assert days(seconds_left((used, "tls_cert", "tls_ca")))["tls_cert"] == 90.0
 
 

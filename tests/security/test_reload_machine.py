@@ -21,9 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from baton.local.certs import make_certs
 from cluster.errors import UnauthenticatedError
+from cluster.security.identity import CHECK_SECONDS, Identity, Pem
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import KeyEntry, new_key
-from cluster.security.tls import CHECK_SECONDS, Identity, ListenerContext, Pem
+from cluster.security.tls import ListenerContext
 
 FILES = ("router.pem", "router.key", "ca.pem")
 WHICH = st.integers(0, 2)

@@ -23,8 +23,9 @@ from baton.local.options import LocalTls
 from cluster.errors import ConfigError, UnavailableError
 from cluster.membership.reader import read_workers
 from cluster.membership.registry import request_drain
+from cluster.security.identity import Identity, make_identity
 from cluster.security.tls import ClientTls as Files
-from cluster.security.tls import Identity, ListenerContext, Peers, make_identity
+from cluster.security.tls import ListenerContext, Peers
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_drain import registry
 from tests.end_to_end.test_handover import PROCESS

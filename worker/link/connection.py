@@ -21,7 +21,7 @@ from cluster.protocol.link import (
     MOVE_SECONDS,
 )
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
-from cluster.security.tls import ROUTER_NAME, names_of
+from cluster.security.peer_names import ROUTER_NAME, names_of
 from worker.link.session import Session, State
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ import pytest
 
 from baton.local.certs import make_certs
 from cluster.protocol.link import AGE_SPREAD, MAX_AGE_SECONDS, MOVE_SECONDS, RENEW_SECONDS
-from cluster.security.tls import Peers, make_identity
+from cluster.security.identity import make_identity
+from cluster.security.tls import Peers
 from router.link import link as links
 from router.link import opener
 from router.link.connection import Connection

@@ -13,7 +13,9 @@ from pathlib import Path
 from cluster.addresses import split
 from cluster.link.framing import FrameReader, to_frame
 from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
-from cluster.security.tls import WORKER_NAME, Peers, make_identity
+from cluster.security.identity import make_identity
+from cluster.security.peer_names import WORKER_NAME
+from cluster.security.tls import Peers
 from router.link.links import Links
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until

@@ -17,7 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.config.router import RouterConfig
-from cluster.security.tls import ClientTls, Identity, router_channel_async
+from cluster.security.identity import Identity
+from cluster.security.tls import ClientTls, router_channel_async
 from router.grpc_endpoint import GrpcEndpoint
 
 LIMIT = 32
