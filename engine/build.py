@@ -18,25 +18,16 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.device_memory import DeviceMemory, memory_of, trim_allocator
 from engine.graphs import decode_graphs
 from engine.kv_blocks import KvSpec
-from engine.layers.linear import (
-    CodedLinear,
-    CudaLinear,
-    Linear,
-    MakeLinear,
-    PanelLinear,
-    TorchLinear,
-    Weight,
-)
 from engine.lora import slots
 from engine.lora.adapter_files import read_bytes
 from engine.lora.slots import AdapterSlots
+from engine.make_linears import maker_of
 from engine.model import preflight, rotary, shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.layer_weights import LayerWeights
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
-from engine.ops.codes import CodedWeight
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
@@ -261,7 +252,7 @@ def load_model(
             model,
             checkpoint,
             group,
-            _linear_of(resolved, model, team, group),
+            maker_of(resolved, model, team, group),
             expert_parallel=config.expert_parallel,
             **({"adapt": adapters.adapt} if adapters is not None else {}),
         )
@@ -371,51 +362,3 @@ def _make_ops(
 
         return TritonOps(shape, cos, sin, cache)
     return TorchOps(shape, cos, sin, cache)
-
-
-def _linear_of(config: EngineConfig, model: ModelConfig, team: Team, group: TpGroup) -> MakeLinear:
-    if config.quantization == "int8":
-        if int8.has_kernels(team):
-            torch.set_num_threads(1)  # torch's operations need no second thread
-        return int8.maker(team, group, triton=config.attention_backend == "triton")
-    plain = _plain_linear(config, team)
-    if not formats.is_int8(model.quantization, ""):
-        return plain
-    return int8.maker(team, group, plain, triton=config.attention_backend == "triton")
-
-
-def _plain_linear(config: EngineConfig, team: Team) -> MakeLinear:
-    """The kind of linear layer for plain weights: our own product if this CPU has the instruction for it, and then torch's
-    operations need no second thread; on CUDA our own for single rows if Triton works, which attention by `triton`
-    shows."""
-    if _DTYPES[config.dtype] is not torch.bfloat16:
-        return _torch_linear
-    if config.attention_backend == "triton":
-        return _cuda_linear
-    if not isinstance(team, KernelTeam):
-        return _torch_linear
-    from engine.ops import cpu_products
-
-    if not cpu_products.has_instruction():
-        return _torch_linear
-    torch.set_num_threads(1)
-    area = cpu_products.Area()
-
-    def make(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
-        assert isinstance(weight, Tensor), "only plain weights come here"
-        fits = weight.shape[1] % 2 == 0
-        return PanelLinear(weight, bias, team, area) if fits else TorchLinear(weight, bias)
-
-    return make
-
-
-def _cuda_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
-    if isinstance(weight, CodedWeight):
-        return CodedLinear(weight, bias)
-    assert isinstance(weight, Tensor), "int8 layers are made by engine/quant/int8.py"
-    return CudaLinear(weight, bias)
-
-
-def _torch_linear(weight: Weight, bias: Tensor | None, *, split_inputs: bool = False) -> Linear:
-    assert isinstance(weight, Tensor), "only plain weights come here"
-    return TorchLinear(weight, bias)
