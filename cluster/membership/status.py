@@ -72,7 +72,8 @@ class WorkerStatus:
     ring_free: Number | None = _shown(metrics.RING_SLOTS_FREE, default=None)
     ring_quarantined: Number | None = _shown(metrics.RING_SLOTS_QUARANTINED, default=None)
     transfer_rate_bytes_per_second: Number | None = _shown(metrics.TRANSFER_RATE, default=None)
-    adapters_refused: str | None = None  # names and reasons of adapters that could not be loaded
+    takes_adapters: Number | None = None  # 1 if administrators may name adapters to load here (lora_dir), else 0
+    adapters_refused: str | None = None  # those that could not be loaded (cluster/membership/adapter_refusals.py)
     # Of a worker under test
     self_checks: int | None = None
     self_check_wrong: str | None = None
