@@ -75,8 +75,8 @@ class AdapterCalls:
         for worker in self._live([model]):
             if worker.status.takes_adapters == 0:
                 raise AdapterRefusedError(
-                    f"lora_dir: worker {worker.worker_id} is started without it, or without redis_url, and loads those of its "
-                    "setting lora only",
+                    f"lora_dir: worker {worker.worker_id} is started without it and loads those of its setting lora "
+                    "only",
                     field="lora_dir",
                 )
 
