@@ -1,4 +1,5 @@
-"""Decode steps with adapters on this CPU: as a list of jobs beside operation by operation, in pairs in one process.
+"""Decode steps with adapters on this CPU in three ways, by turns in one process: operation by operation with torch's
+products for what adapters add, the same with kernels (as models with experts and several ranks have it), one list of jobs.
 
 python -m bench.probes.adapter_steps --model DIR
 """
@@ -25,6 +26,7 @@ from engine.runner import ModelRunner
 
 RANK, CONTEXT = 16, 64
 ROWS, ADAPTERS = (1, 8, 16), (0, 1, 3)
+TORCH, KERNELS, LISTED = WAYS = ("by torch", "by kernels", "one list")
 TARGETS = (
     ("self_attn.q_proj", SHAPE.hidden, SHAPE.heads * SHAPE.head_dim),
     ("self_attn.k_proj", SHAPE.hidden, SHAPE.kv_heads * SHAPE.head_dim),
@@ -73,10 +75,9 @@ class Steps:
         # One thread's processor time leaves out what others take of a shared machine.
         self._clock = time.thread_time if threads == 1 else time.perf_counter
 
-    def choose(self, listed: bool) -> None:
-        """Lists of jobs, or operation by operation with torch's products for what adapters add."""
-        self._runner._decode_jobs = self._jobs if listed else None
-        self._step.team = self._team if listed else None
+    def choose(self, way: str) -> None:
+        self._runner._decode_jobs = self._jobs if way == LISTED else None
+        self._step.team = self._team if way != TORCH else None
 
     def seconds(self, rows: int, adapters: int) -> float:
         """Of a step in which each row in turn has the base model or one of the adapters."""
@@ -108,28 +109,25 @@ def main() -> None:
         write_model(given.model, SHAPE)
     steps = Steps(given.model, given.threads, max(ADAPTERS))
     kinds = list(itertools.product(ROWS, ADAPTERS))
-    times: dict[tuple[int, int, bool], list[float]] = {}
+    times: dict[tuple[int, int, str], list[float]] = {}
     for number in range(given.rounds + 1):
         for rows, adapters in kinds:
-            for listed in (True, False) if number % 2 else (False, True):
-                steps.choose(listed)
+            for way in WAYS if number % 2 else reversed(WAYS):
+                steps.choose(way)
                 seconds = steps.seconds(rows, adapters)
                 if number:  # the first makes lists
-                    times.setdefault((rows, adapters, listed), []).append(seconds)
+                    times.setdefault((rows, adapters, way), []).append(seconds)
     print(
-        "| rows | adapters | operation by operation | list of jobs | ratio | list, over that without adapters |"
+        f"| rows | adapters | {' | '.join(WAYS)} | list, over by torch | list, over that without adapters |"
     )
-    print("|---:|---:|---:|---:|---|---|")
+    print("|---:|---:|---:|---:|---:|---|---|")
     for rows, adapters in kinds:
-        before, after = times[rows, adapters, False], times[rows, adapters, True]
-        print(
-            f"| {rows} | {adapters} | {_median(before):.2f} ms | {_median(after):.2f} ms | {_ratio(after, before)} "
-            f"| {_ratio(after, times[rows, 0, True])} |"
+        medians = " | ".join(f"{statistics.median(times[rows, adapters, way]) * 1e3:.1f} ms" for way in WAYS)
+        listed = times[rows, adapters, LISTED]
+        saved, cost = (
+            _ratio(listed, other) for other in (times[rows, adapters, TORCH], times[rows, 0, LISTED])
         )
-
-
-def _median(seconds: list[float]) -> float:
-    return statistics.median(seconds) * 1e3
+        print(f"| {rows} | {adapters} | {medians} | {saved} | {cost} |")
 
 
 def _ratio(ones: list[float], others: list[float]) -> str:
