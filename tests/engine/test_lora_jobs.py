@@ -39,8 +39,13 @@ def make(model: Path, directory: Path, threads: int, dtype: str = "bfloat16", **
     )
     runner = ModelRunner(load_model(config))
     loaded = LoadedAdapters(runner.adapters)
-    for seed, how in enumerate(({"rank": 16}, {"rank": 5}, {"targets": ("o_proj", "down_proj")})):
-        how.setdefault("targets", (*ALL, *FUSED))
+    every = (*ALL, *FUSED)
+    kinds: list[dict[str, Any]] = [
+        {"rank": 16, "targets": every},
+        {"rank": 5, "targets": every},
+        {"targets": ("o_proj", "down_proj")},
+    ]
+    for seed, how in enumerate(kinds):
         if not (adapter := directory / str(seed)).exists():
             make_adapter(adapter, model, seed=seed, **how)
         loaded.load(adapter)

@@ -187,6 +187,7 @@ async def test_what_was_unloaded_while_it_was_read_is_not_loaded(then, world, mo
     await world.changes.follow()
     alone = ("fixed", "fixed")
     assert world.published[:2] == [(alone, ("other", "b")), (alone,)]
+    assert (alone, ("x", "a")) not in world.published and "a" not in world.engine_has
     assert not world.runner.reading and not world.changes.refusals
     await world.changes.follow()
     assert world.changes.pairs == (alone, *((name, one.path) for name, one in then.items()))
@@ -236,6 +237,9 @@ async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
     del world.wanted["x"]
     world.wanted["z"] = Wanted("c", "1")
     await published(("y", "b"))
+    async with asyncio.timeout(5):
+        while "z" not in world.changes.refusals:
+            await asyncio.sleep(0.001)
     world.in_use = set()
     await published(("y", "b"), ("z", "c"))
     assert not following.done()
