@@ -38,8 +38,8 @@ class AdapterMessage(NamedTuple):
         if bytes(content[:4]) != _MARK:
             return None
         fields = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str, str, int])
-        order, *rest = fields
-        return cls(Order(order), *rest)
+        order, slot, directory, below, lane = fields
+        return cls(Order(order), slot, directory, below, lane)
 
 
 class State(enum.IntEnum):
