@@ -4,6 +4,7 @@ BatonError
 ├── InvalidRequestError            400 INVALID_ARGUMENT    the request is wrong; `field` and `limit` say where
 │   ├── UnknownModelError          404 INVALID_ARGUMENT
 │   ├── UnsupportedFieldError      400 INVALID_ARGUMENT
+│   ├── AdapterRefusedError        409 FAILED_PRECONDITION a worker does not load what a call names; `field` is its setting
 │   └── ContextLengthError         400 INVALID_ARGUMENT
 ├── UnauthenticatedError           401 UNAUTHENTICATED     no API key, or not a valid one
 ├── ForbiddenError                 403 PERMISSION_DENIED   the key does not cover this
@@ -104,6 +105,13 @@ class UnknownModelError(InvalidRequestError):
 
 class UnsupportedFieldError(InvalidRequestError):
     pass
+
+
+class AdapterRefusedError(InvalidRequestError):
+    """A worker does not load what an administrator's call names. `field`: the worker's setting, or what of the files."""
+
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 409
 
 
 class ContextLengthError(InvalidRequestError):

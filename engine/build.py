@@ -244,7 +244,7 @@ def load_model(
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     tell("weights are read")
-    adapters = AdapterSlots(model, resolved, group, dtype, device) if resolved.adapter_slots else None
+    adapters = AdapterSlots(model, resolved, group, dtype, device, team) if resolved.adapter_slots else None
     with Checkpoint(
         config.model, dtype, device, quantization=model.quantization, coded=_keeps_codes(resolved)
     ) as checkpoint:

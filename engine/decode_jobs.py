@@ -17,14 +17,14 @@ from torch import Tensor
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.layers.linear import JobLinear, Linear
 from engine.layers.moe import Mlp, Moe
-from engine.lora.adapted_linear import base_of
+from engine.lora.adapted_linear import JOBS, AdaptedLinear, base_of
+from engine.lora.step_rows import MOST_ROWS
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import StepBuffers
 
-MOST_ROWS = 256  # of a list; the buffers grow to as many
 KEPT_LISTS = 64  # 40 KB each
 TRIM_AFTER = 512  # steps in a row that need a quarter of the buffers or less
 
@@ -78,11 +78,8 @@ class _Parts:
 
     @property
     def _linears(self) -> list[object]:
-        layers = self.decoder.layers
-        return [
-            self.decoder.head,
-            *(one for x in layers for one in (base_of(x.qkv), base_of(x.output), *_mlp(x))),
-        ]
+        """Without adapters."""
+        return [self.decoder.head, *(base_of(one) for x in self.decoder.layers for one in _products(x))]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -94,13 +91,15 @@ class _Parts:
             2 * inner, inner, c.vocab_size, self.row_bytes // decoder.embedding.itemsize,
         )  # fmt: skip
 
-    @property
-    def count_of_jobs(self) -> int:
+    def count_of_jobs(self, adapted: bool) -> int:
         """Of one list: a product of int8 is two of them. Beside products a layer has heads, attention, gate, and the norms
         that its family has."""
         layers = self.decoder.layers
         norms = sum(one is not None for x in layers for one in (x.attention_out, x.mlp_in, x.mlp_out))
+        products = [one for x in layers for one in _products(x)]
         own = 4 * len(layers) + norms + 2
+        if adapted:
+            own += JOBS * sum(isinstance(one, AdaptedLinear) for one in products)
         return own + sum(2 if one.row_bytes else 1 for one in self._linears if isinstance(one, JobLinear))
 
 
@@ -112,7 +111,7 @@ class DecodeJobs:
         self._step = step
         self._work = self._allocate(1)
         self._oversized_steps = 0  # in a row
-        self._lists: dict[int, NDArray[np.int64]] = {}
+        self._lists: dict[tuple[int, bool], NDArray[np.int64]] = {}  # by rows, and whether they have adapters
 
     @classmethod
     def make(
@@ -126,15 +125,15 @@ class DecodeJobs:
         """Whether the step is single tokens whose logits are all wanted."""
         return step.all_single and step.num_logits == step.num_items <= MOST_ROWS
 
-    def run(self) -> Tensor:
-        """float32 logits [rows, vocab] of the step in the buffers."""
+    def run(self, adapted: bool = False) -> Tensor:
+        """float32 logits [rows, vocab] of the step in the buffers. `adapted`: some of its rows have adapters."""
         rows = self._step.num_items
         self._fit(rows)
-        listed = self._lists.get(rows)
+        listed = self._lists.get((rows, adapted))
         if listed is None:
             if len(self._lists) >= KEPT_LISTS:
                 self._lists.clear()
-            listed = self._lists[rows] = self._parts.team.compile(self._jobs(rows))
+            listed = self._lists[rows, adapted] = self._parts.team.compile(self._jobs(rows, adapted))
         self._parts.team.run_all(listed)
         return self._parts.decoder.finish(self._work.logits[:rows].float())
 
@@ -158,7 +157,7 @@ class DecodeJobs:
         buffers.append(embedding.new_empty(rows, dtype=torch.float32))
         return _Work(*buffers)
 
-    def _jobs(self, rows: int) -> list[Job]:
+    def _jobs(self, rows: int, adapted: bool) -> list[Job]:
         decoder, ops, w = self._parts.decoder, self._parts.ops, self._work
         embedding, x, y = decoder.embedding, w.x.data_ptr(), w.y.data_ptr()
         width = embedding.shape[1]
@@ -172,36 +171,40 @@ class DecodeJobs:
         jobs: list[Job] = [(cpu_jobs.EMBED, rows, read)]
         jobs += _norm(ops, rows, x, 0, decoder.layers[0].attention_in, y)
         for index, (layer, norm) in enumerate(zip(decoder.layers, decoder.following, strict=True)):
-            jobs += self._layer(rows, index, layer, norm)
+            jobs += self._layer(rows, index, layer, norm, adapted)
         jobs += self._product(decoder.head, rows, w.y, w.logits)
-        assert len(jobs) == self._parts.count_of_jobs, "`most_bytes` counts them"
+        assert len(jobs) == self._parts.count_of_jobs(adapted), "`most_bytes` counts them"
         return jobs
 
-    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor | None) -> list[Job]:
+    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor | None, adapted: bool) -> list[Job]:
         """`norm`: the one after this layer."""
         ops, w, step = self._parts.ops, self._work, self._step
         x, y, qkv, mixed = (one.data_ptr() for one in (w.x, w.y, w.qkv, w.mixed))
         delta, gate_up, inner = (one.data_ptr() for one in (w.delta, w.gate_up, w.inner))
         at = (step.positions.data_ptr(), step.slots.data_ptr())
-        gate_up_product, down = _mlp(layer)
+        qkv_product, output, gate_up_product, down = _products(layer)
         return [
-            *self._product(base_of(layer.qkv), rows, w.y, w.qkv),
+            *self._product(qkv_product, rows, w.y, w.qkv, adapted),
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
             self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
-            *self._product(base_of(layer.output), rows, w.mixed, w.delta),
+            *self._product(output, rows, w.mixed, w.delta, adapted),
             *_norm(ops, rows, delta, 0, layer.attention_out, delta),
             *_norm(ops, rows, x, delta, layer.mlp_in, y),
-            *self._product(gate_up_product, rows, w.y, w.gate_up),
+            *self._product(gate_up_product, rows, w.y, w.gate_up, adapted),
             ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
-            *self._product(down, rows, w.inner, w.delta),
+            *self._product(down, rows, w.inner, w.delta, adapted),
             *_norm(ops, rows, delta, 0, layer.mlp_out, delta),
             *_norm(ops, rows, x, delta, norm, y),
         ]
 
-    def _product(self, linear: object, rows: int, x: Tensor, out: Tensor) -> list[Job]:
-        assert isinstance(linear, JobLinear), "`make` has checked it"
+    def _product(self, linear: Linear, rows: int, x: Tensor, out: Tensor, adapted: bool = False) -> list[Job]:
+        base = base_of(linear)
+        assert isinstance(base, JobLinear), "`make` has checked it"
         codes, scales = self._work.codes.data_ptr(), self._work.scales.data_ptr()
-        return linear.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales)
+        jobs = base.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales)
+        if adapted and isinstance(linear, AdaptedLinear):
+            jobs += linear.adapter_jobs(x.data_ptr(), out.data_ptr())
+        return jobs
 
 
 def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, sequences: int) -> int:
@@ -210,7 +213,7 @@ def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, s
     parts = _Parts.of(decoder, ops, attention, team)
     if parts is None:
         return 0
-    listed = KEPT_LISTS * parts.count_of_jobs * cpu_jobs.JOB * 8
+    listed = KEPT_LISTS * parts.count_of_jobs(True) * cpu_jobs.JOB * 8
     return _grown(min(sequences, MOST_ROWS)) * (sum(parts.widths) * decoder.embedding.itemsize + 4) + listed
 
 
@@ -224,6 +227,6 @@ def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out
     return [] if weight is None else [ops.norm_job(rows, x, delta, weight, out)]
 
 
-def _mlp(layer: Layer) -> tuple[Linear, Linear]:
+def _products(layer: Layer) -> tuple[Linear, Linear, Linear, Linear]:
     assert isinstance(layer.mlp, Mlp), "`make` has checked it"
-    return base_of(layer.mlp.gate_up), base_of(layer.mlp.down)
+    return layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down

@@ -182,10 +182,10 @@ class Engine:
     def adapter_fits(self, digest: str, held: Collection[str]) -> bool:
         return self.adapters.fits(digest, self._adapters_used(held))
 
-    def write_adapter(self, digest: str, held: Collection[str]) -> None:
+    def write_adapter(self, digest: str, held: Collection[str], lane: int = 0) -> None:
         """Load the adapter that was read. `held`: digests that requests outside the engine have, those that wait for their
         turn or for a hand-off. Raises AdapterSlotsError."""
-        self.adapters.write(digest, self._adapters_used(held))
+        self.adapters.write(digest, self._adapters_used(held), lane)
 
     def _adapters_used(self, held: Collection[str]) -> set[str]:
         return {choices[0].request.adapter for choices in self._scheduler.requests.values()}.union(held)

@@ -152,8 +152,9 @@ class ModelRunner:
     def _run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
         for source, target in delta.copies.tolist():
             self.kv_cache[target].copy_(self.kv_cache[source])
-        # What was recorded or listed has no adapters and scores no prompt.
-        plain = not len(delta.adapters) and not len(delta.scored)
+        # What was recorded has no adapters, and neither that nor what was listed scores a prompt.
+        adapted, scored = bool(len(delta.adapters)), bool(len(delta.scored))
+        plain = not adapted and not scored
         if self._adapters is not None:
             self._adapters.step.begin(delta.adapters, delta.counts)
         if plain and self._graphs is not None and self._graphs.takes(delta):
@@ -162,9 +163,9 @@ class ModelRunner:
             return self._graphs.run(delta, drawn)
         step = self._buffers
         step.load(delta, drawn)
-        listed = self._decode_jobs if plain and not delta.exports else None
+        listed = self._decode_jobs if not scored and not delta.exports else None
         if listed is not None and listed.takes(step):
-            return listed.run()
+            return listed.run(adapted)
         return self._compute(delta)
 
     def _compute(self, delta: StepDelta | None = None) -> Tensor:

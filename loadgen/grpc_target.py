@@ -14,6 +14,9 @@ from wire import common_pb2, inference_pb2_grpc
 from wire import inference_pb2 as pb
 
 _ERROR_KEY = "baton-error-bin"
+# A connection of its own for each target. By default all of a process's channels to an address share one: loads of several
+# tenants would share its streams, and one's calls beyond these would have the other's refused (REFUSED_STREAM).
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 
 class GrpcTarget:
@@ -83,12 +86,12 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
 
 def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
     if not config.tls and config.tls_ca is None:
-        return grpc.aio.insecure_channel(address)
+        return grpc.aio.insecure_channel(address, _OPTIONS)
     ca, key, cert = (
         file.read_bytes() if file is not None else None
         for file in (config.tls_ca, config.tls_key, config.tls_cert)
     )
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert))
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), _OPTIONS)
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:

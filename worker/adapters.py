@@ -2,6 +2,9 @@
 
 wanted ──► read by all ranks beside the steps ──► written to a slot ──► registered: routers place its requests here
   gone ──► not registered; it stays for requests that began before, until another adapter needs its slot
+
+Several are read side by side, each in a lane with a deadline of its own: files that do not answer delay their own
+adapter only. One whose thread still waits for its files keeps its lane, so that such threads do not add up.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from typing import NamedTuple
 import redis
 
 from cluster.config.adapters import MAX_ADAPTERS
-from cluster.errors import AdapterSlotsError, BatonError, cut
+from cluster.errors import AdapterSlotsError
+from cluster.membership.adapter_refusals import Refusal, encode
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import ASK_SECONDS, READ_SECONDS, read_too_slowly
+from engine.lora.message import LANES
 from worker.engine_host import EngineHost
 
 log = logging.getLogger(__name__)
@@ -64,7 +69,12 @@ class AdapterChanges:
         self._retry_at: dict[_Key, float] = {}
         self._without_slot: dict[_Key, str] = {}  # digests of those that were read
         self._published: Pairs | None = fixed  # None: unknown, a registration failed
-        self.refusals: dict[str, str] = {}  # by name, of those that could not be loaded
+        self._changing = (
+            asyncio.Lock()
+        )  # of what is wanted, loaded and published, which reading is no part of
+        self._loading: dict[asyncio.Task[None], tuple[_Key, int]] = {}  # with the lane
+        self._unanswered: dict[int, _Key] = {}  # by lane: its files did not answer, the first first
+        self.refusals: dict[str, Refusal] = {}  # by name, of those that could not be loaded
 
     @property
     def pairs(self) -> Pairs:
@@ -73,26 +83,74 @@ class AdapterChanges:
     @property
     def refused_text(self) -> str | None:
         """For the worker's status. Any thread."""
-        return cut("; ".join(f"{name}: {why}" for name, why in list(self.refusals.items()))) or None
+        return encode(dict(self.refusals))
 
     async def follow(self) -> None:
-        """Take over what has changed in Redis."""
+        """Take over what has changed in Redis, also meanwhile; returns once nothing is being loaded."""
         if not await self._look():
             return
-        for name, one in self._now.items():  # what is found meanwhile is another mapping
-            if name not in self._loaded and self._now.get(name) == one:
-                await self._try(name, one)
+        tried: set[_Key] = set()
+        try:
+            while True:
+                self._begin(tried)
+                if not self._loading:
+                    break
+                done, _ = await asyncio.wait(
+                    self._loading, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    del self._loading[task]
+                    task.result()
+                if done:
+                    await self._announce()
+                    continue
+                await self._look()
+                tried.clear()  # what waits for a slot does not wait for others' files
+        finally:
+            for task in self._loading:
+                task.cancel()
+            self._loading.clear()
+        self._forget()
+        await self._announce()
+
+    def _begin(self, tried: set[_Key]) -> None:
+        """Begin to load what is wanted and was not `tried`, as far as there are lanes."""
+        begun = {key[0] for key, _ in self._loading.values()}
+        for key in self._now.items():
+            if key[0] in self._loaded or key[0] in begun or key in tried:
+                continue
+            if self._clock() < self._retry_at.get(key, 0.0):
+                continue
+            lane = self._lane(key)
+            if lane is None:
+                return
+            tried.add(key)
+            self._loading[asyncio.create_task(self._try(key, lane))] = key, lane
+
+    def _lane(self, key: _Key) -> int | None:
+        """The one in which its files did not answer before, or one without such files, or that which has waited longest
+        for them; None if all are in use."""
+        used = {lane for _, lane in self._loading.values()}
+        own = [lane for lane, of in self._unanswered.items() if of == key]
+        others = [lane for lane in range(LANES) if lane not in self._unanswered]
+        return next((lane for lane in (*own, *others, *self._unanswered) if lane not in used), None)
+
+    def _forget(self) -> None:
+        """Of those that are not wanted any more."""
         now = self._now
         self.refusals = {name: why for name, why in self.refusals.items() if name in now}
         self._retry_at = {key: at for key, at in self._retry_at.items() if now.get(key[0]) == key[1]}
         self._without_slot = {
             key: one for key, one in self._without_slot.items() if now.get(key[0]) == key[1]
         }
-        await self._announce()
 
     async def _look(self) -> bool:
         """Find out what is wanted, and give up at once what is not any more, which other adapters' files must not delay.
         False if Redis does not answer."""
+        async with self._changing:
+            return await self._look_alone()
+
+    async def _look_alone(self) -> bool:
         try:
             read = await asyncio.to_thread(self._wanted)
         except redis.RedisError as error:
@@ -103,10 +161,14 @@ class AdapterChanges:
         gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
         if gone:
             await self._release(gone)
-            await self._announce()
+            await self._announce_alone()
         return True
 
     async def _announce(self) -> None:
+        async with self._changing:
+            await self._announce_alone()
+
+    async def _announce_alone(self) -> None:
         if self.pairs != self._published:
             pairs = self.pairs
             self._published = pairs if await asyncio.to_thread(self._publish, pairs) else None
@@ -117,62 +179,72 @@ class AdapterChanges:
         for digest in sorted(gone - {digest for _, digest in self.pairs}):
             await self._host.call(lambda engine, digest=digest: engine.adapters.release(digest))  # type: ignore[misc]
 
-    async def _try(self, name: str, wanted: Wanted) -> None:
-        key = name, wanted
-        if self._clock() < self._retry_at.get(key, 0.0):
-            return
+    async def _try(self, key: _Key, lane: int) -> None:
+        name, wanted = key
         try:
-            digest = await self._load(key)
+            await self._load(key, lane)
         except _NotWantedError:
             return
         except Exception as error:  # of one adapter: the others are loaded and unloaded even so
-            why = cut(error.message if isinstance(error, BatonError) else repr(error))
-            if self.refusals.get(name) != why:
-                log.warning("adapter %s is not loaded from %s: %s", name, wanted.path, why)
-            self.refusals[name] = why
+            refusal = Refusal.of(wanted.tag, error)
+            if self.refusals.get(name) != refusal:
+                log.warning("adapter %s is not loaded from %s: %s", name, wanted.path, refusal.message)
+            self.refusals[name] = refusal
             if not isinstance(error, AdapterSlotsError):  # a slot may be free at the next look
                 self._retry_at[key] = self._clock() + RETRY_SECONDS
                 self._without_slot.pop(key, None)
             return
         self.refusals.pop(name, None)
-        self._loaded[name] = _Loaded(wanted, digest)
 
-    async def _load(self, key: _Key) -> str:
-        """Returns the digest. Raises AdapterSlotsError, ModelError, DeadlineError, _NotWantedError."""
-        if len(self.pairs) >= MAX_ADAPTERS:  # of a registration; several names may be of one adapter
-            raise AdapterSlotsError(f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS))
+    async def _load(self, key: _Key, lane: int) -> None:
+        """Raises AdapterSlotsError, ModelError, DeadlineError, _NotWantedError."""
+        self._check_names()
         known = self._without_slot.get(key)
         if known is not None:
             held = frozenset(self._held())
             if not await self._host.call(lambda engine: engine.adapter_fits(known, held)):
-                raise AdapterSlotsError(self.refusals[key[0]], field="max_loras")  # not read again for that
-        digest = await self._read(key)
-        held = frozenset(self._held())
-        try:
-            await self._host.call(lambda engine: engine.write_adapter(digest, held))
-        except AdapterSlotsError:
-            self._without_slot[key] = digest
-            raise
-        return digest
-
-    async def _read(self, key: _Key) -> str:
-        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted:
-        routers would take it for its successor of the same name."""
-        root, directory = self._directory, self._directory / key[1].path
-        await self._host.call(lambda engine: engine.adapters.begin(directory, below=root))
-        began = looked = self._clock()
-        while True:
-            digest = await self._host.call(lambda engine: engine.adapters.read_digest())
-            now = self._clock()
-            if digest is not None or now - looked >= LOOK_SECONDS:
-                await self._look()
-                looked = now
+                raise self._refused_before(key)  # not read again for that
+        digest = await self._read(key, lane)
+        async with self._changing:
+            try:
+                await self._look_alone()  # routers would take it for its successor of the same name
                 if self._now.get(key[0]) != key[1]:
-                    await self._host.call(lambda engine: engine.adapters.drop())
                     raise _NotWantedError
+                self._check_names()
+                held = frozenset(self._held())
+            except BaseException:
+                await self._host.call(lambda engine: engine.adapters.drop(lane))
+                raise
+            try:
+                await self._host.call(lambda engine: engine.write_adapter(digest, held, lane))
+            except AdapterSlotsError:
+                self._without_slot[key] = digest
+                raise
+            self._loaded[key[0]] = _Loaded(key[1], digest)
+
+    def _check_names(self) -> None:
+        """Raises AdapterSlotsError."""
+        if len(self.pairs) >= MAX_ADAPTERS:  # of a registration; several names may be of one adapter
+            raise AdapterSlotsError(f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS))
+
+    def _refused_before(self, key: _Key) -> AdapterSlotsError:
+        former = self.refusals[key[0]]
+        wait = 0.0 if former.final else LOOK_SECONDS
+        return AdapterSlotsError(former.message, field="max_loras", retry_after_seconds=wait)
+
+    async def _read(self, key: _Key, lane: int) -> str:
+        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted."""
+        root, directory = self._directory, self._directory / key[1].path
+        await self._host.call(lambda engine: engine.adapters.begin(directory, below=root, lane=lane))
+        began = self._clock()
+        while True:
+            digest = await self._host.call(lambda engine: engine.adapters.read_digest(lane))
             if digest is not None:
+                self._unanswered.pop(lane, None)
                 return digest
-            if now - began > READ_SECONDS:
-                await self._host.call(lambda engine: engine.adapters.drop())
-                raise read_too_slowly(READ_SECONDS)
+            late = self._clock() - began > READ_SECONDS
+            if late or self._now.get(key[0]) != key[1]:
+                self._unanswered[lane] = key
+                await self._host.call(lambda engine: engine.adapters.drop(lane))
+                raise read_too_slowly(READ_SECONDS) if late else _NotWantedError
             await asyncio.sleep(ASK_SECONDS)

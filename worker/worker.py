@@ -175,6 +175,7 @@ class Worker:
             kv_usage_ratio=stats.blocks_held / max(1, stats.blocks_total),
             prompt_tokens_asked=seen,
             prefix_hit_ratio=stats.prompt_tokens_cached / max(1, seen),
+            takes_adapters=int(self._adapters is not None),
             adapters_refused=self._adapters.refused_text if self._adapters is not None else None,
             self_checks=check.count if checked else None,
             self_check_wrong=check.failure if checked else None,

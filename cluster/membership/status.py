@@ -72,7 +72,10 @@ class WorkerStatus:
     ring_free: Number | None = _shown(metrics.RING_SLOTS_FREE, default=None)
     ring_quarantined: Number | None = _shown(metrics.RING_SLOTS_QUARANTINED, default=None)
     transfer_rate_bytes_per_second: Number | None = _shown(metrics.TRANSFER_RATE, default=None)
-    adapters_refused: str | None = None  # names and reasons of adapters that could not be loaded
+    # Adapters: whether administrators may name some to load here (lora_dir), 1 or 0; those that could not be loaded
+    # (cluster/membership/adapter_refusals.py)
+    takes_adapters: Number | None = None
+    adapters_refused: str | None = None
     # Of a worker under test
     self_checks: int | None = None
     self_check_wrong: str | None = None

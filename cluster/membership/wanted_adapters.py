@@ -79,18 +79,20 @@ class WantedWriter:
             self._connected = connect_async(self._redis_url)
         return self._connected
 
-    async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> None:
-        """Raises InvalidRequestError if the name is taken or there are too many, redis.RedisError."""
+    async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> Wanted:
+        """Returns the entry. Raises InvalidRequestError if the name is taken or there are too many, redis.RedisError."""
         if await self._client.hlen(self._key) >= MAX_ADAPTERS:
             raise InvalidRequestError(
                 f"lora_name: {MAX_ADAPTERS} adapters are wanted already; unload one",
                 field="lora_name",
                 limit=str(MAX_ADAPTERS),
             )
-        if not await self._client.hsetnx(self._key, name, Wanted.new(check_path(path), serving).encode()):
+        entry = Wanted.new(check_path(path), serving)
+        if not await self._client.hsetnx(self._key, name, entry.encode()):
             raise InvalidRequestError(
                 f"lora_name: {name!r} is wanted already; unload it first", field="lora_name"
             )
+        return entry
 
     async def find(self, name: str) -> Wanted | None:
         """None if there is none, or one that is not understood. Raises redis.RedisError."""

@@ -19,6 +19,7 @@ from cluster.errors import CancelledError, ModelError
 from cluster.protocol import model_limits
 from engine.lora import stored_tensors
 from engine.lora.adapter_config import CONFIG, MAX_CONFIG_BYTES, AdapterConfig
+from engine.lora.message import LANES
 from engine.lora.products import Part, parts
 from engine.lora.stored_tensors import LENGTH_BYTES, StoredTensor
 from engine.model.config import ModelConfig
@@ -72,12 +73,14 @@ class Share:
 
 
 def read_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
-    """Bytes of main memory that a rank takes at most while it reads an adapter; `itemsize`: of a number of products."""
+    """Bytes of main memory that a rank takes at most while it reads an adapter in each lane; `itemsize`: of a number of
+    products."""
     own = parts(model, 0, config.tensor_parallel)
     widths = sum(part.width for of_module in own.values() for part in of_module)
     kept = (widths + sum(_columns(of_module) for of_module in own.values())) * itemsize
     largest = max(max(one.outputs, one.inputs) for one, *_ in own.values()) * _COPIES_BYTES
-    return config.max_lora_rank * (kept + largest) + _PARSED * (_header_bytes(len(own)) + MAX_CONFIG_BYTES)
+    parsed = _PARSED * (_header_bytes(len(own)) + MAX_CONFIG_BYTES)
+    return LANES * (config.max_lora_rank * (kept + largest) + parsed)
 
 
 def _columns(of_module: Sequence[Part]) -> int:

@@ -24,13 +24,13 @@ class AdapterRunner(Protocol):
     def count(self) -> int:
         """Adapters that may be loaded at a time."""
 
-    def begin(self, directory: Path, below: Path | None = None) -> None: ...
+    def begin(self, directory: Path, below: Path | None = None, lane: int = 0) -> None: ...
 
-    def digest(self) -> str | None: ...
+    def digest(self, lane: int = 0) -> str | None: ...
 
-    def write(self, slot: int) -> None: ...
+    def write(self, slot: int, lane: int = 0) -> None: ...
 
-    def drop(self) -> None: ...
+    def drop(self, lane: int = 0) -> None: ...
 
 
 class NoAdapters:
@@ -38,16 +38,16 @@ class NoAdapters:
 
     count = 0
 
-    def begin(self, directory: Path, below: Path | None = None) -> None:
+    def begin(self, directory: Path, below: Path | None = None, lane: int = 0) -> None:
         raise AdapterSlotsError("there are no slots for adapters (max_loras)", field="max_loras", limit="0")
 
-    def digest(self) -> str | None:
+    def digest(self, lane: int = 0) -> str | None:
         return None
 
-    def write(self, slot: int) -> None:
+    def write(self, slot: int, lane: int = 0) -> None:
         raise AssertionError("there is no slot")
 
-    def drop(self) -> None:
+    def drop(self, lane: int = 0) -> None:
         return
 
 
@@ -69,37 +69,38 @@ class LoadedAdapters:
         if digest and digest not in self.slots:
             raise AdapterMissingError(f"adapter {digest[:64]} is not loaded here", field="adapter")
 
-    def begin(self, directory: Path, below: Path | None = None) -> None:
-        """Begin to read an adapter on all ranks, beside the steps; one that leads out of `below` is refused."""
-        self._runner.begin(directory, below)
+    def begin(self, directory: Path, below: Path | None = None, lane: int = 0) -> None:
+        """Begin to read an adapter on all ranks, beside the steps; one that leads out of `below` is refused. `lane`: of
+        the readings that go on side by side (LANES of engine/lora/message.py); the methods below are about the same."""
+        self._runner.begin(directory, below, lane)
 
-    def read_digest(self) -> str | None:
+    def read_digest(self, lane: int = 0) -> str | None:
         """Of what was read; None while a rank reads. Raises ModelError."""
-        return self._runner.digest()
+        return self._runner.digest(lane)
 
-    def drop(self) -> None:
+    def drop(self, lane: int = 0) -> None:
         """Give up what is read."""
-        self._runner.drop()
+        self._runner.drop(lane)
 
     def fits(self, digest: str, used: Collection[str]) -> bool:
         """Whether it is loaded, or has a slot. `used`: digests of adapters whose slots may not be taken."""
         return digest in self.slots or self._free_slot(used) is not None
 
-    def write(self, digest: str, used: Collection[str] = ()) -> None:
+    def write(self, digest: str, used: Collection[str] = (), lane: int = 0) -> None:
         """Load what was read, which has this digest, unless it is loaded already. Raises AdapterSlotsError if there is no
         slot. Nothing of what was read is kept, whatever happens."""
         self._released.pop(digest, None)
         if digest in self.slots:
-            self._runner.drop()
+            self._runner.drop(lane)
             return
         slot = self._free_slot(used)
         if slot is None:
-            self._runner.drop()
+            self._runner.drop(lane)
             raise self._no_slot()
         for former in [one for one, of in self.slots.items() if of == slot]:
             self._released.pop(former, None)
             del self.slots[former]
-        self._runner.write(slot)
+        self._runner.write(slot, lane)
         self.slots[digest] = slot
 
     def _free_slot(self, used: Collection[str]) -> int | None:
@@ -118,6 +119,7 @@ class LoadedAdapters:
             f"all {total} slots for adapters (max_loras) are taken: {what}",
             field="max_loras",
             limit=str(total),
+            retry_after_seconds=1.0 if self._released else 0.0,
         )
 
     def release(self, digest: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _MARK = struct.pack("=i", -1)  # a step begins with the number of its items
 ANSWER_BYTES = 512
+LANES = 4  # adapters that are read side by side, each of which may have files that do not answer
 
 
 class Order(enum.IntEnum):
@@ -26,6 +27,7 @@ class AdapterMessage(NamedTuple):
     slot: int = 0
     directory: str = ""
     below: str = ""  # the directory that it may not lead out of, links followed; "": it may be anywhere
+    lane: int = 0  # of the readings that go on side by side
 
     def to_bytes(self) -> bytes:
         return _MARK + msgspec.msgpack.encode(tuple(self))
@@ -35,9 +37,9 @@ class AdapterMessage(NamedTuple):
         """None if it is a step."""
         if bytes(content[:4]) != _MARK:
             return None
-        fields = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str, str])
-        order, slot, directory, below = fields
-        return cls(Order(order), slot, directory, below)
+        fields = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str, str, int])
+        order, slot, directory, below, lane = fields
+        return cls(Order(order), slot, directory, below, lane)
 
 
 class State(enum.IntEnum):

@@ -15,7 +15,7 @@ import torch
 
 from cluster.errors import ModelError
 from engine.lora.adapter_files import Adapter, Share, read_adapter
-from engine.lora.message import AdapterMessage, Answer, Order, State
+from engine.lora.message import LANES, AdapterMessage, Answer, Order, State
 from engine.lora.reading import AdapterReading
 from engine.lora.slots import AdapterSlots
 from engine.parallel.group import TpGroup
@@ -27,7 +27,7 @@ class RankAdapters:
     def __init__(self, share: Share, slots: AdapterSlots | None, group: TpGroup, device: torch.device):
         self._slots, self._group, self._device = slots, group, device
         self._share = share
-        self.reading = AdapterReading(self.read)
+        self.readings = tuple(AdapterReading(self.read) for _ in range(LANES))
 
     def read(self, directory: Path, stopped: threading.Event | None = None) -> Adapter:
         """This rank's share. Any thread. Raises ModelError."""
@@ -38,42 +38,43 @@ class RankAdapters:
         """Slots."""
         return self._slots.count if self._slots is not None else 0
 
-    def begin(self, directory: Path, below: Path | None = None) -> None:
-        """Begin to read an adapter; what was read before is dropped. `below`: it is refused where it leads out of this
-        directory, which each rank sees for itself: others may be on other nodes."""
+    def begin(self, directory: Path, below: Path | None = None, lane: int = 0) -> None:
+        """Begin to read an adapter; what was read before in this lane is dropped. `below`: it is refused where it leads
+        out of this directory, which each rank sees for itself: others may be on other nodes."""
         root = str(below.absolute()) if below is not None else ""
-        self._order(AdapterMessage(Order.READ, 0, str(directory.absolute()), root))
+        self._order(AdapterMessage(Order.READ, 0, str(directory.absolute()), root, lane))
 
-    def digest(self) -> str | None:
+    def digest(self, lane: int = 0) -> str | None:
         """Of the adapter that all ranks have read; None while one of them reads. Raises ModelError if one has not, or if
         they have read different ones; then nothing of it is kept."""
-        self._tell(AdapterMessage(Order.ANSWER))
-        answers = self._answers()
+        self._tell(AdapterMessage(Order.ANSWER, lane=lane))
+        answers = self._answers(lane)
         problem = _problem(answers)
         if problem:
-            self.drop()
+            self.drop(lane)
             raise ModelError(problem, field="lora")
         return answers[0].text if all(one.state is State.READ for one in answers) else None
 
-    def write(self, slot: int) -> None:
+    def write(self, slot: int, lane: int = 0) -> None:
         """Copy what all ranks have read into a slot, from 1 on. No sequence may be using it."""
-        self._order(AdapterMessage(Order.WRITE, slot))
+        self._order(AdapterMessage(Order.WRITE, slot, lane=lane))
 
-    def drop(self) -> None:
-        self._order(AdapterMessage(Order.DROP))
+    def drop(self, lane: int = 0) -> None:
+        self._order(AdapterMessage(Order.DROP, lane=lane))
 
     def follow(self, message: AdapterMessage) -> None:
         """Carry out an order of the leader."""
+        reading = self.readings[message.lane]
         match message.order:
             case Order.READ:
-                self.reading.begin(Path(message.directory), Path(message.below) if message.below else None)
+                reading.begin(Path(message.directory), Path(message.below) if message.below else None)
             case Order.ANSWER:
-                self._answers()
+                self._answers(message.lane)
             case Order.WRITE:
                 assert self._slots is not None, "every rank has the same settings"
-                self._slots.write(message.slot, self.reading.take())
+                self._slots.write(message.slot, reading.take())
             case Order.DROP:
-                self.reading.drop()
+                reading.drop()
 
     def _order(self, message: AdapterMessage) -> None:
         self._tell(message)
@@ -83,8 +84,8 @@ class RankAdapters:
         if self._group.size > 1:
             self._group.share(message.to_bytes())
 
-    def _answers(self) -> list[Answer]:
-        return Answer.all_of(self._group.gather_last(self.reading.answer().to_tensor(self._device)))
+    def _answers(self, lane: int) -> list[Answer]:
+        return Answer.all_of(self._group.gather_last(self.readings[lane].answer().to_tensor(self._device)))
 
 
 def _problem(answers: list[Answer]) -> str:

@@ -13,7 +13,7 @@ from engine.lora.adapter_files import Adapter
 from engine.lora.message import Answer, State
 
 log = logging.getLogger(__name__)
-FORMER_SECONDS = 5.0  # for a reading that was stopped to end: two at a time would take the memory of two
+FORMER_SECONDS = 5.0  # for a reading of the same lane that was stopped to end: it still has its memory
 Read = Callable[[Path, threading.Event], Adapter]
 
 

@@ -6,10 +6,12 @@ import torch
 
 from cluster.config.worker import EngineConfig
 from engine.layers.linear import Linear
-from engine.lora.adapted_linear import AdaptedLinear, StepRows
+from engine.lora.adapted_linear import AdaptedLinear
 from engine.lora.adapter_files import Adapter
 from engine.lora.products import products
+from engine.lora.step_rows import StepRows, kernel_bytes
 from engine.model.config import ModelConfig
+from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import TpGroup
 
 
@@ -23,9 +25,13 @@ class AdapterSlots:
         group: TpGroup,
         dtype: torch.dtype,
         device: torch.device,
+        team: Team | None = None,
     ):
+        """`team`: its kernels compute what adapters add in steps of single tokens, if it has any."""
         self.count, self.max_rank = config.adapter_slots, config.max_lora_rank
-        self.step = StepRows(device)
+        self.step = StepRows(device, team, _most_parts(model, group.size) * self.max_rank)
+        if isinstance(team, KernelTeam):
+            _compile(team)
         self.dtype = dtype
         self._model, self._group, self._device = model, group, device
         self._adapted: list[tuple[int, AdaptedLinear]] = []  # with the layer
@@ -41,6 +47,18 @@ class AdapterSlots:
         """Between two steps; no sequence may be using the slot."""
         for layer, linear in self._adapted:
             linear.write(slot, layer, adapter.modules)
+
+
+def _compile(team: KernelTeam) -> None:
+    """Compile the kernels or load them: no request is to wait for that."""
+    from engine.ops import cpu_jobs
+
+    team.compile([(code, 1, ()) for code in (cpu_jobs.ADAPT_DOWN, cpu_jobs.ADAPT_UP)])
+
+
+def _most_parts(model: ModelConfig, size: int) -> int:
+    """Of one product on any rank."""
+    return max(len(one) for at in range(model.num_layers) for one in products(model, at, 0, size).values())
 
 
 def slot_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
@@ -60,4 +78,5 @@ def step_bytes(model: ModelConfig, config: EngineConfig, tokens: int, itemsize: 
     inner = model.intermediate_size // config.tensor_parallel
     heads = model.num_heads * model.head_dim // config.tensor_parallel
     widest = max(inner, heads, model.hidden_size)
-    return tokens * (2 * widest + config.max_lora_rank) * itemsize
+    kernels = kernel_bytes(_most_parts(model, config.tensor_parallel) * config.max_lora_rank)
+    return tokens * (2 * widest + config.max_lora_rank) * itemsize + kernels

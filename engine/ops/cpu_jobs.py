@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from engine.ops import cpu_adapters as adapters
 from engine.ops import cpu_int8 as int8
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
@@ -39,8 +40,8 @@ WEIGHTS = 3  # index among a product's arguments
 AHEAD_BYTES = 16 << 10
 (
     ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT, EMBED, QUANTIZE, MULTIPLY_INT8, GATE_GELU,
-    GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8,
-) = range(16)  # fmt: skip
+    GATE_CLAMPED, MULTIPLY_TILES, HEADS_INT8, ATTEND_INT8, GATHER_INT8, ADAPT_DOWN, ADAPT_UP,
+) = range(18)  # fmt: skip
 PRODUCTS = (MULTIPLY, MULTIPLY_INT8, MULTIPLY_TILES)
 OF_HEADS = (HEADS, ATTEND, PACK_HEADS, ATTEND_PROMPT, HEADS_INT8, ATTEND_INT8, GATHER_INT8)
 _LOW = 0xFFFFFFFF
@@ -249,10 +250,20 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., int]]:
         )  # fmt: skip
         return DONE
 
+    def adapt_down(job, first, last):
+        a = integers(job)
+        adapters.down(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], first, last)
+        return DONE
+
+    def adapt_up(job, first, last):
+        a = integers(job)
+        adapters.up(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], first, last)
+        return DONE
+
     return {
         ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,
         MULTIPLY_INT8: multiply_int8, GATE_GELU: gate_gelu, GATE_CLAMPED: gate_clamped,
-        MULTIPLY_TILES: multiply_tiles,
+        MULTIPLY_TILES: multiply_tiles, ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
     }  # fmt: skip
 
 

@@ -106,8 +106,8 @@ def test_rows_without_adapter_pay_nothing_beside_none(adapted):
 
 @pytest.mark.long
 @needs_kernels
-def test_steps_without_adapters_stay_lists_of_jobs(adapted, monkeypatch):
-    """To the last bit as without slots for adapters."""
+def test_decode_steps_are_lists_of_jobs(adapted, monkeypatch):
+    """With adapters or without; without, to the last bit as without slots for adapters."""
 
     def made(**more: Any) -> Engine:
         config = EngineConfig(model=adapted.model, dtype="bfloat16", kv_memory_bytes=KV_BYTES, **more)
@@ -117,16 +117,16 @@ def test_steps_without_adapters_stay_lists_of_jobs(adapted, monkeypatch):
     jobs = engine._runner._decode_jobs
     compute = jobs.run
 
-    def counted() -> torch.Tensor:
-        lists.append(1)
-        return compute()
+    def counted(with_adapters: bool) -> torch.Tensor:
+        lists.append(with_adapters)
+        return compute(with_adapters)
 
     monkeypatch.setattr(jobs, "run", counted)
     base = run(engine, adapted.request(3))
-    assert len(lists) == NEW - 1
+    assert lists == [False] * (NEW - 1)
     assert base.tokens == run(made(), adapted.request(3)).tokens
     mixed = run(engine, adapted.request(3), adapted.request(0))
-    assert len(lists) == NEW - 1
+    assert lists[NEW - 1 :] == [True] * (NEW - 1)
     assert mixed.tokens["r0", 0] != mixed.tokens["r3", 0]
 
 

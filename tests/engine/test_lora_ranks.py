@@ -14,7 +14,7 @@ import torch
 from cluster.errors import ModelError
 from engine.lora.adapter_files import Adapter
 from engine.lora.loaded import LoadedAdapters
-from engine.lora.message import ANSWER_BYTES, AdapterMessage, Answer, Order, State
+from engine.lora.message import ANSWER_BYTES, LANES, AdapterMessage, Answer, Order, State
 from engine.lora.rank_adapters import RankAdapters
 from engine.lora.reading import AdapterReading
 from tests.engine.ranks import ThreadGroup
@@ -44,7 +44,7 @@ class World:
         for slots, group, read in zip(self.slots, self.groups, reads, strict=True):
             share: Any = SimpleNamespace()
             made = RankAdapters(share, slots, group, torch.device("cpu"))  # type: ignore[arg-type]
-            made.reading = AdapterReading(read)
+            made.readings = tuple(AdapterReading(read) for _ in range(LANES))
             self.ranks.append(made)
         self.leader = LoadedAdapters(self.ranks[0])
         self.steps = 0
@@ -81,7 +81,7 @@ class World:
 
     @property
     def kept(self) -> bool:
-        return any(one.reading._attempt is not None for one in self.ranks)
+        return any(one._attempt is not None for rank in self.ranks for one in rank.readings)
 
 
 def found(digest: str = "d") -> Any:
@@ -113,6 +113,29 @@ def test_steps_go_on_while_a_rank_reads():
     world.close()
     assert world.written == [[(1, "d")]] * 2
     assert not world.kept
+
+
+def test_a_lane_whose_files_do_not_answer_leaves_the_others():
+    """By patched reads: one directory's never ends."""
+    never = threading.Event()
+
+    def reads(directory: Path, stopped: threading.Event) -> Adapter:
+        if directory.name == "slow":
+            never.wait()
+        return Adapter(directory.name, directory, 1, {})
+
+    world = World(reads, reads)
+    world.leader.begin(Path("/adapters/slow"))
+    world.leader.begin(A, lane=1)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while (digest := world.leader.read_digest(1)) is None:
+        assert time.monotonic() < deadline
+    assert world.leader.read_digest() is None
+    world.leader.write(digest, lane=1)
+    world.leader.drop()
+    never.set()
+    world.close()
+    assert world.written == [[(1, "a")]] * 2 and not world.kept
 
 
 @pytest.mark.parametrize(
@@ -147,10 +170,10 @@ def test_one_rank_that_fails_stops_the_others():
     world.leader.begin(A)
     with pytest.raises(ModelError, match="gone"):
         world.digest()
-    (thread,) = world.ranks[1].reading._threads
+    (thread,) = world.ranks[1].readings[0]._threads
     world.close()
     thread.join(WAIT_SECONDS)
-    assert told == [True] and world.ranks[1].reading.answer().state is State.NOT_READ
+    assert told == [True] and world.ranks[1].readings[0].answer().state is State.NOT_READ
 
 
 def test_a_rank_does_not_follow_links_out_of_the_directory(tmp_path):
@@ -158,8 +181,8 @@ def test_a_rank_does_not_follow_links_out_of_the_directory(tmp_path):
     (tmp_path / "dir" / "a").mkdir(parents=True)
     (tmp_path / "dir" / "out").symlink_to(tmp_path)
     root, world = tmp_path / "dir", World(found(), found())
-    begin = world.ranks[0].reading.begin
-    world.ranks[0].reading.begin = lambda directory, below=None: begin(directory)  # type: ignore[method-assign]
+    begin = world.ranks[0].readings[0].begin
+    world.ranks[0].readings[0].begin = lambda directory, below=None: begin(directory)  # type: ignore[method-assign]
     for name in ("out", ".", "a/../.."):
         world.leader.begin(root / name, root)
         with pytest.raises(ModelError, match=r"rank 1: .* is not below"):
@@ -208,6 +231,6 @@ def test_answers_and_orders_travel():
     read = Answer.all_of(gathered)
     assert read[:2] == given[:2]
     assert read[2].text.startswith("ü" * 200) and len(read[2].text.encode()) < ANSWER_BYTES + 3
-    message = AdapterMessage(Order.READ, 0, "/ä/b", "/ä")
+    message = AdapterMessage(Order.READ, 0, "/ä/b", "/ä", 3)
     assert AdapterMessage.of(message.to_bytes()) == message
     assert AdapterMessage.of(b"\1\0\0\0") is None

@@ -34,6 +34,7 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
+        self.peers: set[str] = set()  # connections of generations
         self.error: BatonError | None = None  # answer every request with it
         self.hang_after: int | None = None  # tokens after which a stream stands still until cancelled
         self.skip_position_at: int | None = None  # a faulty router: leaves one token out
@@ -48,6 +49,7 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
+        self.peers.add(context.peer())
         context.add_callback(self.cancelled.set)
         self._refuse(context)
         prompt_tokens = prompt_length(request)

@@ -47,6 +47,12 @@ async def test_closed_loop_over_grpc_reports_everything(router: StubRouter) -> N
     assert len({tuple(request.token_ids.ids) for request in router.inference.requests}) == 6
 
 
+async def test_loads_of_one_process_have_connections_of_their_own(router: StubRouter) -> None:
+    """Else one tenant's calls beyond a connection's streams have another's refused."""
+    await run_all([config(router.address, requests=1, seed=seed) for seed in range(2)])
+    assert len(router.inference.peers) == 2
+
+
 async def test_queues_that_a_key_is_not_shown_are_not_reported_as_none(router: StubRouter) -> None:
     seen = (await run(config(router.address, requests=1))).to_json()["stages"]
     router.inference.names_workers = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def running(checkpoint, tmp_path_factory) -> Iterator[Running]:
     merged = {name: merge(model, adapter, out / f"m{i}") for i, (name, adapter) in enumerate(made.items())}
     lora = [part for name, directory in made.items() for part in ("--lora", f"{name}={directory}")]
     later = make_adapter(out / "later" / "d", model, seed=9)
+    make_adapter(out / "later" / "e", model, seed=10)
     merged["later"] = merge(model, later, out / "m-later")
     flags = (
         *PROCESS,
@@ -105,6 +107,16 @@ def test_an_adapter_is_loaded_and_unloaded_while_the_cluster_serves(client, runn
         answer(client, "later")
     assert call("load", lora_name="later", lora_path="d").status_code == 200
     assert call("load", lora_name="later", lora_path="d").status_code == 400
+    began = time.monotonic()
+    for path, field, says in (
+        ("e", "max_loras", "unload one"),
+        ("gone", "lora", "No such file"),
+    ):
+        refused = call("load", lora_name="more", lora_path=path)
+        assert refused.status_code == 409, refused.text
+        error = refused.json()["error"]
+        assert error["param"] == field and says in error["message"]
+    assert time.monotonic() - began < 30  # a worker looks once a second; waiting for it would take 60 s
     expected = reference_greedy(running.references["later"], PROMPT, NEW)
     assert answer(client, "later") == (expected, 0)
     assert answer(client, "team/a0")[0] == reference_greedy(running.references["team/a0"], PROMPT, NEW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from cluster.errors import AdapterMissingError, InvalidRequestError, ModelError
+from cluster.membership.adapter_refusals import decode
 from cluster.membership.wanted_adapters import Wanted, check_path, parse
-from engine.lora.loaded import LoadedAdapters
+from engine.lora.loaded import READ_SECONDS, LoadedAdapters
+from engine.lora.message import LANES
 from engine.lora.reading import inside
-from worker.adapters import LOOK_SECONDS, RETRY_SECONDS, AdapterChanges
+from worker.adapters import RETRY_SECONDS, AdapterChanges
 
 
 class Runner:
@@ -22,28 +25,30 @@ class Runner:
 
     def __init__(self) -> None:
         self.reads = 0
-        self.reading: Path | None = None
-        self.slow = 0  # questions that are answered with "not yet"
+        self.reading: dict[int, Path] = {}  # by lane
+        self.lanes: list[int] = []  # of all readings that have begun
+        self.slow: dict[str, int] = {}  # by directory: questions that are answered with "not yet"
 
-    def begin(self, directory: Path, below: Path | None = None) -> None:
+    def begin(self, directory: Path, below: Path | None = None, lane: int = 0) -> None:
         assert below is not None, "calls name directories"
-        self.reading = inside(directory, below)
+        self.reading[lane] = inside(directory, below)
+        self.lanes.append(lane)
         self.reads += 1
 
-    def digest(self) -> str | None:
-        assert self.reading is not None
-        if self.slow:
-            self.slow -= 1
+    def digest(self, lane: int = 0) -> str | None:
+        directory = self.reading[lane]
+        if self.slow.get(directory.name):
+            self.slow[directory.name] -= 1
             return None
-        if not self.reading.is_dir():
+        if not directory.is_dir():
             raise ModelError("is missing")
-        return (self.reading / "digest").read_text()
+        return (directory / "digest").read_text()
 
-    def write(self, slot: int) -> None:
-        self.reading = None
+    def write(self, slot: int, lane: int = 0) -> None:
+        del self.reading[lane]
 
-    def drop(self) -> None:
-        self.reading = None
+    def drop(self, lane: int = 0) -> None:
+        self.reading.pop(lane, None)
 
 
 class World:
@@ -75,8 +80,8 @@ class World:
     def adapter_fits(self, digest: str, held: Collection[str]) -> bool:
         return self.adapters.fits(digest, self.in_use.union(held))
 
-    def write_adapter(self, digest: str, held: Collection[str]) -> None:
-        self.adapters.write(digest, self.in_use.union(held))
+    def write_adapter(self, digest: str, held: Collection[str], lane: int) -> None:
+        self.adapters.write(digest, self.in_use.union(held), lane)
 
     def publish(self, pairs: tuple[tuple[str, str], ...]) -> bool:
         if self.reachable:
@@ -136,7 +141,7 @@ async def test_a_replacement_goes_as_soon_as_no_request_has_the_old_one(where, w
     for _ in range(3):
         await world.changes.follow()
         assert world.engine_has == {"fixed", "a"} and world.published[-1] == (("fixed", "fixed"),)
-        assert "requests still use" in world.changes.refused_text
+        assert "requests still use" in world.changes.refused_text and not world.changes.refusals["x"].final
     assert world.reads == 2
     setattr(world, where, set())
     await world.changes.follow()
@@ -157,10 +162,10 @@ async def test_a_replacement_of_an_idle_one_goes_at_once_with_all_slots_taken(wo
 async def test_files_that_do_not_answer_are_given_up(world, monkeypatch):
     monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
     monkeypatch.setattr("worker.adapters.READ_SECONDS", -1.0)
-    world.runner.slow, world.wanted = 1000, {"x": Wanted("a", "1")}
+    world.runner.slow, world.wanted = {"a": 1000}, {"x": Wanted("a", "1")}
     await world.changes.follow()
     assert "not read within" in world.changes.refused_text
-    assert world.runner.reading is None and world.engine_has == {"fixed"}
+    assert not world.runner.reading and world.engine_has == {"fixed"}
 
 
 @pytest.mark.parametrize("then", [{}, {"x": Wanted("b", "2")}])
@@ -173,39 +178,108 @@ async def test_what_was_unloaded_while_it_was_read_is_not_loaded(then, world, mo
     asked = world.runner.digest
     world.wanted = {**world.wanted, "x": Wanted("a", "1")}
 
-    def unloaded() -> str | None:
+    def unloaded(lane: int) -> str | None:
         world.wanted = then
-        found: str | None = asked()
+        found: str | None = asked(lane)
         return found
 
     world.runner.digest = unloaded
     await world.changes.follow()
     alone = ("fixed", "fixed")
-    assert world.published == [(alone, ("other", "b")), (alone,)]
-    assert world.runner.reading is None and not world.changes.refusals
+    assert world.published[:2] == [(alone, ("other", "b")), (alone,)]
+    assert (alone, ("x", "a")) not in world.published and "a" not in world.engine_has
+    assert not world.runner.reading and not world.changes.refusals
     await world.changes.follow()
     assert world.changes.pairs == (alone, *((name, one.path) for name, one in then.items()))
 
 
 async def test_slow_files_do_not_keep_others_from_being_unloaded(world, monkeypatch):
     monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
+    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 0.001)
     world.wanted = {"x": Wanted("a", "1")}
     await world.changes.follow()
     world.wanted = {"y": Wanted("b", "1"), "x": Wanted("a", "1")}
-    world.runner.slow = 4
     asked, seen = world.runner.digest, []
 
-    def slowly() -> str | None:
-        world.now += LOOK_SECONDS
+    def slowly(lane: int) -> str | None:
         world.wanted.pop("x", None)
         seen.append(world.published[-1])
-        found: str | None = asked()
+        found: str | None = asked(lane) if seen[-1] == (("fixed", "fixed"),) else None
         return found
 
     world.runner.digest = slowly
     await world.changes.follow()
     assert seen[-1] == (("fixed", "fixed"),)
     assert world.published[-1] == (("fixed", "fixed"), ("y", "b"))
+
+
+async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
+    """Neither another one of the same look, nor one that comes meanwhile, nor one that waits for a slot."""
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0.001)
+    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 0.005)
+    world.runner.count = 3
+    world.runner.slow = {"slow": 10**9}
+    world.wanted = {"slow": Wanted("slow", "1"), "x": Wanted("a", "1")}
+    following = asyncio.create_task(world.changes.follow())
+    alone = ("fixed", "fixed")
+
+    async def published(*pairs: tuple[str, str]) -> None:
+        async with asyncio.timeout(5):
+            while not world.published or world.published[-1] != (alone, *pairs):
+                await asyncio.sleep(0.001)
+
+    await published(("x", "a"))
+    world.wanted["y"] = Wanted("b", "1")
+    await published(("x", "a"), ("y", "b"))
+    (world.changes._directory / "c").mkdir()
+    (world.changes._directory / "c" / "digest").write_text("c")
+    world.in_use = {"a"}
+    del world.wanted["x"]
+    world.wanted["z"] = Wanted("c", "1")
+    await published(("y", "b"))
+    async with asyncio.timeout(5):
+        while "z" not in world.changes.refusals:
+            await asyncio.sleep(0.001)
+    world.in_use = set()
+    await published(("y", "b"), ("z", "c"))
+    assert not following.done()
+    world.now += READ_SECONDS + 1
+    await following
+    assert list(world.changes.refusals) == ["slow"]
+    assert "not read within" in world.changes.refusals["slow"].message
+
+
+async def test_files_that_do_not_answer_keep_to_one_lane(world, monkeypatch):
+    """However often they are tried: their threads may still be there."""
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
+    monkeypatch.setattr("worker.adapters.READ_SECONDS", -1.0)
+    world.runner.slow, world.wanted = {"a": 10**9}, {"x": Wanted("a", "1")}
+    for _ in range(3):
+        await world.changes.follow()
+        world.now += RETRY_SECONDS
+    assert world.runner.lanes == [0, 0, 0]
+    world.wanted["y"] = Wanted("b", "1")
+    await world.changes.follow()
+    assert sorted(world.runner.lanes[3:]) == [0, 1] and "y" in dict(world.changes.pairs)
+
+
+async def test_so_many_are_read_at_a_time(world, monkeypatch):
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
+    world.wanted = {f"x{i}": Wanted(f"s{i}", "1") for i in range(LANES + 2)}
+    world.runner.slow = {f"s{i}": 20 for i in range(LANES + 2)}
+    most, asked = [], world.runner.digest
+
+    def counted(lane: int) -> str | None:
+        most.append(len(world.runner.reading))
+        found: str | None = asked(lane)
+        return found
+
+    world.runner.digest = counted
+    for i in range(LANES + 2):
+        (world.changes._directory / f"s{i}").mkdir()
+        (world.changes._directory / f"s{i}" / "digest").write_text("same")
+    await world.changes.follow()
+    assert max(most) == LANES and len(world.changes.pairs) == LANES + 3
 
 
 async def test_adapters_of_other_models_are_left_to_their_workers(world):
@@ -253,7 +327,10 @@ async def test_what_cannot_be_loaded_is_said_and_tried_again_later(world, tmp_pa
     assert world.reads == 3  # one each, also of that without a slot; none outside the directory
     refused = world.changes.refused_text
     assert refused is not None
-    assert all(part in refused for part in ("gone: is missing", "/dir/out is not below", "max_loras"))
+    assert decode(refused) == world.changes.refusals
+    said = {name: one.message for name, one in world.changes.refusals.items()}
+    assert said["gone"] == "is missing" and "/dir/out is not below" in said["out"]
+    assert "max_loras" in said["x"] and all(one.final for one in world.changes.refusals.values())
     assert world.engine_has == {"fixed", "b"}
     (tmp_path / "dir" / "c").mkdir()
     (tmp_path / "dir" / "c" / "digest").write_text("c")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.config.adapters import MAX_NAME, is_adapter_name
 from cluster.errors import (
+    AdapterRefusedError,
     CancelledError,
     DeadlineError,
     InvalidRequestError,
@@ -21,11 +23,13 @@ from cluster.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from cluster.membership import adapter_refusals
 from cluster.membership.types import WorkerInfo
 from cluster.membership.wanted_adapters import Wanted, check_path
 from router.gateway import RequestGateway
 from router.request.limits import MAX_SHOWN
 
+log = logging.getLogger(__name__)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_BODY_BYTES = 16 << 10
 WAIT_SECONDS = 60.0  # for the workers
@@ -37,7 +41,7 @@ class AdapterCalls:
         self._gateway = gateway
 
     async def load(self, request: Request) -> Response:
-        """Answers once every worker of the model has loaded it."""
+        """Answers once every worker of the model has loaded it, or as soon as one has refused; then none keeps it."""
         body = await _read(request, ("lora_name", "lora_path"), ("model",))
         name, gateway = body["lora_name"], self._gateway
         if not is_adapter_name(name):
@@ -46,14 +50,44 @@ class AdapterCalls:
             )
         path, model = check_path(body["lora_path"]), self._model(body.get("model"))
         self._check_free(name)
+        await gateway.services.members.refresh_status()
+        self._check_directories(model)
         try:
-            await gateway.services.wanted_adapters.add(name, path, self._registered(model))
+            wanted = await gateway.services.wanted_adapters.add(name, path, self._registered(model))
         except (redis.RedisError, OSError) as error:
             raise UnavailableError("Redis does not answer", retry_after_seconds=1.0) from error
-        await self._wait([model], lambda worker: name in dict(worker.adapters), f"have loaded {name!r}")
+        try:
+            await self._wait(
+                [model],
+                lambda worker: name in dict(worker.adapters),
+                f"have loaded {name!r}",
+                lambda worker: _check_not_refused(worker, name, wanted),
+            )
+        except AdapterRefusedError:
+            await self._take_back(name, wanted)
+            raise
         self._check_one_digest(model, name)
         loaded = gateway.model(model).validator.limits.adapters()
         return JSONResponse({"id": name, "digest": loaded.get(name, "")})
+
+    def _check_directories(self, model: str) -> None:
+        """Raises AdapterRefusedError where a worker takes no adapters from calls: waiting would not help."""
+        for worker in self._live([model]):
+            if worker.status.takes_adapters == 0:
+                raise AdapterRefusedError(
+                    f"lora_dir: worker {worker.worker_id} is started without it and loads those of its setting lora "
+                    "only",
+                    field="lora_dir",
+                )
+
+    async def _take_back(self, name: str, wanted: Wanted) -> None:
+        """Else calls for the name would be refused, and workers try again."""
+        entries = self._gateway.services.wanted_adapters
+        try:
+            if await entries.find(name) == wanted:
+                await entries.remove(name)
+        except (redis.RedisError, OSError):
+            log.warning("adapter %s, which a worker has refused, stays wanted: Redis does not answer", name)
 
     def _check_free(self, name: str) -> None:
         """Raises InvalidRequestError if requests may name a model or an adapter so: they would lead to this one."""
@@ -133,8 +167,14 @@ class AdapterCalls:
         serves = services.placement.eligibility.serves
         return [one for one in ready if any(serves(one, model) for model in models)]
 
-    async def _wait(self, models: Sequence[str], done: Callable[[WorkerInfo], bool], what: str) -> None:
-        """Raises DeadlineError, UnavailableError."""
+    async def _wait(
+        self,
+        models: Sequence[str],
+        done: Callable[[WorkerInfo], bool],
+        what: str,
+        check: Callable[[WorkerInfo], None] = lambda worker: None,
+    ) -> None:
+        """`check`: of those that are not done. Raises DeadlineError, UnavailableError, and what `check` does."""
         self._gateway.services.check_any_worker()
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
@@ -142,6 +182,9 @@ class AdapterCalls:
             count = sum(map(done, workers))
             if workers and count == len(workers):
                 return
+            for worker in workers:
+                if not done(worker):
+                    check(worker)
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{count} of {len(workers)} workers {what} within {WAIT_SECONDS:.0f} s; adapters_refused in their "
@@ -149,6 +192,16 @@ class AdapterCalls:
                     limit=f"{WAIT_SECONDS:.0f} s",
                 )
             await asyncio.sleep(LOOK_SECONDS)
+            await self._gateway.services.members.refresh_status()
+
+
+def _check_not_refused(worker: WorkerInfo, name: str, wanted: Wanted) -> None:
+    """Raises AdapterRefusedError, unless the worker tries again until it may load it."""
+    refusal = adapter_refusals.decode(worker.status.adapters_refused).get(name)
+    if refusal is not None and refusal.tag == wanted.tag and refusal.final:
+        raise AdapterRefusedError(
+            f"worker {worker.worker_id} does not load {name!r}: {refusal.message}", field=refusal.field
+        )
 
 
 async def _read(

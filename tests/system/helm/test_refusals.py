@@ -44,6 +44,44 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.kvDtype = int8 needs a model.pageSize that 8 divides, not 12",
         "8 divides",
     ),
+    "adapters without slots": (
+        {"model": {"adapters": {"source": "pvc://adapters"}}},
+        "model.adapters.source is set and model.adapters.slots is 0",
+        "set slots to the number of adapters",
+    ),
+    "slots without adapters": (
+        {"model": {"adapters": {"slots": 2}}},
+        "model.adapters.slots = 2 and model.adapters.source names no directory",
+        "or slots to 0",
+    ),
+    "more adapters than slots": (
+        {"model": {"adapters": {"slots": 1, "source": "file:///a", "load": {"x": "x", "y": "y"}}}},
+        "model.adapters.load names 2 adapters and model.adapters.slots is 1",
+        "raise slots",
+    ),
+    "an adapter elsewhere": (
+        {"model": {"adapters": {"slots": 1, "source": "file:///a", "load": {"x": "b/../../c"}}}},
+        "model.adapters.load: b/../../c leads out of model.adapters.source",
+        "name a directory below it",
+    ),
+    "an adapter without a name": (
+        {"model": {"adapters": {"slots": 1, "source": "file:///a", "load": {"-x": "x"}}}},
+        "model.adapters.load: -x is no name of an adapter",
+        "letters, digits and",
+    ),
+    "adapters of a further model without slots": (
+        {"models": [{"name": "small", "model": {"source": "pvc://w/s", "adapters": {"source": "pvc://a"}}}]},
+        "models[small].model.adapters.source is set and models[small].model.adapters.slots is 0",
+        "set slots",
+    ),
+    "a claim of adapters on another's nodes": (
+        {
+            "model": {"adapters": {"slots": 1, "source": "pvc://adapters"}},
+            "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray.ray:8265"}},
+        },
+        "model.adapters.source is a claim and ray.mode external",
+        "use file:///PATH",
+    ),
     "drafts from two sources": (
         {"decode": {"draftModel": "/models/small", "speculation": "ngram"}},
         "decode.draftModel and decode.speculation ngram exclude each other",

@@ -26,7 +26,16 @@ MORE: dict[str, ValueSet] = {
     ),
     "several models": ValueSet(
         values={
-            "model": {"source": "pvc://weights/large", "servedName": "large"},
+            "model": {
+                "source": "pvc://weights/large",
+                "servedName": "large",
+                "adapters": {
+                    "slots": 8,
+                    "maxRank": 32,
+                    "source": "pvc://adapters/large",
+                    "load": {"team/support": "support-v3", "legal": "legal"},
+                },
+            },
             "autoscaling": {"enabled": True, "prefill": {"maxReplicas": 4}},
             "models": [
                 {

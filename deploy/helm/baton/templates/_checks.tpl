@@ -4,6 +4,7 @@
 {{- range $role := list "prefill" "decode" }}
 {{- include "baton.checkPool" (dict "root" $ "role" $role "pool" (index $.Values $role)) }}
 {{- end }}
+{{- include "baton.checkAdapters" (dict "root" . "where" "model.adapters") }}
 {{- include "baton.checkModels" . }}
 {{- include "baton.checkUpgrade" . }}
 {{- include "baton.checkLayouts" . }}
@@ -24,6 +25,33 @@
 {{- if and $.Release.IsUpgrade $worker (not (contains "link_port" $worker)) }}
 {{- fail (printf "%s is of a release from before the link between routers and workers: routers and workers of the two can't serve each other; uninstall it and install, or install a second release and move clients" $name) }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* cluster/config/adapters.py and worker.py. Takes root, where. */ -}}
+{{- define "baton.checkAdapters" -}}
+{{- $adapters := .root.Values.model.adapters -}}
+{{- $where := .where -}}
+{{- $slots := int $adapters.slots -}}
+{{- if and $adapters.source (eq $slots 0) }}
+{{- fail (printf "%s.source is set and %s.slots is 0: set slots to the number of adapters that may be loaded at a time" $where $where) }}
+{{- end }}
+{{- if and (gt $slots 0) (not $adapters.source) }}
+{{- fail (printf "%s.slots = %d and %s.source names no directory: set source to that which holds the adapters, or slots to 0" $where $slots $where) }}
+{{- end }}
+{{- if gt (len $adapters.load) $slots }}
+{{- fail (printf "%s.load names %d adapters and %s.slots is %d: raise slots, or let fewer be loaded at the start" $where (len $adapters.load) $where $slots) }}
+{{- end }}
+{{- range $name, $directory := $adapters.load }}
+{{- if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$" $name) }}
+{{- fail (printf "%s.load: %s is no name of an adapter: letters, digits and . _ / : - (at most 128)" $where $name) }}
+{{- end }}
+{{- if or (hasPrefix "/" $directory) (has ".." (splitList "/" $directory)) }}
+{{- fail (printf "%s.load: %s leads out of %s.source: name a directory below it" $where $directory $where) }}
+{{- end }}
+{{- end }}
+{{- if and (eq .root.Values.ray.mode "external") (hasPrefix "pvc://" $adapters.source) }}
+{{- fail (printf "%s.source is a claim and ray.mode external: the chart mounts nothing on that cluster's nodes; use file:///PATH, a directory that they have" $where) }}
 {{- end }}
 {{- end -}}
 

@@ -63,6 +63,14 @@ tls_ca: /etc/baton/tls/ca.crt
        a rolling update reads this file, and refuses settings that it does not have. */}}
 {{- if ne $model.quantization "auto" }}{{- $_ := set $engine "quantization" $model.quantization }}{{- end }}
 {{- if ne $model.kvDtype "auto" }}{{- $_ := set $engine "kv_dtype" $model.kvDtype }}{{- end }}
+{{- $adapters := include "baton.adaptersPath" $root }}
+{{- if $model.adapters.slots }}
+{{- $_ := set $engine "max_loras" (int $model.adapters.slots) }}
+{{- $_ := set $engine "max_lora_rank" (int $model.adapters.maxRank) }}
+{{- $load := list }}
+{{- range $name, $directory := $model.adapters.load }}{{ $load = append $load (printf "%s=%s/%s" $name $adapters $directory) }}{{ end }}
+{{- with $load }}{{- $_ := set $engine "lora" . }}{{- end }}
+{{- end }}
 {{- if ne (float64 $pool.memoryUtilization) 0.9 }}{{- $_ := set $engine "memory_utilization" (float64 $pool.memoryUtilization) }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
 {{- if $pool.expertParallel }}{{- $_ := set $engine "expert_parallel" true }}{{- end }}
@@ -79,6 +87,7 @@ tls_ca: /etc/baton/tls/ca.crt
       "ring_bytes" (int64 $transfer.ringBytes) "ring_max_bytes" (int64 $transfer.ringMaxBytes)
       "port_range" (printf "%d-%d" (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last))) -}}
 {{- with $root.key }}{{- $_ := set $config "served_model_name" . }}{{- end }}
+{{- with $adapters }}{{- $_ := set $config "lora_dir" . }}{{- end }}
 {{- if $transfer.slotBytes }}{{- $_ := set $config.transfer "slot_bytes" (int64 $transfer.slotBytes) }}{{- end }}
 {{- if include "baton.asksExits" . }}{{- $_ := set $config "peer_exits" "kubernetes" }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $config "ray_address" (printf "%s:%d" (include "baton.rayHead" $root) (int $root.Values.ray.ports.gcs)) }}{{- end }}

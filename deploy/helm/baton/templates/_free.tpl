@@ -20,6 +20,8 @@
     "engine.model" "model.source" "engine.dtype" (printf "%s.dtype" $role)
     "engine.quantization" "model.quantization" "engine.kv_dtype" "model.kvDtype" "engine.device" (printf "%s.gpus" $role)
     "engine.max_model_len" "model.maxModelLen" "engine.page_size" "model.pageSize"
+    "lora_dir" "model.adapters.source" "engine.lora" "model.adapters.load" "engine.max_loras" "model.adapters.slots"
+    "engine.max_lora_rank" "model.adapters.maxRank"
     "engine.kv_memory_bytes" (printf "%s.kvMemoryBytes" $role) "engine.memory_utilization" (printf "%s.memoryUtilization" $role)
     "engine.max_batch_tokens" (printf "%s.maxBatchTokens" $role)
     "engine.max_batch_requests" (printf "%s.maxBatchRequests" $role) "engine.tensor_parallel" (printf "%s.tensorParallel" $role)

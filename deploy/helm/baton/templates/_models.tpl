@@ -9,7 +9,8 @@
 {{- $values := deepCopy (omit $root.Values "models") }}
 {{- /* What a model has of its own (source, names, lengths) is not inherited. */}}
 {{- $model := dict "servedName" $own.name "maxModelLen" 0 }}
-{{- $_ := set $values "model" (mergeOverwrite (deepCopy $values.model) $model (deepCopy ($own.model | default dict))) }}
+{{- $_ := set $model "adapters" (dict "slots" 0 "maxRank" 16 "source" "" "load" dict) }}
+{{- $_ := set $values "model" (mergeOverwrite (omit (deepCopy $values.model) "adapters") $model (deepCopy ($own.model | default dict))) }}
 {{- range $part := list "prefill" "decode" "autoscaling" }}
 {{- $_ := set $values $part (mergeOverwrite (index $values $part) (deepCopy (index $own $part | default dict))) }}
 {{- end }}
@@ -100,6 +101,7 @@
 {{- end }}
 {{- include "baton.checkPool" (dict "root" $one "role" $role "pool" (index $one.Values $role)) }}
 {{- end }}
+{{- include "baton.checkAdapters" (dict "root" $one "where" (printf "%s.model.adapters" $where)) }}
 {{- include "baton.checkLayouts" $one }}
 {{- include "baton.checkConfigs" $one }}
 {{- include "baton.checkRouter" $one }}

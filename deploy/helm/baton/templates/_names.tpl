@@ -131,6 +131,18 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- end -}}
 {{- end -}}
 
+{{- /* Directory of adapters in a worker's pod; empty: there are none. Their volume is beside the model's. */ -}}
+{{- define "baton.adaptersPath" -}}
+{{- $source := .Values.model.adapters.source -}}
+{{- if hasPrefix "pvc://" $source -}}
+{{- $parts := splitn "/" 2 (trimPrefix "pvc://" $source) -}}
+{{- printf "/%s/%s" (include "baton.adaptersVolume" .) ($parts._1 | default "") | trimSuffix "/" -}}
+{{- else -}}
+{{- trimPrefix "file://" $source | trimSuffix "/" -}}
+{{- end -}}
+{{- end -}}
+{{- define "baton.adaptersVolume" -}}adapters{{ with .key }}-{{ . }}{{ end }}{{- end -}}
+
 {{- /* "yes" where clients must show a key. */ -}}
 {{- define "baton.apiKeysOn" -}}{{ if or .Values.apiKeys.existingSecret .Values.apiKeys.entries }}yes{{ end }}{{- end -}}
 {{- define "baton.apiKeysSecret" -}}{{ .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "baton.base" .)) }}{{- end -}}

@@ -55,6 +55,9 @@
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
 {{- include "baton.modelMount" .root }}
+{{- if hasPrefix "pvc://" .root.Values.model.adapters.source }}
+- {name: {{ include "baton.adaptersVolume" .root }}, mountPath: /{{ include "baton.adaptersVolume" .root }}, readOnly: true}
+{{- end }}
 {{- with .pool.pod.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -64,6 +67,10 @@
 - {name: tmp, emptyDir: {}}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .pool.shmSize }}}}
 {{- include "baton.modelVolume" .root }}
+{{- if hasPrefix "pvc://" .root.Values.model.adapters.source }}
+- name: {{ include "baton.adaptersVolume" .root }}
+  persistentVolumeClaim: {claimName: {{ index (splitList "/" (trimPrefix "pvc://" .root.Values.model.adapters.source)) 0 }}, readOnly: true}
+{{- end }}
 {{- with .pool.pod.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

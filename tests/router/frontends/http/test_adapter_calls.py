@@ -10,7 +10,9 @@ from typing import Any
 import orjson
 import pytest
 
-from cluster.errors import InvalidRequestError, UnknownModelError
+from cluster.errors import AdapterRefusedError, DeadlineError, InvalidRequestError, UnknownModelError
+from cluster.membership.adapter_refusals import MOST, Refusal, decode, encode
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
 from cluster.membership.wanted_adapters import Wanted
 from router.frontends.http.adapters import AdapterCalls
@@ -32,7 +34,9 @@ class Cluster:
         self.gateway: Any = StubGateway(text, {"models": [second] if several else []})
         self.entries: dict[str, Wanted] = {}
         self.served = ("", "second")
-        members = SimpleNamespace(all=[])
+        self.statuses: dict[str, WorkerStatus] = {}  # by the workers' served_model
+        self.loads = True
+        members = SimpleNamespace(all=[], refresh_status=self.refresh_status)
         self.members = members
         serves = self._serves if several else lambda worker, model: True
         services: Any = SimpleNamespace(
@@ -53,19 +57,24 @@ class Cluster:
     def _serves(self, worker: WorkerInfo, model: str) -> bool:
         return (worker.served_model or "tiny") == model
 
+    async def refresh_status(self) -> None:
+        self.follow()
+
     def follow(self) -> None:
+        entries = self.entries if self.loads else {}
         pairs = [
-            tuple((name, DIGEST) for name, one in self.entries.items() if one.is_for(served))
+            tuple((name, DIGEST) for name, one in entries.items() if one.is_for(served))
             for served in self.served
         ]
         self.members.all = [
-            replace(one, served_model=served)
+            replace(one, served_model=served, status=self.statuses.get(served, WorkerStatus()))
             for one, served in zip(workers(*pairs), self.served, strict=True)
         ]
 
-    async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> None:
+    async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> Wanted:
         self.entries[name] = Wanted(path, "tag", tuple(serving))
         self.follow()
+        return self.entries[name]
 
     async def find(self, name: str) -> Wanted | None:
         return self.entries.get(name)
@@ -118,6 +127,56 @@ async def test_the_workers_of_the_model_that_is_named_load_it(text, model, loade
             await cluster.call("load", lora_name="a", lora_path="p", model=named)
     assert await cluster.call("unload", lora_name="a") == {"id": "a"}
     assert cluster.loaded == {"": [], "second": []}
+
+
+async def test_a_worker_without_lora_dir_refuses_at_once(text):
+    """Also where the other model's workers have one; nothing is asked of them."""
+    cluster = Cluster(text)
+    cluster.statuses = {"": WorkerStatus(takes_adapters=1), "second": WorkerStatus(takes_adapters=0)}
+    with pytest.raises(AdapterRefusedError, match="is started without it") as caught:
+        await cluster.call("load", lora_name="a", lora_path="p", model="second")
+    assert caught.value.message.startswith("lora_dir: worker ")
+    assert (caught.value.field, caught.value.http_status) == ("lora_dir", 409) and not cluster.entries
+    await cluster.call("load", lora_name="a", lora_path="p", model="tiny")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "raised"),
+    [
+        (Refusal("tag", "all 2 slots (max_loras) are taken", "max_loras"), AdapterRefusedError),
+        (Refusal("tag", "requests still use those", "max_loras", final=False), DeadlineError),
+        (Refusal("of an entry before", "is missing", "lora_dir"), DeadlineError),
+    ],
+)
+async def test_what_a_worker_refuses_ends_the_call(text, refusal, raised):
+    """With its setting's name, and no worker tries again; unless it waits itself, or was asked for another entry."""
+    cluster = Cluster(text)
+    cluster.loads = False
+    cluster.statuses = {"": WorkerStatus(takes_adapters=1, adapters_refused=encode({"a": refusal}))}
+    with pytest.raises(raised) as caught:
+        await cluster.call("load", lora_name="a", lora_path="p", model="tiny")
+    if raised is AdapterRefusedError:
+        assert caught.value.field == "max_loras" and "max_loras" in caught.value.message
+    assert ("a" in cluster.entries) == (raised is DeadlineError)
+
+
+def test_refusals_of_other_versions_are_left_out():
+    given = {
+        "x" * 40: Refusal("t", "ä" * 400, "f", False),
+        **{f"n{i}": Refusal("t", "m") for i in range(MOST)},
+    }
+    assert decode(encode(given)) == dict([*given.items()][-MOST:])
+    assert encode({}) is None
+    for text in (
+        None,
+        "a: is missing; b: all slots",
+        "[1]",
+        '{"a": 1}',
+        '{"a": {"tag": 1}}',
+        "[" * 10_000,
+        "{" * 70_000,
+    ):
+        assert decode(text) == {}
 
 
 async def test_loading_at_a_router_of_several_models_names_one(text):
