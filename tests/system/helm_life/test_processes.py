@@ -21,7 +21,7 @@ from baton.client import Client
 from tests.harness.waiting import wait_for
 from tests.kubernetes.api.server import names
 from tests.kubernetes.controllers import pods
-from tests.kubernetes.kubelet.cluster import ProcessCluster, process_cluster
+from tests.kubernetes.kubelet.cluster import PodCluster, process_cluster
 from tests.kubernetes.kubelet.image import ROOT
 from tests.system.conftest import _install
 from tests.system.helm_life.helm import DEMO, NAMESPACE, Helm
@@ -46,7 +46,7 @@ VALUES = (
 
 @dataclass(frozen=True)
 class Release:
-    cluster: ProcessCluster
+    cluster: PodCluster
     helm: Helm
     before: frozenset[int]  # pids below this process before the install
 
