@@ -14,6 +14,7 @@ from pathlib import Path
 MOUNT = Path("/sys/fs/cgroup")
 MEMORY = MOUNT / "memory"
 REMOVE_SECONDS = 5.0
+NO_LIMIT = 1 << 60
 
 
 class Cgroup:
@@ -65,6 +66,18 @@ def _watch(folder: Path) -> int:
     finally:
         os.close(control)
     return event
+
+
+def limit_of(pid: int) -> int | None:
+    """The smallest limit of memory over a process, in bytes. None: only the machine's."""
+    lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    folder = MEMORY / next(path for _, names, path in lines if "memory" in names.split(",")).lstrip("/")
+    limits = []
+    while folder != MEMORY:
+        limits.append(int((folder / "memory.limit_in_bytes").read_text()))
+        folder = folder.parent
+    least = min(limits)
+    return least if least < NO_LIMIT else None
 
 
 def trees(name: str) -> list[Path]:

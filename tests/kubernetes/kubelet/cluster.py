@@ -28,6 +28,7 @@ from tests.kubernetes.kubelet.runtime import Runtime
 class PodCluster:
     server: ApiServer
     kubelet: Kubelet
+    runtime: Runtime
     network: Network
     controllers: Controllers
 
@@ -43,7 +44,7 @@ def container_cluster(folder: Path) -> AbstractContextManager[PodCluster]:
 
 
 @contextlib.contextmanager
-def _cluster(folder: Path, runtime: Callable[[Network], Runtime]) -> Iterator[PodCluster]:
+def _cluster(folder: Path, make_runtime: Callable[[Network], Runtime]) -> Iterator[PodCluster]:
     certificates = folder / "certificates"
     certificates.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
@@ -52,6 +53,7 @@ def _cluster(folder: Path, runtime: Callable[[Network], Runtime]) -> Iterator[Po
         server = stack.enter_context(ApiServer(network.gateway, certificates))
         client = Client(server.objects_api)
         proxy = stack.enter_context(ServiceProxy(client, network))
-        kubelet = stack.enter_context(Kubelet(server, network, folder, runtime(network)))
+        runtime = make_runtime(network)
+        kubelet = stack.enter_context(Kubelet(server, network, folder, runtime))
         controllers = stack.enter_context(Controllers(server.objects_api, kubelet, proxy))
-        yield PodCluster(server, kubelet, network, controllers)
+        yield PodCluster(server, kubelet, runtime, network, controllers)

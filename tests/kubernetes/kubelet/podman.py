@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import threading
@@ -14,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import baton
+from deploy.images import NAME
+from tests.kubernetes.kubelet import cgroup
 from tests.kubernetes.kubelet.cgroup import Cgroup, remove_tree
 from tests.kubernetes.kubelet.environment import MissingObject
 from tests.kubernetes.kubelet.image import Image, redis_image
@@ -26,6 +31,7 @@ START_SECONDS, COMMAND_SECONDS = 60.0, 120.0
 ULIMIT = 16384
 # Debian's redis-server is mounted into it where there is no image of Redis.
 BARE = "localhost/baton-python:bookworm"
+TARGETS = ("router", "worker", "prefill", "decode", "redis")
 
 
 class Podman:
@@ -168,6 +174,22 @@ def _run(*arguments: str) -> str:
     if done.returncode:
         raise RuntimeError(f"podman {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def image_name(target: str) -> str:
+    """Of what `make images` builds."""
+    return f"{NAME}/{target}:{baton.__version__}"
+
+
+@functools.cache
+def why_not() -> str:
+    """Empty: this machine has podman, runc, and all images of the chart."""
+    if missing := [tool for tool in ("podman", "runc") if shutil.which(tool) is None]:
+        return f"no containers: {' and '.join(missing)} not installed"
+    if not (cgroup.MEMORY / "cgroup.procs").exists():
+        return "no containers: the limit of memory needs version 1 of control groups"
+    absent = [target for target in TARGETS if config_of(image_name(target)) is None]
+    return f"no image of {', '.join(absent)}: make images" if absent else ""
 
 
 def config_of(name: str) -> dict[str, Any] | None:
