@@ -88,6 +88,8 @@ class PodmanContainer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # Where conmon leaves a file `oom` if the limit of memory killed something.
+                cwd=plan.log.parent,
                 start_new_session=True,
             )
         self.started_at = time.time()
@@ -182,13 +184,13 @@ def image_name(target: str) -> str:
 
 
 @functools.cache
-def why_not() -> str:
-    """Empty: this machine has podman, runc, and all images of the chart."""
+def why_not(targets: tuple[str, ...] = TARGETS) -> str:
+    """Empty: this machine has podman, runc, and these images; by default all that the chart may name."""
     if missing := [tool for tool in ("podman", "runc") if shutil.which(tool) is None]:
         return f"no containers: {' and '.join(missing)} not installed"
     if not (cgroup.MEMORY / "cgroup.procs").exists():
         return "no containers: the limit of memory needs version 1 of control groups"
-    absent = [target for target in TARGETS if config_of(image_name(target)) is None]
+    absent = [target for target in targets if config_of(image_name(target)) is None]
     return f"no image of {', '.join(absent)}: make images" if absent else ""
 
 

@@ -19,7 +19,7 @@ from tests.harness.waiting import wait_for
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
-from tests.kubernetes.kubelet.cluster import PodCluster, container_cluster, process_cluster
+from tests.kubernetes.kubelet.cluster import PodCluster
 from tests.kubernetes.kubelet.iproute import unpacked
 
 pytestmark = pytest.mark.system
@@ -27,7 +27,7 @@ SECONDS = 60.0
 IMAGE = f"{NAME}/router:{baton.__version__}"
 
 
-@pytest.fixture(scope="module", params=[process_cluster, container_cluster])
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodCluster]:
     with request.param(tmp_path_factory.mktemp("cluster") / "files") as running:
         yield running
