@@ -52,9 +52,9 @@ class Kubelet:
             worker.leave(0)
         deadline = time.monotonic() + STOP_SECONDS
         left = [worker for worker in self._workers.values() if not worker.join(deadline - time.monotonic())]
+        self._runtime.close()
         if left:
             raise RuntimeError(f"{len(left)} pods did not end")
-        self._runtime.close()
 
     def step(self) -> None:
         present = {}

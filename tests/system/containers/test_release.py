@@ -22,8 +22,10 @@ from tests.kubernetes.kubelet.podman import PODMAN, Podman, image_name
 from tests.system.helm_life.helm import NAMESPACE
 from tests.system.helm_life.release import LEAST_IN_FLIGHT, MODEL, Release, confinement, installed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
+# Seconds for what takes a few minutes where the processors have nothing else to do.
+PATIENCE = 600
 # Enough for a worker, and soon used up by another process in its container.
 LIMIT_BYTES = 2 << 30
 VICTIM = "one-baton-decode-0"
@@ -60,7 +62,10 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 def release(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     settings = f"ray.mode={mode},redis.image={image_name('redis')},decode.resources.limits.memory=2Gi"
     folder = tmp_path_factory.mktemp("cluster")
-    with installed(folder, container_cluster, "--set", f"{settings},{images(mode)}") as running:
+    flags = ("--set", f"{settings},{images(mode)}")
+    with installed(
+        folder, container_cluster, *flags, install_seconds=PATIENCE, upgrade_seconds=PATIENCE
+    ) as running:
         yield running
     print({step: round(seconds, 1) for step, seconds in running.seconds.items()})
     assert cgroup.trees(running.cluster.network.bridge) == []

@@ -42,6 +42,7 @@ class Release:
     helm: Helm
     values: tuple[str, ...]
     before: frozenset[int]  # pids below this process before the install
+    upgrade_seconds: int
     # What took how long, by the names of steps.
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -78,7 +79,7 @@ class Release:
         """What the users saw, and how many of their requests were in flight while Helm upgraded."""
 
         async def upgrade() -> None:
-            await asyncio.to_thread(self.helm.upgrade, *self.values, *flags, seconds=UPGRADE_SECONDS)
+            await asyncio.to_thread(self.helm.upgrade, *self.values, *flags, seconds=self.upgrade_seconds)
 
         outcome, span = await ask_during(self.service_address, USERS, LEAST_IN_FLIGHT, upgrade())
         self.seconds["upgrade"] = span[1] - span[0]
@@ -147,16 +148,20 @@ def below() -> frozenset[int]:
 
 @contextlib.contextmanager
 def installed(
-    folder: Path, cluster: Callable[[Path], AbstractContextManager[PodCluster]], *values: str
+    folder: Path,
+    cluster: Callable[[Path], AbstractContextManager[PodCluster]],
+    *values: str,
+    install_seconds: int = INSTALL_SECONDS,
+    upgrade_seconds: int = UPGRADE_SECONDS,
 ) -> Iterator[Release]:
     """The CPU demo by Helm 4, with more values; `--wait` has seen its pods ready."""
     before = below()
     with cluster(folder / "cluster") as running:
         helm = Helm(_install(4), running.server.kubeconfig(folder / "kubeconfig"), folder)
-        release = Release(running, helm, (*VALUES, *values), before)
+        release = Release(running, helm, (*VALUES, *values), before, upgrade_seconds)
         try:
             with release.timed("install"):
-                helm.install(*release.values, seconds=INSTALL_SECONDS)
+                helm.install(*release.values, seconds=install_seconds)
         except Exception as error:
             error.add_note(release.told())
             raise
