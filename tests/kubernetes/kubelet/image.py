@@ -21,7 +21,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class Image:
     """Files by where they lie in the container, and the environment that the image sets.
 
-    `reference`: the name of the real image that these files are added to, and `root`, where it is mounted; empty: they are
+    `reference`: the id of the real image that these files are added to, and `root`, where it is mounted; empty: they are
     added to this machine's own files.
     """
 

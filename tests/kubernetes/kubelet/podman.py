@@ -68,8 +68,8 @@ class Podman:
         for name in left:
             _run("rm", "--force", "--time", "0", name)
         remove_tree(self._mark)
-        for reference in {image.reference for image in self._images.values()}:
-            _run("image", "unmount", reference)
+        for image in self._images.values():
+            _run("image", "unmount", image.reference)
         if left:
             raise RuntimeError(f"containers were left: {left}")
 
@@ -195,21 +195,22 @@ def why_not(targets: tuple[str, ...] = TARGETS) -> str:
 
 
 def config_of(name: str) -> dict[str, Any] | None:
-    """The configuration of an image of this machine; None if there is no such image."""
-    command = [*PODMAN, "image", "inspect", name, "--format", "{{json .Config}}"]
+    """The configuration of an image of this machine, and its `Id`; None if there is no such image."""
+    command = [*PODMAN, "image", "inspect", name, "--format", "{{json .Config}} {{json .Id}}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     if done.returncode:
         return None
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    config, _, number = done.stdout.strip().rpartition(" ")
+    found: dict[str, Any] = json.loads(config)
+    return found | {"Id": json.loads(number)}
 
 
 def _image(name: str) -> Image:
     config = config_of(name)
     if config is None:
-        if name.rpartition("/")[2].startswith("redis") and config_of(BARE) is not None:
+        if name.rpartition("/")[2].startswith("redis") and (bare := config_of(BARE)) is not None:
             made = redis_image()
-            return Image(made.files, made.environment, reference=BARE, root=_mounted(BARE))
+            return Image(made.files, made.environment, reference=bare["Id"], root=_mounted(bare["Id"]))
         raise MissingObject(f"image {name} is not on this machine: make images")
     return Image(
         environment=dict(one.split("=", 1) for one in config.get("Env") or ()),
@@ -217,10 +218,11 @@ def _image(name: str) -> Image:
         arguments=tuple(config.get("Cmd") or ()),
         user=int((config.get("User") or "0").split(":")[0]),
         directory=config.get("WorkingDir") or "/",
-        reference=name,
-        root=_mounted(name),
+        reference=config["Id"],
+        root=_mounted(config["Id"]),
     )
 
 
-def _mounted(name: str) -> Path:
-    return Path(_run("image", "mount", name).strip())
+def _mounted(number: str) -> Path:
+    """By its id: a build may give its name to another image meanwhile."""
+    return Path(_run("image", "mount", number).strip())
