@@ -196,13 +196,12 @@ def why_not(targets: tuple[str, ...] = TARGETS) -> str:
 
 def config_of(name: str) -> dict[str, Any] | None:
     """The configuration of an image of this machine, and its `Id`; None if there is no such image."""
-    command = [*PODMAN, "image", "inspect", name, "--format", "{{json .Config}} {{json .Id}}"]
+    command = [*PODMAN, "image", "inspect", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     if done.returncode:
         return None
-    config, _, number = done.stdout.strip().rpartition(" ")
-    found: dict[str, Any] = json.loads(config)
-    return found | {"Id": json.loads(number)}
+    (found,) = json.loads(done.stdout)
+    return {**found["Config"], "Id": found["Id"]}
 
 
 def _image(name: str) -> Image:
