@@ -52,7 +52,7 @@ check-subjects:  ## Subjects of the commits since SINCE=origin/main: at most 72 
 	@git log --format=%s "$(SINCE)..HEAD" | awk 'length($$0) > 72 { print "over 72 characters: " $$0; bad = 1 } END { exit bad }'
 
 test-system: $(STAMP)  ## Tests that need Debian or npm packages, all kernels; a skip fails, what the machine forbids is named at the end
-	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system tests/engine/kernels tests/engine/test_warm_up.py $(MORE)
+	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system --ignore tests/system/containers tests/engine/kernels tests/engine/test_warm_up.py $(MORE)
 
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 
@@ -123,10 +123,13 @@ TARGETS ?=
 images: $(STAMP)  ## Build the images of router and workers with buildah; prints their sizes: TARGETS="router"
 	$(BIN)/python -m deploy.images $(TARGETS)
 
+# Where images cannot be run: make helm-test IMAGES=optional
+IMAGES ?= required
+
 .PHONY: helm-test
-helm-test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, and its whole life on real processes (root)
-	$(BIN)/python -m pytest -q -m system --durations 10 -o addopts="-ra --import-mode=importlib --strict-markers" \
-		tests/system/helm tests/system/helm_life tests/system/kubelet
+helm-test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, its whole life on processes, and on containers of `make images` (root)
+	BATON_IMAGES=$(IMAGES) $(BIN)/python -m pytest -q -m system --durations 10 -o addopts="-ra --import-mode=importlib --strict-markers" \
+		tests/system/helm tests/system/helm_life tests/system/kubelet tests/system/containers
 
 .PHONY: proto-check
 proto-check: $(STAMP)

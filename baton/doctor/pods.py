@@ -45,10 +45,11 @@ def total(*parts: Mapping[str, str]) -> dict[str, float]:
 def pods_of(values: Values) -> list[PodNeed]:
     routers = values.get("router", {}).get("replicas", ROUTERS)
     pods = [PodNeed("router", total(_ROUTER))] * routers
-    pods += [PodNeed("redis", total(_REDIS)), PodNeed("ray-head", total(_RAY_HEAD))]
-    is_embedded = values.get("ray", {}).get("mode", "embedded") == "embedded"
+    pods += [PodNeed("redis", total(_REDIS))]
+    ray_mode = values.get("ray", {}).get("mode", "embedded")
+    pods += [PodNeed("ray-head", total(_RAY_HEAD))] * (ray_mode in ("embedded", "kuberay"))
     for role in ("prefill", "decode"):
-        pods += [_worker(role, values[role], is_embedded)] * values[role].get("replicas", 1)
+        pods += [_worker(role, values[role], ray_mode == "embedded")] * values[role].get("replicas", 1)
     return pods
 
 

@@ -25,7 +25,7 @@ from tests.harness.waiting import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "out" / "tools" / "redis"
 # The server, and the libraries it needs that a small image may lack.
-PACKAGES = ("redis-tools", "libjemalloc2", "liblua5.1-0", "liblzf1", "lua-cjson", "lua-bitop")
+PACKAGES = ("redis-tools", "libjemalloc2", "liblua5.1-0", "liblzf1", "lua-cjson", "lua-bitop", "libatomic1")
 MASTER = "baton"  # the master's name
 MAX_MEMORY, POLICY = "256mb", "volatile-lru"
 DOWN_SECONDS = 1.0  # of silence, after which a Sentinel holds a server for dead

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kubernetes.kubelet import podman
 from tests.kubernetes.kubelet.possible import why_not
 from tests.system.namespaces import may_make_namespaces
 
@@ -29,6 +30,11 @@ HELM = {
 LEFT_OUT = pytest.StashKey[dict[Path, str]]()  # files that this run would have had on another machine
 
 
+def images_are_required() -> bool:
+    """In `make helm-test`: without podman or an image it fails."""
+    return os.environ.get("BATON_IMAGES") == "required"
+
+
 @functools.cache
 def not_here() -> dict[Path, str]:
     """What this machine does not let us run, and why. Elsewhere partitions are tested with proxies alone
@@ -38,6 +44,8 @@ def not_here() -> dict[Path, str]:
         missing[HERE / "test_namespaces.py"] = "no network namespaces, or no `ip`"
     if reason := why_not():
         missing |= {HERE / "kubelet": reason, HERE / "helm_life" / "test_processes.py": reason}
+    if (reason := reason or podman.why_not()) and not images_are_required():
+        missing[HERE / "containers"] = reason
     return missing
 
 

@@ -1,4 +1,4 @@
-"""A container: a process in namespaces of its own, in the network of its pod."""
+"""Containers as processes in namespaces of their own, in the network of their pod."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.kubernetes.kubelet.rootfs import Identity, RootFs
+from tests.kubernetes.kubelet.image import Image, image_of
+from tests.kubernetes.kubelet.runtime import Plan
+from tests.kubernetes.kubelet.sandbox import Sandbox
 
 START_SECONDS = 20.0
-KILLED = 137
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is needed to start it, and to start it again."""
+class Processes:
+    """A runtime. `images`: what an image's name stands for."""
 
-    name: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    identity: Identity
-    directory: str
-    root: RootFs
-    log: Path
+    def __init__(self, images: Callable[[str], Image] = image_of):
+        self.image = images
+
+    def start(self, plan: Plan, sandbox: Sandbox) -> Container:
+        return Container(plan, sandbox.pid)
+
+    def close(self) -> None:
+        """Processes end with their pods."""
 
 
 class Container:
@@ -36,7 +36,9 @@ class Container:
         self.plan = plan
         plan.root.scratch.mkdir(parents=True, exist_ok=True)
         script = plan.log.with_suffix(".sh")
-        script.write_text(plan.root.script(plan.command, plan.environment, plan.identity, plan.directory))
+        script.write_text(
+            plan.root.script(plan.command, plan.environment, plan.identity, plan.directory or "/")
+        )
         script.chmod(0o600)
         enter = ["nsenter", "-t", str(pause), "-n", "-i", "-u"]
         own = ["unshare", "-m", "-p", "-f", "--kill-child", "--propagation", "private"]
@@ -60,6 +62,10 @@ class Container:
     def pid(self) -> int | None:
         """Of its first process, as this machine sees it."""
         return next(iter(_children(self._process.pid)), None)
+
+    @property
+    def out_of_memory(self) -> bool:
+        return False
 
     def signal(self, number: int) -> None:
         if self.exit_code is None and (pid := self.pid) is not None:

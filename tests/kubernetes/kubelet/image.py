@@ -19,15 +19,24 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Image:
-    """Files by where they lie in the container, and the environment that the image sets."""
+    """Files by where they lie in the container, and the environment that the image sets.
+
+    `reference`: the id of the real image that these files are added to, and `root`, where it is mounted; empty: they are
+    added to this machine's own files.
+    """
 
     files: Mapping[str, Path] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     entrypoint: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    user: int = 0
+    directory: str = "/"
+    reference: str = ""
+    root: Path | None = None
 
     def visible(self) -> list[Path]:
         """Folders that must be in the container at their own places: where the environment's python lies."""
-        return [Path(sys.base_prefix).resolve()]
+        return [] if self.reference else [Path(sys.base_prefix).resolve()]
 
 
 def baton_image() -> Image:

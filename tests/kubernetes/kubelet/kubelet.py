@@ -1,10 +1,10 @@
-"""A kubelet whose containers are processes of this machine."""
+"""A kubelet: starts and ends the containers of the pods that have a node."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,33 +13,31 @@ from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.api.server import ApiServer
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.controllers.base import Client
-from tests.kubernetes.kubelet.image import Image, image_of
 from tests.kubernetes.kubelet.names import host_lines
 from tests.kubernetes.kubelet.network import Network
 from tests.kubernetes.kubelet.pod import PodWorker
+from tests.kubernetes.kubelet.runtime import Runtime
 from tests.kubernetes.kubelet.volumes import Volumes
 
 STOP_SECONDS = 60.0
 
 
-class ProcessKubelet:
+class Kubelet:
     """A controller among the others: starts a thread for every pod that has a node, and ends it with the pod.
 
     Args:
         folder: where pods' volumes and logs lie; must be empty.
-        images: what an image's name stands for.
+        runtime: what runs containers.
     """
 
-    def __init__(
-        self, server: ApiServer, network: Network, folder: Path, images: Callable[[str], Image] = image_of
-    ):
+    def __init__(self, server: ApiServer, network: Network, folder: Path, runtime: Runtime):
         if os.geteuid() != 0:
             raise RuntimeError("pods' namespaces need root")
         self._client = Client(server.objects_api)
         self._server = server
         self._network = network
         self._folder = folder
-        self._images = images
+        self._runtime = runtime
         self._workers: dict[str, PodWorker] = {}
         self._logs: dict[tuple[str, str], PodWorker] = {}
         server.application.logs = self.logs
@@ -54,6 +52,7 @@ class ProcessKubelet:
             worker.leave(0)
         deadline = time.monotonic() + STOP_SECONDS
         left = [worker for worker in self._workers.values() if not worker.join(deadline - time.monotonic())]
+        self._runtime.close()
         if left:
             raise RuntimeError(f"{len(left)} pods did not end")
 
@@ -87,7 +86,7 @@ class ProcessKubelet:
         claims, mark = self._folder / "claims", self._network.bridge
         volumes = Volumes(self._client, pod, folder / "volumes", claims, self._account, mark)
         return PodWorker(
-            self._client, pod, self._network, folder, volumes, self._images, self._server_address()
+            self._client, pod, self._network, folder, volumes, self._runtime, self._server_address()
         )
 
     def _server_address(self) -> Mapping[str, str]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.kubernetes.api.kinds import Object
+from tests.kubernetes.api.quantity import amount
 from tests.kubernetes.controllers.base import Client
-from tests.kubernetes.kubelet.container import Plan
 from tests.kubernetes.kubelet.environment import environment_of, expand
 from tests.kubernetes.kubelet.image import Image
 from tests.kubernetes.kubelet.rootfs import Identity, Mount, RootFs
+from tests.kubernetes.kubelet.runtime import Plan
 from tests.kubernetes.kubelet.sandbox import Sandbox
 from tests.kubernetes.kubelet.volumes import ACCOUNT_PATH, Volumes
 
@@ -31,7 +32,9 @@ class Planner:
         base = {"HOME": "/", "HOSTNAME": self._sandbox.hostname, **server, **image.environment}
         environment = environment_of(self._client, self._pod, spec, base)
         command = spec.get("command") or list(image.entrypoint)
-        words = [expand(word, environment) for word in [*command, *(spec.get("args") or ())]]
+        # A command of the pod's own takes the image's arguments away too.
+        arguments = spec.get("args") or ([] if spec.get("command") else image.arguments)
+        words = [expand(word, environment) for word in [*command, *arguments]]
         if not spec.get("command") and not image.entrypoint:
             words = words or ["sh"]
         security = spec.get("securityContext") or {}
@@ -41,10 +44,18 @@ class Planner:
             self._mounts(spec, image),
             bool(security.get("readOnlyRootFilesystem", False)),
         )
-        identity = identity_of(self._pod["spec"].get("securityContext") or {}, security)
-        directory = spec.get("workingDir", "/")
+        limits = (spec.get("resources") or {}).get("limits") or {}
         return Plan(
-            spec["name"], words, environment, identity, directory, root, self._folder / f"{spec['name']}.log"
+            spec["name"],
+            f"{self._pod['metadata']['uid'][:8]}-{spec['name']}",
+            image,
+            words,
+            environment,
+            identity_of(self._pod["spec"].get("securityContext") or {}, security, image.user),
+            spec.get("workingDir", ""),
+            root,
+            self._folder / f"{spec['name']}.log",
+            int(amount(limits.get("memory", 0))),
         )
 
     def _mounts(self, spec: Object, image: Image) -> list[Mount]:
@@ -70,19 +81,20 @@ def _wants_token(client: Client, pod: Object) -> bool:
     return bool((account or {}).get("automountServiceAccountToken", True))
 
 
-def identity_of(pod: Object, container: Object) -> Identity:
+def identity_of(pod: Object, container: Object, image_user: int) -> Identity:
     merged = {**pod, **container}
-    user = int(merged.get("runAsUser", 0))
+    user = int(merged.get("runAsUser", image_user))
     if merged.get("runAsNonRoot") and user == 0:
         raise ValueError("container has runAsNonRoot and image will run as root")
     groups = tuple(
         sorted({int(pod["fsGroup"])} if "fsGroup" in pod else set(pod.get("supplementalGroups") or ()))
     )
-    dropped = "ALL" in ((container.get("capabilities") or {}).get("drop") or ())
+    capabilities = container.get("capabilities") or {}
     return Identity(
         user,
         int(merged.get("runAsGroup", user)),
         groups,
         not container.get("allowPrivilegeEscalation", True),
-        dropped,
+        "ALL" in (capabilities.get("drop") or ()),
+        tuple(capabilities.get("add") or ()),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from tests.kubernetes.api.errors import ApiError
@@ -14,9 +15,9 @@ from tests.kubernetes.api.objects import timestamp
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.controllers.base import Client
 from tests.kubernetes.kubelet.environment import MissingObject
-from tests.kubernetes.kubelet.image import Image
 from tests.kubernetes.kubelet.network import Network
 from tests.kubernetes.kubelet.plans import Planner
+from tests.kubernetes.kubelet.runtime import Runtime
 from tests.kubernetes.kubelet.sandbox import Sandbox
 from tests.kubernetes.kubelet.unit import TICK_SECONDS, Unit
 from tests.kubernetes.kubelet.volumes import Volumes
@@ -28,7 +29,7 @@ FAR = 10**9
 
 
 class PodWorker:
-    """A thread that makes of a pod's description processes, and of the processes its status."""
+    """A thread that makes of a pod's description containers, and of the containers its status."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class PodWorker:
         network: Network,
         folder: Path,
         volumes: Volumes,
-        images: Callable[[str], Image],
+        runtime: Runtime,
         server: Mapping[str, str],
     ):
         self._client = client
@@ -45,7 +46,7 @@ class PodWorker:
         self._network = network
         self._folder = folder
         self._volumes = volumes
-        self._images = images
+        self._runtime = runtime
         self._server = server
         self._leaving = threading.Event()
         self._leave_by = float(FAR)
@@ -117,14 +118,15 @@ class PodWorker:
         assert self.sandbox is not None
         while True:
             try:
-                plan = planner.plan(spec, self._images(spec["image"]), self._server)
+                plan = planner.plan(spec, self._runtime.image(spec["image"]), self._server)
                 break
             except MissingObject as missing:
                 self._publish("Pending", problem=str(missing))
                 if self._leaving.wait(RETRY_SECONDS):
                     raise
         grace = float(self._pod["spec"]["terminationGracePeriodSeconds"])
-        return Unit(spec, plan, self.sandbox.pid, self.sandbox.address, policy, grace)
+        start = partial(self._runtime.start, plan, self.sandbox)
+        return Unit(spec, start, plan.log.with_suffix(".hooks"), self.sandbox.address, policy, grace)
 
     def _initialise(self, planner: Planner) -> bool:
         """Init containers, one after the other. False if one failed for good or the pod leaves."""

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.kubernetes.api.kinds import Object
-from tests.kubernetes.kubelet.container import Container
+from tests.kubernetes.kubelet.runtime import Running
 
 Log = Callable[[str], None]
 
@@ -25,7 +25,7 @@ def port_number(container: Object, port: int | str) -> int:
     return int(named[port])
 
 
-def ask(probe: Object, spec: Object, address: str, running: Container) -> str:
+def ask(probe: Object, spec: Object, address: str, running: Running) -> str:
     """Empty if the answer is good, what was wrong otherwise."""
     seconds = float(probe["timeoutSeconds"])
     try:

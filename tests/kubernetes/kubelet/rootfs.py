@@ -28,6 +28,7 @@ class Identity:
     groups: tuple[int, ...] = ()
     no_new_privileges: bool = False
     capabilities_dropped: bool = False
+    capabilities_added: tuple[str, ...] = ()  # by a real runtime only
 
     def command(self) -> list[str]:
         flags = [f"--reuid={self.user}", f"--regid={self.group}"]

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.kubelet import probes
-from tests.kubernetes.kubelet.container import Container, Plan
+from tests.kubernetes.kubelet.runtime import Running
 
 TICK_SECONDS = 0.05
 # A kubelet begins with 10 s; tests do not learn more from waiting longer.
@@ -26,19 +27,28 @@ def moment(seconds: float) -> str:
 class Unit:
     """Runs in a thread of its own until its container has ended for good, or the pod leaves."""
 
-    def __init__(self, spec: Object, plan: Plan, pause: int, address: str, policy: str, grace_seconds: float):
+    def __init__(
+        self,
+        spec: Object,
+        start: Callable[[], Running],
+        hooks: Path,
+        address: str,
+        policy: str,
+        grace_seconds: float,
+    ):
+        """`hooks`: the file for the words of hooks."""
         self.spec = spec
         self.restarts = 0
         self.finished: int | None = None
         self.problem = ""
-        self._plan = plan
-        self._pause = pause
+        self._start = start
+        self._hooks = hooks
         self._address = address
         self._policy = policy
         self._grace_seconds = grace_seconds
         self._leaving = threading.Event()
         self._leave_by = float("inf")
-        self._container: Container | None = None
+        self._container: Running | None = None
         self._health: probes.Health | None = None
         self._state: dict[str, Any] = {"waiting": {"reason": "ContainerCreating"}}
         self._last: dict[str, Any] = {}
@@ -62,7 +72,7 @@ class Unit:
         return not self._thread.is_alive()
 
     @property
-    def container(self) -> Container | None:
+    def container(self) -> Running | None:
         return self._container
 
     @property
@@ -103,7 +113,7 @@ class Unit:
         self.finished = 0
 
     def _once(self) -> int:
-        container = self._container = Container(self._plan, self._pause)
+        container = self._container = self._start()
         self._health = probes.Health.of(self.spec)
         self._state = {"running": {"startedAt": moment(container.started_at)}}
         self._after_start(container)
@@ -114,20 +124,20 @@ class Unit:
         if self._leaving.is_set() and container.exit_code is None:
             self._leave_container(container, self._leave_by)
         code = container.exit_code or 0
-        reason = "Completed" if code == 0 else "Error"
+        reason = "Completed" if code == 0 else "OOMKilled" if container.out_of_memory else "Error"
         ended = {"exitCode": code, "reason": reason, "finishedAt": moment(time.time())}
         self._state = {"terminated": {**ended, "startedAt": moment(container.started_at)}}
         return code
 
-    def _asker(self, container: Container) -> Callable[[Object], str]:
+    def _asker(self, container: Running) -> Callable[[Object], str]:
         return lambda probe: probes.ask(probe, self.spec, self._address, container)
 
-    def _after_start(self, container: Container) -> None:
+    def _after_start(self, container: Running) -> None:
         hook = (self.spec.get("lifecycle") or {}).get("postStart")
         if hook is not None and (problem := self._hook(container, hook, self._grace_seconds)):
             self.problem = f"postStart: {problem}"
 
-    def _leave_container(self, container: Container, deadline: float) -> None:
+    def _leave_container(self, container: Running, deadline: float) -> None:
         hook = (self.spec.get("lifecycle") or {}).get("preStop")
         if hook is not None and deadline > time.monotonic():
             problem = self._hook(container, hook, deadline - time.monotonic())
@@ -144,7 +154,7 @@ class Unit:
         if container.exit_code is None:
             container.kill()
 
-    def _hook(self, container: Container, hook: Object, seconds: float) -> str:
+    def _hook(self, container: Running, hook: Object, seconds: float) -> str:
         if "sleep" in hook:
             time.sleep(min(float(hook["sleep"]["seconds"]), seconds))
             return ""
@@ -156,5 +166,5 @@ class Unit:
 
     def _note(self, text: str) -> None:
         """A hook's words go beside the container's own log: kubectl would not show them."""
-        with self._plan.log.with_suffix(".hooks").open("a") as file:
+        with self._hooks.open("a") as file:
             file.write(text + "\n")

@@ -17,7 +17,16 @@ from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("cpu-demo", "rdma-mtls", "multi-node", "external", "kuberay", "autoscaling", "several models")
+NAMES = (
+    "cpu-demo",
+    "no ray",
+    "rdma-mtls",
+    "multi-node",
+    "external",
+    "kuberay",
+    "autoscaling",
+    "several models",
+)
 
 
 def _from_a_file(one: Manifest) -> bool:

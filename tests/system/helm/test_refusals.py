@@ -181,8 +181,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
             "prefill": {"gpus": 8, "nodes": 2, "tensorParallel": 16},
         },
-        "prefill.nodes = 2 needs ray.mode embedded",
+        "prefill.nodes = 2 needs ray.mode embedded, and it is external",
         "give the worker one pod",
+    ),
+    "wide workers without any Ray": (
+        {"ray": {"mode": "none"}, "decode": {"gpus": 8, "nodes": 2, "tensorParallel": 16}},
+        "decode.nodes = 2 needs ray.mode embedded, and it is none",
+        "set it, or give the worker one pod with all of its GPUs",
     ),
     "two Redis": (
         {"externalRedis": {"url": "redis://x"}},
@@ -355,7 +360,7 @@ REFUSED |= {
     ),
     "several models in one Serve application": (
         _with_small({}, ray={"mode": "external", "external": {"dashboardUrl": "http://ray.ray:8265"}}),
-        "models[small] needs ray.mode embedded",
+        "models[small] needs ray.mode embedded or none",
         "one Serve application holds the workers of one model",
     ),
     "a further model without a directory": (

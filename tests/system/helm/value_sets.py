@@ -90,6 +90,15 @@ MORE: dict[str, ValueSet] = {
             }
         }
     ),
+    "no ray": ValueSet(files=("cpu-demo.yaml",), values={"ray": {"mode": "none"}}),
+    "no ray, autoscaled": ValueSet(
+        values={
+            "ray": {"mode": "none"},
+            "autoscaling": {"enabled": True},
+            "observability": {"monitors": {"enabled": True}},
+            "models": [{"name": "small", "model": {"source": "file:///small"}}],
+        }
+    ),
     "ray's state nowhere": ValueSet(values={"ray": {"gcsFaultTolerance": {"enabled": False}}}),
     "prefill to nothing": ValueSet(
         values={

@@ -12,28 +12,30 @@ from typing import Any
 
 import pytest
 
+import baton
 from cluster.kubernetes.pod import Pod, PodExits
+from deploy.images import NAME
 from tests.harness.waiting import wait_for
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
-from tests.kubernetes.kubelet.cluster import ProcessCluster, process_cluster
+from tests.kubernetes.kubelet.cluster import PodCluster
 from tests.kubernetes.kubelet.iproute import unpacked
 
 pytestmark = pytest.mark.system
 SECONDS = 60.0
-IMAGE = "registry.example/router:1"
+IMAGE = f"{NAME}/router:{baton.__version__}"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    with process_cluster(tmp_path_factory.mktemp("cluster") / "files") as running:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodCluster]:
+    with request.param(tmp_path_factory.mktemp("cluster") / "files") as running:
         yield running
         assert running.controllers.problems == []
 
 
 def start(
-    cluster: ProcessCluster, name: str, command: str, *, spec: Object | None = None, **container: Any
+    cluster: PodCluster, name: str, command: str, *, spec: Object | None = None, **container: Any
 ) -> None:
     """A pod whose container runs a line of shell."""
     made = samples.pod(name, image=IMAGE, command=["sh", "-c", command], **container)
@@ -41,16 +43,16 @@ def start(
     cluster.server.create(made)
 
 
-def said(cluster: ProcessCluster, name: str, container: str = "main") -> str:
+def said(cluster: PodCluster, name: str, container: str = "main") -> str:
     return cluster.kubelet.logs("default", name, container).decode()
 
 
-def phase(cluster: ProcessCluster, name: str) -> str:
+def phase(cluster: PodCluster, name: str) -> str:
     return pods.phase(cluster.server.object("Pod", name))
 
 
 def outcome(
-    cluster: ProcessCluster, name: str, command: str, *, spec: Object | None = None, **container: Any
+    cluster: PodCluster, name: str, command: str, *, spec: Object | None = None, **container: Any
 ) -> str:
     """The output of a pod that runs once."""
     start(cluster, name, command, spec={"restartPolicy": "Never", **(spec or {})}, **container)
@@ -59,7 +61,7 @@ def outcome(
     return said(cluster, name)
 
 
-def test_redis_is_one_with_keys_that_are_only_read(cluster: ProcessCluster) -> None:
+def test_redis_is_one_with_keys_that_are_only_read(cluster: PodCluster) -> None:
     """The users of the chart's Redis need it."""
     made = samples.pod("redis", image="docker.io/library/redis:7.4.2-alpine")
     server = (
@@ -70,7 +72,7 @@ def test_redis_is_one_with_keys_that_are_only_read(cluster: ProcessCluster) -> N
     wait_for(lambda: "Ready to accept" in said(cluster, "redis"), SECONDS, "redis is ready")
 
 
-def test_environment_comes_from_everywhere(cluster: ProcessCluster) -> None:
+def test_environment_comes_from_everywhere(cluster: PodCluster) -> None:
     cluster.server.create(samples.config_map("words", A="from-map"))
     secret = {
         "apiVersion": "v1",
@@ -102,7 +104,7 @@ def test_environment_comes_from_everywhere(cluster: ProcessCluster) -> None:
     assert told.splitlines() == ["from-map|env|64|unset|env-from-secret-$(S)-$(UNKNOWN)", "0"]
 
 
-def test_volumes_lie_where_they_are_mounted_with_owners_and_modes(cluster: ProcessCluster) -> None:
+def test_volumes_lie_where_they_are_mounted_with_owners_and_modes(cluster: PodCluster) -> None:
     cluster.server.create(samples.config_map("files", one="1", two="2"))
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     cluster.server.create(
@@ -162,7 +164,7 @@ def test_volumes_lie_where_they_are_mounted_with_owners_and_modes(cluster: Proce
     assert again.splitlines() == ["kept", "0"]
 
 
-def test_init_containers_run_first_and_in_order(cluster: ProcessCluster) -> None:
+def test_init_containers_run_first_and_in_order(cluster: PodCluster) -> None:
     mount = [{"name": "shared", "mountPath": "/shared"}]
 
     def step(name: str, command: str) -> Object:
@@ -176,7 +178,7 @@ def test_init_containers_run_first_and_in_order(cluster: ProcessCluster) -> None
 
 
 def test_a_service_spreads_connections_over_ready_pods_and_headless_names_are_pods(
-    cluster: ProcessCluster,
+    cluster: PodCluster,
 ) -> None:
     server = cluster.server
     probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 1}
@@ -217,7 +219,7 @@ def test_a_service_spreads_connections_over_ready_pods_and_headless_names_are_po
     assert told.splitlines() == ["['web-0', 'web-1']", "web-1 web-0", "2"]
 
 
-def test_a_pod_leaves_with_its_hook_then_sigterm(cluster: ProcessCluster, tmp_path: Path) -> None:
+def test_a_pod_leaves_with_its_hook_then_sigterm(cluster: PodCluster, tmp_path: Path) -> None:
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /shared/log; sleep 0.5"]}}}
     spec = {"volumes": [{"name": "shared", "hostPath": {"path": str(tmp_path)}}]}
     command = (
@@ -225,6 +227,7 @@ def test_a_pod_leaves_with_its_hook_then_sigterm(cluster: ProcessCluster, tmp_pa
     )
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     start(cluster, "leaver", command, spec=spec, lifecycle=hook, volumeMounts=mounts)
+    tmp_path.chmod(0o777)  # an image has a user of its own
     log = tmp_path / "log"
     wait_for(lambda: log.exists() and log.read_text() == "up\n", SECONDS, "it runs")
     cluster.server.delete("Pod", "leaver")
@@ -236,7 +239,7 @@ def test_a_pod_leaves_with_its_hook_then_sigterm(cluster: ProcessCluster, tmp_pa
     assert log.read_text().split() == ["up", "hook", "term"]
 
 
-def test_a_child_that_does_not_end_in_time_is_killed(cluster: ProcessCluster) -> None:
+def test_a_child_that_does_not_end_in_time_is_killed(cluster: PodCluster) -> None:
     start(
         cluster,
         "deaf",
@@ -255,7 +258,7 @@ def test_a_child_that_does_not_end_in_time_is_killed(cluster: ProcessCluster) ->
 
 
 @pytest.mark.parametrize("kind", ["exec", "tcp", "http"])
-def test_liveness_restarts_and_readiness_follows(cluster: ProcessCluster, kind: str) -> None:
+def test_liveness_restarts_and_readiness_follows(cluster: PodCluster, kind: str) -> None:
     """A server that stops answering on request: its process lives on, the probe does not see it."""
     asked: dict[str, Object] = {
         "exec": {"exec": {"command": ["sh", "-c", "test ! -e /tmp/sick"]}},
@@ -290,7 +293,7 @@ def test_liveness_restarts_and_readiness_follows(cluster: ProcessCluster, kind: 
     wait_for(restarted, SECONDS, "restarted and ready")
 
 
-def test_a_killed_container_comes_back_and_one_that_fails_for_good_does_not(cluster: ProcessCluster) -> None:
+def test_a_killed_container_comes_back_and_one_that_fails_for_good_does_not(cluster: PodCluster) -> None:
     start(cluster, "phoenix", "echo up; sleep 60")
     wait_for(lambda: "up" in said(cluster, "phoenix"), SECONDS, "it runs")
     os.kill(cluster.kubelet.process("phoenix", "default", "main"), signal.SIGKILL)
@@ -304,7 +307,7 @@ def test_a_killed_container_comes_back_and_one_that_fails_for_good_does_not(clus
     wait_for(lambda: phase(cluster, "failure") == "Failed", SECONDS, "failed")
 
 
-def test_in_cluster_clients_find_the_server_and_are_held_to_their_roles(cluster: ProcessCluster) -> None:
+def test_in_cluster_clients_find_the_server_and_are_held_to_their_roles(cluster: PodCluster) -> None:
     script = (
         "from kubernetes import client, config\n"
         "config.load_incluster_config()\n"
@@ -320,7 +323,7 @@ def test_the_unpacked_ip_command_works_where_none_is_installed(tmp_path: Path) -
 
 @pytest.mark.parametrize("policy", ["Never", "Always"])
 def test_the_end_of_a_killed_container_can_be_proven_to_any_caller(
-    policy: str, cluster: ProcessCluster, tmp_path: Path
+    policy: str, cluster: PodCluster, tmp_path: Path
 ) -> None:
     """The kubelet's status is the proof, whether the container is restarted or not."""
     name = f"victim-{policy.lower()}"

@@ -102,7 +102,7 @@
 {{- fail (printf "%s.probe = grpc with tls.enabled: a worker's gRPC port requires a certificate, and probes have none in any version of Kubernetes; set %s.probe to http" $role $role) }}
 {{- end }}
 {{- if and (gt (int $pool.nodes) 1) (ne $values.ray.mode "embedded") }}
-{{- fail (printf "%s.nodes = %d needs ray.mode embedded: set it, or give the worker one pod with all of its GPUs" $role (int $pool.nodes)) }}
+{{- fail (printf "%s.nodes = %d needs ray.mode embedded, and it is %s: set it, or give the worker one pod with all of its GPUs" $role (int $pool.nodes) $values.ray.mode) }}
 {{- end }}
 {{- if and (gt (int $pool.nodes) 1) $values.autoscaling.enabled }}
 {{- fail (printf "autoscaling.enabled can't size workers of %s.nodes = %d pods: turn it off, or set nodes to 1" $role (int $pool.nodes)) }}
@@ -150,7 +150,7 @@
 {{- if and .Values.externalRedis.url .Values.externalRedis.urlSecret.name }}
 {{- fail "externalRedis.url and externalRedis.urlSecret.name are both set: keep one" }}
 {{- end }}
-{{- $scales := and .Values.autoscaling.enabled (eq .Values.ray.mode "embedded") }}
+{{- $scales := and .Values.autoscaling.enabled (include "baton.workersAreSets" .) }}
 {{- range $user := splitList " " (include "baton.redisUsers" .) }}
 {{- $own := index $.Values.externalRedis $user }}
 {{- if and $external (or $scales (ne $user "autoscaler")) (not (or $all $own.url $own.urlSecret.name)) }}
@@ -177,7 +177,7 @@
 
 {{- define "baton.checkRay" -}}
 {{- $ray := .Values.ray -}}
-{{- if and (ne $ray.mode "external") $ray.gcsFaultTolerance.enabled (not .Values.redis.enabled) (not $ray.gcsFaultTolerance.address) }}
+{{- if and (include "baton.rayRuns" .) $ray.gcsFaultTolerance.enabled (not .Values.redis.enabled) (not $ray.gcsFaultTolerance.address) }}
 {{- fail "ray.gcsFaultTolerance has no Redis: set ray.gcsFaultTolerance.address (and passwordSecret), or turn it off" }}
 {{- end }}
 {{- if contains "@" $ray.gcsFaultTolerance.address }}

@@ -206,7 +206,7 @@ tls_ca: /etc/baton/tls/ca.crt
     "metrics_port" (int $scaling.metricsPort) "gpu_budget" (int $scaling.gpuBudget)
     "ttft_objective_seconds" $scaling.ttftSeconds "itl_objective_seconds" $scaling.itlSeconds
     "scale_to_zero" $scaling.scaleToZero -}}
-{{- if eq .Values.ray.mode "embedded" }}
+{{- if include "baton.workersAreSets" . }}
 {{- $base := include "baton.base" . }}
 {{- $_ := set $config "namespace" (include "baton.namespaceKey" .) }}
 {{- $_ := set $config "kubernetes_namespace" .Release.Namespace }}

@@ -76,8 +76,8 @@
 {{- if gt (len $longest) 52 }}
 {{- fail (printf "%s: %s is longer than the 52 characters of a StatefulSet's name: shorten the name, or set fullnameOverride" $where $longest) }}
 {{- end }}
-{{- if ne $.Values.ray.mode "embedded" }}
-{{- fail (printf "%s needs ray.mode embedded: one Serve application holds the workers of one model" $where) }}
+{{- if not (include "baton.workersAreSets" $) }}
+{{- fail (printf "%s needs ray.mode embedded or none: one Serve application holds the workers of one model" $where) }}
 {{- end }}
 {{- if not (($one.own.model | default dict).source) }}
 {{- fail (printf "%s.model.source is empty: name the model's directory, as model.source does" $where) }}

@@ -12,6 +12,12 @@
 - {name: RAY_NUM_REDIS_GET_RETRIES, value: "150"}
 {{- end -}}
 
+{{- /* Whether the chart starts nodes of Ray. */ -}}
+{{- define "baton.rayRuns" -}}{{ if has .Values.ray.mode (list "embedded" "kuberay") }}true{{ end }}{{- end -}}
+
+{{- /* Whether workers are the chart's own StatefulSets, and not Ray Serve's. */ -}}
+{{- define "baton.workersAreSets" -}}{{ if has .Values.ray.mode (list "none" "embedded") }}true{{ end }}{{- end -}}
+
 {{- /* Where Ray keeps its cluster's state. */ -}}
 {{- define "baton.rayRedisAddress" -}}
 {{- .Values.ray.gcsFaultTolerance.address | default (printf "%s://%s:%d" (include "baton.redisScheme" .) (include "baton.redisHost" .) (int .Values.redis.port)) -}}
@@ -20,7 +26,7 @@
 {{- /* Whether that is the chart's Redis, where Ray has a user of its own. */ -}}
 {{- define "baton.rayKeepsHere" -}}
 {{- $fault := .Values.ray.gcsFaultTolerance -}}
-{{- if and .Values.redis.enabled (ne .Values.ray.mode "external") $fault.enabled (not $fault.address) }}true{{ end -}}
+{{- if and .Values.redis.enabled (include "baton.rayRuns" .) $fault.enabled (not $fault.address) }}true{{ end -}}
 {{- end -}}
 
 {{- /* The authority of the chart's Redis, for Ray's head: without a key. */ -}}

@@ -23,7 +23,7 @@
 {{- /* Components that are nodes of the chart's Ray, as a JSON list. */ -}}
 {{- define "baton.rayNodes" -}}
 {{- $nodes := list -}}
-{{- if ne .Values.ray.mode "external" }}
+{{- if include "baton.rayRuns" . }}
 {{- $nodes = append $nodes "ray-head" }}
 {{- range $role := list "prefill" "decode" }}
 {{- $spans := gt (int (index $.Values $role).nodes) 1 }}
