@@ -1,7 +1,7 @@
 """Which worker reports log probabilities of a prompt: the one that computes it, once for all choices.
 
-A prefill worker leaves the wish out where it reserves at a decode worker, a router in attempts after its client's prompt is
-complete.
+A prefill worker leaves the wish out where it reserves at a decode worker, a router in attempts after the client's prompt
+is complete.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ TOKENS_A_TURN = 64  # passed on in one turn of the event loop: about 1 ms
 
 class HeldAnswer:
     """Tokens until `prompt_complete`; then the worker's end, if it is done. Another end waits for `prompt_ended` too:
-    where the first token is the answer's last one, the prefill worker sends that behind the prompt and ends the hand-off."""
+    where the first token is the answer's last one, the prefill worker sends that behind the prompt and ends
+    the hand-off."""
 
     def __init__(
         self,
@@ -52,7 +53,9 @@ class HeldAnswer:
     def holds_end(self, end: Ended) -> bool:
         """Whether the end waits for what precedes it."""
         self._end = end
-        return not self._end_is_due
+        if self._end_is_due:
+            self._end = None
+        return self._end is not None
 
     def prompt_complete(self) -> None:
         """The client has the whole prompt, or is about to."""
