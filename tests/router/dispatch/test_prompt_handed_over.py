@@ -96,7 +96,9 @@ class Pair:
         rows = [[self.token(choice, at, one) for choice in choices] for at in range(begin, PROMPT + NEW)]
         self.scored = spec.sampling.prompt_logprobs
         for position in range(1, PROMPT) if self.scored else ():
-            scores = common_pb2.Token(choice=choices.stop, position=position, token_id=TOKENS[position], rank=1)
+            scores = common_pb2.Token(
+                choice=choices.stop, position=position, token_id=TOKENS[position], rank=1
+            )
             prefill.messages.append(scores)
         prefill.messages += [*rows[0], end("DONE")]
         if one:
@@ -212,7 +214,17 @@ def text(checkpoint):
 STEPS = st.sampled_from(
     [
         *4 * ["p", "d"],
-        *["p attach", "d attach", "p lost", "d lost", "p aborted", "d aborted", "d preempted", "p done", "d done"],
+        *[
+            "p attach",
+            "d attach",
+            "p lost",
+            "d lost",
+            "p aborted",
+            "d aborted",
+            "d preempted",
+            "p done",
+            "d done",
+        ],
     ]
 )
 
