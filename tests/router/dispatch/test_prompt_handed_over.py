@@ -130,9 +130,10 @@ class Pair:
 class Handed(World):
     """A router whose attempts run as they do, over links that scripts drive."""
 
-    def __init__(self, text: Any, scripts: list[list[str]], *, one: bool = False):
+    def __init__(self, text: Any, scripts: list[list[str]], *, one: bool = False, stand_still: bool = False):
+        """`stand_still`: behind its script an attempt does nothing more."""
         super().__init__(text, [])
-        self.steps, self.one = list(scripts), one
+        self.steps, self.one, self.stand_still = list(scripts), one, stand_still
         self.pairs: list[Pair] = []
         self.opened: list[Worker] = []
         self.playing: set[asyncio.Task[None]] = set()
@@ -170,7 +171,7 @@ class Handed(World):
         for step in steps:
             pair.play(step)
             await asyncio.sleep(0)
-        while not all(worker.over for worker in pair.of.values()):
+        while not self.stand_still and not all(worker.over for worker in pair.of.values()):
             pair.play("d")
             pair.play("p")
             await asyncio.sleep(0)
@@ -261,6 +262,29 @@ async def test_an_answer_of_one_token_does_not_fail_by_the_end_of_its_handoff(te
     got = await asyncio.wait_for(deliver(world, 2), 20)
     assert len(world.pairs) == 1
     assert got.prompts[1] == list(range(1, PROMPT)) and got.answers[1] == [PROMPT]
+
+
+async def test_a_cancel_within_the_prompt_leaves_nothing(text):
+    """The decode worker had no credit beyond its first window meanwhile, and its placement counts as prefilled."""
+    world = Handed(text, [["p", *20 * ["d"]]], stand_still=True)
+    prefilled: list[bytes] = []
+    world.prefilled = prefilled.append  # type: ignore[method-assign]
+    sampling = common_pb2.SamplingParams(max_tokens=NEW, prompt_logprobs=True)
+    running = dispatcher.RequestDispatcher(Completion("r", "m", TOKENS, sampling), world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    async with asyncio.timeout(10):
+        (delta,) = await deltas.take()
+        assert [token.position for token in delta.prompt] == [1]
+        while not world.playing or not all(task.done() for task in world.playing):
+            await asyncio.sleep(0)
+        running.stop()
+        while not world.released:
+            await asyncio.sleep(0)
+        await world.services.finish(5.0)
+    (pair,) = world.pairs
+    assert pair.of[D].sent and not pair.of[D].credits and not deltas._items
+    assert prefilled == world.released and all(worker.over for worker in world.opened)
 
 
 async def test_who_resumes_behind_the_prompt_does_not_get_it_again(text):
