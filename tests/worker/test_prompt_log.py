@@ -100,7 +100,8 @@ class Frames:
 
     def read(self) -> list[tuple[int, int]]:
         """Choices and positions in the order in which a router takes them, and one frame's after the other's."""
-        out, found = self.link.out, []
+        out = self.link.out
+        found: list[tuple[int, int]] = []
         out.due(self.link.handle)
         for _ in range(50):
             if out.empty:

@@ -268,7 +268,7 @@ async def test_a_cancel_within_the_prompt_leaves_nothing(text):
     """The decode worker had no credit beyond its first window meanwhile, and its placement counts as prefilled."""
     world = Handed(text, [["p", *20 * ["d"]]], stand_still=True)
     prefilled: list[bytes] = []
-    world.prefilled = prefilled.append  # type: ignore[method-assign]
+    world.prefilled = prefilled.append  # type: ignore[assignment, method-assign]
     sampling = common_pb2.SamplingParams(max_tokens=NEW, prompt_logprobs=True)
     running = dispatcher.RequestDispatcher(Completion("r", "m", TOKENS, sampling), world.services)
     deltas: BatchQueue[Any] = BatchQueue()
