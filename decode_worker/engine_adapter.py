@@ -119,6 +119,10 @@ class HandoffEngineAdapter:
         tokens = (len(request.spec.prompt_tokens) + len(request.spec.output_tokens)) // 4
         if request.token_count != tokens:
             raise InvalidRequestError(f"token_count: {request.token_count} of {tokens}", field="token_count")
+        if request.spec.sampling.prompt_logprobs:
+            raise InvalidRequestError(
+                "prompt_logprobs: the worker that computes the prompt reports them", field="prompt_logprobs"
+            )
 
     def _check_first(self, attempt: DecodeAttempt, tokens: Sequence[common_pb2.Token]) -> None:
         """Check that there is one token per choice, at the position after the prompt. Raises InvalidRequestError."""

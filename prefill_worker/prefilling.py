@@ -10,6 +10,7 @@ from cluster.background_tasks import BackgroundTasks
 from cluster.errors import BatonError, DrainingError, EngineRequestError, InternalError, engine_request_error
 from cluster.faults.points import Point
 from cluster.protocol.first_token import ends_with_first_token
+from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
 from engine.request import EngineRequest, StepOutput
 from kv_transfer.prefill_side.handoff import OutgoingHandoff, PartTimes
 from kv_transfer.prefill_side.sender import HandoffSender
@@ -112,6 +113,7 @@ class Prefilling:
             token_count=attempt.token_count,
             handle=request.decode_handle,
         )
+        leave_out_prompt_logprobs(reserve.spec)
         remaining = max(0.05, attempt.deadline - time.monotonic())
         return await self._sender.reserve(request.decode, reserve, remaining)
 

@@ -139,7 +139,10 @@ class AttemptLog:
 
     @property
     def may_send(self) -> bool:
-        """A token could be sent now."""
+        """A token could be sent now: of an answer only once all of the prompt is sent."""
+        prompt = self.prompt
+        if prompt is not None and prompt.sent < prompt.end:
+            return prompt.sent < prompt.limit
         return any(one.sent < min(one.end, one.limit) for one in self.choices)
 
     def add(self, choice: int, position: int, token_id: int, extra: common_pb2.Token | None = None) -> None:

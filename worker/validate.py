@@ -11,7 +11,6 @@ import numpy as np
 from cluster.errors import ContextLengthError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import HASH_BYTES
-from cluster.protocol.first_token import ends_with_first_token
 from cluster.protocol.names import ADAPTER_DIGEST, check_name, check_transfer_id, invalid
 from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS
@@ -68,8 +67,6 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)
-    if spec.sampling.prompt_logprobs and not ends_with_first_token(spec):
-        raise invalid("prompt_logprobs", "needs max_tokens of at most 1")
     if spec.HasField("grammar"):
         grammar_from_wire(spec.grammar)
         if spec.sampling.stop_token_ids:

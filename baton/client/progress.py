@@ -77,6 +77,7 @@ class StreamProgress:
         self._held: dict[int, _Held] = {index: _Held() for index in range(max(1, self._choices))}
         self.started: pb.Started | None = None
         self._completed: pb.Completed | None = None
+        self._prompt: list[TokenLogprob] = []  # of its tokens from position 1 on
         self.reconnects = 0
 
     def request(self) -> pb.GenerateRequest:
@@ -132,6 +133,7 @@ class StreamProgress:
             _read(Timings, self._completed.timings),
             self._completed.explanation,
             self.reconnects,
+            tuple(self._prompt),
         )
 
     def lost(self, error: grpc.RpcError | None) -> None:
@@ -165,9 +167,22 @@ class StreamProgress:
             "".join(part.content for part in chunk.parts) if parsed else chunk.text,
             "".join(part.reasoning for part in chunk.parts),
             tuple(_call_pieces(chunk.parts)),
+            self._take_prompt(chunk.prompt_tokens),
         )
         held.add(taken)
         return taken
+
+    def _take_prompt(self, tokens: Iterable[common_pb2.Token]) -> tuple[TokenLogprob, ...]:
+        """Those that are new: another router begins again while the prompt is not complete."""
+        taken: list[TokenLogprob] = []
+        for token in tokens:
+            expected = len(self._prompt) + 1
+            if token.position > expected:
+                raise InternalError(f"token of the prompt at position {token.position}, expected {expected}")
+            if token.position == expected:
+                taken.append(_logprob(token))
+                self._prompt.append(taken[-1])
+        return tuple(taken)
 
     def _check_position(self, chunk: pb.Chunk, held_tokens: int) -> None:
         # Every token carries its position, so that a lost or repeated one is noticed.
@@ -198,7 +213,7 @@ def _connection_lost(error: grpc.RpcError | None) -> bool:
 
 def _logprob(token: common_pb2.Token) -> TokenLogprob:
     top = tuple((item.token_id, item.logprob) for item in token.top_logprobs)
-    return TokenLogprob(token.token_id, token.logprob, top)
+    return TokenLogprob(token.token_id, token.logprob, top, token.rank)
 
 
 def _read(kind: type[R], message: Any) -> R:

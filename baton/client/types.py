@@ -54,6 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     logprobs: int  # alternatives to report beside the chosen token; left out = none
+    prompt_logprobs: int  # the same beside each token of the prompt
     logit_bias: Mapping[int, float]
     include_stop_text: bool
     priority: int  # higher is more important
@@ -83,11 +84,13 @@ class RequestOptions(GenerateOptions, total=False):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The chosen token's log probability, and those of the likeliest alternatives as (token id, logprob)."""
+    """The chosen token's log probability, and those of the likeliest alternatives as (token id, logprob). A prompt's token
+    has its place among all tokens too: 1 = the likeliest."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Chunk:
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallPiece, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's next tokens, before the first answer's
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,9 @@ class Completion:
     timings: Timings
     explanation: str = ""
     reconnects: int = 0
+    prompt_logprobs: tuple[
+        TokenLogprob, ...
+    ] = ()  # of the prompt's tokens but for the first one, if asked for
 
     @property
     def text(self) -> str:

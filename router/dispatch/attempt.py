@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import grpc
@@ -25,9 +24,12 @@ from cluster.protocol.link import LINK_LOST_SECONDS, WINDOW_TOKENS, window_of
 from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
+from router.dispatch.arbiter import CONTROL_SECONDS, is_committed
+from router.dispatch.attempt_events import Broken, Complete, Ended, Event, Source
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
+from router.dispatch.held_answer import HeldAnswer
 from router.dispatch.prompt_stream import PromptCredit, PromptStream
 from router.link.handle import LinkHandle
 from router.link.links import Links, no_message
@@ -38,40 +40,8 @@ from wire import common_pb2, decode_pb2, prefill_pb2
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import OpenSpan
 
-CONTROL_SECONDS = 2.0
 RUN_AGAIN_SECONDS = 0.1  # after a call that broke
 IN_BAND_SECONDS = 0.3  # for a cancel over the link; then by a call
-
-
-class Source(Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    __hash__ = object.__hash__  # Enum's is written in Python, and every token looks its source up
-
-
-@dataclass(frozen=True)
-class Ended:
-    """An attempt's end at one worker as it reported it, or `error` when the worker was lost."""
-
-    source: Source
-    end: common_pb2.AttemptEnd | None
-    error: errors.BatonError | None = None
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A worker sent what it may not, or what came cannot be read: nothing more is read of the attempt."""
-
-    error: errors.BatonError
-
-
-@dataclass(frozen=True)
-class Complete:
-    """Every choice has its end."""
-
-
-Event = Ended | Broken | Complete
 
 
 @dataclass
@@ -89,6 +59,8 @@ class Attempt:
     take: Callable[[Token, Attempt], bool]
     # Makes a call once the client has every token so far
     when_drained: Callable[[Callable[[], None]], None]
+    # Called when the prompt must be computed, though its log probabilities have not all come
+    prefilled: Callable[[Attempt], None] = lambda _: None
     prompt: PromptStream | None = None  # where log probabilities of the prompt are wanted
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
@@ -107,11 +79,16 @@ class Attempt:
         count = max(1, len(self.choices))
         self._window = window_of(count)  # of each choice
         self._limits = {choice.index: choice.next_position + self._window for choice in self.choices}
-        # The choice that stands for the prompt (Token.choice), the last one of the worker's log
+        # The choice that stands for the prompt (Token.choice), the last one of its worker's log
         self._prompt_choice = self.spec.first_choice + count
+        self._prompt_source: Source | None = None  # None: no log probabilities of the prompt are wanted
+        self._held: HeldAnswer | None = None  # where another worker than the prompt's sends the answer
         if self.prompt is not None:
+            self._prompt_source = Source.DECODE if self.is_local else Source.PREFILL
             self._prompt_credit = PromptCredit(self.spec.sampling.prompt_top_logprobs, self._grant_prompt)
-            self._limits[self._prompt_choice] = self._prompt_credit.limit
+            self._prompt_limit = self._prompt_credit.limit
+            if not self.is_local:
+                self._held = HeldAnswer(self._take_answer, self.events.add, self.broken)
         # A worker of link version 1 gives each choice a whole window, where no credit has come yet.
         self._beyond = WINDOW_TOKENS - self._window
         # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
@@ -239,14 +216,20 @@ class Attempt:
     def _grant_prompt(self, limit: int) -> None:
         handle = self._handles.get(Source.DECODE if self.is_local else Source.PREFILL)
         if handle is not None and not self._over:
-            self._limits[self._prompt_choice] = limit
+            self._prompt_limit = limit
             handle.credit(self._prompt_choice, limit)
 
-    def positions(self) -> list[int]:
-        # An attempt begins at position 1, whatever an earlier one has brought: the stream's own position may be beyond all
-        # that this attempt's worker may send.
-        prompt = [] if self.prompt is None else [self._prompt_credit.next_position]
-        return [self._next(choice) for choice in self.choices] + prompt
+    def positions(self, source: Source) -> list[int]:
+        """The next position of each choice of the worker's log."""
+        positions = [self._next(choice) for choice in self.choices]
+        if self._held is not None and source is Source.DECODE:
+            held = [self._held.next_position(choice.index) for choice in self.choices]
+            return list(map(max, positions, held))
+        if source is self._prompt_source:
+            # An attempt begins at position 1, whatever an earlier one has brought: the stream's own position may be beyond
+            # all that this attempt's worker may send.
+            positions.append(self._prompt_credit.next_position)
+        return positions
 
     def _next(self, choice: ChoiceStream) -> int:
         """The position to take next. A choice that a stop string ended goes on at the worker, where stop strings are not
@@ -255,23 +238,40 @@ class Attempt:
             return choice.next_position
         return max(choice.next_position, self._unwanted.get(choice.index, 0))
 
-    def limits(self) -> list[int]:
-        return list(self._limits.values())
+    def limits(self, source: Source) -> list[int]:
+        """The limit of each choice of the worker's log."""
+        return [*self._limits.values(), *([self._prompt_limit] if source is self._prompt_source else [])]
 
     def came(self, source: Source, token: Token) -> None:
         """Take the token. What lies unread for a slow client is bounded by the limits, so they are enforced."""
         if self._over:
             return
         self.responded.add(source)
-        limit = self._limits.get(token.choice)
-        of_prompt = self.prompt is not None and token.choice == self._prompt_choice
+        of_prompt = source is self._prompt_source and token.choice == self._prompt_choice
+        limit = self._prompt_limit if of_prompt else self._limits.get(token.choice)
         if limit is None or token.position >= limit + (0 if of_prompt else self._beyond):
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
+        elif source is self._prompt_source and self._is_of_prompt(token, of_prompt):
             return
+        elif self._held is not None and source is Source.DECODE and self._held.holds(token):
+            self.prefilled(self)
+        else:
+            self._take_answer(token)
+
+    def _is_of_prompt(self, token: Token, of_prompt: bool) -> bool:
+        """Whether the token is dealt with, as it is of the prompt or comes before the prompt is complete."""
+        assert self.prompt is not None
         if of_prompt:
             self._prompt_credit.came(token.position, self.when_drained)
-        if self.prompt is not None and self.prompt.takes(token, self._prompt_choice, self.broken):
+        if not self.prompt.takes(token, self._prompt_choice, self.broken):
+            return False
+        if self._held is not None and self.prompt.complete:
+            self._held.prompt_complete()
+        return True
+
+    def _take_answer(self, token: Token) -> None:
+        if self._over:
             return
         self._ungranted += 1
         if self._ungranted == self._grant_after:
@@ -293,7 +293,19 @@ class Attempt:
     def reported_end(self, source: Source, end: common_pb2.AttemptEnd) -> None:
         self.responded.add(source)
         self.finished.add(source)
-        self.events.add(Ended(source, end))
+        self._ended(Ended(source, end))
+
+    def _ended(self, ended: Ended) -> None:
+        lacks_prompt = self.prompt is not None and not self.prompt.complete
+        if ended.source is self._prompt_source and ended.is_done and lacks_prompt:
+            self.broken(errors.PeerLostError("the worker ended before it had sent the whole prompt"))
+        elif self._held is None:
+            self.events.add(ended)
+        elif ended.source is Source.PREFILL:
+            self.events.add(ended)
+            self._held.prompt_ended()
+        elif not self._held.holds_end(ended):
+            self.events.add(ended)
 
     def taken_in(self, source: Source) -> bool:
         """Whether the worker must have the attempt: its Run is answered; a decode worker opens a hand-off's by the prefill
@@ -311,33 +323,11 @@ class Attempt:
         self.failed.add(source)
         if source is Source.DECODE:
             self._decode_lost.set()
-        self.events.add(Ended(source, None, error))
+        self._ended(Ended(source, None, error))
 
     async def abort_unless_committed(self) -> bool:
-        """Has D committed? Raises BatonError when D does not answer, or is found to be lost meanwhile: P often
-        notices first that D is gone, and D's silence must not be waited for twice."""
-        asking = asyncio.create_task(self._abort())
-        gone = asyncio.create_task(self._decode_lost.wait())
-        try:
-            await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise errors.PeerLostError(
-                    "the decode worker was lost while it was asked how the attempt stands"
-                )
-            return asking.result()
-        finally:
-            asking.cancel()
-            gone.cancel()
-            await asyncio.gather(asking, gone, return_exceptions=True)
-
-    async def _abort(self) -> bool:
-        stub = self.channels.decode(self.placed.decode.address, control=True)
-        request = decode_pb2.AbortRequest(transfer_id=self.transfer_id, worker_epoch=self.placed.decode.epoch)
-        try:
-            answer = await stub.Abort(request, timeout=CONTROL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise rpc.error_from_rpc(error) from error
-        return bool(answer.state == decode_pb2.ATTEMPT_STATE_COMMITTED)
+        """Has D committed? Raises BatonError where D does not answer or is lost."""
+        return await is_committed(self.channels, self.placed.decode, self.transfer_id, self._decode_lost)
 
     @property
     def has_ended(self) -> bool:
@@ -383,10 +373,10 @@ class _Reader:
         return self._attempt.transfer_id
 
     def positions(self) -> list[int]:
-        return self._attempt.positions()
+        return self._attempt.positions(self._source)
 
     def limits(self) -> list[int]:
-        return self._attempt.limits()
+        return self._attempt.limits(self._source)
 
     def token(self, token: Token) -> None:
         self._attempt.came(self._source, token)

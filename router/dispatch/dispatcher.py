@@ -15,8 +15,10 @@ from functools import cached_property
 
 from cluster import errors
 from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
 from cluster.state_machine import StateMachine
-from router.dispatch.attempt import Attempt, Broken, Ended, Source
+from router.dispatch.attempt import Attempt
+from router.dispatch.attempt_events import Broken, Ended, Source
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
@@ -78,7 +80,10 @@ class RequestDispatcher:
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
         ]
         sampling, prompt = completion.sampling, completion.prompt_tokens
-        self._prompt = PromptStream(prompt, self._forward_prompt) if sampling.prompt_logprobs else None
+        self._prompt: PromptStream | None = None  # where log probabilities of the prompt are wanted
+        # A client that resumes behind tokens of the answer has the whole prompt, which precedes them.
+        if sampling.prompt_logprobs and not completion.resume_tokens:
+            self._prompt = PromptStream(prompt, self._forward_prompt)
         self._first_shown = first_shown
         self.stats = RequestStats()
         arrival = arrival or Arrival()
@@ -107,6 +112,11 @@ class RequestDispatcher:
     @property
     def choices(self) -> int:
         return len(self._choices)
+
+    @property
+    def _lacks_prompt(self) -> bool:
+        """Log probabilities of the prompt are still to come: the answer waits for them."""
+        return self._prompt is not None and not self._prompt.complete
 
     @property
     def complete(self) -> bool:
@@ -202,6 +212,8 @@ class RequestDispatcher:
         began = time.monotonic()
         self._services.check_any_worker()
         spec, request, placed = await self._placer.place(choices, deadline)
+        if not self._lacks_prompt:
+            leave_out_prompt_logprobs(spec)
         ended = time.monotonic()
         self.stats.placement_seconds += ended - began
         if c.explain:
@@ -215,7 +227,8 @@ class RequestDispatcher:
             choices=choices,
             admission_seconds=self._deadlines.worker_seconds(deadline),
             take=self._take,
-            prompt=self._prompt,
+            prompt=self._prompt if self._lacks_prompt else None,
+            prefilled=self._prefilled,
             when_drained=self._deltas.when_drained,
             transfer_id=request.transfer_id,
         )
@@ -278,13 +291,17 @@ class RequestDispatcher:
             self._token_times.gap(now - before, self.trace_id)
         else:
             self._note_first(now)
-        if not attempt.prefilled_at:
-            attempt.prefilled_at = now
-            self._services.placement.prefilled(attempt.transfer_id)
+        self._prefilled(attempt)
         self._deltas.add(delta)
         if delta.finish is not None and all(one.finish is not None for one in attempt.choices):
             attempt.complete()
         return True
+
+    def _prefilled(self, attempt: Attempt) -> None:
+        """A token of the answer came."""
+        if not attempt.prefilled_at:
+            attempt.prefilled_at = time.monotonic()
+            self._services.placement.prefilled(attempt.transfer_id)
 
     def _forward_prompt(self, token: Token) -> None:
         """A token of the prompt came with its log probability: each choice shows it."""
@@ -319,7 +336,7 @@ class RequestDispatcher:
             if event.source is Source.DECODE:
                 raise _Retry(errors.PeerLostError("the decode worker ended early"))
             return
-        reason = event.error or self._reason(event)
+        reason = event.reason
         self._placer.engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
         if isinstance(reason, errors.InvalidRequestError | errors.GrammarDeadEndError):
             raise reason
@@ -340,18 +357,13 @@ class RequestDispatcher:
             )
         await self._after_worker_loss(event, attempt, reason)
 
-    @staticmethod
-    def _reason(event: Ended) -> errors.BatonError:
-        if event.end is not None and event.end.HasField("error"):
-            return errors.from_wire(event.end.error)
-        return errors.PeerLostError(f"the {event.source.value} worker aborted the attempt")
-
     async def _after_worker_loss(self, event: Ended, attempt: Attempt, reason: errors.BatonError) -> None:
-        """A worker was lost. If it was P, D alone says whether the attempt has committed."""
+        """A worker was lost. If it was P, D alone says whether the attempt has committed; with a part of the prompt's log
+        probabilities the whole attempt is lost."""
         placed = attempt.placed
         if event.source is Source.PREFILL and placed.prefill is not None:
             try:
-                if await attempt.abort_unless_committed():
+                if not self._lacks_prompt and await attempt.abort_unless_committed():
                     return  # go on reading from D
             except errors.BatonError as error:
                 self._placer.excluded[placed.decode.worker_id] = Reason.UNANSWERED

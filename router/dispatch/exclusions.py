@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.membership.types import WorkerInfo
-from router.dispatch.attempt import Ended
+from router.dispatch.attempt_events import Ended
 from router.placement.types import Reason
 
 

@@ -22,14 +22,18 @@ class PromptStream:
         """Positions below it may come."""
         return len(self._prompt)
 
+    @property
+    def complete(self) -> bool:
+        return self.next_position >= self.limit
+
     def takes(self, token: Token, choice: int, broken: Callable[[BatonError], None]) -> bool:
         """Whether the token is dealt with: it is of the prompt, which is `choice` in this attempt, or `broken` was called,
         because it leaves a gap or begins an answer before its prompt is complete."""
         position, wanted = token.position, self.next_position
         if token.choice != choice:
-            if wanted < self.limit:
+            if not self.complete:
                 broken(PeerLostError(f"an answer began before position {wanted} of its prompt came"))
-            return wanted < self.limit
+            return not self.complete
         if position >= min(wanted + 1, self.limit) or token.token_id != self._prompt[position]:
             broken(
                 PeerLostError(f"token {token.token_id} of the prompt came at {position}, {wanted} was next")

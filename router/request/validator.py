@@ -189,12 +189,6 @@ class Validator:
         of_prompt = options.prompt_alternatives
         top = self._whole_number("prompt_logprobs", of_prompt, 0, 0, self._config.max_logprobs)
         max_tokens = self._max_tokens(options, prompt, choices * (1 + max(alternatives, top)))
-        if of_prompt is not None and max_tokens > 1:
-            raise UnsupportedFieldError(
-                "max_tokens: at most 1 with log probabilities of the prompt (echo and logprobs, or prompt_logprobs)",
-                field="max_tokens",
-                limit="1",
-            )
         seed = secrets.randbits(63) if options.seed is None else options.seed
         self._tokens("logit_bias", options.logit_bias)
         return common_pb2.SamplingParams(

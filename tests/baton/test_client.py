@@ -124,6 +124,19 @@ def test_logprobs(stream: Streamer, router: StubRouter) -> None:
     assert completion.choices[0].logprobs[0].top == ((0, -1.0), (1, -2.0))
 
 
+def test_log_probabilities_of_a_prompt_come_once(stream: Streamer, router: StubRouter) -> None:
+    """Another router sends them all again, where the first one was lost within them."""
+    router.inference.end_in_prompt_at = 3
+    chunks, completion = stream(router.address, [5, 6, 7, 8], max_tokens=2, n=2, prompt_logprobs=1)
+    assert [(one.logprob, one.rank, len(one.top)) for one in completion.prompt_logprobs] == [
+        (-1.0, 2, 1),
+        (-2.0, 2, 1),
+        (-3.0, 2, 1),
+    ]
+    assert completion.prompt_logprobs == tuple(one for chunk in chunks for one in chunk.prompt_logprobs)
+    assert completion.reconnects == 1
+
+
 def test_several_choices(stream: Streamer, router: StubRouter) -> None:
     _, completion = stream(router.address, "x", max_tokens=3, n=2, seed=1)
     for index, choice in enumerate(completion.choices):

@@ -161,8 +161,10 @@ async def test_first_tokens_that_do_not_fit_the_request_end_the_attempt(tokens):
     await close(world)
 
 
-async def refused(stream: Stream, token_count: int = len(PROMPT)) -> common_pb2.ErrorDetail:
-    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4)
+async def refused(
+    stream: Stream, token_count: int = len(PROMPT), *, scored: bool = False
+) -> common_pb2.ErrorDetail:
+    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=scored)
     spec = common_pb2.GenerateSpec(
         model_id="m", prompt_tokens=pack_tokens(PROMPT), sampling=sampling, n=1, salt=SALT
     )
@@ -201,6 +203,15 @@ async def test_a_reserve_whose_length_differs_from_its_tokens_is_refused(count):
     stream = world.connect("p", 1, 1)
     error = await refused(stream, count)
     assert (error.code, error.field) == ("InvalidRequestError", "token_count")
+    assert world.core.engine.stats().blocks_held == 0 and len(world.role.attempts) == 0
+    await close(world)
+
+
+async def test_a_reserve_that_asks_for_the_prompts_log_probabilities_is_refused():
+    """Its log would wait for them: the worker that computes the prompt reports them."""
+    world = DecodeWorld()
+    error = await refused(world.connect("p", 1, 1), scored=True)
+    assert (error.code, error.field) == ("InvalidRequestError", "prompt_logprobs")
     assert world.core.engine.stats().blocks_held == 0 and len(world.role.attempts) == 0
     await close(world)
 

@@ -283,7 +283,6 @@ BAD: list[tuple[str, dict, str]] = [
     ("completions", {"prompt": "abc", "stop": [""]}, "stop"),
     ("completions", {"prompt": "abc", "logit_bias": {"x": 1}}, "logit_bias"),
     ("completions", {"prompt": "abc", "logprobs": 500}, "logprobs"),
-    ("completions", {"prompt": "abc", "echo": True, "logprobs": 1}, "max_tokens"),
     ("completions", {"prompt": "abc", "no_such_field": 1}, "no_such_field"),
     ("completions", {"prompt": "abc", "stream": "yes"}, "stream"),
     ("completions", {"prompt": "abc", "stream_options": {"include_all": True}}, "stream_options"),

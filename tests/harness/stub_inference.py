@@ -39,6 +39,7 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         self.hang_after: int | None = None  # tokens after which a stream stands still until cancelled
         self.skip_position_at: int | None = None  # a faulty router: leaves one token out
         self.end_early_at: int | None = None  # ends the stream, without an error, after so many tokens
+        self.end_in_prompt_at: int | None = None  # the same once, behind so many tokens of a prompt
         self.token_seconds = 0.0
         self.names_workers = True  # as to an admin's key
         self.cancelled = threading.Event()
@@ -58,6 +59,11 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         yield pb.GenerateResponse(
             started=pb.Started(request_id=request_id, model="stub", seed=seed, prompt_tokens=prompt_tokens)
         )
+        if request.options.HasField("prompt_logprobs") and not request.resume_tokens.ids:
+            yield from self._prompt(request, prompt_tokens)
+            if self.end_in_prompt_at is not None:
+                self.end_in_prompt_at = None
+                return
         max_tokens = request.options.max_tokens or 8
         for index in range(len(request.resume_tokens.ids), max_tokens):
             if not self._go_on(index, context):
@@ -95,6 +101,12 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         if self.token_seconds:
             time.sleep(self.token_seconds)
         return True
+
+    def _prompt(self, request: pb.GenerateRequest, count: int) -> Iterator[pb.GenerateResponse]:
+        for position in range(1, self.end_in_prompt_at or count):
+            top = [common_pb2.TokenLogprob(token_id=i) for i in range(request.options.prompt_logprobs)]
+            token = common_pb2.Token(position=position, logprob=-position, rank=2, top_logprobs=top)
+            yield pb.GenerateResponse(chunk=pb.Chunk(prompt_tokens=[token]))
 
     def _chunk(
         self, request: pb.GenerateRequest, seed: int, choice: int, prompt_tokens: int, index: int, last: bool

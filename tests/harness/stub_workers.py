@@ -23,6 +23,7 @@ from cluster.errors import BatonError
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import unpack_tokens
+from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
 from cluster.protocol.wire_version import WIRE_VERSION
 from tests.harness.linked_worker import LinkedWorker
 from wire import common_pb2, decode_pb2, prefill_pb2
@@ -71,8 +72,10 @@ class StubWorkers:
         log = worker.open(request.transfer_id, request.handle, request.spec)
         decoding = None
         if request.HasField("decode_handle"):
-            other = self.workers[request.decode.epoch]
-            decoding = other.open(request.transfer_id, request.decode_handle, request.spec)
+            other, reserved = self.workers[request.decode.epoch], common_pb2.GenerateSpec()
+            reserved.CopyFrom(request.spec)
+            leave_out_prompt_logprobs(reserved)
+            decoding = other.open(request.transfer_id, request.decode_handle, reserved)
         self._start(request.transfer_id, self._run(request, log, decoding))
         return prefill_pb2.PrefillRunResponse()
 
@@ -99,6 +102,8 @@ class StubWorkers:
         return decode_pb2.DecodeRunResponse()
 
     async def _run_locally(self, spec: common_pb2.GenerateSpec, log: AttemptLog) -> None:
+        for token in prompt_of(spec):
+            add(log, token)
         log.end(done(await self.decode(spec, log)))
 
     def _start(self, transfer_id: bytes, coroutine: Awaitable[None]) -> None:

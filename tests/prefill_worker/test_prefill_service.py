@@ -21,7 +21,7 @@ from prefill_worker import role as role_module
 from prefill_worker.worker import PrefillService
 from tests.harness.waiting import until as until_true
 from tests.prefill_worker.late_reads import DECODE, World
-from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
+from wire import common_pb2, handoff_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.identity import WorkerIdentity
 from worker.server import TypedErrors
 
@@ -194,6 +194,24 @@ async def test_a_missing_adapter_is_reported_for_the_worker_that_lacks_it(loaded
         assert common_pb2.AttemptOutcome.Name(end.outcome) == f"ATTEMPT_OUTCOME_{outcome}"
         assert end.error.code == "AdapterMissingError"
         assert world.engine.stats().blocks_held == 0
+
+
+async def test_a_decode_worker_is_not_asked_for_the_prompts_log_probabilities(monkeypatch):
+    asked: list[handoff_pb2.Reserve] = []
+
+    async def reserve(_: object, wanted: handoff_pb2.Reserve, __: float) -> None:
+        asked.append(wanted)
+        raise AdapterMissingError("enough is seen")
+
+    async with serving() as (world, stub):
+        monkeypatch.setattr(world.role.prefilling._sender, "reserve", reserve)
+        request = run()
+        request.spec.sampling.prompt_logprobs, request.spec.sampling.prompt_top_logprobs = True, 3
+        await stub.Run(request)
+        await until(lambda: bool(world.router.ends), "its end came")
+    request.spec.sampling.ClearField("prompt_logprobs")
+    request.spec.sampling.ClearField("prompt_top_logprobs")
+    assert [one.spec for one in asked] == [request.spec]
 
 
 async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeypatch):

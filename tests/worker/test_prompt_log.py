@@ -90,3 +90,47 @@ def test_scores_that_leave_a_gap_are_refused():
     log = log_of()
     with pytest.raises(ValueError, match="position 2 of the prompt came, 1 was next"):
         log.add_scores(2, scores(1))
+
+
+class Frames:
+    """A link whose frames are read as a router reads them: the columns before what is more than an id."""
+
+    def __init__(self, log: AttemptLog):
+        self.link = Link(log)
+
+    def read(self) -> list[tuple[int, int]]:
+        """Choices and positions in the order in which a router takes them, and one frame's after the other's."""
+        out = self.link.out
+        found: list[tuple[int, int]] = []
+        out.due(self.link.handle)
+        for _ in range(50):
+            if out.empty:
+                return found
+            frame, _ = out.next_frame()
+            found += zip(frame.tokens.choice, frame.tokens.position, strict=True)
+            found += [(one.token.choice, one.token.position) for one in frame.extras]
+        raise AssertionError("frames without end")
+
+
+def test_an_answers_plain_tokens_come_behind_its_prompt():
+    log = log_of(2)
+    log.add_scores(1, scores(5, 2))
+    for position in (COUNT, COUNT + 1):
+        for choice in (0, 1):
+            log.add(choice, position, 7)
+    found = Frames(log).read()
+    assert found[:5] == [(2, position) for position in range(1, 6)]
+    assert sorted(found[5:]) == [(choice, COUNT + i) for choice in (0, 1) for i in (0, 1)]
+
+
+def test_an_answer_waits_for_a_prompt_without_credit_and_no_frame_is_sent_meanwhile():
+    log = log_of()
+    log.add_scores(1, scores(COUNT - 1))
+    log.add(0, COUNT, 7)
+    frames = Frames(log)
+    assert log.prompt is not None
+    assert frames.read()[-1] == (2, WINDOW) and not log.may_send and not frames.link.handle.waits
+    found: list[tuple[int, int]] = []
+    while log.credit(2, log.prompt.sent + WINDOW):
+        found += frames.read()
+    assert found[-1] == (0, COUNT) and log.all_sent

@@ -149,6 +149,8 @@ class _Rows:
         self._frame = frame
         self.left = left  # bytes
         self._of_prompts = PROMPT_ENTRIES
+        # Handles with tokens of their prompt in this frame. Its columns are read first: their answers go in a later one.
+        self._with_prompt: set[int] = set()
         self._handles: list[int] = []
         self._choices: list[int] = []
         self._positions: list[int] = []
@@ -197,8 +199,9 @@ class _Rows:
                     return
                 choice.sent += 1
                 if is_prompt and extra is not None:
+                    self._with_prompt.add(handle.number)
                     self._of_prompts -= 1 + len(extra.top_logprobs)
-            if is_prompt and choice.sent < choice.end:
+            if is_prompt and (choice.sent < choice.end or handle.number in self._with_prompt):
                 return
 
     def _extra(self, number: int, choice: ChoiceLog, token: common_pb2.Token) -> bool:

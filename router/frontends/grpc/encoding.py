@@ -13,15 +13,21 @@ from wire import inference_pb2 as pb
 _CHUNK = b"\x12"  # GenerateResponse.chunk
 # Of Chunk; Token.choice is 1, too.
 _CHOICE, _TEXT, _TOKENS, _FINISH_REASON, _PARTS = b"\x08", b"\x12", b"\x1a", b"\x22", b"\x2a"
+_PROMPT_TOKENS = b"\x32"  # of Chunk
 _POSITION, _TOKEN_ID = b"\x10", b"\x18"  # of Token
 _SHORT = tuple(bytes((value,)) for value in range(0x80))
 
 
 def encode_chunks(deltas: Sequence[Delta]) -> list[bytes]:
-    """GenerateResponses. Tokens of one choice that follow each other share one: a message costs more than its tokens."""
+    """GenerateResponses. Tokens of one choice that follow each other share one: a message costs more than its tokens.
+
+    Each choice's deltas bring the prompt; it is sent with choice 0 alone.
+    """
+    if any(delta.prompt for delta in deltas):
+        deltas = [delta for delta in deltas if delta.choice == 0 or not delta.prompt]
     if len(deltas) == 1:
         (only,) = deltas
-        return [_response(only.choice, only.text, only.tokens, only.finish, only.parts or ())]
+        return [_response(only.choice, only.text, only.tokens, only.finish, only.parts or (), only.prompt)]
     messages = []
     begin = 0
     for end in range(1, len(deltas) + 1):
@@ -31,13 +37,19 @@ def encode_chunks(deltas: Sequence[Delta]) -> list[bytes]:
             text = "".join([delta.text for delta in run])
             tokens = [token for delta in run for token in delta.tokens]
             parts = [part for delta in run for part in delta.parts or ()]
-            messages.append(_response(last.choice, text, tokens, last.finish, parts))
+            prompt = [token for delta in run for token in delta.prompt]
+            messages.append(_response(last.choice, text, tokens, last.finish, parts, prompt))
             begin = end
     return messages
 
 
 def _response(
-    choice: int, text: str, tokens: Iterable[Token], finish: str | None, parsed: Iterable[Part]
+    choice: int,
+    text: str,
+    tokens: Iterable[Token],
+    finish: str | None,
+    parsed: Iterable[Part],
+    prompt: Iterable[Token],
 ) -> bytes:
     parts = [] if choice == 0 else [_CHOICE, _varint(choice)]
     if text:
@@ -52,6 +64,9 @@ def _response(
     for part in parsed:
         encoded = _part(part).SerializeToString()
         parts += (_PARTS, _varint(len(encoded)), encoded)
+    for token in prompt:
+        encoded = _plain(token) if isinstance(token, PlainToken) else token.SerializeToString()
+        parts += (_PROMPT_TOKENS, _varint(len(encoded)), encoded)
     chunk = b"".join(parts)
     return _CHUNK + _varint(len(chunk)) + chunk
 

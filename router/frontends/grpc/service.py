@@ -29,7 +29,7 @@ from router.request.completion import Completion
 from router.request.fields import read, refuse, wrong
 from router.request.grammars import AskedGrammar, json_spec
 from router.request.limits import FieldLimits
-from router.request.options import GenerationOptions
+from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed
 from router.request.validator import Envelope
 from wire import common_pb2
@@ -50,10 +50,15 @@ def _grammar(message: common_pb2.Grammar) -> AskedGrammar:
 
 class GrpcOptions(GenerationOptions):
     grammar: Annotated[AskedGrammar | None, PlainValidator(_grammar)] = None
+    prompt_logprobs: LogprobCount | None = None
 
     @property
     def asked_grammar(self) -> AskedGrammar | None:
         return self.grammar
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        return self.prompt_logprobs
 
 
 class InferenceService:

@@ -58,7 +58,7 @@ class GenerateStream:
 
     def _write(self, deltas: Sequence[Delta]) -> None:
         messages = encode_chunks(deltas)
-        if not self._begun:
+        if not self._begun and messages:
             self._begun = True
             messages[0] = self._started() + messages[0]
         self._writer.write(messages)

@@ -190,8 +190,7 @@ class HttpRequest(GenerationOptions):
     skip_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     bad_words: Annotated[Any, OnlyNeutral([])] = None
     prompt_logprobs: LogprobCount | None = Field(
-        None,
-        description="alternatives to each token of the prompt; needs max_tokens of at most 1, and no stream",
+        None, description="alternatives to each token of the prompt; not with stream, which shows none"
     )
 
     @property

@@ -16,7 +16,8 @@ from cluster.errors import BatonError, DrainingError, PeerLostError, StaleEpochE
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.link import WINDOW_TOKENS
 from router.dispatch import attempt as attempts
-from router.dispatch.attempt import Attempt, Broken, Ended, Source
+from router.dispatch.attempt import Attempt
+from router.dispatch.attempt_events import Broken, Ended, Source
 from router.link import links as all_links
 from router.link.token import Token
 from tests.harness.waiting import until
@@ -280,7 +281,7 @@ async def test_credit_is_granted_in_quarters_of_the_window(world):
     for taken, limit in ((63, 0), (64, 64), (100, 64), (128, 128)):
         attempt.choices[0].next_position = FIRST + taken
         attempt.grant()
-        assert attempt.limits() == [FIRST + limit + WINDOW_TOKENS]
+        assert attempt.limits(D) == [FIRST + limit + WINDOW_TOKENS]
     assert world.decode.log is not None
     await until(lambda: world.decode.log.choices[0].first == FIRST + 128, "read tokens are dropped")
 

@@ -19,7 +19,7 @@ from cluster.errors import (
     TransportError,
 )
 from router.dispatch import dispatcher
-from router.dispatch.attempt import Ended, Source
+from router.dispatch.attempt_events import Ended, Source
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.text.tokenizer import ModelText
 from tests.router.dispatch.test_dispatcher import NEW, PROMPT, Scripted, World, deliver, end, token

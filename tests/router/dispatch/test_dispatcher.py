@@ -19,7 +19,8 @@ from cluster.config.router import RouterConfig
 from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError, UnreadableAnswerError
 from cluster.membership.topology import Location
 from router.dispatch import dispatcher
-from router.dispatch.attempt import Attempt, Broken, Complete, Ended, Source
+from router.dispatch.attempt import Attempt
+from router.dispatch.attempt_events import Broken, Complete, Ended, Source
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.services import Services

@@ -23,7 +23,7 @@ from cluster.errors import (
     PeerLostError,
 )
 from router.dispatch import dispatcher
-from router.dispatch.attempt import Source
+from router.dispatch.attempt_events import Source
 from router.dispatch.batch_queue import BatchQueue
 from router.placement.types import Placed, PlacementRequest
 from router.request.completion import Completion

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.protocol.link import LINK_VERSION, SHARED_WINDOW_VERSION, WINDOW_TOKENS
-from router.dispatch.attempt import Attempt, Source
+from router.dispatch.attempt import Attempt
+from router.dispatch.attempt_events import Source
 from router.dispatch.choice import ChoiceStream
 from router.request.completion import Completion
 from wire import common_pb2
@@ -122,7 +123,9 @@ async def test_a_link_that_breaks_afterwards_attaches_again(steps: int) -> None:
     streams = Streams()
     for number in range(steps):
         streams.step(number)
-    assert streams.log.resume(streams.attempt.positions(), streams.attempt.limits()), "it is kept"
+    assert streams.log.resume(
+        streams.attempt.positions(Source.DECODE), streams.attempt.limits(Source.DECODE)
+    ), "it is kept"
     for number in range(steps, steps + WINDOW_TOKENS):
         streams.step(number)
     assert streams.choices[1].new_tokens == steps + WINDOW_TOKENS

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.protocol.link import prompt_window_of
-from router.dispatch.attempt import Attempt, Broken, Source
+from router.dispatch.attempt import Attempt
+from router.dispatch.attempt_events import Broken, Source
 from router.dispatch.prompt_stream import PromptStream
 from wire import common_pb2
 
@@ -102,7 +103,7 @@ async def test_a_prompt_has_credit_as_far_as_its_client_has_read(seen):
     window = prompt_window_of(20)
     made = PromptAttempt(4 * window, seen)
     made.came(1, 1 + window)
-    assert made.credits == [] and made.attempt.limits()[-1] == 1 + window
+    assert made.credits == [] and made.attempt.limits(Source.DECODE)[-1] == 1 + window
     made.drained()
     assert made.credits == [(1, 1 + 2 * window)]
     made.came(1 + window, 1 + 2 * window)
@@ -116,7 +117,7 @@ async def test_a_second_attempt_whose_link_breaks_goes_on_where_it_was():
     window = prompt_window_of(20)
     made = PromptAttempt(4 * window, 3 * window)
     made.came(1, 11)
-    assert made.attempt.positions()[-1] == 11 <= made.attempt.limits()[-1]
+    assert made.attempt.positions(Source.DECODE)[-1] == 11 <= made.attempt.limits(Source.DECODE)[-1]
     assert made.stream.next_position == 3 * window
 
 

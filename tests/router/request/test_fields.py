@@ -86,7 +86,8 @@ def test_schemas_have_no_unfilled_limits() -> None:
 
 def test_the_message_and_the_model_have_the_same_options() -> None:
     options = {field.name for field in inference_pb2.GenerateOptions.DESCRIPTOR.fields}
-    assert options == set(GrpcOptions.model_fields) == {*GenerationOptions.model_fields, "grammar"}
+    own = {"grammar", "prompt_logprobs"}
+    assert options == set(GrpcOptions.model_fields) == {*GenerationOptions.model_fields, *own}
 
 
 def test_workers_get_every_option_that_concerns_them() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster import errors
 from cluster.config.router import RouterConfig
-from router.dispatch.attempt import Source
+from router.dispatch.attempt_events import Source
 from router.dispatch.retry_policy import RetryPolicy
 from router.text.tokenizer import ModelText
 from tests.end_to_end.conftest import run_cluster

@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[Any]] = {
     **dict.fromkeys(
         ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"], FLOATS
     ),
-    **dict.fromkeys(["max_tokens", "top_k", "n", "min_tokens", "logprobs"], COUNTS),
+    **dict.fromkeys(["max_tokens", "top_k", "n", "min_tokens", "logprobs", "prompt_logprobs"], COUNTS),
     "seed": [0, 1, 2**63, 2**64 - 1],
     "stop": [["a"], ["a", "b"], ["a", "b", "c"], [""], ["x" * 8], ["x" * 9]],
     "stop_token_ids": [[1, 2, 3], [1, 2, 3, 4], [4095], [4096], [1] * 100_000],
@@ -54,6 +54,7 @@ TOGETHER: list[dict[str, Any]] = [
     {"max_tokens": 5, "min_tokens": 6},
     {"n": 4, "logprobs": 5, "max_tokens": 50},
     {"n": 4, "logprobs": 5, "max_tokens": 51},
+    {"n": 4, "prompt_logprobs": 5, "max_tokens": 50},
     {"temperature": 0.0, "top_k": 0, "seed": 7, "stop": ["a"], "include_stop_text": True},
     {"temperature": -1.0, "n": 0},
     {"grammar": Grammar(regex="a+"), "stop": ["a"]},

@@ -51,6 +51,12 @@ DELTAS = st.builds(
     st.lists(PLAIN | WHOLE, max_size=3).map(tuple),
     FINISHES,
     st.none() | st.lists(PARTS, max_size=3).map(tuple),
+    prompt=st.just(()),
+)
+SCORED = st.builds(
+    lambda choice, tokens: Delta(choice, "", (), prompt=tuple(tokens)),
+    st.integers(0, 1),
+    st.lists(WHOLE, min_size=1, max_size=3),
 )
 
 
@@ -71,6 +77,7 @@ def part_of(part: Part) -> pb.Part:
 
 def by_protobuf(deltas: list[Delta]) -> list[pb.GenerateResponse]:
     made = []
+    deltas = [delta for delta in deltas if not (delta.prompt and delta.choice)]
     for choice, several in groupby(deltas, attrgetter("choice")):
         run = list(several)
         finish: FinishReason | None = run[-1].finish
@@ -80,12 +87,14 @@ def by_protobuf(deltas: list[Delta]) -> list[pb.GenerateResponse]:
             tokens=[message_of(token) for delta in run for token in delta.tokens],
             finish_reason=finish or "",
             parts=[part_of(part) for delta in run for part in delta.parts or ()],
+            prompt_tokens=[message_of(token) for delta in run for token in delta.prompt],
         )
         made.append(pb.GenerateResponse(chunk=chunk))
     return made
 
 
-@given(st.lists(DELTAS, min_size=1, max_size=6))
+@given(st.lists(DELTAS | SCORED, min_size=1, max_size=6))
+@example([Delta(1, "", (), prompt=(PlainToken(2, 1, 3),))])
 @example([Delta(0, "", ())])
 @example([Delta(0, "a", (PlainToken(0, 7, 300),)), Delta(0, "é", (PlainToken(0, 8, 0),), "stop")])
 def test_the_bytes_are_those_of_protobuf(deltas: list[Delta]) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cluster.config.router import RouterConfig
-from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.errors import ContextLengthError, InvalidRequestError
 from cluster.protocol.first_token import ends_with_first_token
 from router.frontends.http.requests import CompletionRequest, read_request
 from router.request.validator import Envelope, Validator
@@ -83,8 +83,8 @@ def test_prompt_only_work_needs_no_decode_worker():
     [
         ({"max_tokens": 0, "echo": False}, InvalidRequestError, "max_tokens"),
         ({"max_tokens": 0, "min_tokens": 1}, InvalidRequestError, "min_tokens"),
-        ({"max_tokens": 2, "logprobs": 0}, UnsupportedFieldError, "max_tokens"),
-        ({"max_tokens": 2, "prompt_logprobs": 0, "echo": False}, UnsupportedFieldError, "max_tokens"),
+        ({"max_tokens": 497, "logprobs": 0}, ContextLengthError, "max_tokens"),
+        ({"max_tokens": 7, "prompt_logprobs": 0, "echo": False, "n": 100}, InvalidRequestError, "max_tokens"),
         ({"max_tokens": 1, "prompt_logprobs": 1, "stream": True}, InvalidRequestError, "prompt_logprobs"),
         ({"max_tokens": 0, "logprobs": 20, "n": 100}, InvalidRequestError, "max_tokens"),
         ({"max_tokens": 7, "n": 100}, InvalidRequestError, "max_tokens"),
@@ -106,7 +106,7 @@ def test_an_echoed_prompt_counts_among_the_answers_entries():
     assert completion(max_tokens=6, n=100).n == 100
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
 def test_an_echoed_prompt_has_its_log_probabilities(client, max_tokens):
     """As lm-eval asks and reads them."""
     prompts = [[40, 41, 42], [43] * 600]  # the second is longer than a window
@@ -127,8 +127,10 @@ def test_an_echoed_prompt_has_its_log_probabilities(client, max_tokens):
     assert answer.usage.completion_tokens == 2 * max_tokens
 
 
-def test_a_stream_brings_them_once(router, client):
-    body = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 0, "n": 2}
+@pytest.mark.parametrize("max_tokens", [1, 300])
+def test_a_stream_brings_them_once(router, max_tokens):
+    """Before the answer, which a decode worker sends from the second token on, and more than a window of it."""
+    body = {"prompt": "abc" * 100, "max_tokens": max_tokens, "echo": True, "logprobs": 0, "n": 2}
     chunks = [
         one["choices"][0] for one in events_of(f"{router.http}/v1/completions", {**body, "stream": True})
     ]
@@ -140,8 +142,9 @@ def test_a_stream_brings_them_once(router, client):
             assert [value for chunk in own for value in chunk["logprobs"][name]] == values
 
 
-def test_prompt_logprobs_have_vllms_shape(router):
-    body = {"max_tokens": 1, "prompt_logprobs": 1}
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_prompt_logprobs_have_vllms_shape(router, max_tokens):
+    body = {"max_tokens": max_tokens, "prompt_logprobs": 1}
     done = httpx.post(f"{router.http}/v1/completions", json={**body, "prompt": [40, 41]}).json()
     (choice,) = done["choices"]
     first, second = choice["prompt_logprobs"]
