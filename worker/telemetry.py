@@ -32,7 +32,9 @@ class WorkerTelemetry:
         probes = {"ready": health.why_not_ready, "live": health.why_not_live}
         self._health = health
         self._registry = Registry(labels, aliases=config.metrics_aliases, model=config.engine.model.name)
-        self._exporter = MetricsServer(config.host, config.metrics_port, self._registry, probes, labels)
+        self._exporter = MetricsServer(
+            config.host, config.metrics_port, self._registry, probes, labels, health.warnings
+        )
         self.metrics_address = join(advertised_host, self._exporter.port)
         self.tracing = open_tracing(config, f"baton-{config.role}", config.worker_id)
         self.loop_lag = LoopLag()

@@ -72,6 +72,9 @@ class WorkerStatus:
     ring_free: Number | None = _shown(metrics.RING_SLOTS_FREE, default=None)
     ring_quarantined: Number | None = _shown(metrics.RING_SLOTS_QUARANTINED, default=None)
     transfer_rate_bytes_per_second: Number | None = _shown(metrics.TRANSFER_RATE, default=None)
+    # Of a worker on Ray, or with ranks that Ray has placed: its head's address, and how long that has been silent
+    ray_head: str | None = None
+    ray_head_silent_seconds: Number | None = _shown(metrics.RAY_HEAD_SILENT, default=None)
     adapters_refused: str | None = None  # names and reasons of adapters that could not be loaded
     # Of a worker under test
     self_checks: int | None = None
