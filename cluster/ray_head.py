@@ -30,15 +30,16 @@ _LOOK_SECONDS = 0.1
 _ATTEMPT_SECONDS = 0.5
 
 
-def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS) -> Reply:
-    """Ask the head at `address` (host:port of its GCS) once. Blocks for `seconds` at most.
+def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS, token: str = "") -> Reply:
+    """Ask the head at `address` (host:port of its GCS) once. Blocks for `seconds` at most. `token`: Ray's, by default the
+    environment's.
 
     An error of the head's own (a wrong token, for example) is a response, too.
     """
     with _channel(address) as channel:
         call = channel.unary_unary(_METHOD)  # the empty request, without a serializer
         try:
-            call(b"", timeout=seconds, metadata=_token())
+            call(b"", timeout=seconds, metadata=_metadata(token))
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -57,8 +58,9 @@ def _channel(address: str) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, cert), options)
 
 
-def _token() -> list[tuple[str, str]]:
-    token, file = os.environ.get("RAY_AUTH_TOKEN", ""), os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+def _metadata(token: str) -> list[tuple[str, str]]:
+    token = token or os.environ.get("RAY_AUTH_TOKEN", "")
+    file = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     if not token and file and Path(file).is_file():
         token = Path(file).read_text()
     return [("authorization", f"Bearer {token.strip()}")] if token else []
@@ -77,6 +79,7 @@ class RayHeadWatch:
     ):
         """`means`: what its silence has as a consequence in this process, for the log."""
         self.address = address
+        self.has_responded = False
         self._means = means
         self._probe = probe
         self._clock = clock
@@ -110,6 +113,7 @@ class RayHeadWatch:
 
     def look(self, reply: Reply) -> None:
         """Count the time since the last reply. More than two probes' time of it was this process's own stop."""
+        self.has_responded = self.has_responded or reply == "responds"
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * RAY_HEAD_PROBE_SECONDS), now
         before, self._silent = self._silent, 0.0 if reply == "responds" else self._silent + passed

@@ -10,6 +10,7 @@ Nothing listens in the machine's own namespace. Namespaces share files, so each 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -19,11 +20,14 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from baton.cli import status_table
 from baton.local.ray_pools import OBJECT_STORE_BYTES
 from tests.harness.waiting import wait_for
 from tests.system.namespaces import Network, make_network
@@ -31,7 +35,6 @@ from tests.system.namespaces import Network, make_network
 HOSTS = ("front", "one", "two")
 GCS_PORT = 6379
 START_SECONDS = 120.0
-DAEMONS = "raylet"
 
 
 @dataclass
@@ -41,6 +44,7 @@ class RayNodes:
     directory: Path
     # Of every process of Ray and Baton
     environment: dict[str, str] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     http: str = ""
     grpc: str = ""
 
@@ -68,7 +72,10 @@ class RayNodes:
         log.unlink(missing_ok=True)
         command = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
         command += ["--num-cpus=2", f"--object-store-memory={OBJECT_STORE_BYTES}"]
-        command += [f"--node-ip-address={self.network.address(node)}", f"--temp-dir={self.directory / node}/r"]
+        command += [
+            f"--node-ip-address={self.network.address(node)}",
+            f"--temp-dir={self.directory / node}/r",
+        ]
         if node == "one":
             command += ["--head", f"--port={GCS_PORT}", "--include-dashboard=False"]
             command += ["--include-log-monitor=False"]
@@ -97,7 +104,12 @@ class RayNodes:
         file.write_text(json.dumps(config))
         words = [sys.executable, "-m", "baton", command, "--config", str(file), *more]
         ready = ["--ready-file", str(file.with_suffix(".ready"))]
-        return self.network.start(node, [*words, *ready], self.log(name), self.of_node(node))
+        started = self.network.start(node, [*words, *ready], self.log(name), self.of_node(node))
+        self.processes[name] = started
+        return started
+
+    def process(self, name: str) -> subprocess.Popen[bytes]:
+        return self.processes[name]
 
     def start_pools(self, name: str = "pools", decode: int = 2) -> subprocess.Popen[bytes]:
         """Deploy a prefill worker and `decode` decode workers of one CPU each."""
@@ -128,6 +140,18 @@ class RayNodes:
         for pid in self.pids(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def baton_status(self) -> str:
+        """What `baton status` prints."""
+        console = Console(file=io.StringIO(), width=200)
+        status_table.show(self.http, as_json=False, console=console)
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    def ready(self, address: str) -> dict[str, Any]:
+        """The answer of a readiness probe at host:port."""
+        with urllib.request.urlopen(f"http://{address}/ready", timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
 
     def cluster(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.http}/v1/cluster", timeout=10) as answer:
@@ -195,12 +219,3 @@ def run_ray_nodes(model: Path, logs: Path) -> Iterator[RayNodes]:
 def _keep_logs(directory: Path, logs: Path) -> None:
     for file in directory.glob("*.log"):
         shutil.copy(file, logs)
-
-
-def ends(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """The exit code."""
-    return process.wait(seconds)
-
-
-def texts(nodes: RayNodes, names: Sequence[str]) -> str:
-    return "\n".join(nodes.log(name).read_text() for name in names)

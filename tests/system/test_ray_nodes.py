@@ -9,13 +9,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from baton.client import Client
+from baton.doctor.ray_check import check_ray_head
 from tests.conftest import Checkpoint
-from tests.end_to_end.ray_processes import NEW, Streams
+from tests.end_to_end.ray_processes import Streams
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.exactness import judge
 from tests.harness.waiting import wait_for
@@ -48,3 +48,79 @@ def test_pools_have_workers_on_both_nodes(nodes: RayNodes) -> None:
     pools = nodes.start_pools()
     wait_for(lambda: pools.poll() is not None or len(nodes.workers()) == 4, 120, "three workers of the pools")
     assert len(nodes.on("one")) == 3 and len(nodes.on("two")) == 1
+
+
+def test_a_lost_node_costs_no_request(nodes: RayNodes) -> None:
+    """Among the lost are a rank of a worker over both nodes, whose leader then ends, and a worker of the pools."""
+    before = {one["id"] for one in nodes.workers()}
+    lost = {one["id"] for one in nodes.on("two")}
+    streams = Streams(nodes, threads=4)
+    decode = {one["id"] for one in nodes.workers() if one["role"] == "decode"}
+    wait_for(lambda: streams.problems or _busy(nodes) >= decode, 30, "every decode worker has streams")
+    killed = time.monotonic()
+    nodes.kill("two")
+    assert nodes.process("wide").wait(30) == 1
+    print(f"the worker over both nodes ended {time.monotonic() - killed:.1f} s after its rank's node")
+    wait_for(
+        lambda: {one["id"] for one in nodes.workers()} == before - lost - {"wide"}, 30, "its workers are gone"
+    )
+    streams.wait_for_more(4)
+    streams.stop(nodes.model)
+    print(f"longest silence of {len(streams.answers)} streams: {streams.longest_silence_seconds:.1f} s")
+    assert "rank 1" in nodes.log("wide").read_text()
+
+
+def test_a_node_that_comes_back_gets_its_worker_again(nodes: RayNodes) -> None:
+    nodes.start_ray("two")
+    wait_for(lambda: len(nodes.on("two")) == 1, 90, "Serve starts a worker there")
+
+
+def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> None:
+    before = {one["id"] for one in nodes.workers()}
+    (gcs,) = nodes.pids("one", "gcs_server")
+    streams = Streams(nodes)
+    os.kill(gcs, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        wide, pools = nodes.start_wide("wide-2"), nodes.start_pools("pools-2", decode=3)
+        wait_for(lambda: nodes.head in nodes.baton_status(), 30, "baton status names the head")
+        print(f"baton status says so after {time.monotonic() - stopped:.1f} s")
+        for worker in nodes.workers():
+            ready = nodes.ready(worker["metrics"])
+            assert ready["ready"] and nodes.head in ready["warnings"][0]
+        ready = nodes.ready(nodes.http.removeprefix("http://"))
+        assert ready["ready"] and "Ray's head has not responded" in ready["warnings"][0]
+        assert nodes.head not in str(ready)  # this endpoint needs no key
+        doctored = check_ray_head(nodes.head)
+        assert doctored.grade == "missing" and nodes.head in doctored.found
+        wait_for(
+            lambda: f"Ray's head at {nodes.head}" in nodes.log("pools").read_text(), 10, "baton pools logs it"
+        )
+        for started, name in ((wide, "wide-2"), (pools, "pools-2")):
+            assert started.wait(60) == 1
+            assert f"Ray's head at {nodes.head} has not responded" in nodes.log(name).read_text()
+        print(f"both starts ended {time.monotonic() - stopped:.1f} s after the stop")
+        streams.wait_for_more(2)
+    finally:
+        os.kill(gcs, signal.SIGCONT)
+    wait_for(lambda: nodes.head not in nodes.baton_status(), 30, "the head responds again")
+    streams.stop(nodes.model)
+    assert {one["id"] for one in nodes.workers()} == before
+    assert check_ray_head(nodes.head).grade == "ok"
+
+
+def test_pools_end_although_the_head_hangs(nodes: RayNodes) -> None:
+    """Their workers stay: they are not Ray's."""
+    before = {one["id"] for one in nodes.workers()}
+    (gcs,) = nodes.pids("one", "gcs_server")
+    os.kill(gcs, signal.SIGSTOP)
+    wait_for(lambda: nodes.head in nodes.baton_status(), 30, "the head is silent")
+    pools = nodes.process("pools")
+    pools.terminate()
+    pools.wait(20)
+    assert f"Ray's head at {nodes.head} has not responded" in nodes.log("pools").read_text().splitlines()[-1]
+    assert {one["id"] for one in nodes.workers()} == before
+
+
+def _busy(nodes: RayNodes) -> set[str]:
+    return {one["id"] for one in nodes.workers() if one["status"]["running"]}
