@@ -76,9 +76,9 @@ def _ray(workers: list[Mapping[str, Any]]) -> list[Text]:
     """A line for each of Ray's heads that has not responded to a live worker."""
     silent: dict[str, float] = {}
     for status in (worker.get("status") or {} for worker in workers if text(worker, "lease") != "dead"):
-        head, seconds = status.get("ray_head"), status.get("ray_head_silent_seconds")
-        if head and isinstance(seconds, int | float) and seconds >= RAY_HEAD_SILENT_SECONDS:
-            silent[str(head)] = max(silent.get(str(head), 0.0), seconds)
+        head, seconds = text(status, "ray_head"), status.get("ray_head_silent_seconds")
+        if head != MISSING and isinstance(seconds, int | float) and seconds >= RAY_HEAD_SILENT_SECONDS:
+            silent[head] = max(silent.get(head, 0.0), seconds)
     return [
         Text(
             f"Ray's head at {head} has not responded for {duration(seconds)}: workers serve; none is started or replaced",

@@ -52,7 +52,8 @@ class WorkerSupervisor:
         self._left: str | None = None
         self._ended = False
         with contextlib.suppress(OSError):  # it has just ended, which the reading thread notices
-            connection.sendall(b"keep\n")
+            head = os.environ.get(HEAD_VARIABLE, "")
+            connection.sendall(b"keep\n" + (f"head {head}\n".encode() if head else b""))
         threading.Thread(target=self._listen, name="supervision", daemon=True).start()
 
     @classmethod
