@@ -54,7 +54,7 @@ def test_a_lost_node_costs_no_request(nodes: RayNodes) -> None:
     """Among the lost are a rank of a worker over both nodes, whose leader then ends, and a worker of the pools."""
     before = {one["id"] for one in nodes.workers()}
     lost = {one["id"] for one in nodes.on("two")}
-    streams = Streams(nodes, threads=4)
+    streams = Streams(nodes, threads=3)
     decode = {one["id"] for one in nodes.workers() if one["role"] == "decode"}
     wait_for(lambda: streams.problems or _busy(nodes) >= decode, 30, "every decode worker has streams")
     killed = time.monotonic()
@@ -64,7 +64,7 @@ def test_a_lost_node_costs_no_request(nodes: RayNodes) -> None:
     wait_for(
         lambda: {one["id"] for one in nodes.workers()} == before - lost - {"wide"}, 30, "its workers are gone"
     )
-    streams.wait_for_more(4)
+    streams.wait_for_more(3)
     streams.stop(nodes.model)
     print(f"longest silence of {len(streams.answers)} streams: {streams.longest_silence_seconds:.1f} s")
     assert "rank 1" in nodes.log("wide").read_text()

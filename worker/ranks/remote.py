@@ -22,7 +22,7 @@ from typing import Any
 from cluster.addresses import advertised, source_address
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
-from cluster.ray_head import call_ray
+from cluster.ray_head import call_ray, within
 from cluster.telemetry.logs import is_logged
 from worker.ranks.local import uses_cuda
 from worker.ranks.pipe import RankPipe
@@ -37,6 +37,7 @@ SECRETS = {
 }
 LOOK_SECONDS = 0.5
 HANDSHAKE_SECONDS = 10.0
+KILL_SECONDS = 2.0
 MAX_HANDSHAKES = 64  # at the same time; one more ends the oldest
 RANK_BYTES = 4
 
@@ -202,8 +203,9 @@ class RankActor:
     def kill(self) -> None:
         import ray
 
-        with contextlib.suppress(Exception):  # the actor is gone already, or Ray itself is
-            ray.kill(self._actor)
+        # The actor is gone already, or Ray itself is. A head that hangs would hold this up; the rank ends with its pipe.
+        with contextlib.suppress(Exception):
+            within(lambda: ray.kill(self._actor), KILL_SECONDS)
 
 
 def place_ranks(config: WorkerConfig, epoch: int, group: str, ranks: range) -> tuple[list[StartingRank], str]:

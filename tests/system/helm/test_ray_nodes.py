@@ -112,7 +112,7 @@ def test_the_operators_nodes_have_probes_of_ours(renderer: Renderer) -> None:
                 assert probe["timeoutSeconds"] >= 10  # an interpreter starts each time
 
 
-@pytest.mark.parametrize(("values", "name"), [("kuberay", "ray-head"), ("multi-node", "ray")])
+@pytest.mark.parametrize(("values", "name"), [("kuberay", "ray-head"), ("multi-node", "head")])
 def test_a_head_that_hangs_fails_its_liveness_probe(values: str, name: str, renderer: Renderer) -> None:
     """It still accepts connections, so a probe of the port alone would pass."""
     assert "grpc" in _container(renderer, values, "ray-head", name)["livenessProbe"]
