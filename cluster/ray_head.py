@@ -37,7 +37,7 @@ def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS, token: str = ""
     An error of the head's own (a wrong token, for example) is a response, too.
     """
     with _channel(address) as channel:
-        call = channel.unary_unary(_METHOD)  # the empty request, without a serializer
+        call = channel.unary_unary(_METHOD, None, None)  # the empty request, as it is
         try:
             call(b"", timeout=seconds, metadata=_metadata(token))
         except grpc.RpcError as error:
@@ -58,12 +58,12 @@ def _channel(address: str) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, cert), options)
 
 
-def _metadata(token: str) -> list[tuple[str, str]]:
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
     token = token or os.environ.get("RAY_AUTH_TOKEN", "")
     file = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     if not token and file and Path(file).is_file():
         token = Path(file).read_text()
-    return [("authorization", f"Bearer {token.strip()}")] if token else []
+    return (("authorization", f"Bearer {token.strip()}"),) if token else ()
 
 
 class RayHeadWatch:

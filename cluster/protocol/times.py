@@ -47,7 +47,7 @@ WORKER_SILENT_SECONDS = 20.0
 # what waits for it (a start, a reservation of nodes) ends. Workers that serve do not need it.
 RAY_HEAD_PROBE_SECONDS = 2.0
 RAY_HEAD_SILENT_SECONDS = LOST_SECONDS
-RAY_HEAD_LOST_SECONDS = 10.0
+RAY_HEAD_LOST_SECONDS = 15.0
 
 # A router's event loop without a turn: its liveness probe fails. As the default of `step_stall_seconds` for engines.
 LOOP_STALL_SECONDS = 30.0
