@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError, OverloadedError
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import RAY_HEAD_SILENT_SECONDS
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.admission import Admission, Place
@@ -350,6 +351,16 @@ class RequestGateway:
         """By model that cannot be served now: why. Of a router with several models."""
         missing = self.services.placement.eligibility.missing_roles() if self.config.models else {}
         return {model: f"no {role} worker is available" for model, role in missing.items()}
+
+    def warnings(self) -> list[str]:
+        """What is wrong, and keeps no request from being served. Without addresses: `/ready` needs no key."""
+        live = [one.status for one in self.services.members.all if one.lease == "live"]
+        seconds = max((status.ray_head_silent_seconds or 0 for status in live), default=0)
+        if seconds < RAY_HEAD_SILENT_SECONDS:
+            return []
+        return [
+            f"Ray's head has not responded for {seconds:.0f} s: workers serve, but one that ends is not replaced"
+        ]
 
     def why_router_not_ready(self) -> list[str]:
         """Why this router is not ready, over all its processes."""

@@ -51,10 +51,18 @@ class Health:
         self._doing = ""
         self._engine_moves: Callable[[], bool] = lambda: True
         self._registered: Callable[[], bool] = lambda: True
+        self._ray_head_silent: Callable[[], str] = lambda: ""
 
-    def watch(self, *, engine_moves: Callable[[], bool], registered: Callable[[], bool]) -> None:
-        """Include the engine and the registration in the answers; probes are answered before either exists."""
+    def watch(
+        self,
+        *,
+        engine_moves: Callable[[], bool],
+        registered: Callable[[], bool],
+        ray_head_silent: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Include the engine, the registration and Ray's head in the answers; probes are answered before any exists."""
         self._engine_moves, self._registered = engine_moves, registered
+        self._ray_head_silent = ray_head_silent
 
     @property
     def phase(self) -> Phase:
@@ -97,6 +105,11 @@ class Health:
         if self.phase is Phase.SERVING and not self._registered():
             why.append("not registered: Redis is out of reach, or has not answered yet")
         return why + self.why_not_live()
+
+    def warnings(self) -> list[str]:
+        """What is wrong, and keeps no request from being served."""
+        silent = self._ray_head_silent()
+        return [f"{silent}: this worker serves, and is not replaced if it ends"] if silent else []
 
     def why_not_live(self) -> list[str]:
         """A worker that loads is live: a start-up probe bounds how long it may take."""

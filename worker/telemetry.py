@@ -33,7 +33,9 @@ class WorkerTelemetry:
         probes = {"ready": health.why_not_ready, "live": health.why_not_live}
         self._health = health
         self._registry = Registry({**worker, "model": model}, aliases=config.metrics_aliases, model=model)
-        self._exporter = MetricsServer(config.host, config.metrics_port, self._registry, probes, worker)
+        self._exporter = MetricsServer(
+            config.host, config.metrics_port, self._registry, probes, worker, health.warnings
+        )
         self.metrics_address = join(advertised_host, self._exporter.port)
         self.tracing = open_tracing(config, f"baton-{config.role}", config.worker_id)
         self.loop_lag = LoopLag()

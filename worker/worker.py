@@ -17,6 +17,7 @@ from cluster.membership.topology import Locating
 from cluster.membership.types import Then
 from cluster.membership.wanted_adapters import WantedReader
 from cluster.periodic import Periodic
+from cluster.ray_head import RayHeadWatch
 from cluster.security.tls import Peers, worker_peers
 from engine.request import ChainReport, StepOutput
 from worker.adapters import LOOK_SECONDS, AdapterChanges
@@ -92,6 +93,7 @@ class Worker:
         )
         self._adapters = self._adapter_changes(config)
         self._following: Periodic | None = None
+        self._ray_head: RayHeadWatch | None = None
         self._role = make_role(self._parts(peers, faults))
         self._ending.on_failure(self._failed)
         self._leaving = Leaving(
@@ -106,7 +108,9 @@ class Worker:
         )
         self._self_check = SelfCheck(self._engine.host, self._role.check_integrity)
         self._health.watch(
-            engine_moves=self._engine.host.healthy, registered=lambda: self._membership.registered
+            engine_moves=self._engine.host.healthy,
+            registered=lambda: self._membership.registered,
+            ray_head_silent=self._ray_head_silent,
         )
         self._health.to(Phase.STARTING)
 
@@ -167,7 +171,7 @@ class Worker:
         """The status that `baton status` shows and the registry holds. Any thread."""
         stats, check = self._engine.engine.stats(), self._self_check
         seen = stats.prompt_tokens_cached + stats.prompt_tokens_computed
-        checked = self._config.fault_orders is not None
+        checked, ray_head = self._config.fault_orders is not None, self._ray_head
         status = WorkerStatus(
             pid=os.getpid(),
             phase=self._health.phase.name.lower(),
@@ -176,11 +180,25 @@ class Worker:
             prompt_tokens_asked=seen,
             prefix_hit_ratio=stats.prompt_tokens_cached / max(1, seen),
             takes_adapters=int(self._adapters is not None),
+            ray_head=ray_head.address if ray_head is not None else None,
+            ray_head_silent_seconds=ray_head.silent_seconds if ray_head is not None else None,
             adapters_refused=self._adapters.refused_text if self._adapters is not None else None,
             self_checks=check.count if checked else None,
             self_check_wrong=check.failure if checked else None,
         )
         return self._role.status(status)
+
+    def watch_ray_head(self, address: str) -> None:
+        """Report from now on whether the head at `address` responds: the one that places this worker's ranks, or that of
+        the replica that supervises this worker, which may change."""
+        if self._ray_head is not None:
+            if self._ray_head.address == address:
+                return
+            self._ray_head.close()
+        self._ray_head = RayHeadWatch(address, means="this worker serves, and is not replaced if it ends")
+
+    def _ray_head_silent(self) -> str:
+        return self._ray_head.why_silent if self._ray_head is not None else ""
 
     async def wait_failed(self) -> BaseException:
         return await self._ending.failure()
@@ -201,6 +219,8 @@ class Worker:
         if self._config.fault_orders is not None:
             self._self_check.start()
         self._membership.start()
+        if self._engine.ranks.ray_head:
+            self.watch_ray_head(self._engine.ranks.ray_head)
         if self._adapters is not None:
             self._following = Periodic("loading adapters", LOOK_SECONDS, self._adapters.follow)
             self._following.start()
@@ -246,6 +266,8 @@ class Worker:
         await self._links.stop()
         await self._background_tasks.wait(GRACE_SECONDS)
         self._self_check.stop()
+        if self._ray_head is not None:
+            self._ray_head.close()
         await self._telemetry.stop()
         await self._engine.stop()
 

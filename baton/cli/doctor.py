@@ -37,6 +37,10 @@ def doctor(
         str,
         typer.Option(help="With --redis-url: the prefix of the keys, the chart's is NAMESPACE-RELEASE."),
     ] = "baton",
+    ray_address: Annotated[
+        str,
+        typer.Option(help="host:port of an existing Ray's head (its GCS): checks that it responds."),
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
 ) -> None:
     """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
@@ -45,6 +49,7 @@ def doctor(
     """
     from baton.doctor import report
     from baton.doctor.checks import judge
+    from baton.doctor.ray_check import check_ray_head
     from baton.doctor.reading import Reader, connect
     from baton.doctor.redis_check import check_redis, check_rights, check_server
     from baton.doctor.values import values_for
@@ -62,6 +67,8 @@ def doctor(
         checks += [check_server(tagged, redis_namespace), check_redis(tagged)]
         if redis_component is not None:
             checks.append(check_rights(tagged, redis_component, redis_namespace))
+    if ray_address:
+        checks.append(check_ray_head(ray_address))
     if values_only:
         console.file.write(report.as_yaml(values))
     elif as_json:

@@ -6,25 +6,33 @@
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli.output import say
 from baton.cli.serve import ReadyFile, write_ready
+from baton.processes.force_exit import end_surely
 from cluster.config import sources
+from cluster.config.worker import Role
 from cluster.config.yaml_file import read_yaml
 from cluster.errors import ConfigError, DeadlineError, SetupError, UnavailableError
+from cluster.ray_head import RayHeadWatch, call_ray, within
+
+if TYPE_CHECKING:
+    from baton.ray_pools.serve_app import PoolDescription
 
 RAY_SECONDS = 60.0
-RETRY_SECONDS = 0.5
+EXIT_SECONDS = 5.0  # where Ray's head does not respond
+DASHBOARD_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 # Set in the chart's pods, but not on the nodes of another cluster.
@@ -47,47 +55,73 @@ def pools(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    import ray
-
-    from baton.ray_pools.deploy import deploy, shutdown
-    from baton.ray_pools.serve_app import ROLES, PoolDescription
-
     described = _read(config)
-    found = {
-        role: PoolDescription(replicas=len(alike), config=alike[0])
-        for role in ROLES
-        if (alike := described.get(role))
-    }
-    for pool in found.values():
-        pool.worker()  # an error in a configuration is reported before Ray is waited for
-    _connect(address, stop)
+    found = _pools(described)
+    head = _connect(address, stop)
+    watch = RayHeadWatch(head, means="workers that serve go on; none is started, replaced or removed")
     try:
         if not deployed:
-            policy = described.get("autoscaling")
-            scaled = None if policy is None else sources.load(ServeAutoscalingConfig, policy)
-            deploy(found, described.get("environment", {}), scaled)
+            _deploy(head, found, described, stop)
             say("pools are deployed")
         write_ready(ready_file, {"pid": os.getpid()})
         stop.wait()
     except RuntimeError as error:
         raise SetupError(f"the pools did not start: {error}") from error
     finally:
-        shutdown()
-        ray.shutdown()
+        _disconnect(head, watch)
 
 
-def _connect(address: str, stop: threading.Event) -> None:
-    """Ray may be starting: it is waited for. Raises SetupError."""
+def _pools(described: Mapping[str, Any]) -> dict[Role, PoolDescription]:
+    """The pools, checked before Ray is waited for. Raises ConfigError."""
+    from baton.ray_pools.serve_app import ROLES, PoolDescription
+
+    found: dict[Role, PoolDescription] = {
+        role: PoolDescription(replicas=len(alike), config=alike[0])
+        for role in ROLES
+        if (alike := described.get(role))
+    }
+    for pool in found.values():
+        pool.worker()
+    return found
+
+
+def _deploy(
+    head: str, found: Mapping[Role, PoolDescription], described: Mapping[str, Any], stop: threading.Event
+) -> None:
+    """Raises SetupError if Ray's head stops responding, or `stop` is set meanwhile."""
+    from baton.ray_pools.deploy import deploy
+
+    policy = described.get("autoscaling")
+    scaled = None if policy is None else sources.load(ServeAutoscalingConfig, policy)
+    environment = described.get("environment", {})
+    call_ray(
+        head, "the deployment of the pools", lambda: deploy(found, environment, scaled), math.inf, stop=stop
+    )
+
+
+def _disconnect(head: str, watch: RayHeadWatch) -> None:
+    """End the pools, if Ray's head responds: else no call of Ray would return, and its own exit handler waits."""
     import ray
 
-    deadline = time.monotonic() + RAY_SECONDS
-    while True:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            return
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
-                raise SetupError(f"no Ray at {address}: {error}", field="address") from error
+    from baton.ray_pools.deploy import shutdown
+
+    silent = watch.why_silent
+    watch.close()
+    try:
+        if silent:
+            raise SetupError(silent)
+        call_ray(head, "the end of the pools", shutdown, math.inf)
+        ray.shutdown()
+    except SetupError as error:
+        say(f"the pools stay as they are: {error.message}")
+        end_surely(EXIT_SECONDS)
+
+
+def _connect(address: str, stop: threading.Event) -> str:
+    """Connect to Ray, which may be starting, and return its head's address. Raises SetupError."""
+    from worker.ranks.ray_connection import connect_to_ray
+
+    return connect_to_ray(address, RAY_SECONDS, stop)
 
 
 def _read(config: Path) -> dict[str, Any]:
@@ -168,8 +202,14 @@ def _client(dashboard: str) -> Any:
 
 
 def _ask(dashboard: str, call: Any) -> Any:
+    """Ray's client for the dashboard has no time-out. Raises UnavailableError."""
     try:
-        return call()
+        return within(call, DASHBOARD_SECONDS)
+    except TimeoutError:
+        raise UnavailableError(
+            f"Ray's dashboard at {dashboard} has not responded for {DASHBOARD_SECONDS:.0f} s: it or Ray's head hangs",
+            field="dashboard",
+        ) from None
     except (ConnectionError, RuntimeError, OSError) as error:
         raise UnavailableError(f"Ray at {dashboard}: {error}", field="dashboard") from error
 

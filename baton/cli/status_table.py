@@ -23,6 +23,7 @@ from baton.formatting import (
     text,
 )
 from baton.router_http import RouterHttp
+from cluster.protocol.times import RAY_HEAD_SILENT_SECONDS
 from cluster.security.tls import ClientTls
 
 _WIDE_COLUMNS = 110
@@ -51,7 +52,7 @@ def show(
 def render(view: Mapping[str, Any], *, wide: bool = True) -> RenderableType:
     """What is missing from `view` shows as a dash: routers of other versions may say less, or more."""
     workers = sorted(view.get("workers") or (), key=lambda item: (text(item, "role"), text(item, "id")))
-    parts: list[RenderableType] = [_headline(view, wide), Text()]
+    parts: list[RenderableType] = [_headline(view, wide), *_ray(workers), Text()]
     parts.append(_workers(workers, wide) if workers else Text("no workers", style="yellow"))
     return Group(*parts)
 
@@ -69,6 +70,22 @@ def _headline(view: Mapping[str, Any], wide: bool) -> Text:
     line.append("  ")
     line.append(*_REDIS.get(str(redis.get("ok")), (f"Redis {MISSING}", "dim")))
     return line
+
+
+def _ray(workers: list[Mapping[str, Any]]) -> list[Text]:
+    """A line for each of Ray's heads that has not responded to a live worker."""
+    silent: dict[str, float] = {}
+    for status in (worker.get("status") or {} for worker in workers if text(worker, "lease") != "dead"):
+        head, seconds = text(status, "ray_head"), status.get("ray_head_silent_seconds")
+        if head != MISSING and isinstance(seconds, int | float) and seconds >= RAY_HEAD_SILENT_SECONDS:
+            silent[head] = max(silent.get(head, 0.0), seconds)
+    return [
+        Text(
+            f"Ray's head at {head} has not responded for {duration(seconds)}: workers serve; none is started or replaced",
+            style="red",
+        )
+        for head, seconds in sorted(silent.items())
+    ]
 
 
 def _workers(workers: list[Mapping[str, Any]], wide: bool) -> Table:

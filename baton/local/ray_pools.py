@@ -1,4 +1,4 @@
-"""Ray's head and the process that deploys the pools; both restart when any of Ray's own processes dies.
+"""Ray's head and the process that deploys the pools; both restart when any of Ray's own processes dies, or the head hangs.
 
 ray exits ──► its pools process is ended ──► ray, pools again ──► new replicas take over the workers, which keep serving
 """
@@ -22,10 +22,12 @@ from baton.local.supervisor import Supervisor
 from baton.processes.ports import free_ports
 from baton.ray_pools.supervision import worker_sockets
 from cluster.errors import SetupError
+from cluster.ray_head import RayHeadWatch, probe
 
 log = logging.getLogger(__name__)
 
 KILL_SECONDS = 0.1
+HANG_SECONDS = 30.0  # silence after which Ray is killed
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
 _PORT_FLAGS = (
@@ -61,6 +63,7 @@ class RayPools:
         self._launch = launch
         self._deployed = described.with_suffix(".ready")
         self._head: RayHead | None = None
+        self._watch: RayHeadWatch | None = None
         self._ray = Supervisor()
         self._pools = Supervisor()
         worker_sockets.write_owner(workers)
@@ -86,8 +89,40 @@ class RayPools:
         return head
 
     def check(self) -> list[str]:
-        """Restart processes that have died (see Supervisor)."""
-        return [*self._ray.check(), *self._pools.check()]
+        """Restart processes that have died (see Supervisor), and Ray if its head hangs."""
+        return [*self._kill_hanging(), *self._ray.check(), *self._pools.check()]
+
+    def _kill_hanging(self) -> list[str]:
+        """Workers go on meanwhile, as when one of Ray's processes dies."""
+        head, watch = self._head, self._watch
+        if head is None:
+            return []
+        if watch is None or watch.address != head.address:
+            self._watch_head(head)
+            return []
+        # One that has not responded yet is starting.
+        if (
+            not watch.has_responded
+            or watch.silent_seconds < HANG_SECONDS
+            or head.child.exit_code() is not None
+        ):
+            return []
+        head.child.stop(KILL_SECONDS)
+        self._unwatch()
+        return [f"{watch.why_silent}: Ray is killed, and started again"]
+
+    def _watch_head(self, head: RayHead) -> None:
+        self._unwatch()
+        self._watch = RayHeadWatch(
+            head.address,
+            means="workers go on; Ray is started again if this lasts",
+            probe=partial(probe, token=head.env.get("RAY_AUTH_TOKEN", "")),
+        )
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
 
     @property
     def children(self) -> list[Child]:
@@ -95,6 +130,9 @@ class RayPools:
 
     def stop(self, seconds: float) -> None:
         ray_lives = all(child.exit_code() is None for child in self._ray.children)
+        if self._watch is not None and self._watch.why_silent:
+            ray_lives = False  # it would not end them
+        self._unwatch()
         # Stopping it ends Serve, its replicas and their workers; without Ray it would wait for ever.
         children.stop_all(self._pools.children, seconds if ray_lives else KILL_SECONDS)
         if self._head is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.exit_report import ExitReport
-from baton.ray_pools.supervision.supervisor import WorkerSupervisor
+from baton.ray_pools.supervision.supervisor import HEAD_VARIABLE, WorkerSupervisor
 from cluster.config import sources
 from cluster.config.worker import WorkerConfig
 
@@ -26,8 +26,9 @@ class Replica:
         # Settings that differ between nodes (address, files of secrets) are in the node's environment.
         resolved = sources.load(WorkerConfig, {}, values=config)
         self._drain_seconds = resolved.drain_seconds
+        head = os.environ[HEAD_VARIABLE] = _ray_address()
         if resolved.engine.nodes > 1:
-            os.environ["RAY_ADDRESS"] = _ray_address()  # the worker's own ranks are placed by the same Ray
+            os.environ["RAY_ADDRESS"] = head  # the worker's own ranks are placed by the same Ray
         self._stopping = False
         report = ExitReport(resolved)
         self._supervisor = WorkerSupervisor.take_over_or_start(

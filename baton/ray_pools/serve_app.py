@@ -91,7 +91,7 @@ def _deployment(role: Role, pool: PoolDescription, autoscaling: ServeAutoscaling
         name=deployment_name(role),
         **_size(role, pool.replicas, autoscaling),
         ray_actor_options={
-            "num_cpus": worker.engine.tensor_parallel,
+            "num_cpus": worker.engine.tensor_parallel // worker.engine.nodes,  # the leader's node
             "num_gpus": pool.gpus,
             "resources": pool.resources,
         },

@@ -76,6 +76,9 @@ class WorkerStatus:
     # (cluster/membership/adapter_refusals.py)
     takes_adapters: Number | None = None
     adapters_refused: str | None = None
+    # Of a worker on Ray, or with ranks that Ray has placed: its head's address, and how long that has been silent
+    ray_head: str | None = None
+    ray_head_silent_seconds: Number | None = _shown(metrics.RAY_HEAD_SILENT, default=None)
     # Of a worker under test
     self_checks: int | None = None
     self_check_wrong: str | None = None

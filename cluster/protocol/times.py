@@ -43,5 +43,11 @@ HANDOFF_STALL_SECONDS = 10.0
 WORKER_REPORT_SECONDS = BEAT_SECONDS
 WORKER_SILENT_SECONDS = 20.0
 
+# Ray's head is asked this often, and each answer may take as long. After `SILENT` its silence is reported; after `LOST`
+# what waits for it (a start, a reservation of nodes) ends. Workers that serve do not need it.
+RAY_HEAD_PROBE_SECONDS = 2.0
+RAY_HEAD_SILENT_SECONDS = LOST_SECONDS
+RAY_HEAD_LOST_SECONDS = 15.0
+
 # A router's event loop without a turn: its liveness probe fails. As the default of `step_stall_seconds` for engines.
 LOOP_STALL_SECONDS = 30.0

@@ -74,18 +74,24 @@ class MetricsApp:
         return [body]
 
 
-def probe_body(name: str, why_not: Sequence[str], facts: Mapping[str, str]) -> bytes:
-    """`{"ready": false, "why": ["the model is being loaded"], …}`"""
-    return json.dumps({name: not why_not, "why": list(why_not), **facts}).encode()
+def probe_body(
+    name: str, why_not: Sequence[str], facts: Mapping[str, str], warnings: Sequence[str] = ()
+) -> bytes:
+    """`{"ready": false, "why": ["the model is being loaded"], …}`; `warnings` only where there are any."""
+    more = {"warnings": list(warnings)} if warnings else {}
+    return json.dumps({name: not why_not, "why": list(why_not), **more, **facts}).encode()
 
 
 class ProbeApp:
     """Answers `/ready` and `/live` with 200 or 503 and passes every other path on."""
 
-    def __init__(self, rest: WsgiApp, probes: Mapping[str, Probe], facts: Mapping[str, str]):
+    def __init__(
+        self, rest: WsgiApp, probes: Mapping[str, Probe], facts: Mapping[str, str], warnings: Probe = tuple
+    ):
         self._rest = rest
         self._probes = probes
         self._facts = facts
+        self._warnings = warnings
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         name = environ.get("PATH_INFO", "").strip("/")
@@ -93,7 +99,7 @@ class ProbeApp:
         if probe is None:
             return self._rest(environ, start_response)
         why_not = probe()
-        body = probe_body(name, why_not, self._facts)
+        body = probe_body(name, why_not, self._facts, self._warnings())
         status = "503 Service Unavailable" if why_not else "200 OK"
         start_response(status, [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
         return [body]
@@ -166,6 +172,7 @@ class MetricsServer:
         metrics: Collector | WsgiApp,
         probes: Mapping[str, Probe],
         facts: Mapping[str, str],
+        warnings: Probe = tuple,
     ):
         """`metrics`: a registry, or what answers all paths but the probes'. Raises ConfigError if the port is taken."""
         try:
@@ -176,7 +183,7 @@ class MetricsServer:
                 field="metrics_port",
             ) from error
         app = metrics if callable(metrics) else MetricsApp(metrics)
-        self._server.set_app(ProbeApp(app, probes, facts))
+        self._server.set_app(ProbeApp(app, probes, facts, warnings))
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.port = int(self._server.server_port)

@@ -134,3 +134,16 @@ def test_names_and_addresses_are_no_markup_and_control_no_terminal(name: str) ->
     Console(file=file, width=200).print(render({"workers": [worker]}))
     shown = name.replace("\x1b", "\N{REPLACEMENT CHARACTER}").replace("\x07", "\N{REPLACEMENT CHARACTER}")
     assert file.getvalue().count(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lease", "named"), [(47.0, "live", True), (2.0, "live", False), (47.0, "dead", False)]
+)
+def test_a_silent_head_of_ray_is_named(seconds: float, lease: str, named: bool) -> None:
+    status = {"ray_head": "10.0.0.7:6379", "ray_head_silent_seconds": seconds}
+    workers = [{**one, "lease": lease, "status": status} for one in VIEW["workers"]]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render({**VIEW, "workers": workers}))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("Ray's head at 10.0.0.7:6379 has not responded for 47" in said) is named
+    assert said.count("Ray's head") == int(named)

@@ -31,6 +31,8 @@ FULL = WorkerStatus(
     transfer_rate_bytes_per_second=1e9,
     self_checks=2,
     self_check_wrong="",
+    ray_head="10.0.0.7:6379",
+    ray_head_silent_seconds=0.0,
 )
 
 
@@ -43,6 +45,7 @@ def test_its_fields_are_those_of_the_wire() -> None:
     """Routers, autoscalers and people's scripts of other versions read them by these names."""
     assert set(WorkerStatus().encode()) == COMMON
     more = {"ring_slots", "transfer_rate_bytes_per_second", "self_checks", "self_check_wrong"}
+    more |= {"ray_head", "ray_head_silent_seconds"}
     assert set(FULL.encode()) == COMMON | more
     assert FULL.encode()["first_tokens_within_0.75s"] == 5
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -55,10 +56,15 @@ def wait_whole(cluster: Cluster, title: str, killed: Sequence[int], replicas: in
     wait_for(whole, 180.0, f"{title} and the replicas are back")
 
 
+class HasGrpc(Protocol):
+    @property
+    def grpc(self) -> str: ...
+
+
 class Streams:
     """A stream after the other in each thread: every one must end whole."""
 
-    def __init__(self, cluster: Cluster, threads: int = 2):
+    def __init__(self, cluster: HasGrpc, threads: int = 2):
         self._address = cluster.grpc
         self._stop = threading.Event()
         self.answers: list[tuple[list[int], list[int]]] = []

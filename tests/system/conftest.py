@@ -41,7 +41,8 @@ def not_here() -> dict[Path, str]:
     (tests/chaos), and the chart on instant pods alone."""
     missing: dict[Path, str] = {}
     if not may_make_namespaces():
-        missing[HERE / "test_namespaces.py"] = "no network namespaces, or no `ip`"
+        for name in ("test_namespaces.py", "test_ray_nodes.py"):
+            missing[HERE / name] = "no network namespaces, or no `ip`"
     if reason := why_not():
         missing |= {HERE / "kubelet": reason, HERE / "helm_life" / "test_processes.py": reason}
     if (reason := reason or podman.why_not()) and not images_are_required():

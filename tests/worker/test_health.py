@@ -61,6 +61,17 @@ def test_an_unregistered_worker_is_live_and_not_ready() -> None:
     assert health.why_not_live() == []
 
 
+def test_a_silent_head_of_ray_is_a_warning_only() -> None:
+    health = serving(Clock())
+    health.watch(
+        engine_moves=lambda: True, registered=lambda: True, ray_head_silent=lambda: "Ray's head is silent"
+    )
+    assert health.why_not_ready() == [] == health.why_not_live()
+    assert health.warnings() == ["Ray's head is silent: this worker serves, and is not replaced if it ends"]
+    health.watch(engine_moves=lambda: True, registered=lambda: True)
+    assert health.warnings() == []
+
+
 def test_a_hung_engine_is_neither() -> None:
     health = serving(Clock())
     health.watch(engine_moves=lambda: False, registered=lambda: True)

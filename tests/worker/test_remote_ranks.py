@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client as connect
 from multiprocessing.connection import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -299,3 +301,15 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(SetupError, match=r"ranks \[2, 3\] did not connect within"):
         listening.wait([2, 3])
     listening.close()
+
+
+def test_a_rank_is_given_up_although_the_head_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray waits for its head before it says that an actor is killed; the rank ends with its pipe."""
+    never = threading.Event()
+    ray = SimpleNamespace(kill=lambda actor: never.wait(60.0), wait=lambda waiting, timeout: ([], waiting))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(remote, "KILL_SECONDS", 0.05)
+    began = time.monotonic()
+    remote.RankActor(None, None).end(0.0)
+    assert time.monotonic() - began < 10.0
+    never.set()

@@ -40,6 +40,7 @@ class Ranks:
     remote: list[RemoteRank[Any, Any]]
     watch: RankWatch
     draft: ModelRunner | None = None  # of the draft model
+    ray_head: str = ""  # host:port of the Ray that has placed ranks on other nodes
 
     def warm_up(self, tell: Tell) -> None:
         """Run every kernel once, on all ranks. Raises SetupError, also if it takes longer than `warm_up_seconds`."""
@@ -96,10 +97,12 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports, tell: Tel
     here = size // nodes
     config = local.divided(config, here)
     starting = [spawn_rank(rank, rank_main, config, epoch, address) for rank in range(1, here)]
+    ray_head = ""
     if nodes > 1:
         from worker.ranks.remote import place_ranks  # Ray takes a second to import
 
-        starting += place_ranks(config, epoch, address, range(here, size))
+        placed, ray_head = place_ranks(config, epoch, address, range(here, size))
+        starting += placed
     model = local.load(config, 0, address, listener, tell)
     remote = [rank.wait_ready(reports) for rank in starting]
     runner, own, addresses = local.open_rank(config, epoch, 0, model)
@@ -110,4 +113,5 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports, tell: Tel
         remote,
         RankWatch(remote, runner.arrivals),
         model.draft,
+        ray_head,
     )

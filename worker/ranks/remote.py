@@ -22,20 +22,22 @@ from typing import Any
 from cluster.addresses import advertised, source_address
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
+from cluster.ray_head import call_ray, within
 from cluster.telemetry.logs import is_logged
 from worker.ranks.local import uses_cuda
 from worker.ranks.pipe import RankPipe
 from worker.ranks.process import START_SECONDS, StartingRank
 from worker.ranks.rank_main import rank_main
+from worker.ranks.ray_connection import connect_to_ray
 
 log = logging.getLogger(__name__)
-RETRY_SECONDS = 1.0
 SECRETS = {
     *("secret", "secret_file", "redis_url", "redis_password", "redis_password_file"),
     *("index_url", "index_password", "index_password_file"),
 }
 LOOK_SECONDS = 0.5
 HANDSHAKE_SECONDS = 10.0
+KILL_SECONDS = 2.0
 MAX_HANDSHAKES = 64  # at the same time; one more ends the oldest
 RANK_BYTES = 4
 
@@ -201,56 +203,62 @@ class RankActor:
     def kill(self) -> None:
         import ray
 
-        with contextlib.suppress(Exception):  # the actor is gone already, or Ray itself is
-            ray.kill(self._actor)
+        # The actor is gone already, or Ray itself is. A head that hangs would hold this up; the rank ends with its pipe.
+        with contextlib.suppress(Exception):
+            within(lambda: ray.kill(self._actor), KILL_SECONDS)
 
 
-def place_ranks(config: WorkerConfig, epoch: int, group: str, ranks: range) -> list[StartingRank]:
-    """Start `ranks` on other nodes, as many on each as on the leader's. `group` is the process group's address.
+def place_ranks(config: WorkerConfig, epoch: int, group: str, ranks: range) -> tuple[list[StartingRank], str]:
+    """Start `ranks` on other nodes, as many on each as on the leader's; returns them, and the address of Ray's head.
+    `group` is the process group's address.
 
-    A node qualifies by the Ray resource `<role>-ranks`. Raises SetupError when none is free in time.
+    A node qualifies by the Ray resource `<role>-ranks`. Raises SetupError when none is free in time, and when Ray's head
+    does not respond.
     """
-    _connect_to_ray(config.ray_address)
-    per_node = config.engine.tensor_parallel // config.engine.nodes
-    gpus = 1 if uses_cuda(config.engine) else 0
-    placement = _reserve(config, per_node, gpus)
+    head = connect_to_ray(config.ray_address)
     listener = RankListener(
         advertised(config.host, config.advertise_host, config.redis_url), config.worker_id
     )
-    settings = without_secrets(config)
     try:
-        processes = {}
-        for number, rank in enumerate(ranks):
-            actor = _actor(placement, number // per_node, gpus)
-            ended = actor.run.remote(rank, listener.address, listener.key, settings, epoch, group)
-            processes[rank] = RankActor(actor, ended)
-        connections = listener.wait(ranks)
+        processes = call_ray(
+            head,
+            f"placing the ranks of {config.worker_id}",
+            lambda: _start_ranks(config, epoch, group, ranks, listener),
+            2 * START_SECONDS,
+        )
+        # From here on Ray still starts the actors.
+        connections = call_ray(
+            head,
+            f"starting the ranks of {config.worker_id}",
+            lambda: listener.wait(ranks),
+            2 * START_SECONDS,
+        )
     finally:
         listener.close()
     log.info("%s: ranks %d to %d have connected from other nodes", config.worker_id, ranks[0], ranks[-1])
-    return [StartingRank(rank, RankPipe(connections[rank]), processes[rank]) for rank in ranks]
+    return [StartingRank(rank, RankPipe(connections[rank]), processes[rank]) for rank in ranks], head
+
+
+def _start_ranks(
+    config: WorkerConfig, epoch: int, group: str, ranks: range, listener: RankListener
+) -> dict[int, RankActor]:
+    """Reserve the nodes and create an actor per rank. Raises SetupError when no node is free in time."""
+    per_node = config.engine.tensor_parallel // config.engine.nodes
+    gpus = 1 if uses_cuda(config.engine) else 0
+    placement = _reserve(config, per_node, gpus)
+    settings = without_secrets(config)
+    processes = {}
+    for number, rank in enumerate(ranks):
+        actor = _actor(placement, number // per_node, gpus)
+        ended = actor.run.remote(rank, listener.address, listener.key, settings, epoch, group)
+        processes[rank] = RankActor(actor, ended)
+    return processes
 
 
 def without_secrets(config: WorkerConfig) -> dict[str, Any]:
     """The settings that a rank needs. Ray keeps arguments, so there is no secret among them: only the leader uses Redis
     and hashes blocks."""
     return config.model_dump(mode="json", exclude=SECRETS)
-
-
-def _connect_to_ray(address: str) -> None:
-    """Connect, and wait for this machine's Ray node, which may start at the same time. Raises SetupError."""
-    import ray
-
-    deadline = time.monotonic() + START_SECONDS
-    while not ray.is_initialized():
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if time.monotonic() > deadline:
-                raise SetupError(
-                    f"no Ray node of {address} on this machine: {error}", field="ray_address"
-                ) from error
-            time.sleep(RETRY_SECONDS)
 
 
 def _reserve(config: WorkerConfig, per_node: int, gpus: int) -> Any:

@@ -24,6 +24,7 @@ from cluster.protocol.times import WORKER_SILENT_SECONDS
 log = logging.getLogger(__name__)
 OnGone = Callable[[Facts], None]
 LAUNCH_SECONDS = 60.0
+HEAD_VARIABLE = "BATON_RAY_HEAD"  # in the replica's own environment: host:port of its Ray
 # An unsupervised worker that is silent for this long hangs or still loads its model: it is ended and another one started.
 GREETING_SECONDS = 10.0
 
@@ -51,7 +52,8 @@ class WorkerSupervisor:
         self._left: str | None = None
         self._ended = False
         with contextlib.suppress(OSError):  # it has just ended, which the reading thread notices
-            connection.sendall(b"keep\n")
+            head = os.environ.get(HEAD_VARIABLE, "")
+            connection.sendall(b"keep\n" + (f"head {head}\n".encode() if head else b""))
         threading.Thread(target=self._listen, name="supervision", daemon=True).start()
 
     @classmethod

@@ -5,7 +5,8 @@ It listens first, and the command returns then. Messages to its supervisor, one 
     {"worker": …, "healthy": …, "status": {…}}    twice a second
     {"failed": "…"}                               it could not start
     {"left": "exit" | "stay"}                     it has drained, and the reason
-The supervisor sends `keep` once, and `stop` to end the worker. Without a supervisor the worker waits for the next one,
+The supervisor sends `keep` once, `head HOST:PORT` (Ray's, which the worker then watches), and `stop` to end the worker.
+Without a supervisor the worker waits for the next one,
 then leaves.
 """
 
@@ -65,6 +66,7 @@ class SupervisorEndpoint:
 
     def __init__(self, directory: Path) -> None:
         self.stop_wanted = asyncio.Event()
+        self.ray_head = ""  # host:port of the last supervisor's Ray
         self._directory = directory
         self._supervisors: set[asyncio.StreamWriter] = set()
         self._unsupervised_since = time.monotonic()
@@ -76,6 +78,8 @@ class SupervisorEndpoint:
                 while line := await reader.readline():
                     if line == b"stop\n":
                         self.stop_wanted.set()
+                    elif line.startswith(b"head "):
+                        self.ray_head = line.removeprefix(b"head ").strip().decode(errors="replace")
         self._supervisors.discard(writer)
         self._unsupervised_since = time.monotonic()
         writer.close()
@@ -146,6 +150,8 @@ async def _serve(worker: Worker, endpoint: SupervisorEndpoint) -> str | None:
     stop = asyncio.create_task(endpoint.stop_wanted.wait())
     ends: set[asyncio.Task[Any]] = {drained, failed, stop}
     while not any(task.done() for task in ends) and not endpoint.abandoned():
+        if endpoint.ray_head:
+            worker.watch_ray_head(endpoint.ray_head)
         endpoint.send(
             {"worker": worker.worker_id, "healthy": worker.healthy(), "status": worker.status().encode()}
         )

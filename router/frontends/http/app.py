@@ -83,8 +83,10 @@ class Views:
     async def ready(self, request: Request) -> Response:
         why = self._gateway.why_router_not_ready()
         missing = self._gateway.why_not_served()
-        models = {"models": missing} if missing else {}
-        return _json({"ready": not why, "why": why, **models}, 503 if why else 200)
+        more: dict[str, Any] = {"models": missing} if missing else {}
+        if warnings := self._gateway.warnings():
+            more["warnings"] = warnings
+        return _json({"ready": not why, "why": why, **more}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
         caller = caller_of(request)

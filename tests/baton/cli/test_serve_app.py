@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
+from baton.cli import pools
 from baton.cli.pools import beside, with_secrets
 from baton.ray_pools.serve_app import AppArguments, build
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, UnavailableError
 
 OURS = {
     "proxy_location": "Disabled",
@@ -43,3 +49,29 @@ def test_arguments_are_checked_by_name() -> None:
         build({"prefill": {"replicas": 1, "config": {}}, "decode": {"replicas": -1, "config": {}}})
     with pytest.raises(ValidationError):
         AppArguments.model_validate({"prefill": {}})
+
+
+def test_a_dashboard_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "DASHBOARD_SECONDS", 0.05)
+    never = threading.Event()
+    with pytest.raises(UnavailableError, match="http://head:8265 has not responded") as raised:
+        pools._ask("http://head:8265", never.wait)
+    assert raised.value.field == "dashboard"
+    never.set()
+    assert pools._ask("http://head:8265", lambda: 3) == 3
+
+
+def test_pools_whose_head_hangs_are_left_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Serve's own shutdown would wait for it; so would Ray's exit handler, hence the limit for the exit."""
+    limits: list[float] = []
+    monkeypatch.setattr(pools, "end_surely", limits.append)
+    monkeypatch.setattr("baton.ray_pools.deploy.shutdown", lambda: pytest.fail("it would wait"))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    silent: Any = SimpleNamespace(
+        why_silent="Ray's head at h:1 has not responded for 9 s", close=lambda: None
+    )
+    pools._disconnect("h:1", silent)
+    assert limits == [pools.EXIT_SECONDS]
+    assert "the pools stay as they are: Ray's head at h:1" in capsys.readouterr().out

@@ -104,9 +104,19 @@ def test_the_operators_nodes_have_probes_of_ours(renderer: Renderer) -> None:
             probe = container[kind]
             if "tcpSocket" in probe:
                 assert probe["tcpSocket"]["port"] in ports
+            elif "grpc" in probe:
+                assert (component, kind) == ("ray-head", "livenessProbe")
+                assert probe["grpc"]["port"] in {port["containerPort"] for port in container["ports"]}
+                assert probe["timeoutSeconds"] >= 5  # of a busy head
             else:
                 assert probe["exec"]["command"][0] == "python3"
                 assert probe["timeoutSeconds"] >= 10  # an interpreter starts each time
+
+
+@pytest.mark.parametrize(("values", "name"), [("kuberay", "ray-head"), ("multi-node", "head")])
+def test_a_head_that_hangs_fails_its_liveness_probe(values: str, name: str, renderer: Renderer) -> None:
+    """It still accepts connections, so a probe of the port alone would pass."""
+    assert "grpc" in _container(renderer, values, "ray-head", name)["livenessProbe"]
 
 
 @pytest.mark.parametrize("kind", ["startupProbe", "readinessProbe", "livenessProbe"])

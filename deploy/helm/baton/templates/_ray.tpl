@@ -170,9 +170,11 @@ startupProbe:
 readinessProbe:
   tcpSocket: {port: dashboard}
   periodSeconds: 5
+{{- /* A head that hangs still accepts connections. */}}
 livenessProbe:
-  tcpSocket: {port: gcs-server}
+  grpc: {port: {{ .Values.ray.ports.gcs }}}
   periodSeconds: 10
+  timeoutSeconds: 5
   failureThreshold: 6
 {{- end -}}
 

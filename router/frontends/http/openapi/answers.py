@@ -277,5 +277,18 @@ def probe_schema(name: str) -> Schema:
     return record({name: BOOLEAN, "why": array(text(), description="what is missing, if anything")})
 
 
+def ready_schema() -> Schema:
+    fields = {
+        **probe_schema("ready")["properties"],
+        "models": {
+            "type": "object",
+            "additionalProperties": text(),
+            "description": "why a model cannot be served, of a router with several",
+        },
+        "warnings": array(text(), description="what is wrong, and keeps no request from being served"),
+    }
+    return record(fields, required=["ready", "why"])
+
+
 def health_schema() -> Schema:
     return record({"status": either(one_of(["ok"]))})

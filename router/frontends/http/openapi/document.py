@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
-from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema
+from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema, ready_schema
 from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest
 from router.frontends.http.responses.request import ResponseRequest
@@ -186,8 +186,8 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
 
 
 def _ready() -> dict[str, Any]:
-    made = _open("ready", "Requests can be served", probe_schema("ready"))
-    made["responses"]["503"] = _content("They cannot", probe_schema("ready"))
+    made = _open("ready", "Requests can be served", ready_schema())
+    made["responses"]["503"] = _content("They cannot", ready_schema())
     return made
 
 

@@ -1,0 +1,224 @@
+"""Whether Ray's head responds, and calls of Ray that end when it does not.
+
+A head that hangs (stopped, or cut off by the network) still accepts connections, and most of Ray's calls then wait for it
+without a limit. The probe is the one of `ray health-check`: GCS's CheckAlive, which its event loop answers. It is sent by
+gRPC alone, so a process that has not imported Ray can send it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import grpc
+
+from cluster.errors import SetupError
+from cluster.protocol.times import RAY_HEAD_LOST_SECONDS, RAY_HEAD_PROBE_SECONDS, RAY_HEAD_SILENT_SECONDS
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+# responds; silent: no answer in time; absent: nothing listens there, or there is no route
+Reply = Literal["responds", "silent", "absent"]
+Probe = Callable[[str, float], Reply]
+_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+_LOOK_SECONDS = 0.1
+_ATTEMPT_SECONDS = 0.5
+
+
+def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS, token: str = "") -> Reply:
+    """Ask the head at `address` (host:port of its GCS) once. Blocks for `seconds` at most. `token`: Ray's, by default the
+    environment's.
+
+    An error of the head's own (a wrong token, for example) is a response, too.
+    """
+    with _channel(address) as channel:
+        call = channel.unary_unary(_METHOD, None, None)  # the empty request, as it is
+        try:
+            call(b"", timeout=seconds, metadata=_metadata(token))
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return "silent"
+            return "absent" if code is grpc.StatusCode.UNAVAILABLE else "responds"
+    return "responds"
+
+
+def _channel(address: str) -> grpc.Channel:
+    """A connection of its own per probe: after a partition an old one would wait for TCP's retransmissions."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address, options)
+    files = [os.environ.get(f"RAY_TLS_{name}") for name in ("CA_CERT", "SERVER_KEY", "SERVER_CERT")]
+    root, key, cert = (Path(file).read_bytes() if file else None for file in files)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, cert), options)
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    token = token or os.environ.get("RAY_AUTH_TOKEN", "")
+    file = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    if not token and file and Path(file).is_file():
+        token = Path(file).read_text()
+    return (("authorization", f"Bearer {token.strip()}"),) if token else ()
+
+
+class RayHeadWatch:
+    """Probes one head on a thread, from construction until `close`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        means: str,
+        probe: Probe = probe,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`means`: what its silence has as a consequence in this process, for the log."""
+        self.address = address
+        self.has_responded = False
+        self._means = means
+        self._probe = probe
+        self._clock = clock
+        self._looked = clock()
+        self._silent = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="ray-head", daemon=True).start()
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the head has not responded; 0 while it does."""
+        return self._silent
+
+    @property
+    def why_silent(self) -> str:
+        """The silence as a sentence, once it is longer than RAY_HEAD_SILENT_SECONDS; else ""."""
+        return _sentence(self.address, self._silent) if self._silent >= RAY_HEAD_SILENT_SECONDS else ""
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                reply = self._probe(self.address, RAY_HEAD_PROBE_SECONDS)
+            except Exception:  # an unreadable certificate, for example
+                log.exception("Ray's head at %s cannot be asked", self.address)
+                reply = "absent"
+            self.look(reply)
+            self._closed.wait(RAY_HEAD_PROBE_SECONDS if reply == "responds" else _ATTEMPT_SECONDS)
+
+    def look(self, reply: Reply) -> None:
+        """Count the time since the last reply. More than two probes' time of it was this process's own stop."""
+        self.has_responded = self.has_responded or reply == "responds"
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, 2 * RAY_HEAD_PROBE_SECONDS), now
+        before, self._silent = self._silent, 0.0 if reply == "responds" else self._silent + passed
+        if before < RAY_HEAD_SILENT_SECONDS <= self._silent:
+            log.error("%s: %s", self.why_silent, self._means)
+        elif before >= RAY_HEAD_SILENT_SECONDS and not self._silent:
+            log.warning("Ray's head at %s responds again, after %.0f s", self.address, before)
+
+
+def _sentence(address: str, seconds: float) -> str:
+    return f"Ray's head at {address} has not responded for {seconds:.0f} s"
+
+
+def wait_for_head(
+    address: str,
+    seconds: float,
+    stop: threading.Event | None = None,
+    probe: Probe = probe,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Wait until the head responds: one that is absent for `seconds`, because it may be starting, one that is silent for
+    RAY_HEAD_LOST_SECONDS. Raises SetupError, also once `stop` is set."""
+    stop = stop or threading.Event()
+    began = clock()
+    silent_since: float | None = None
+    while (reply := probe(address, RAY_HEAD_PROBE_SECONDS)) != "responds":
+        now = clock()
+        if reply == "silent":
+            silent_since = now if silent_since is None else silent_since
+            if now - silent_since + RAY_HEAD_PROBE_SECONDS >= RAY_HEAD_LOST_SECONDS:
+                raise SetupError(_sentence(address, now - began) + ": it hangs", field="ray_address")
+        else:
+            silent_since = None
+        if now - began >= seconds:
+            raise SetupError(
+                f"no Ray head at {address} within {seconds:.0f} s: nothing listens there", field="ray_address"
+            )
+        if stop.wait(_ATTEMPT_SECONDS):
+            raise SetupError(f"stopped before Ray's head at {address} responded", field="ray_address")
+
+
+class _Call(Generic[Result]):
+    """A call on a daemon thread of its own, which stays behind if it is not waited for to the end."""
+
+    def __init__(self, call: Callable[[], Result]):
+        self._call = call
+        self._ended = threading.Event()
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="ray-call", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+    def result(self) -> Result:
+        """Of a call that has ended. Raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._call())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+def within(call: Callable[[], Result], seconds: float) -> Result:
+    """Return `call()`, run on a thread of its own. Raises TimeoutError after `seconds`."""
+    running = _Call(call)
+    if not running.wait(seconds):
+        raise TimeoutError
+    return running.result()
+
+
+def call_ray(
+    address: str,
+    what: str,
+    call: Callable[[], Result],
+    seconds: float,
+    *,
+    stop: threading.Event | None = None,
+    probe: Probe = probe,
+) -> Result:
+    """Return `call()`, run on a thread of its own. Raises SetupError when the head is silent for RAY_HEAD_LOST_SECONDS
+    meanwhile, after `seconds`, and when `stop` is set; the thread then stays behind, because Ray has no way to end the
+    call."""
+    watch = RayHeadWatch(address, means=f"{what} waits for it", probe=probe)
+    running = _Call(call)
+    deadline = time.monotonic() + seconds
+    try:
+        while not running.wait(_LOOK_SECONDS):
+            if watch.silent_seconds >= RAY_HEAD_LOST_SECONDS:
+                raise SetupError(
+                    f"{_sentence(address, watch.silent_seconds)}: {what} was given up", field="ray_address"
+                )
+            if stop is not None and stop.is_set():
+                raise SetupError(f"{what} was stopped", field="ray_address")
+            if time.monotonic() >= deadline:
+                raise SetupError(
+                    f"{what} by Ray's head at {address} did not end within {seconds:.0f} s",
+                    field="ray_address",
+                )
+    finally:
+        watch.close()
+    return running.result()
