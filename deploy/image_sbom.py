@@ -130,16 +130,16 @@ def _python(root: Path) -> Iterator[Package]:
 
 def _python_licenses(one: Distribution) -> tuple[str, ...]:
     """The SPDX expression; or else the classifiers; or else the first line of the free text."""
-    if expression := one.metadata.get("License-Expression"):
-        return (expression,)
+    if "License-Expression" in one.metadata:
+        return (one.metadata["License-Expression"],)
     classifiers = one.metadata.get_all("Classifier") or ()
     named = {
         line.rpartition(" :: ")[2].strip() for line in classifiers if line.startswith("License :: ")
     } - _NO_LICENSE
     if named:
         return tuple(sorted(named))
-    text = (one.metadata.get("License") or "").strip().splitlines()
-    return (text[0].strip(),) if text and text[0].strip() != "UNKNOWN" else (UNKNOWN,)
+    text = one.metadata["License"].strip() if "License" in one.metadata else ""
+    return (text.splitlines()[0].strip(),) if text and text != "UNKNOWN" else (UNKNOWN,)
 
 
 def _bytes(one: Distribution) -> int:

@@ -22,14 +22,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 import baton
-from deploy import image_sbom
+from deploy import image_probe, image_sbom
 from deploy.image_sbom import Package
 
 ROOT = Path(__file__).resolve().parents[1]
+CHART = ROOT / "deploy" / "helm" / "baton"
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 SUITE = "bookworm"
 BASE = f"localhost/baton-python:{SUITE}"
@@ -77,6 +79,9 @@ class Built:
 def main() -> int:
     given = arguments()
     console = Console()
+    if given.if_possible and (reason := image_probe.why_not()):
+        console.print(f"NO IMAGE IS BUILT HERE: {reason}", style="bold yellow")
+        return 0
     base = given.base or base_image(console)
     base_bytes = size_of(base)
     built = [build(target, base, given.cpu_index) for target in given.targets or BUDGETS]
@@ -104,10 +109,14 @@ def arguments() -> argparse.Namespace:
         "default: empty where they name a folder of wheels (find-links), else the Dockerfile's",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the reports; default: %(default)s")
+    parser.add_argument(
+        "--if-possible", action="store_true", help="where this machine cannot: print the reason, and succeed"
+    )  # fmt: skip
     given = parser.parse_args()
     if unknown := [one for one in given.targets if one not in BUDGETS]:
         parser.error(f"TARGET {unknown[0]} is none of {', '.join(BUDGETS)}")
-    for program in ("buildah", *([] if given.base else ["debootstrap"])):
+    needed = () if given.if_possible else ("buildah", *([] if given.base else ["debootstrap"]))
+    for program in needed:
         if shutil.which(program) is None:
             parser.error(f"{program} is not installed: apt-get install {program}")
     return given
@@ -189,7 +198,14 @@ def build(target: str, base: str, cpu_index: str | None = None) -> Built:
         for source, place in mounts(Path(folder), settings):
             command += ["--volume", f"{source}:{place}:ro"]
         run([*command, str(ROOT)], shown=True)
+    if target == "redis":
+        run(["buildah", "tag", image, f"{NAME}/redis:{redis_tag()}"])
     return Built(target, image, size_of(image), time.monotonic() - began, contents(image))
+
+
+def redis_tag() -> str:
+    """The tag by which the chart names the image of Redis."""
+    return str(yaml.safe_load((CHART / "values.yaml").read_text())["redis"]["tag"])
 
 
 def pip_settings() -> dict[str, str]:

@@ -280,7 +280,16 @@ def test_ray_is_imported_only_where_its_work_is_done() -> None:
     """Never while a module is imported, and by functions of these alone: an image without Ray serves. A whole cluster
     without it runs in tests/end_to_end/test_without_ray.py."""
     found = {}
-    for room in ("baton", "cluster", "engine", "kv_transfer", "worker", "prefill_worker", "decode_worker", "router"):
+    for room in (
+        "baton",
+        "cluster",
+        "engine",
+        "kv_transfer",
+        "worker",
+        "prefill_worker",
+        "decode_worker",
+        "router",
+    ):
         for file in (ROOT / room).rglob("*.py"):
             if indents := re.findall(r"^( *)(?:import|from) ray\b", file.read_text(), re.MULTILINE):
                 found[file.relative_to(ROOT).as_posix()] = indents

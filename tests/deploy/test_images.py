@@ -39,7 +39,7 @@ def test_sizes_as_buildah_writes_them():
 )
 def test_torch_comes_from_the_cpu_index_or_a_folder_of_wheels(monkeypatch, settings, given, passed):
     commands = []
-    monkeypatch.setattr(images, "run", lambda command, **_: commands.append(command) or "")
+    monkeypatch.setattr(images, "run", lambda command, **_: commands.append(command))
     monkeypatch.setattr(images, "pip_settings", lambda: settings)
     monkeypatch.setattr(images, "size_of", lambda _: 0)
     monkeypatch.setattr(images, "contents", lambda _: [])
