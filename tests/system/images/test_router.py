@@ -53,7 +53,7 @@ def cluster(
 
 def test_a_router_answers_with_redis_of_its_own_image(cluster: ImageCluster) -> None:
     addresses = cluster.start("router", "router", "--http-port", "0", "--grpc-port", "0")
-    answer = httpx.get(f"{addresses['http']}/healthz", timeout=10)
+    answer = httpx.get(f"{addresses['http']}/health", timeout=10)
     assert answer.status_code == 200, answer.text
     with redis.Redis.from_url(cluster.redis_url) as client:
         assert list(client.scan_iter("*"))
