@@ -51,7 +51,7 @@ UPGRADE = (
 )
 RECIPE = "org.baton.recipe"
 # MB beyond the base image that a target may take
-BUDGETS: Mapping[str, int] = {"router": 350, "worker": 1350, "prefill": 1600, "decode": 1600, "redis": 30}
+BUDGETS: Mapping[str, int] = {"router": 350, "worker": 1350, "prefill": 1600, "decode": 1600, "redis": 20}
 NAME = "localhost/baton"
 OUT = ROOT / "out" / "images"
 LARGEST = 8
