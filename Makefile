@@ -120,8 +120,14 @@ chart-golden: $(STAMP)  ## Write the rendered examples that the tests compare wi
 		tests/system/helm/test_golden.py
 
 TARGETS ?=
-images: $(STAMP)  ## Build the images of router and workers with buildah; prints their sizes: TARGETS="router"
-	$(BIN)/python -m deploy.images $(TARGETS)
+BASE ?=
+images: $(STAMP)  ## Build the images with buildah, print sizes and contents, run them (root): TARGETS="router redis" BASE="--base IMAGE"
+	$(BIN)/python -m deploy.images $(BASE) $(TARGETS)
+	$(BIN)/python -m pytest -q -m system -rs -o addopts="--import-mode=importlib --strict-markers" tests/system/images tests/images
+
+.PHONY: images-if-possible
+images-if-possible: $(STAMP)  ## The images that test-system runs; where this machine cannot build them it says why, and succeeds
+	$(BIN)/python -m deploy.images --if-possible redis router
 
 # Where images cannot be run: make helm-test IMAGES=optional
 IMAGES ?= required

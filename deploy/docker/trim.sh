@@ -10,13 +10,15 @@ done
 for package in numpy sympy networkx; do
   [ ! -d $package ] || find $package -name tests -prune -exec rm -r {} +
 done
-# The image has the model once.
-rm -r baton/demo_model
-ln -s /opt/baton/demo-model baton/demo_model
 if [ -d torch ]; then
-  # NIXL brings a build for each CUDA release, and kernels for experts over several nodes; torch its tests and headers.
-  python -m pip uninstall -q -y nixl-cu12
-  rm -rf nixl_cu12* .nixl_cu12* nixl_ep nixl_ep_cu* torch/test torch/include torch/share
+  # NIXL brings a build for each CUDA release: that of torch's stays, 13 where torch has none. And kernels for experts over
+  # several nodes; torch brings its tests and headers.
+  cuda=$(python -c 'import runpy; print((runpy.run_path("torch/version.py")["cuda"] or "13").partition(".")[0])')
+  for build in 12 13; do
+    [ $build = "$cuda" ] || python -m pip uninstall -q -y nixl-cu$build
+    [ $build = "$cuda" ] || rm -rf nixl_cu$build* .nixl_cu$build*
+  done
+  rm -rf nixl_ep nixl_ep_cu* torch/test torch/include torch/share
   find torch/lib -name '*.a' -delete
   find torch/bin -type f ! -name torch_shm_manager -delete
 fi

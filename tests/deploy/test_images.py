@@ -1,10 +1,14 @@
-"""What the build of images mounts: pip's settings and what they name, and nothing else."""
+"""What the build of images mounts, where it takes torch from, and what it reports."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
 from deploy import images
+from deploy.image_sbom import Package
 
 
 def test_pips_settings_go_into_one_file_and_the_files_they_name_are_mounted(tmp_path, monkeypatch):
@@ -12,7 +16,7 @@ def test_pips_settings_go_into_one_file_and_the_files_they_name_are_mounted(tmp_
     (tmp_path / "ca.pem").touch()
     said = f"global.index-url='file://{tmp_path}/index/simple'\nglobal.cert='{tmp_path}/ca.pem'\n"
     monkeypatch.setattr(images, "run", lambda _: said)
-    (file, place), *others = images.mounts(tmp_path)
+    (file, place), *others = images.mounts(tmp_path, images.pip_settings())
     assert place == "/etc/pip.conf"
     lines = ["[global]", f"index-url = file://{tmp_path}/index/simple", f"cert = {tmp_path}/ca.pem"]
     assert file.read_text().splitlines() == lines
@@ -22,3 +26,52 @@ def test_pips_settings_go_into_one_file_and_the_files_they_name_are_mounted(tmp_
 def test_sizes_as_buildah_writes_them():
     assert images._bytes("1.5 GB") == 1.5e9
     assert images._bytes("12 MB") == 12e6
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "passed"),
+    [
+        ({}, None, []),
+        ({}, "https://wheels.example/cpu", ["CPU_INDEX=https://wheels.example/cpu"]),
+        ({":env:.find-links": "/wheels"}, None, ["CPU_INDEX="]),
+    ],
+    ids=["the Dockerfile's index", "an index", "a folder of wheels"],
+)
+def test_torch_comes_from_the_cpu_index_or_a_folder_of_wheels(monkeypatch, settings, given, passed):
+    commands = []
+    monkeypatch.setattr(images, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(images, "pip_settings", lambda: settings)
+    monkeypatch.setattr(images, "size_of", lambda _: 0)
+    monkeypatch.setattr(images, "contents", lambda _: [])
+    images.build("worker", "base", given)
+    (command,) = commands
+    assert [word for word in command if word.startswith("CPU_INDEX")] == passed
+
+
+def test_the_base_is_made_again_when_its_recipe_changes(monkeypatch):
+    before = images.recipe()
+    assert images.recipe() == before
+    monkeypatch.setattr(images, "BASE_PACKAGES", (*images.BASE_PACKAGES, "tini"))
+    assert images.recipe() != before
+
+
+def test_the_base_has_the_releases_security_updates():
+    lines = images.sources("http://mirror.example/debian").splitlines()
+    assert "deb http://mirror.example/debian-security bookworm-security main" in lines
+
+
+def test_reports_name_sizes_packages_and_licences(tmp_path):
+    packages = [Package("deb", "libc6", "2.36-9", ("LGPL-2.1",), 13_000_000, "amd64")]
+    packages += [Package("pypi", "numpy", "2.4.0", ("BSD-3-Clause",), 30_000_000)]
+    built = [images.Built("router", "localhost/baton/router:1.2.3", 463_000_000, 51.0, packages)]
+    images.write(tmp_path, built, 128_000_000, images.table(built, 128_000_000))
+    (sizes,) = json.loads((tmp_path / "images.json").read_text())["images"]
+    assert sizes["beyond_base"] == 335_000_000
+    assert list(sizes["largest"]) == ["numpy", "libc6"]
+    assert "numpy 30" in (tmp_path / "images.txt").read_text()
+    sbom = json.loads((tmp_path / "router.cdx.json").read_text())
+    assert sbom["metadata"]["component"]["version"] == "1.2.3"
+    assert (tmp_path / "router.licenses.txt").read_text().splitlines() == [
+        "BSD-3-Clause\tpypi\tnumpy\t2.4.0",
+        "LGPL-2.1\tdeb\tlibc6\t2.36-9",
+    ]

@@ -13,8 +13,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-# Beside make, only what builds and starts an image.
-COMMANDS = {"make", "docker"}
+# Beside make, only what builds, starts and publishes an image or the chart.
+COMMANDS = {"make", "docker", "helm"}
+ON_A_TAG = "startsWith(github.ref, 'refs/tags/v')"
 
 
 def _workflow(path: Path) -> dict[Any, Any]:
@@ -28,15 +29,24 @@ def _steps(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _commands(path: Path) -> list[str]:
     """Lines that a workflow runs, one for each value of its matrix."""
-    lines = []
-    for job, step in _steps(path):
-        values = job.get("strategy", {}).get("matrix", {})
-        variants = [("", "")]
-        for name, several in values.items():
-            variants = [(f"${{{{ matrix.{name} }}}}", value) for value in several]
-        if "run" in step:
-            lines += [step["run"].replace(*variant) if variant[0] else step["run"] for variant in variants]
-    return lines
+    return [
+        _filled(step["run"], values)
+        for job, step in _steps(path)
+        if "run" in step
+        for values in _variants(job.get("strategy", {}).get("matrix", {}))
+    ]
+
+
+def _variants(matrix: dict[str, Any]) -> list[dict[str, str]]:
+    if "include" in matrix:
+        return list(matrix["include"])
+    return [{name: value} for name, several in matrix.items() for value in several] or [{}]
+
+
+def _filled(line: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        line = line.replace(f"${{{{ matrix.{name} }}}}", value)
+    return line
 
 
 def _targets() -> set[str]:
@@ -67,7 +77,11 @@ def test_a_workflow_has_limits_and_may_only_read(path: Path) -> None:
     for name, job in workflow["jobs"].items():
         assert 0 < job["timeout-minutes"] <= 60, name
         assert not job["runs-on"].endswith("-latest"), "a runner of a named version"
-        assert "permissions" not in job
+        # What publishes may write packages, and runs for a version's tag alone.
+        publishes = job.get("if") == ON_A_TAG
+        assert job.get("permissions") == ({"contents": "read", "packages": "write"} if publishes else None), (
+            name
+        )
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -80,15 +94,53 @@ def test_actions_are_pinned_and_keep_no_credentials(path: Path) -> None:
             assert step["with"]["persist-credentials"] is False
 
 
+def _images() -> list[list[str]]:
+    """Words of the commands that build one."""
+    commands = map(shlex.split, _commands(ROOT / ".github" / "workflows" / "images.yml"))
+    return [words for words in commands if "--target" in words]
+
+
+def _after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
 def test_the_images_that_are_built_are_stages_of_the_dockerfile() -> None:
     stages = set(re.findall(r" AS ([a-z-]+)", (ROOT / "deploy" / "docker" / "Dockerfile").read_text()))
-    built = [
-        words[words.index("--target") + 1]
-        for words in map(shlex.split, _commands(ROOT / ".github" / "workflows" / "images.yml"))
-        if "--target" in words
+    built = [_after(words, "--target") for words in _images() if "--push" not in words]
+    assert built == ["router", "redis", "worker", "prefill", "decode"]
+    assert {_after(words, "--target") for words in _images()} <= stages
+
+
+def test_images_are_published_by_the_names_that_the_chart_forms() -> None:
+    values = yaml.safe_load((ROOT / "deploy/helm/baton/values.yaml").read_text())
+    published = {}
+    for words in _images():
+        if "--push" in words:
+            assert {"--sbom=true", "--provenance=mode=max"} <= {*words}
+            name = _after(words, "--tag").removeprefix("$REPOSITORY/").replace("${VERSION#v}", "VERSION")
+            name = re.sub(r"\$\{TAG:-(.*)\}$", r"\1", name)
+            published[name] = (_after(words, "--target"), _after(words, "--build-arg").rpartition("/")[2])
+    (redis,) = [
+        one
+        for one in _workflow(ROOT / ".github/workflows/images.yml")["jobs"]["publish"]["strategy"]["matrix"][
+            "include"
+        ]
+        if one["tag"]
     ]
-    assert built == ["router", "prefill", "decode"]
-    assert set(built) <= stages
+    assert (redis["image"], redis["tag"]) == ("redis", values["redis"]["tag"])
+    suffix = values["image"]["gpuSuffix"]
+    for role in ("prefill", "decode"):
+        assert published[f"{role}:VERSION"][0] == role
+        assert published[f"{role}:VERSION{suffix}"] == (f"{role}-cuda", "cu130")
+        assert published[f"{role}:VERSION-cuda12"] == (f"{role}-cuda", "cu126")
+    assert {"router:VERSION", "worker:VERSION", "redis:VERSION"} <= published.keys()
+
+
+def test_the_chart_is_published_after_its_images() -> None:
+    jobs = _workflow(ROOT / ".github" / "workflows" / "images.yml")["jobs"]
+    assert jobs["chart"]["needs"] == "publish" and jobs["publish"]["needs"] == "images"
+    lines = [step["run"] for step in jobs["chart"]["steps"] if "run" in step]
+    assert lines[0].startswith("helm package deploy/helm/baton ") and "oci://" in lines[1]
 
 
 def _hooks() -> dict[str, dict[str, Any]]:

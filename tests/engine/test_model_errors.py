@@ -200,6 +200,18 @@ def test_a_missing_tensor_is_named(model):
     assert caught.value.field == name
 
 
+def test_a_file_that_this_user_may_not_read_is_named_with_the_user(model, monkeypatch):
+    """As for a container's user where the file is root's alone. Root may read everything, so the answers are made up."""
+
+    def refuse(*_):
+        raise FileNotFoundError("No such file or directory")
+
+    monkeypatch.setattr("engine.model.weights.safe_open", refuse)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ModelError, match=f"model.safetensors may not be read by user {os.geteuid()}"):
+        load(model)
+
+
 def test_a_wrong_shape_is_named_with_both_shapes(model):
     name = "model.layers.0.self_attn.k_proj.weight"
     rewrite(model, lambda tensors: tensors.update({name: torch.zeros(3, 64)}))

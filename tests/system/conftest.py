@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import image_probe
 from tests.kubernetes.kubelet import podman
 from tests.kubernetes.kubelet.possible import why_not
 from tests.system.namespaces import may_make_namespaces
@@ -47,6 +48,8 @@ def not_here() -> dict[Path, str]:
         missing |= {HERE / "kubelet": reason, HERE / "helm_life" / "test_processes.py": reason}
     if (reason := reason or podman.why_not()) and not images_are_required():
         missing[HERE / "containers"] = reason
+    if reason := image_probe.why_not():
+        missing[HERE / "images"] = reason
     return missing
 
 

@@ -40,15 +40,25 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{- define "baton.registry" -}}{{ .Values.global.imageRegistry | default .Values.image.registry }}/{{ .Values.image.repository }}{{- end -}}
+
 {{- /* Takes root, role, override, gpus. */ -}}
 {{- define "baton.image" -}}
 {{- if .override -}}
 {{- .override -}}
 {{- else -}}
 {{- $image := .root.Values.image -}}
-{{- $tag := $image.tag | default (printf "%s%s" .root.Chart.AppVersion (ternary "-cuda" "" (gt (int .gpus) 0))) -}}
-{{- printf "%s/%s/%s:%s" (.root.Values.global.imageRegistry | default $image.registry) $image.repository .role $tag -}}
+{{- $tag := $image.tag | default .root.Chart.AppVersion -}}
+{{- if and (gt (int .gpus) 0) (not (hasSuffix $image.gpuSuffix $tag)) -}}
+{{- $tag = printf "%s%s" $tag $image.gpuSuffix -}}
 {{- end -}}
+{{- printf "%s/%s:%s" (include "baton.registry" .root) .role $tag -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Its tag is Redis's version: a new version of Baton does not restart it. */ -}}
+{{- define "baton.redisImage" -}}
+{{- .Values.redis.image | default (printf "%s/redis:%s" (include "baton.registry" .) .Values.redis.tag) -}}
 {{- end -}}
 
 {{- define "baton.pullSecrets" -}}
