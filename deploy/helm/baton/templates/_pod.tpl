@@ -1,6 +1,10 @@
 {{- /* Parts of pods that every component shares. */ -}}
 
+{{- /* Takes root. */ -}}
 {{- define "baton.podSecurity" -}}
+{{- if kindIs "map" .root.Values.podSecurityContext -}}
+{{- toYaml .root.Values.podSecurityContext -}}
+{{- else -}}
 runAsNonRoot: true
 runAsUser: 10001
 runAsGroup: 10001
@@ -8,16 +12,17 @@ fsGroup: 10001
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
+{{- end -}}
 
-{{- /* Takes add: capabilities to keep. */ -}}
+{{- /* Takes root; add: capabilities to keep. */ -}}
 {{- define "baton.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-  {{- with .add }}
-  add: {{ toJson . }}
-  {{- end }}
+{{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) -}}
+{{- if kindIs "map" .root.Values.securityContext }}{{ $security = deepCopy .root.Values.securityContext }}{{ end -}}
+{{- with .add }}
+{{- $capabilities := $security.capabilities | default dict }}
+{{- $_ := set $security "capabilities" (merge (dict "add" (concat ($capabilities.add | default list) . | uniq)) $capabilities) }}
+{{- end -}}
+{{- toYaml $security -}}
 {{- end -}}
 
 {{- /* metadata of a pod. Takes root, component, pod, checksum (what must roll it when it changes). */ -}}
@@ -66,6 +71,9 @@ schedulerName: {{ . }}
 {{- with .pod.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
+{{- with (.pool | default dict).resourceClaims }}
+resourceClaims: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "baton.modelVolume" -}}
@@ -111,7 +119,7 @@ runtimeClassName: {{ . }}
       valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" $hub.tokenSecret) | nindent 8 }}
     {{- end }}
     {{- include "baton.scratchEnv" .root | nindent 4 }}
-  securityContext: {{- include "baton.containerSecurity" (dict) | nindent 4 }}
+  securityContext: {{- include "baton.containerSecurity" (dict "root" .root) | nindent 4 }}
   resources:
     requests: {cpu: 500m, memory: 256Mi}
     limits: {memory: 1Gi}
