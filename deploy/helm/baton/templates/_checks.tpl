@@ -15,6 +15,7 @@
 {{- include "baton.checkRouter" . }}
 {{- include "baton.checkNetwork" . }}
 {{- include "baton.checkRoutes" . }}
+{{- include "baton.checkGroups" . }}
 {{- end -}}
 
 {{- /* cluster/protocol/link.py: workers from before the link have no version in common with routers of today. */ -}}
@@ -198,6 +199,25 @@
 {{- define "baton.checkNetwork" -}}
 {{- if and .Values.networkPolicy.enabled .Values.observability.otlpEndpoint (not .Values.networkPolicy.collector) }}
 {{- fail "observability.otlpEndpoint is set, and no NetworkPolicy allows traces to leave: set networkPolicy.collector to the address of the collector, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: observability}}}]" }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkGroups" -}}
+{{- $groups := .Values.multiNode -}}
+{{- range $role := list "prefill" "decode" }}
+{{- if include "baton.inGroups" (dict "root" $ "pool" (index $.Values $role)) }}
+{{- if not (or ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1") ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet")) }}
+{{- fail "multiNode.by is leaderWorkerSet, but this cluster has no leaderworkerset.x-k8s.io/v1: install LeaderWorkerSet, or set multiNode.by to ray" }}
+{{- end }}
+{{- /* Its pods' StatefulSets are named by it and a number, of which a label holds 52 characters. */}}
+{{- $name := include "baton.groupSetName" (dict "root" $ "role" $role) }}
+{{- if gt (len $name) 48 }}
+{{- fail (printf "%s is longer than the 48 characters of a LeaderWorkerSet's name: set fullnameOverride to a shorter one" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and (eq $groups.by "leaderWorkerSet") (eq (int $groups.maxUnavailable) 0) (eq (int $groups.maxSurge) 0) }}
+{{- fail "multiNode.maxUnavailable and multiNode.maxSurge are both 0: no update could begin; raise one" }}
 {{- end }}
 {{- end -}}
 

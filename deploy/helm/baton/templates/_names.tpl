@@ -105,7 +105,7 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- define "baton.redisScheme" -}}{{ ternary "rediss" "redis" .Values.tls.enabled }}{{- end -}}
 {{- define "baton.rayHead" -}}{{ include "baton.base" . }}-ray-head{{- end -}}
 
-{{- /* "pvc", "hf" or "file". */ -}}
+{{- /* "pvc", "hf", "s3" or "file". */ -}}
 {{- define "baton.modelScheme" -}}{{ index (splitList "://" .Values.model.source) 0 }}{{- end -}}
 
 {{- /* Where every pod finds the model directory. */ -}}
@@ -116,6 +116,8 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- printf "/%s/%s" (include "baton.modelsVolume" .) ($parts._1 | default "") | trimSuffix "/" -}}
 {{- else if eq (include "baton.modelScheme" .) "hf" -}}
 {{- printf "/%s/%s" (include "baton.modelsVolume" .) (index (splitList "@" $rest) 0 | replace "/" "--") -}}
+{{- else if eq (include "baton.modelScheme" .) "s3" -}}
+{{- printf "/%s/%s" (include "baton.modelsVolume" .) (base (trimSuffix "/" $rest)) -}}
 {{- else -}}
 {{- $rest -}}
 {{- end -}}
