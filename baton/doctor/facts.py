@@ -16,6 +16,8 @@ CLIQUE_LABEL = "nvidia.com/gpu.clique"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 # Definitions of the operators that Baton's chart has objects for.
 KUBERAY = "rayservices.ray.io"
+GROUPS = ("leaderworkersets.leaderworkerset.x-k8s.io",)
+GATEWAY = ("httproutes.gateway.networking.k8s.io", "grpcroutes.gateway.networking.k8s.io")
 PROMETHEUS = ("servicemonitors.monitoring.coreos.com", "podmonitors.monitoring.coreos.com")
 RULES = "prometheusrules.monitoring.coreos.com"
 _RBAC = "rbac.authorization.k8s.io"

@@ -49,7 +49,7 @@
 {{- if and (gt $gpus 0) (hasPrefix "amd.com/" $pool.gpuResource) (not $pool.image) }}
 {{- fail (printf "%s.gpuResource = %s: images with -cuda have no ROCm; set %s.image to one that was built with PyTorch for ROCm" $role $pool.gpuResource $role) }}
 {{- end }}
-{{- if and $pool.resourceClaims (semverCompare "<1.34-0" .root.Capabilities.KubeVersion.Version) (not (.root.Capabilities.APIVersions.Has "resource.k8s.io/v1beta1")) }}
+{{- if and $pool.resourceClaims (semverCompare "<1.34-0" .root.Capabilities.KubeVersion.Version) }}
 {{- fail (printf "%s.resourceClaims needs dynamic resource allocation, which this cluster (%s) does not have: upgrade to Kubernetes 1.34, or use a device plugin and %s.gpuResource" $role .root.Capabilities.KubeVersion.Version $role) }}
 {{- end }}
 {{- if and (eq $gpus 0) (mod (int $pool.tensorParallel) (int $pool.nodes)) }}
@@ -206,13 +206,13 @@
 {{- $groups := .Values.multiNode -}}
 {{- range $role := list "prefill" "decode" }}
 {{- if include "baton.inGroups" (dict "root" $ "pool" (index $.Values $role)) }}
-{{- if not (or ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1") ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet")) }}
-{{- fail "multiNode.by is leaderWorkerSet, but this cluster has no leaderworkerset.x-k8s.io/v1: install LeaderWorkerSet, or set multiNode.by to ray" }}
-{{- end }}
 {{- /* Its pods' StatefulSets are named by it and a number, of which a label holds 52 characters. */}}
 {{- $name := include "baton.groupSetName" (dict "root" $ "role" $role) }}
 {{- if gt (len $name) 48 }}
 {{- fail (printf "%s is longer than the 48 characters of a LeaderWorkerSet's name: set fullnameOverride to a shorter one" $name) }}
+{{- end }}
+{{- if not (or ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1") ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet")) }}
+{{- fail "multiNode.by is leaderWorkerSet, but this cluster has no leaderworkerset.x-k8s.io/v1: install LeaderWorkerSet, or set multiNode.by to ray" }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -230,9 +230,6 @@
 {{- if not $route.parentRefs }}
 {{- fail (printf "router.%s has no Gateway: set router.%s.parentRefs, e.g. [{name: public, namespace: gateways}]" $kind $kind) }}
 {{- end }}
-{{- if not (or ($.Capabilities.APIVersions.Has "gateway.networking.k8s.io/v1") ($.Capabilities.APIVersions.Has (printf "gateway.networking.k8s.io/v1/%s" (ternary "HTTPRoute" "GRPCRoute" (eq $kind "httpRoute"))))) }}
-{{- fail (printf "router.%s is enabled, but this cluster has no gateway.networking.k8s.io/v1: install the Gateway API (1.1 or later), or turn it off" $kind) }}
-{{- end }}
 {{- end }}
 {{- end }}
 {{- if and $router.httpRoute.enabled $router.grpcRoute.enabled }}
@@ -244,6 +241,13 @@
 {{- fail (printf "router.httpRoute and router.grpcRoute have the same listener of Gateway %s and a hostname in common: it would refuse one of them; give them different hostnames, or a sectionName each" $http.name) }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $kind := list "httpRoute" "grpcRoute" }}
+{{- if (index $router $kind).enabled }}
+{{- if not (or ($.Capabilities.APIVersions.Has "gateway.networking.k8s.io/v1") ($.Capabilities.APIVersions.Has (printf "gateway.networking.k8s.io/v1/%s" (ternary "HTTPRoute" "GRPCRoute" (eq $kind "httpRoute"))))) }}
+{{- fail (printf "router.%s is enabled, but this cluster has no gateway.networking.k8s.io/v1: install the Gateway API (1.1 or later), or turn it off" $kind) }}
 {{- end }}
 {{- end }}
 {{- end }}

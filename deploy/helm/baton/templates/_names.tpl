@@ -51,6 +51,16 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
+{{- /* An image of others, from the registry of all where one is set. Takes root, image. */ -}}
+{{- define "baton.othersImage" -}}
+{{- $registry := .root.Values.global.imageRegistry -}}
+{{- if $registry -}}
+{{- printf "%s/%s" $registry (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" .image "") -}}
+{{- else -}}
+{{- .image -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "baton.pullSecrets" -}}
 {{- with concat .Values.global.imagePullSecrets .Values.imagePullSecrets | uniq }}
 imagePullSecrets:

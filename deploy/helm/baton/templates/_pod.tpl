@@ -142,7 +142,7 @@ resourceClaims: {{- toYaml . | nindent 2 }}
 {{- $store := .root.Values.model.s3 -}}
 {{- $kinds := ternary "json,jinja,txt,model" "json,jinja,txt,model,safetensors" (not (empty .without)) }}
 - name: fetch{{ with .root.key }}-{{ . }}{{ end }}
-  image: {{ $store.image }}
+  image: {{ include "baton.othersImage" (dict "root" .root "image" $store.image) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [rclone, copy, {{ printf "store:%s" (trimPrefix "s3://" .root.Values.model.source) | quote }}, {{ include "baton.modelPath" .root }}]
   args:
