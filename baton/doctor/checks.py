@@ -67,7 +67,12 @@ def _gpus(facts: Facts) -> Finding:
         return Finding("ok", found)
     labelled = [node.name for node in facts.nodes if any("gpu" in label for label in node.labels)]
     advice = "workers run on CPUs: only small models; install the GPU operator or device plugin to use GPUs"
-    if labelled:
+    if others := facts.other_devices():
+        advice = (
+            f"{', '.join(others)}: the images compute on NVIDIA's GPUs and CPUs; AMD's need images of yours with PyTorch for "
+            f"ROCm (prefill.image, decode.image, gpuResource)"
+        )
+    elif labelled:
         advice = f"{labelled[0]} has GPU labels and nothing allocatable: the device plugin does not run there"
     return Finding("warning", "none allocatable", advice)
 

@@ -144,7 +144,14 @@ resourceClaims: {{- toYaml . | nindent 2 }}
 - name: fetch{{ with .root.key }}-{{ . }}{{ end }}
   image: {{ include "baton.othersImage" (dict "root" .root "image" $store.image) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [rclone, copy, {{ printf "store:%s" (trimPrefix "s3://" .root.Values.model.source) | quote }}, {{ include "baton.modelPath" .root }}]
+  {{- /* Without a check an empty folder would be copied with success. */}}
+  command:
+    - sh
+    - -ec
+    - rclone copy "$@"; test -f "$2/config.json" || { echo "no config.json in $1" >&2; exit 1; }
+    - sh
+    - {{ printf "store:%s" (trimPrefix "s3://" .root.Values.model.source) | quote }}
+    - {{ include "baton.modelPath" .root }}
   args:
     - --include=*.{{ printf "{%s}" $kinds }}
     - --max-depth=1
