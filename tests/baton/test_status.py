@@ -134,3 +134,13 @@ def test_names_and_addresses_are_no_markup_and_control_no_terminal(name: str) ->
     Console(file=file, width=200).print(render({"workers": [worker]}))
     shown = name.replace("\x1b", "\N{REPLACEMENT CHARACTER}").replace("\x07", "\N{REPLACEMENT CHARACTER}")
     assert file.getvalue().count(shown) == 2
+
+
+def test_a_cluster_that_handed_nothing_over_says_why() -> None:
+    placement = {"calls": 12, "requests": 11, "no_handoff": "no prefill worker is ready"}
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render({**VIEW, "placement": placement}))
+    assert "no hand-offs: no prefill worker is ready" in console.file.getvalue()  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render(VIEW))
+    assert "no hand-offs" not in console.file.getvalue()  # type: ignore[attr-defined]
