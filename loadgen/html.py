@@ -67,6 +67,8 @@ def _tiles(report: Report) -> Iterator[str]:
     if report.kv_shipped_requests:
         more = f"{report.kv_shipped_requests} requests, {report.transport}"
         yield _tile("KV handed over", size(report.kv_bytes_shipped), more)
+    elif report.no_handoff:
+        yield _tile("KV handed over", "nothing", report.no_handoff)
     if "goodput" in facts:
         yield _tile("Goodput", f"{report.goodput:.1%}", "kept their SLO")
 

@@ -138,6 +138,19 @@ class Report:
         return sum(1 for record in self.answered if record.timings and record.timings.kv_bytes_shipped)
 
     @property
+    def no_handoff(self) -> str:
+        """Why no KV was handed over, as far as Baton's timings tell; empty if some was, or without timings."""
+        timings = [record.timings for record in self.answered if record.timings]
+        if not timings or self.kv_shipped_requests:
+            return ""
+        if any(one.prefill_worker for one in timings):
+            return "decode workers held the prompts of those requests that prefill workers had"
+        return (
+            "decode workers computed all prompts: they were short (local_prefill auto), or no prefill worker was ready; "
+            "baton status says which"
+        )
+
+    @property
     def transport(self) -> str:
         """The transports of the KV, separated by commas."""
         used = Counter(record.timings.transport for record in self.answered if record.timings)

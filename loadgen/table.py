@@ -70,6 +70,8 @@ def totals(report: Report) -> Iterator[tuple[str, str]]:
     if report.kv_shipped_requests:
         shipped = f"{size(report.kv_bytes_shipped)} of KV for {report.kv_shipped_requests} requests"
         yield "handed over", f"{shipped} by {report.transport}"
+    elif reason := report.no_handoff:
+        yield "handed over", f"nothing: {reason}"
     if report.placement_calls_per_request:
         yield "placement", f"{report.placement_calls_per_request:.2f} script calls a request"
 

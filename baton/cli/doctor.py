@@ -41,6 +41,13 @@ def doctor(
         str,
         typer.Option(help="host:port of an existing Ray's head (its GCS): checks that it responds."),
     ] = "",
+    without_permissions: Annotated[
+        bool,
+        typer.Option(
+            "--without-permissions",
+            help="Do not ask what this account may create: a pod's account is not the one that installs.",
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
 ) -> None:
     """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
@@ -59,7 +66,7 @@ def doctor(
     if redis_component is not None and not redis_url:
         raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
     with connect(kubeconfig, context) as api:
-        facts = Reader(api, namespace, timeout).read()
+        facts = Reader(api, namespace, timeout).read(permissions=not without_permissions)
     checks, values = judge(facts), values_for(facts)
     if redis_url:
         check_url(redis_url)

@@ -54,6 +54,8 @@ def render(view: Mapping[str, Any], *, wide: bool = True) -> RenderableType:
     workers = sorted(view.get("workers") or (), key=lambda item: (text(item, "role"), text(item, "id")))
     parts: list[RenderableType] = [_headline(view, wide), *_ray(workers), Text()]
     parts.append(_workers(workers, wide) if workers else Text("no workers", style="yellow"))
+    if reason := (view.get("placement") or {}).get("no_handoff"):
+        parts += [Text(), Text(f"no hand-offs: {reason}", style="yellow")]
     return Group(*parts)
 
 

@@ -80,12 +80,13 @@ def up(
     time to come back.
     """
     from baton.local import preflight  # not for the help of other commands
+    from baton.local.model_directory import check_directory
 
     given = [one for one in (directory, flags.pop("model", None)) if one is not None]
     if len(given) > 1:
         raise typer.BadParameter("the model is named twice, by [MODEL] and by --model")
     for one in given:
-        preflight.check_directory(one.absolute(), "--model", str(one))
+        check_directory(one.absolute(), "--model", str(one))
     options = {
         "model": given[0].absolute() if given else demo_model(),
         **UP.values(UpOptions, flags),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
+from baton.doctor.facts import CERT_MANAGER, GATEWAY, GROUPS, KUBERAY, PROMETHEUS, RULES, Facts
 from baton.doctor.pods import blocking, pods_of, shown, without_room
 from baton.doctor.values import values_for
 
@@ -67,7 +67,12 @@ def _gpus(facts: Facts) -> Finding:
         return Finding("ok", found)
     labelled = [node.name for node in facts.nodes if any("gpu" in label for label in node.labels)]
     advice = "workers run on CPUs: only small models; install the GPU operator or device plugin to use GPUs"
-    if labelled:
+    if others := facts.other_devices():
+        advice = (
+            f"{', '.join(others)}: the images compute on NVIDIA's GPUs and CPUs; AMD's need images of yours with PyTorch for "
+            f"ROCm (prefill.image, decode.image, gpuResource)"
+        )
+    elif labelled:
         advice = f"{labelled[0]} has GPU labels and nothing allocatable: the device plugin does not run there"
     return Finding("warning", "none allocatable", advice)
 
@@ -142,7 +147,29 @@ def _storage(facts: Facts) -> Finding:
     return Finding("info", "none", advice)
 
 
+def _groups(facts: Facts) -> Finding:
+    return _operator(facts, GROUPS, "for workers that span nodes, multiNode.by ray needs none of it")
+
+
+def _gateway(facts: Facts) -> Finding:
+    return _operator(facts, GATEWAY, "clients reach the routers' Service, or an Ingress of yours")
+
+
+def _operator(facts: Facts, names: Sequence[str], without: str) -> Finding:
+    """An operator that the chart can use: the definitions that it brings."""
+    if "custom resource definitions" in facts.unread:
+        return _unknown(facts, "custom resource definitions", without)
+    missing = [name for name in names if "v1" not in facts.crds.get(name, ())]
+    if not missing:
+        return Finding("ok", "v1")
+    return Finding(
+        "info", "not installed" if missing == [*names] else f"no v1 of {', '.join(missing)}", without
+    )
+
+
 def _permissions(facts: Facts) -> Finding:
+    if not facts.permissions:
+        return Finding("info", "not asked")
     denied = [one for one in facts.permissions if one.allowed is False]
     required = [f"{one.verb} {one.full_name}" for one in denied if not one.feature]
     if required:
@@ -176,6 +203,8 @@ _CHECKS: dict[str, Callable[[Facts], Finding]] = {
     "KubeRay": _kuberay,
     "Prometheus operator": _prometheus,
     "cert-manager": _cert_manager,
+    "LeaderWorkerSet": _groups,
+    "Gateway API": _gateway,
     "storage class": _storage,
     "permissions": _permissions,
 }

@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 
 from kubernetes.utils.quantity import parse_quantity
 
-GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+GPU_RESOURCES = ("nvidia.com/gpu",)
+# Devices that the images have no kernels for
+OTHER_DEVICES = ("amd.com/gpu", "habana.ai/gaudi", "gpu.intel.com/i915", "gpu.intel.com/xe")
 MIG_PREFIX = "nvidia.com/mig-"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 CLIQUE_LABEL = "nvidia.com/gpu.clique"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 # Definitions of the operators that Baton's chart has objects for.
 KUBERAY = "rayservices.ray.io"
+GROUPS = ("leaderworkersets.leaderworkerset.x-k8s.io",)
+GATEWAY = ("httproutes.gateway.networking.k8s.io", "grpcroutes.gateway.networking.k8s.io")
 PROMETHEUS = ("servicemonitors.monitoring.coreos.com", "podmonitors.monitoring.coreos.com")
 RULES = "prometheusrules.monitoring.coreos.com"
 _RBAC = "rbac.authorization.k8s.io"
@@ -118,6 +122,11 @@ class Facts:
     @property
     def gpu_nodes(self) -> list[Node]:
         return [node for node in self.nodes if node.usable and node.gpus]
+
+    def other_devices(self) -> list[str]:
+        """Resources of usable nodes that the images cannot compute on."""
+        nodes = [node for node in self.nodes if node.usable]
+        return [name for name in OTHER_DEVICES if any(_count(node.allocatable, name) for node in nodes)]
 
     def may(self, *names: str) -> bool:
         """Whether no action on these objects (by full name) is known to be forbidden."""

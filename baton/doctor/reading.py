@@ -63,7 +63,8 @@ class Reader:
         self._seconds = seconds
         self._unread: dict[str, str] = {}
 
-    def read(self) -> Facts:
+    def read(self, *, permissions: bool = True) -> Facts:
+        """`permissions`: ask what this account may create."""
         try:
             version = client.VersionApi(self._api).get_code(_request_timeout=self._seconds).git_version
         except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
@@ -76,7 +77,7 @@ class Reader:
             nodes=self._ask("nodes", self._nodes, ()),
             crds=self._ask("custom resource definitions", self._crds, {}),
             storage_classes=self._ask("storage classes", self._storage_classes, ()),
-            permissions=[self._permission(right) for right in RIGHTS],
+            permissions=[self._permission(right) for right in RIGHTS if permissions],
             unread=self._unread,
         )
 

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from baton import safe_files
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.local import memory
+from baton.local.model_directory import check_place
 from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import FurtherModel, RouterConfig
@@ -123,12 +124,12 @@ class UpOptions(Frozen):
     @model_validator(mode="after")
     def _can_start(self) -> Self:
         """Raises ConfigError."""
-        if not (self.model / "config.json").is_file():
-            raise ConfigError(f"--model {self.model}: no config.json there", field="model")
+        check_place(self.model, "--model")
         for entry in self.also:
             name, _, directory = entry.partition("=")
-            if not name or not (Path(directory) / "config.json").is_file():
+            if not name or not directory:
                 raise ConfigError(f"--also {entry}: write NAME=DIR, with a config.json in DIR", field="also")
+            check_place(Path(directory), f"--also {name}=")
         for name in ("routers", "decode", "prefill_tp", "decode_tp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag_text(name)} must be at least 1", field=name)
@@ -159,9 +160,10 @@ class UpOptions(Frozen):
             )
         if self.require_client_certs and self.certs is None:
             raise ConfigError("--require-client-certs needs --certs", field="certs")
-        if self.prefill < 1 and self._local_prefill == "never":
+        if self.prefill == 0 and self.autoscaling is None and self._local_prefill in ("never", "auto"):
             raise ConfigError(
-                "--prefill 0 leaves no worker that prefills; allow --local-prefill fallback or always",
+                "--prefill 0 starts no worker that prefills, so nothing would be handed over: give at least 1, or say "
+                "--local-prefill always (decode workers compute prompts) or fallback (they do until one joins)",
                 field="prefill",
             )
         return self

@@ -115,7 +115,7 @@ def _latencies(view: Mapping[str, Any], width: int) -> Table:
     return table
 
 
-def _traffic(view: Mapping[str, Any], width: int) -> Table:
+def _traffic(view: Mapping[str, Any], width: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, min_width=11)
@@ -124,7 +124,9 @@ def _traffic(view: Mapping[str, Any], width: int) -> Table:
     for name, key, write in _TRAFFIC:
         line = _spark(history, key, width - _BESIDE_SPARK["traffic"])
         table.add_row(name, shown(now, key, write), line)
-    return table
+    if not (reason := now.get("no_handoff")):
+        return table
+    return Group(table, Text(f"no hand-offs: {reason}", style="yellow"))
 
 
 def _spark(history: Mapping[str, Any], key: str, cells: int) -> str:

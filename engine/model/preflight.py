@@ -60,6 +60,14 @@ def least_bytes(config: EngineConfig, model: ModelConfig, files: Iterable[Path])
     return int(total)
 
 
+def least_context_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """A lower bound of the bytes that the KV of one longest context takes on one rank."""
+    tokens = config.max_model_len or model.max_model_len
+    heads = max(1, model.num_kv_heads // config.tensor_parallel)
+    number = 1 if config.kv_dtype == "int8" else 2
+    return 2 * model.num_layers * heads * model.head_dim * number * tokens
+
+
 def _tensor_bytes(file: Path, model: ModelConfig, widest: int) -> Iterator[float]:
     with safe_open(str(file), "np") as handle:
         names = handle.keys()

@@ -21,6 +21,7 @@ from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.dispatch.work_reports import WorkReports
 from router.link.links import Links
 from router.observe.live.report import Recorder
+from router.observe.no_handoff import why_no_handoff
 from router.observe.token_times import TokenTimes
 from router.observe.traces import Arrival, RequestTrace
 from router.placement.placement import Placement
@@ -113,6 +114,10 @@ class Services:
 
     def new_transfer_id(self) -> bytes:
         return secrets.token_bytes(16)
+
+    def no_handoff(self) -> str:
+        """Why no request of this router had its KV handed over; empty if there is nothing to explain."""
+        return why_no_handoff(self.placement.mode, self.placement.decided, self.members.all)
 
     def check_any_worker(self) -> None:
         """Raises UnavailableError before the first worker has registered."""

@@ -124,7 +124,7 @@ def test_up_counts_the_pools_of_all_ranks(checkpoint):
     model, free = checkpoint("llama"), min(limit.free for limit in limits())
     one_fits = free // 3
     engine = {"engine": {"kv_memory_bytes": one_fits, "device": "cpu"}}
-    options = UpOptions(model, prefill=0, decode=1, worker=engine)
+    options = UpOptions(model, prefill=0, decode=1, worker=engine, router={"local_prefill": "fallback"})
     assert options.worker_config("decode", "", "", "").engine.kv_memory_bytes == one_fits
     with pytest.raises(ConfigError) as caught:
         UpOptions(model, prefill=2, decode=2, prefill_tp=2, worker=engine)

@@ -18,6 +18,7 @@ from baton.cli.main import main
 from baton.cli.up import ready_lines
 from baton.local import children, preflight
 from baton.local.cluster import LocalCluster
+from baton.local.model_directory import check_directory
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
 from cluster.errors import ConfigError
@@ -116,7 +117,7 @@ def test_no_right_to_read_the_model(model, monkeypatch):
 
     monkeypatch.setattr(Path, "exists", forbidden)
     with pytest.raises(ConfigError, match=r"cannot be read .Permission denied.: this user needs the right"):
-        preflight.check_directory(model, "--model")
+        check_directory(model, "--model")
 
 
 def test_a_model_that_is_named_twice(model, said):
@@ -128,7 +129,13 @@ SETTINGS = [
     (("--prefill-tp", "3"), "--prefill-tp 3: the model's num_"),
     (("--max-model-len", "100000000"), "--max-model-len 100000000 exceeds the model's"),
     (("--lora", "x=/nowhere"), "--lora x=/nowhere: no adapter_config.json there"),
-    (("--also", "x=/nowhere"), "--also x=/nowhere: write NAME=DIR, with a config.json in DIR"),
+    (("--also", "x=/nowhere"), "--also x=/nowhere: no such directory"),
+    (("--also", "/nowhere"), "--also /nowhere: write NAME=DIR, with a config.json in DIR"),
+    (
+        ("--prefill", "0"),
+        "--prefill 0 starts no worker that prefills, so nothing would be handed over: give at least 1",
+    ),
+    (("--kv-memory", "1"), "--kv-memory 1: the KV of one context of"),
     (("--http-port", "66000"), "--http-port"),
 ]
 

@@ -147,3 +147,13 @@ def test_a_silent_head_of_ray_is_named(seconds: float, lease: str, named: bool) 
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("Ray's head at 10.0.0.7:6379 has not responded for 47" in said) is named
     assert said.count("Ray's head") == int(named)
+
+
+def test_a_cluster_that_handed_nothing_over_says_why() -> None:
+    placement = {"calls": 12, "requests": 11, "no_handoff": "no prefill worker is ready"}
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render({**VIEW, "placement": placement}))
+    assert "no hand-offs: no prefill worker is ready" in console.file.getvalue()  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render(VIEW))
+    assert "no hand-offs" not in console.file.getvalue()  # type: ignore[attr-defined]

@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("baton", "bench", "demo", "deploy", "docs", "examples", "tests")
 # A page that tells of earlier days names the files and flags of those days.
 HISTORY = ("CHANGELOG.md",)
+# Blocks that run with the chart (tests/system/helm_life)
+ON_CLUSTER, ON_PODS = "on the test cluster", "on pods"
 
 
 @dataclass(frozen=True)

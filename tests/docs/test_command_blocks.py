@@ -5,6 +5,8 @@ The comment right above a block decides:
     <!-- not run: reason -->      it needs a GPU, a Kubernetes cluster, root, hours, …; its flags are checked all the same
     <!-- starts the cluster -->   the cluster of the next kind is started by this block (exactly one)
     <!-- needs a cluster -->      it is run against that cluster (`long`)
+    <!-- on the test cluster -->  it is run with Helm against the API server of tests/kubernetes, after those above it on its page,
+                                  and <!-- on pods --> against the chart's pods as processes (`system`, tests/system/helm_life)
     none                          it is run by itself, in an empty folder beside links to the repository's folders
 """
 
@@ -25,13 +27,15 @@ import yaml
 
 from baton.cli.main import app as APP
 from tests.docs.cluster import DocumentedCluster
-from tests.docs.pages import ROOT, Block, blocks, present_pages
+from tests.docs.pages import ON_CLUSTER, ON_PODS, ROOT, Block, blocks, pages, present_pages
 
 # What is shown and not run: pictures and output.
 SHOWN = ("text",)
 COMMANDS = ("sh", "python")
 NOT_RUN = re.compile(r"not run: \S.+")
 STARTS, NEEDS = "starts the cluster", "needs a cluster"
+# Blocks of values are rendered, and those with a file's name are that file for the commands after them.
+VALUES = re.compile(r"values of the chart(?:, on the test cluster as [a-z-]+\.yaml)?|not values: \S.+")
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 INLINE = re.compile(r"`((?:make|baton|python -m) [^`\n]+)`")
 ALL = blocks()
@@ -81,9 +85,31 @@ def test_a_block_is_run_or_states_why_not(block: Block) -> None:
         assert block.language in COMMANDS, (
             f"{block}: name its language: {', '.join((*COMMANDS, *SHOWN))}, yaml"
         )
-        assert block.marker in ("", STARTS, NEEDS) or NOT_RUN.fullmatch(block.marker), (
+        assert block.marker in ("", STARTS, NEEDS, ON_CLUSTER, ON_PODS) or NOT_RUN.fullmatch(block.marker), (
             f"{block}: {block.marker}"
         )
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_fence_is_one_that_these_tests_find(page: Path) -> None:
+    """A block that is indented, quoted or fenced by tildes would not be run."""
+    hidden = re.findall(r"^(?:[ \t>]+(?:```|~~~).*|~~~.*)$", page.read_text(), re.MULTILINE)
+    assert not hidden
+
+
+def test_values_in_the_page_of_the_chart_are_rendered_or_state_why_not() -> None:
+    found = [one for one in ALL if one.page == "docs/kubernetes.md" and one.language == "yaml"]
+    assert len(found) > 8
+    assert [str(one) for one in found if not VALUES.fullmatch(one.marker)] == []
+
+
+def test_the_page_of_the_chart_installs_upgrades_and_removes_it() -> None:
+    """Blocks that lost their markers would be left out without a sign."""
+    text = "\n".join(one.text for one in of_kind(ON_CLUSTER) if one.page == "docs/kubernetes.md")
+    assert [
+        word for word in ("install", "test", "upgrade", "rollback", "uninstall") if f"helm {word}" in text
+    ] == [*("install", "test", "upgrade", "rollback", "uninstall")]
+    assert [one.page for one in of_kind(ON_PODS)] == ["docs/kubernetes.md"]
 
 
 @pytest.mark.parametrize("block", of_kind(""), ids=str)

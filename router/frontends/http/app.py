@@ -166,6 +166,7 @@ async def _cluster_view(gateway: RequestGateway) -> dict[str, Any]:
             "calls_here": services.placement.calls,
             "mode": services.placement.mode,
             "requests": gateway.requests,
+            "no_handoff": services.no_handoff(),
         },
         "workers": [_worker(worker) for worker in services.members.all],
     }

@@ -63,6 +63,7 @@ class Live:
             members.all,
             self._rates,
             self._history,
+            self._services.no_handoff(),
         )
 
     async def tick(self) -> None:

@@ -40,7 +40,10 @@ def live_view(
     workers: Iterable[WorkerInfo],
     rates: RatesOfWorkers,
     history: History,
+    no_handoff: str = "",
 ) -> dict[str, Any]:
+    """`no_handoff`: why this router had no KV handed over; shown unless another one had."""
+    moved = any(counts.report.counts.flows for counts in routers.values())
     return {
         "router": router_id,
         "redis": {"ok": redis_ok},
@@ -50,6 +53,7 @@ def live_view(
                 counts.report.in_flight for counts in routers.values() if counts.age_seconds < GONE_SECONDS
             ),
             **_figures(history.recent()),
+            "no_handoff": "" if moved else no_handoff,
         },
         "routers": [_router(name, counts, history) for name, counts in sorted(routers.items())],
         "workers": [_worker(worker, rates) for worker in workers],

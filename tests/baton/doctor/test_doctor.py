@@ -76,6 +76,9 @@ def equip(server: ApiServer) -> None:
         server.create(crd(plural, "monitoring.coreos.com"))
     for plural in ("certificates", "issuers"):
         server.create(crd(plural, "cert-manager.io"))
+    server.create(crd("leaderworkersets", "leaderworkerset.x-k8s.io"))
+    for plural in ("httproutes", "grpcroutes"):
+        server.create(crd(plural, "gateway.networking.k8s.io"))
     default = {"storageclass.kubernetes.io/is-default-class": "true"}
     server.create(
         {
@@ -234,3 +237,27 @@ def test_without_cluster_roles_topology_is_off() -> None:
     denied = [Permission("rbac.authorization.k8s.io", "clusterroles", allowed=False)]
     assert values_for(Facts("v1.34.0", "n", [node], permissions=denied))["topology"] == {"enabled": False}
     assert "topology" not in values_for(Facts("v1.34.0", "n", [node]))
+
+
+def test_devices_without_kernels_are_named_and_not_planned_for(server: ApiServer, tmp_path: Path) -> None:
+    server.add_node("one", {}, {**LARGE, "amd.com/gpu": "8"})
+    facts = look(server, tmp_path)
+    (gpus,) = [check for check in judge(facts) if check.name == "GPUs"]
+    assert gpus.grade == "warning" and "amd.com/gpu" in gpus.advice and "ROCm" in gpus.advice
+    assert values_for(facts)["decode"]["gpus"] == 0
+
+
+def test_operators_that_values_can_use_are_named(server: ApiServer, tmp_path: Path) -> None:
+    server.create(crd("leaderworkersets", "leaderworkerset.x-k8s.io"))
+    server.create(crd("httproutes", "gateway.networking.k8s.io"))
+    found = {check.name: check for check in judge(look(server, tmp_path))}
+    assert found["LeaderWorkerSet"].grade == "ok"
+    assert found["Gateway API"].found == "no v1 of grpcroutes.gateway.networking.k8s.io"
+
+
+def test_a_pod_does_not_ask_for_its_own_rights(server: ApiServer, tmp_path: Path) -> None:
+    """Those of the account that installs matter, and a Job has another one."""
+    server.add_node("one", {}, LARGE)
+    with connect(server.kubeconfig(tmp_path / "kubeconfig"), "") as api:
+        facts = Reader(api, "default", 10.0).read(permissions=False)
+    assert not facts.permissions and grades(facts)["permissions"] == "info"

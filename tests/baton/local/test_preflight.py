@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from baton.local import preflight
+from baton.local.model_directory import check_directory, check_place
 from baton.local.options import UpOptions
 from cluster import addresses
 from cluster.config.worker import EngineConfig
@@ -84,12 +85,12 @@ def test_an_adapter_and_the_folder_of_the_hubs_cache_are_explained(model, tmp_pa
     adapter.mkdir()
     (adapter / "adapter_config.json").touch()
     with pytest.raises(ConfigError, match=r"holds a LoRA adapter, .* --lora NAME=DIR"):
-        preflight.check_directory(adapter, "--model")
+        check_directory(adapter, "--model")
     cached = tmp_path / "models--a--b"
     (cached / "snapshots").mkdir(parents=True)
     model.rename(cached / "snapshots" / "0123")
     with pytest.raises(ConfigError, match=r"there is one in .*snapshots/0123"):
-        preflight.check_directory(cached, "--model")
+        check_directory(cached, "--model")
 
 
 def test_links_into_the_hubs_blobs_shards_of_any_name_and_read_only_directories_are_taken(model, tmp_path):
@@ -102,12 +103,12 @@ def test_links_into_the_hubs_blobs_shards_of_any_name_and_read_only_directories_
     index = {"weight_map": {"a": "weights-of-any-name.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     model.chmod(0o555)
-    preflight.check_directory(model, "--model")
+    check_directory(model, "--model")
 
 
 def test_a_name_that_is_too_long_is_no_question_of_rights(tmp_path):
     with pytest.raises(ConfigError) as refused:
-        preflight.check_directory(tmp_path / ("a" * 300), "--model")
+        check_directory(tmp_path / ("a" * 300), "--model")
     assert "File name too long" in refused.value.message and "right" not in refused.value.message
 
 
@@ -151,3 +152,17 @@ def test_damaged_files_and_pipes_are_left_to_the_worker(model, tmp_path):
     (tmp_path / "damaged").write_bytes(b"\xff" * 100)
     files = [tmp_path / "pipe", tmp_path / "damaged", tmp_path / "missing"]
     assert least_bytes(config, read_model(config), files) == 0
+
+
+def test_options_ask_for_the_place_alone(checkpoint, tmp_path):
+    """Tests and scripts make options of a directory before anything else is in it."""
+    with pytest.raises(ConfigError, match="--model .*: no such directory") as refused:
+        UpOptions(tmp_path / "none")
+    assert refused.value.field == "model"
+    with pytest.raises(ConfigError, match=r"--also b=.*: no config\.json there") as refused:
+        UpOptions(checkpoint("llama"), also=(f"b={tmp_path}",), pool="process")
+    assert refused.value.field == "also"
+    (tmp_path / "config.json").write_text("{}")
+    check_place(tmp_path, "--model")
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json there"):
+        check_directory(tmp_path, "--model")

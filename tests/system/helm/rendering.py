@@ -28,6 +28,7 @@ class ValueSet:
     values: Mapping[str, Any] = field(default_factory=dict)
     apis: tuple[str, ...] = ()
     kube: str = "1.32.0"
+    since: str = "1.29"  # the oldest Kubernetes whose schemas it fits
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def pods_of(rendered: Rendered) -> list[Pod]:
     """Every pod template, those inside a RayService too."""
     found = []
     for one in rendered.manifests:
-        for template in _templates(one):
+        for template in templates_of(one):
             metadata = template["metadata"]
             labels = metadata["labels"]
             owner = f"{one['kind']}/{one['metadata']['name']}"
@@ -113,11 +114,15 @@ def pods_of(rendered: Rendered) -> list[Pod]:
     return found
 
 
-def _templates(one: Manifest) -> list[dict[str, Any]]:
+def templates_of(one: Manifest) -> list[dict[str, Any]]:
+    """Templates of pods in a manifest."""
     spec = one.get("spec") or {}
     if one["kind"] == "RayService":
         cluster = spec["rayClusterConfig"]
         return [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
+    if one["kind"] == "LeaderWorkerSet":
+        group = spec["leaderWorkerTemplate"]
+        return [group["leaderTemplate"], group["workerTemplate"]]
     return (
         [spec["template"]] if "template" in spec and "containers" in spec["template"].get("spec", {}) else []
     )

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.system.helm.rendering import CHART, Rendered, Renderer, ValueSet
-from tests.system.helm.value_sets import CERTS, KUBERAY
+from tests.system.helm.value_sets import CERTS, GATEWAY, GROUPS, KUBERAY
 
 pytestmark = pytest.mark.system
-APIS = (*CERTS, *KUBERAY)
+APIS = (*CERTS, *KUBERAY, *GROUPS, *GATEWAY)
+ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
 
 # Keys that matter only beside others: the longest prefix of a key decides.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -21,6 +22,15 @@ BESIDE: dict[str, dict[str, Any]] = {
     "model.huggingFace.tokenSecret.key": {
         "model": {"source": "hf://org/name", "huggingFace": {"tokenSecret": {"name": "hub"}}}
     },
+    "model.s3": {"model": {"source": "s3://weights/large"}},
+    "router.httpRoute": {"router": {"httpRoute": ROUTE}},
+    "router.grpcRoute": {"router": {"grpcRoute": ROUTE}},
+    "multiNode": {
+        "multiNode": {"by": "leaderWorkerSet"},
+        "decode": {"gpus": 1, "nodes": 2, "tensorParallel": 2},
+    },
+    "multiNode.by": {"decode": {"gpus": 1, "nodes": 2, "tensorParallel": 2}},
+    "doctor": {"doctor": {"enabled": True}},
     "router.autoscaling": {"router": {"autoscaling": {"enabled": True}}},
     "prefill.rdma": {"prefill": {"rdma": {"resourceName": "rdma/hca"}}},
     "decode.rdma": {"decode": {"rdma": {"resourceName": "rdma/hca"}}},
@@ -106,6 +116,11 @@ ANOTHER: dict[str, Any] = {
     "resources": {"requests": {"cpu": "7"}},
     "nodeResources": {"requests": {"cpu": "7"}},
     "config": {"max_queued": 7},
+    "requestTimeout": "1h",
+    "hostnames": ["llm.example"],
+    "podSecurityContext": {"runAsNonRoot": True},
+    "securityContext": {"allowPrivilegeEscalation": False},
+    "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "gpu"}],
     "extraObjects": [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "more"}}],
 }
 

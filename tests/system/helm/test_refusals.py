@@ -12,6 +12,7 @@ from tests.system.helm.value_sets import CERTS
 
 pytestmark = pytest.mark.system
 
+SPANNING = {"decode": {"gpus": 1, "nodes": 2, "tensorParallel": 2}}
 # values → what the message says is wrong, and what to change
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "traces that no policy lets out": (
@@ -393,6 +394,61 @@ REFUSED |= {
         "autoscaling.gpuBudget = 3, and the smallest pools of all models need 4",
         "raise it",
     ),
+    "GPUs of no resource": (
+        {"decode": {"gpuResource": ""}},
+        "decode has 1 GPUs of no resource",
+        "set decode.gpuResource, or decode.resourceClaims",
+    ),
+    "Gaudi": (
+        {"prefill": {"gpuResource": "habana.ai/gaudi"}},
+        "the engine computes on CUDA, ROCm and CPUs, and Gaudi is none of them",
+        "use other nodes",
+    ),
+    "AMD with images for CUDA": (
+        {"decode": {"gpuResource": "amd.com/gpu"}},
+        "decode.gpuResource = amd.com/gpu: images with -cuda have no ROCm",
+        "set decode.image",
+    ),
+    "DRA in a cluster without": (
+        {"decode": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "gpu"}]}},
+        "decode.resourceClaims needs dynamic resource allocation, which this cluster",
+        "upgrade to Kubernetes 1.34, or use a device plugin",
+    ),
+    "a route from no Gateway": (
+        {"router": {"grpcRoute": {"enabled": True}}},
+        "router.grpcRoute has no Gateway",
+        "set router.grpcRoute.parentRefs",
+    ),
+    "two routes at one listener": (
+        {
+            "router": {
+                "httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["a.example"]},
+                "grpcRoute": {"enabled": True, "parentRefs": [{"name": "g"}]},
+            }
+        },
+        "have the same listener of Gateway g and a hostname in common",
+        "give them different hostnames, or a sectionName each",
+    ),
+    "a route without the Gateway API": (
+        {"router": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}},
+        "router.httpRoute is enabled, but this cluster has no gateway.networking.k8s.io/v1",
+        "install the Gateway API",
+    ),
+    "groups without their controller": (
+        {**SPANNING, "multiNode": {"by": "leaderWorkerSet"}},
+        "this cluster has no leaderworkerset.x-k8s.io/v1",
+        "install LeaderWorkerSet, or set multiNode.by to ray",
+    ),
+    "groups with a long name": (
+        {**SPANNING, "multiNode": {"by": "leaderWorkerSet"}, "fullnameOverride": "b" * 40},
+        "is longer than the 48 characters of a LeaderWorkerSet's name",
+        "set fullnameOverride",
+    ),
+    "groups that no update may touch": (
+        {"multiNode": {"by": "leaderWorkerSet", "maxUnavailable": 0}},
+        "multiNode.maxUnavailable and multiNode.maxSurge are both 0",
+        "raise one",
+    ),
     "a further model's GPUs are not its ranks": (
         _with_small({"prefill": {"gpus": 2}}),
         "prefill: 2 GPUs × 1 nodes are not prefill.tensorParallel = 1",
@@ -438,7 +494,8 @@ def test_clients_that_need_certificates_are_tested_with_one(renderer: Renderer) 
         {"decode": {"pod": {"nodeselector": {}}}},
         {"prefill": {"gpus": "two"}},
         {"prefill": {"replicas": -1}},
-        {"model": {"source": "s3://bucket/model"}},
+        {"model": {"source": "s3://bucket"}},
+        {"model": {"source": "gs://bucket/model"}},
         {"model": {"dtype": "float16"}},
         {"decode": {"resources": {"request": {"cpu": 1}}}},
         {"ray": {"mode": "kube"}},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
-from tests.system.helm.rendering import Manifest, Renderer
+from tests.system.helm.rendering import Manifest, Renderer, templates_of
 from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
@@ -76,12 +77,46 @@ def test_manifests_are_valid(name: str, renderer: Renderer, valid: set[str]) -> 
         if (text := json.dumps(manifest, sort_keys=True)) in valid:
             continue
         group = _group(manifest)
+        versions = [one for one in VERSIONS if _number(one) >= _number(VALUE_SETS[name].since)]
         if group in BUILT_IN:
-            for version in VERSIONS:
-                kubernetes_validate.validate(manifest, version, strict=True)
+            _validate(manifest, versions)
         else:
             _custom(group, manifest["kind"]).validate(manifest)
+        if manifest["kind"] == "LeaderWorkerSet":
+            for template in templates_of(manifest):
+                metadata = {"name": "one", **template["metadata"]}
+                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+                _validate(pod, versions)
         valid.add(text)
+
+
+def _validate(manifest: Manifest, versions: Sequence[str]) -> None:
+    for version in versions:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "place", "field"),
+    [
+        ("leader worker set", "LeaderWorkerSet", ("leaderWorkerTemplate",), "sizes"),
+        ("routes of a Gateway", "HTTPRoute", ("rules", 0, "timeouts"), "idle"),
+        ("routes of a Gateway", "GRPCRoute", ("rules", 0), "timeouts"),
+    ],
+)
+def test_the_schemas_of_operators_are_strict(
+    name: str, kind: str, place: tuple[str | int, ...], field: str, renderer: Renderer
+) -> None:
+    manifest = copy.deepcopy(renderer.render(VALUE_SETS[name]).of(kind)[0])
+    inner: Any = manifest["spec"]
+    for part in place:
+        inner = inner[part]
+    inner[field] = {}
+    with pytest.raises(jsonschema.ValidationError, match=field):
+        _custom(_group(manifest), kind).validate(manifest)
 
 
 def test_a_misspelt_field_of_a_custom_resource_is_refused(renderer: Renderer) -> None:

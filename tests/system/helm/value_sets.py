@@ -6,6 +6,8 @@ from tests.system.helm.rendering import ValueSet
 
 KUBERAY = ("ray.io/v1",)
 CERTS = ("cert-manager.io/v1",)
+GROUPS = ("leaderworkerset.x-k8s.io/v1",)
+GATEWAY = ("gateway.networking.k8s.io/v1",)
 
 EXAMPLES: dict[str, ValueSet] = {
     "one-gpu-node": ValueSet(("one-gpu-node.yaml",)),
@@ -79,6 +81,68 @@ MORE: dict[str, ValueSet] = {
         apis=CERTS,
         kube="1.37.0",
     ),
+    "leader worker set": ValueSet(
+        ("multi-node.yaml",),
+        values={"multiNode": {"by": "leaderWorkerSet", "exclusiveTopology": "topology.kubernetes.io/rack"}},
+        apis=GROUPS,
+    ),
+    "one pool in groups": ValueSet(
+        values={
+            "multiNode": {"by": "leaderWorkerSet", "maxSurge": 1},
+            "decode": {"gpus": 2, "nodes": 2, "tensorParallel": 4},
+            "model": {"source": "s3://weights/large"},
+        },
+        apis=GROUPS,
+    ),
+    "routes of a Gateway": ValueSet(
+        values={
+            "router": {
+                "httpRoute": {
+                    "enabled": True,
+                    "parentRefs": [{"name": "public", "namespace": "gateways"}],
+                    "hostnames": ["llm.example"],
+                },
+                "grpcRoute": {
+                    "enabled": True,
+                    "parentRefs": [{"name": "public", "namespace": "gateways"}],
+                    "hostnames": ["grpc.llm.example"],
+                },
+            }
+        },
+        apis=GATEWAY,
+    ),
+    "claims of devices": ValueSet(
+        values={
+            "decode": {
+                "gpuResource": "",
+                "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "large-gpu"}],
+            },
+            "prefill": {"gpuResource": "nvidia.com/mig-3g.40gb"},
+        },
+        kube="1.34.0",
+        since="1.32",
+    ),
+    "another maker's GPUs": ValueSet(
+        values={
+            role: {"gpuResource": "amd.com/gpu", "image": f"registry.example/baton/{role}:rocm"}
+            for role in ("prefill", "decode")
+        }
+    ),
+    "a model from an object store": ValueSet(
+        values={
+            "model": {
+                "source": "s3://weights/llama/8b",
+                "s3": {
+                    "provider": "Minio",
+                    "endpoint": "https://minio.storage:9000",
+                    "region": "here",
+                    "credentialsSecret": "weights",
+                },
+            },
+            "global": {"imageRegistry": "registry.example"},
+        }
+    ),
+    "doctor first": ValueSet(("cpu-demo.yaml",), values={"doctor": {"enabled": True}}),
     "grpc probes": ValueSet(values={"prefill": {"probe": "grpc"}, "decode": {"probe": "grpc"}}),
     "ray's state elsewhere": ValueSet(
         values={

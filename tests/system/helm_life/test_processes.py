@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from baton.client import Client
+from tests.docs.pages import ON_PODS, blocks
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import process_cluster
+from tests.kubernetes.kubelet.image import ROOT
 from tests.system.helm_life.helm import NAMESPACE
 from tests.system.helm_life.release import LEAST_IN_FLIGHT, MODEL, Release, confinement, installed
 
@@ -60,6 +65,25 @@ def test_helm_test_generates_tokens_through_them(release: Release) -> None:
     said = release.helm.test(seconds=120)
     assert said.count("Phase:          Succeeded") >= 5
     assert "Failed" not in said
+
+
+def test_blocks_of_the_page_reach_its_pods(release: Release, tmp_path: Path) -> None:
+    """As they are written, with the Service's address for the forwarded one."""
+    (block,) = [one for one in blocks() if one.marker == ON_PODS]
+    baton = tmp_path / "baton"
+    baton.write_text(f'#!/bin/sh\nexec {sys.executable} -m baton "$@"\n')
+    baton.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text.replace("127.0.0.1", release.service_address)],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"object":"list"' in done.stdout and '"text":' in done.stdout and "decode" in done.stdout
 
 
 async def test_an_upgrade_under_load_loses_nothing(release: Release) -> None:

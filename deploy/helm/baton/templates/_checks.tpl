@@ -15,6 +15,8 @@
 {{- include "baton.checkTls" . }}
 {{- include "baton.checkRouter" . }}
 {{- include "baton.checkNetwork" . }}
+{{- include "baton.checkRoutes" . }}
+{{- include "baton.checkGroups" . }}
 {{- end -}}
 
 {{- /* cluster/protocol/link.py: workers from before the link have no version in common with routers of today. */ -}}
@@ -65,6 +67,18 @@
 {{- end }}
 {{- if and (gt $gpus 0) (ne $gpus (int $pool.tensorParallel)) }}
 {{- fail (printf "%s: %d GPUs × %d nodes are not %s.tensorParallel = %d: a worker needs one GPU per rank, set %s.gpus × %s.nodes equal to it" $role (int $pool.gpus) (int $pool.nodes) $role (int $pool.tensorParallel) $role $role) }}
+{{- end }}
+{{- if and (gt $gpus 0) (not $pool.gpuResource) (not $pool.resourceClaims) }}
+{{- fail (printf "%s has %d GPUs of no resource: set %s.gpuResource, or %s.resourceClaims to get them by DRA" $role $gpus $role $role) }}
+{{- end }}
+{{- if and (gt $gpus 0) (hasPrefix "habana.ai/" $pool.gpuResource) }}
+{{- fail (printf "%s.gpuResource = %s: the engine computes on CUDA, ROCm and CPUs, and Gaudi is none of them; use other nodes for this pool" $role $pool.gpuResource) }}
+{{- end }}
+{{- if and (gt $gpus 0) (hasPrefix "amd.com/" $pool.gpuResource) (not $pool.image) }}
+{{- fail (printf "%s.gpuResource = %s: images with -cuda have no ROCm; set %s.image to one that was built with PyTorch for ROCm" $role $pool.gpuResource $role) }}
+{{- end }}
+{{- if and $pool.resourceClaims (semverCompare "<1.34-0" .root.Capabilities.KubeVersion.Version) }}
+{{- fail (printf "%s.resourceClaims needs dynamic resource allocation, which this cluster (%s) does not have: upgrade to Kubernetes 1.34, or use a device plugin and %s.gpuResource" $role .root.Capabilities.KubeVersion.Version $role) }}
 {{- end }}
 {{- if and (eq $gpus 0) (mod (int $pool.tensorParallel) (int $pool.nodes)) }}
 {{- fail (printf "%s.tensorParallel = %d can't be shared by %s.nodes = %d pods: make it a multiple" $role (int $pool.tensorParallel) $role (int $pool.nodes)) }}
@@ -213,6 +227,57 @@
 {{- define "baton.checkNetwork" -}}
 {{- if and .Values.networkPolicy.enabled .Values.observability.otlpEndpoint (not .Values.networkPolicy.collector) }}
 {{- fail "observability.otlpEndpoint is set, and no NetworkPolicy allows traces to leave: set networkPolicy.collector to the address of the collector, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: observability}}}]" }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkGroups" -}}
+{{- $groups := .Values.multiNode -}}
+{{- range $role := list "prefill" "decode" }}
+{{- if include "baton.inGroups" (dict "root" $ "pool" (index $.Values $role)) }}
+{{- /* Its pods' StatefulSets are named by it and a number, of which a label holds 52 characters. */}}
+{{- $name := include "baton.groupSetName" (dict "root" $ "role" $role) }}
+{{- if gt (len $name) 48 }}
+{{- fail (printf "%s is longer than the 48 characters of a LeaderWorkerSet's name: set fullnameOverride to a shorter one" $name) }}
+{{- end }}
+{{- if not (or ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1") ($.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet")) }}
+{{- fail "multiNode.by is leaderWorkerSet, but this cluster has no leaderworkerset.x-k8s.io/v1: install LeaderWorkerSet, or set multiNode.by to ray" }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and (eq $groups.by "leaderWorkerSet") (eq (int $groups.maxUnavailable) 0) (eq (int $groups.maxSurge) 0) }}
+{{- fail "multiNode.maxUnavailable and multiNode.maxSurge are both 0: no update could begin; raise one" }}
+{{- end }}
+{{- end -}}
+
+{{- /* Listeners keep HTTPRoutes and GRPCRoutes apart by their hostnames: of two with a common one, a Gateway refuses the later. */ -}}
+{{- define "baton.checkRoutes" -}}
+{{- $router := .Values.router -}}
+{{- range $kind := list "httpRoute" "grpcRoute" }}
+{{- $route := index $router $kind }}
+{{- if $route.enabled }}
+{{- if not $route.parentRefs }}
+{{- fail (printf "router.%s has no Gateway: set router.%s.parentRefs, e.g. [{name: public, namespace: gateways}]" $kind $kind) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and $router.httpRoute.enabled $router.grpcRoute.enabled }}
+{{- range $http := $router.httpRoute.parentRefs }}
+{{- range $grpc := $router.grpcRoute.parentRefs }}
+{{- $same := and (eq $http.name $grpc.name) (eq ($http.namespace | default "") ($grpc.namespace | default "")) (eq ($http.sectionName | default "") ($grpc.sectionName | default "")) }}
+{{- range $name := $router.httpRoute.hostnames | default (list "") }}
+{{- if and $same (or (not $name) (not $router.grpcRoute.hostnames) (has $name $router.grpcRoute.hostnames)) }}
+{{- fail (printf "router.httpRoute and router.grpcRoute have the same listener of Gateway %s and a hostname in common: it would refuse one of them; give them different hostnames, or a sectionName each" $http.name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $kind := list "httpRoute" "grpcRoute" }}
+{{- if (index $router $kind).enabled }}
+{{- if not (or ($.Capabilities.APIVersions.Has "gateway.networking.k8s.io/v1") ($.Capabilities.APIVersions.Has (printf "gateway.networking.k8s.io/v1/%s" (ternary "HTTPRoute" "GRPCRoute" (eq $kind "httpRoute"))))) }}
+{{- fail (printf "router.%s is enabled, but this cluster has no gateway.networking.k8s.io/v1: install the Gateway API (1.1 or later), or turn it off" $kind) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -90,7 +90,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- with $adapters }}{{- $_ := set $config "lora_dir" . }}{{- end }}
 {{- if $transfer.slotBytes }}{{- $_ := set $config.transfer "slot_bytes" (int64 $transfer.slotBytes) }}{{- end }}
 {{- if include "baton.asksExits" . }}{{- $_ := set $config "peer_exits" "kubernetes" }}{{- end }}
-{{- if gt (int $pool.nodes) 1 }}{{- $_ := set $config "ray_address" (printf "%s:%d" (include "baton.rayHead" $root) (int $root.Values.ray.ports.gcs)) }}{{- end }}
+{{- if and (gt (int $pool.nodes) 1) (not (include "baton.inGroups" (dict "root" $root "pool" $pool))) }}{{- $_ := set $config "ray_address" (printf "%s:%d" (include "baton.rayHead" $root) (int $root.Values.ray.ports.gcs)) }}{{- end }}
 {{- $config = merge $config (include "baton.tlsFields" $root | fromYaml) -}}
 {{- toYaml (mergeOverwrite $config $pool.config) -}}
 {{- end -}}
@@ -177,6 +177,9 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- end }}
 - {name: BATON_CONFIG, value: /etc/baton/config/worker.yaml}
 - {name: BATON_READY_FILE, value: /tmp/baton-ready.json}
+{{- if include "baton.inGroups" . }}
+- {name: BATON_RAY_ADDRESS, value: "$(POD_IP):{{ .root.Values.ray.ports.gcs }}"}
+{{- end }}
 {{ include "baton.rankEnv" . }}
 {{- end -}}
 

@@ -61,6 +61,16 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- .Values.redis.image | default (printf "%s/redis:%s" (include "baton.registry" .) .Values.redis.tag) -}}
 {{- end -}}
 
+{{- /* An image of others, from the registry of all where one is set. Takes root, image. */ -}}
+{{- define "baton.othersImage" -}}
+{{- $registry := .root.Values.global.imageRegistry -}}
+{{- if $registry -}}
+{{- printf "%s/%s" $registry (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" .image "") -}}
+{{- else -}}
+{{- .image -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "baton.pullSecrets" -}}
 {{- with concat .Values.global.imagePullSecrets .Values.imagePullSecrets | uniq }}
 imagePullSecrets:
@@ -115,7 +125,7 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- define "baton.redisScheme" -}}{{ ternary "rediss" "redis" .Values.tls.enabled }}{{- end -}}
 {{- define "baton.rayHead" -}}{{ include "baton.base" . }}-ray-head{{- end -}}
 
-{{- /* "pvc", "hf" or "file". */ -}}
+{{- /* "pvc", "hf", "s3" or "file". */ -}}
 {{- define "baton.modelScheme" -}}{{ index (splitList "://" .Values.model.source) 0 }}{{- end -}}
 
 {{- /* Where every pod finds the model directory. */ -}}
@@ -126,6 +136,8 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- printf "/%s/%s" (include "baton.modelsVolume" .) ($parts._1 | default "") | trimSuffix "/" -}}
 {{- else if eq (include "baton.modelScheme" .) "hf" -}}
 {{- printf "/%s/%s" (include "baton.modelsVolume" .) (index (splitList "@" $rest) 0 | replace "/" "--") -}}
+{{- else if eq (include "baton.modelScheme" .) "s3" -}}
+{{- printf "/%s/%s" (include "baton.modelsVolume" .) (base (trimSuffix "/" $rest)) -}}
 {{- else -}}
 {{- $rest -}}
 {{- end -}}

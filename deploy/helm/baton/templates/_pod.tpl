@@ -1,6 +1,10 @@
 {{- /* Parts of pods that every component shares. */ -}}
 
+{{- /* Takes root. */ -}}
 {{- define "baton.podSecurity" -}}
+{{- if kindIs "map" .root.Values.podSecurityContext -}}
+{{- toYaml .root.Values.podSecurityContext -}}
+{{- else -}}
 runAsNonRoot: true
 runAsUser: 10001
 runAsGroup: 10001
@@ -8,16 +12,17 @@ fsGroup: 10001
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
+{{- end -}}
 
-{{- /* Takes add: capabilities to keep. */ -}}
+{{- /* Takes root; add: capabilities to keep. */ -}}
 {{- define "baton.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-  {{- with .add }}
-  add: {{ toJson . }}
-  {{- end }}
+{{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) -}}
+{{- if kindIs "map" .root.Values.securityContext }}{{ $security = deepCopy .root.Values.securityContext }}{{ end -}}
+{{- with .add }}
+{{- $capabilities := $security.capabilities | default dict }}
+{{- $_ := set $security "capabilities" (merge (dict "add" (concat ($capabilities.add | default list) . | uniq)) $capabilities) }}
+{{- end -}}
+{{- toYaml $security -}}
 {{- end -}}
 
 {{- /* metadata of a pod. Takes root, component, pod, checksum (what must roll it when it changes). */ -}}
@@ -66,6 +71,9 @@ schedulerName: {{ . }}
 {{- with .pod.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
+{{- with (.pool | default dict).resourceClaims }}
+resourceClaims: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "baton.modelVolume" -}}
@@ -80,6 +88,9 @@ runtimeClassName: {{ . }}
 {{- else if eq $scheme "hf" }}
 - name: {{ include "baton.modelsVolume" . }}
   emptyDir: {sizeLimit: {{ .Values.model.huggingFace.sizeLimit }}}
+{{- else if eq $scheme "s3" }}
+- name: {{ include "baton.modelsVolume" . }}
+  emptyDir: {sizeLimit: {{ .Values.model.s3.sizeLimit }}}
 {{- end }}
 {{- end -}}
 
@@ -88,6 +99,9 @@ runtimeClassName: {{ . }}
 - {name: {{ include "baton.modelsVolume" . }}, mountPath: /{{ include "baton.modelsVolume" . }}, readOnly: true}
 {{- end }}
 {{- end -}}
+
+{{- /* Whether an init container brings the model. */ -}}
+{{- define "baton.modelIsFetched" -}}{{ if has (include "baton.modelScheme" .) (list "hf" "s3") }}true{{ end }}{{- end -}}
 
 {{- /* Downloads the model, or finds it there with the right hashes. Takes root, image, only (router: no weights). */ -}}
 {{- define "baton.modelFetch" -}}
@@ -111,14 +125,67 @@ runtimeClassName: {{ . }}
       valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" $hub.tokenSecret) | nindent 8 }}
     {{- end }}
     {{- include "baton.scratchEnv" .root | nindent 4 }}
-  securityContext: {{- include "baton.containerSecurity" (dict) | nindent 4 }}
+  securityContext: {{- include "baton.containerSecurity" (dict "root" .root) | nindent 4 }}
   resources:
     requests: {cpu: 500m, memory: 256Mi}
     limits: {memory: 1Gi}
   volumeMounts:
     - {name: {{ include "baton.modelsVolume" .root }}, mountPath: /{{ include "baton.modelsVolume" .root }}}
     - {name: tmp, mountPath: /tmp}
+{{- else if eq (include "baton.modelScheme" .root) "s3" }}
+{{- include "baton.modelCopy" . }}
 {{- end }}
+{{- end -}}
+
+{{- /* Copies the model from an object store. A file gets its name when it is complete, and one that is there is not copied again. */ -}}
+{{- define "baton.modelCopy" -}}
+{{- $store := .root.Values.model.s3 -}}
+{{- $kinds := ternary "json,jinja,txt,model" "json,jinja,txt,model,safetensors" (not (empty .without)) }}
+- name: fetch{{ with .root.key }}-{{ . }}{{ end }}
+  image: {{ include "baton.othersImage" (dict "root" .root "image" $store.image) }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- /* Without a check an empty folder would be copied with success. */}}
+  command:
+    - sh
+    - -ec
+    - rclone copy "$@"; test -f "$2/config.json" || { echo "no config.json in $1" >&2; exit 1; }
+    - sh
+    - {{ printf "store:%s" (trimPrefix "s3://" .root.Values.model.source) | quote }}
+    - {{ include "baton.modelPath" .root }}
+  args:
+    - --include=*.{{ printf "{%s}" $kinds }}
+    - --max-depth=1
+    - --checksum
+    - --transfers=8
+    - --retries=4
+    - --stats-one-line
+    - --stats=10s
+    - --stats-log-level=NOTICE
+    - --max-duration={{ .root.Values.model.loadSeconds }}s
+    - --config=/tmp/rclone.conf
+  env:
+    - {name: HOME, value: /tmp}
+    - {name: RCLONE_CONFIG_STORE_TYPE, value: s3}
+    - {name: RCLONE_CONFIG_STORE_PROVIDER, value: {{ $store.provider }}}
+    {{- /* By the variables of the Secret, or as what the cloud lets the pod or its node be. */}}
+    - {name: RCLONE_CONFIG_STORE_ENV_AUTH, value: "true"}
+    {{- with $store.endpoint }}
+    - {name: RCLONE_CONFIG_STORE_ENDPOINT, value: {{ . | quote }}}
+    {{- end }}
+    {{- with $store.region }}
+    - {name: RCLONE_CONFIG_STORE_REGION, value: {{ . | quote }}}
+    {{- end }}
+  {{- with $store.credentialsSecret }}
+  envFrom:
+    - secretRef: {name: {{ . }}}
+  {{- end }}
+  securityContext: {{- include "baton.containerSecurity" (dict "root" .root) | nindent 4 }}
+  resources:
+    requests: {cpu: 500m, memory: 256Mi}
+    limits: {memory: 1Gi}
+  volumeMounts:
+    - {name: {{ include "baton.modelsVolume" .root }}, mountPath: /{{ include "baton.modelsVolume" .root }}}
+    - {name: tmp, mountPath: /tmp}
 {{- end -}}
 
 {{- /* Takes root, role (router, worker). */ -}}

@@ -87,14 +87,36 @@
 {{- end }}
 {{- end -}}
 
-{{- /* A Ray node beside a worker, or the place of its further ranks. Takes root, pool, role, image, resource, gpus. */ -}}
+{{- /* A Ray node beside a worker, or the place of its further ranks. Takes root, pool, role, image, resource, gpus; group (leader, rank)
+       in a LeaderWorkerSet, of which each group is a Ray cluster of its own with its leader as head. */ -}}
 {{- define "baton.rayNode" -}}
 - name: ray
   image: {{ .image }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- $group := .group | default "" }}
+  {{- if eq $group "rank" }}
+  command:
+    - python3
+    - -c
+    - |
+      {{- include "baton.whenLeaderListens" . | nindent 6 }}
+    - ray
+    - start
+    - --block
+  {{- else }}
   command: [ray, start, --block]
+  {{- end }}
   args:
+    {{- if eq $group "leader" }}
+    - --head
+    - --port={{ .root.Values.ray.ports.gcs }}
+    - --include-dashboard=False
+    - --include-log-monitor=False
+    {{- else if eq $group "rank" }}
+    - --address=$(LWS_LEADER_ADDRESS):{{ .root.Values.ray.ports.gcs }}
+    {{- else }}
     - --address={{ include "baton.rayHead" .root }}:{{ .root.Values.ray.ports.gcs }}
+    {{- end }}
     - --node-ip-address=$(POD_IP)
     - --num-cpus={{ .pool.tensorParallel }}
     - --num-gpus={{ .gpus }}
@@ -108,8 +130,13 @@
     {{- include "baton.rankEnv" . | nindent 4 }}
     - {name: BATON_LEAVING_FILE, value: /tmp/baton-leaving}
     {{- end }}
-  {{- with include "baton.rayContainerPorts" .root | trim }}
-  ports: {{- . | nindent 4 }}
+  {{- $ports := include "baton.rayContainerPorts" .root | trim }}
+  {{- if or $ports (eq $group "leader") }}
+  ports:
+    {{- if eq $group "leader" }}
+    - {name: gcs, containerPort: {{ .root.Values.ray.ports.gcs }}}
+    {{- end }}
+    {{- with $ports }}{{ . | nindent 4 }}{{ end }}
   {{- end }}
   {{- if gt (int .pool.nodes) 1 }}
   lifecycle:

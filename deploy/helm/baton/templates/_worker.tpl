@@ -3,14 +3,18 @@
 {{- /* GPUs and RDMA devices beside the other resources. Takes pool. */ -}}
 {{- define "baton.workerResources" -}}
 {{- $devices := dict -}}
-{{- if gt (int .pool.gpus) 0 }}{{- $_ := set $devices .pool.gpuResource (int .pool.gpus) }}{{- end }}
+{{- if and (gt (int .pool.gpus) 0) .pool.gpuResource }}{{- $_ := set $devices .pool.gpuResource (int .pool.gpus) }}{{- end }}
 {{- if .pool.rdma.resourceName }}{{- $_ := set $devices .pool.rdma.resourceName (int .pool.rdma.count) }}{{- end }}
-{{- toYaml (merge (dict "limits" (merge $devices (.pool.resources.limits | default dict))) .pool.resources) -}}
+{{- $resources := merge (dict "limits" (merge $devices (.pool.resources.limits | default dict))) .pool.resources -}}
+{{- $claims := list -}}
+{{- range .pool.resourceClaims }}{{ $claims = append $claims (dict "name" .name) }}{{ end -}}
+{{- if $claims }}{{ $_ := set $resources "claims" $claims }}{{ end -}}
+{{- toYaml $resources -}}
 {{- end -}}
 
 {{- define "baton.workerSecurity" -}}
 {{- $pinning := and .pool.rdma.resourceName .pool.rdma.ipcLock -}}
-{{- include "baton.containerSecurity" (dict "add" (ternary (list "IPC_LOCK") list (not (empty $pinning)))) -}}
+{{- include "baton.containerSecurity" (dict "root" .root "add" (ternary (list "IPC_LOCK") list (not (empty $pinning)))) -}}
 {{- end -}}
 
 {{- define "baton.workerMounts" -}}

@@ -224,7 +224,10 @@ def _cluster() -> Schema:
         status={"type": "object"},
     )
     anything = {"type": "object"}
-    return some(router=anything, redis=some(ok=BOOLEAN), placement=anything, workers=array(worker))
+    placement = some(
+        no_handoff=text(description="why no KV was handed over; empty: some was, or no request came")
+    )
+    return some(router=anything, redis=some(ok=BOOLEAN), placement=placement, workers=array(worker))
 
 
 def _cluster_live() -> Schema:
@@ -262,7 +265,7 @@ def _cluster_live() -> Schema:
 def _now() -> Schema:
     percentiles = some(**{name: optional(NUMBER) for name in Percentiles._fields})
     figures = {name: percentiles if name in _PERCENTILES else optional(NUMBER) for name in Point._fields}
-    return some(requests_in_flight=NUMBER, **figures)
+    return some(requests_in_flight=NUMBER, no_handoff=text(), **figures)
 
 
 def _history() -> Schema:

@@ -26,7 +26,10 @@
 {{- if include "baton.rayRuns" . }}
 {{- $nodes = append $nodes "ray-head" }}
 {{- range $role := list "prefill" "decode" }}
-{{- $spans := gt (int (index $.Values $role).nodes) 1 }}
+{{- $pool := index $.Values $role }}
+{{- $spans := gt (int $pool.nodes) 1 }}
+{{- /* A group of a LeaderWorkerSet is a Ray cluster of its own. */}}
+{{- if include "baton.inGroups" (dict "root" $ "pool" $pool) }}{{ continue }}{{ end }}
 {{- if or $.Values.ray.joinWorkers $spans (eq $.Values.ray.mode "kuberay") }}{{ $nodes = append $nodes $role }}{{ end }}
 {{- if $spans }}{{ $nodes = append $nodes (printf "%s-ranks" $role) }}{{ end }}
 {{- end }}
@@ -93,11 +96,16 @@
 {{- end }}
 {{- end -}}
 
-{{- /* To the Hub, the API server, the trace collector, where they are used. Takes root, hub, api. */ -}}
+{{- /* Port of the Hub or the object store that a model is fetched from. */ -}}
+{{- define "baton.modelPort" -}}
+{{- include "baton.urlPort" (dict "url" (ternary .Values.model.s3.endpoint .Values.model.huggingFace.endpoint (eq (include "baton.modelScheme" .) "s3")) "port" 443) -}}
+{{- end -}}
+
+{{- /* To where models are fetched from, the API server, the trace collector, where they are used. Takes root, hub (ports), api. */ -}}
 {{- define "baton.outsideEgress" -}}
 {{- $values := .root.Values -}}
 {{- if .hub }}
-- ports: {{- include "baton.ports" (list (include "baton.urlPort" (dict "url" $values.model.huggingFace.endpoint "port" 443))) | trim | nindent 4 }}
+- ports: {{- include "baton.ports" .hub | trim | nindent 4 }}
   {{- include "baton.anyPeer" (dict "direction" "to" "peers" $values.networkPolicy.hub) | nindent 2 }}
 {{- end }}
 {{- if .api }}

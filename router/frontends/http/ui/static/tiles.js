@@ -13,6 +13,7 @@ const TILES = [
 ];
 
 function handoffs(live) {
+  if (live.now.no_handoff) return `no hand-offs: ${live.now.no_handoff}`;
   const rate = live.flows.reduce((sum, flow) => sum + flow.handoffs_per_second, 0);
   return `${number(rate)} hand-offs/s`;
 }

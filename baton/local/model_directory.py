@@ -1,0 +1,131 @@
+"""Whether a directory is a model's, said before any process starts: what is missing, and where it may be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.errors import BatonError, ConfigError
+from cluster.protocol.model_limits import text_of
+
+_HUB = re.compile(r"(?:hf:/{1,2})?([\w.-]+/[\w.-]+(?:@[\w.-]+)?)\Z")
+_INDEX = "model.safetensors.index.json"
+_POINTER = b"version https://git-lfs"
+
+
+def check_directory(directory: Path, flag: str, given: str | None = None) -> None:
+    """Raise ConfigError if a worker and a router could not read `directory`, with what to do. `given`: the name as it was
+    written."""
+    named = _named(directory, flag, given)
+    check_place(directory, flag, given)
+    with _readable(named):
+        _check_files(directory, named)
+
+
+def check_place(directory: Path, flag: str, given: str | None = None) -> None:
+    """Raise ConfigError if there is no directory with a config.json; what else it holds is not looked at."""
+    named = _named(directory, flag, given)
+    with _readable(named):
+        if not directory.exists():
+            raise ConfigError(f"{named}: no such directory{_from_the_hub(given or '')}", field=_field(flag))
+        if not directory.is_dir():
+            raise ConfigError(
+                f"{named} is a file: name the directory that holds config.json", field=_field(flag)
+            )
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{named}: no config.json there{_nearby(directory)}", field=_field(flag))
+
+
+def _named(directory: Path, flag: str, given: str | None) -> str:
+    return f"{flag}{'' if flag.endswith('=') else ' '}{given or directory}"
+
+
+def _field(flag: str) -> str:
+    return "also" if flag.startswith("--also") else "model"
+
+
+@contextmanager
+def _readable(named: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        denied = isinstance(error, PermissionError)
+        raise ConfigError(
+            f"{named} cannot be read ({error.strerror})"
+            f"{': this user needs the right to read it and everything in it' if denied else ''}",
+            field="model",
+        ) from None
+
+
+def _from_the_hub(given: str) -> str:
+    found = _HUB.match(given)
+    if found is None:
+        return ""
+    name = found[1].partition("@")[0].rpartition("/")[2]
+    return (
+        f". A model of the Hugging Face Hub is downloaded first: baton fetch hf://{found[1]} --out {name}, then "
+        f"baton up {name}"
+    )
+
+
+def _nearby(directory: Path) -> str:
+    """What the directory is instead, or the directory below or above it that has a config.json."""
+    if (directory / "adapter_config.json").is_file():
+        return ": it holds a LoRA adapter, which is served beside its base model: --lora NAME=DIR"
+    for snapshot in sorted(directory.glob("snapshots/*"))[:1000]:  # the Hub's cache
+        if (snapshot / "config.json").is_file():
+            return f"; there is one in {snapshot}"
+    places = [*sorted(one for one in directory.iterdir() if one.is_dir())[:1000], directory.parent]
+    for place in places:
+        if os.access(place, os.X_OK) and (place / "config.json").is_file():
+            return f"; there is one in {place}"
+    return ": name the directory of a model as Hugging Face saves it"
+
+
+def _check_files(directory: Path, named: str) -> None:
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{named}: no tokenizer.json there; routers need the tokenizer in that form, which "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained(...) writes",
+            field="model",
+        )
+    weights = list(weight_files(directory))
+    if not weights:
+        other = next(
+            (one.name for one in sorted(directory.iterdir()) if one.suffix in (".bin", ".pth", ".gguf")), ""
+        )
+        raise ConfigError(
+            f"{named}: no model.safetensors and no {_INDEX} there"
+            + (
+                f"; {other} is of a format that is not read: convert it with save_pretrained" if other else ""
+            ),
+            field="model",
+        )
+    for file in weights:
+        if not file.exists():
+            raise ConfigError(
+                f"{named}: {file.name}, which {_INDEX} names, is missing: the download is not complete",
+                field="model",
+            )
+        if file.stat().st_size < 1024 and file.is_file() and file.read_bytes().startswith(_POINTER):
+            raise ConfigError(
+                f"{named}: {file.name} is a pointer of Git LFS, not the weights: run git lfs pull there",
+                field="model",
+            )
+
+
+def weight_files(directory: Path) -> Iterator[Path]:
+    index = directory / _INDEX
+    if not index.is_file():
+        if (directory / "model.safetensors").exists():
+            yield directory / "model.safetensors"
+        return
+    try:
+        found = json.loads(text_of(index))["weight_map"].values()
+        yield from (directory / str(name) for name in sorted(set(found)))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, BatonError):
+        yield index  # the worker names what is wrong with it
