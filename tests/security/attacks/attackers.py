@@ -16,8 +16,9 @@ import resource
 import ssl
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -75,26 +76,24 @@ class Attackers:
         self.ends = time.monotonic() + seconds
         self.seen: Counter[str] = Counter()
 
+    def named(self) -> dict[str, Callable[[], list[Coroutine[Any, Any, None]]]]:
+        return {
+            "large-body": lambda: [self._large_body(shape) for shape in _shapes()[:LARGE_BODIES]],
+            "held-body": lambda: [
+                self._held_body(path) for path in itertools.islice(itertools.cycle(PATHS), HELD_BODIES)
+            ],
+            "silent": lambda: [self._silent() for _ in range(SILENT)],
+            "http2": lambda: [self._idle_http2() for _ in range(IDLE_STREAMS)],
+            "watch": lambda: [self._watches()],
+            "tokenize": lambda: [self._tokenize()],
+            "count": lambda: [self._count() for _ in range(COUNTS)],
+            "large-answer": lambda: [self._large_answer()],
+            "unread-answer": lambda: [self._unread_answer() for _ in range(UNREAD)],
+            "adapters": lambda: [self._adapters() for _ in range(CALLS)],
+        }
+
     async def run(self, only: Collection[str] = ()) -> Counter[str]:
-        attacks = [
-            attack
-            for name, begin in {
-                "large-body": lambda: [self._large_body(shape) for shape in _shapes()[:LARGE_BODIES]],
-                "held-body": lambda: [
-                    self._held_body(path) for path in itertools.islice(itertools.cycle(PATHS), HELD_BODIES)
-                ],
-                "silent": lambda: [self._silent() for _ in range(SILENT)],
-                "http2": lambda: [self._idle_http2() for _ in range(IDLE_STREAMS)],
-                "watch": lambda: [self._watches()],
-                "tokenize": lambda: [self._tokenize()],
-                "count": lambda: [self._count() for _ in range(COUNTS)],
-                "large-answer": lambda: [self._large_answer()],
-                "unread-answer": lambda: [self._unread_answer() for _ in range(UNREAD)],
-                "adapters": lambda: [self._adapters() for _ in range(CALLS)],
-            }.items()
-            if not only or name in only
-            for attack in begin()
-        ]
+        attacks = [one for name, begin in self.named().items() if not only or name in only for one in begin()]
         tasks = [asyncio.create_task(one) for one in attacks]
         await asyncio.sleep(self.ends - time.monotonic())
         for task in tasks:
