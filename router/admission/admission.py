@@ -140,6 +140,12 @@ class HeldBytes:
         """Count it, once whole, as the body of a request for this model. Raises OverloadedError."""
         self._taken.join(self._budget.shares_of(model))
 
+    def expect_answer(self, least: int, most: int, model: str = "") -> None:
+        """Before a request is dispatched: hold the least that its answer will have, in place of its body, where there is
+        room for the most. Raises OverloadedError; nothing is held then."""
+        self.hold_answer(most, model)
+        self.shrink_to(least)
+
     def hold_answer(self, size: int, model: str = "") -> None:
         """Count the bytes of the request's answer, for this model, in place of its body's; of one that is larger than the
         budget, as many as it has. Raises OverloadedError; nothing is held then."""
@@ -152,6 +158,9 @@ class HeldBytes:
         than before and do not fit."""
         self.leave_model()
         self.grow_to(size)
+        self.shrink_to(size)
+
+    def shrink_to(self, size: int) -> None:
         less = self._taken.count - max(0, size - FREE_BYTES)
         if less > 0:
             self._taken.give_back(less)

@@ -14,10 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
+from cluster.security.keys import Caller
 from router.admission.admission import Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
+from router.frontends.http.answer_size import AnswerSize, answer_size
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of, connection_of
@@ -81,6 +83,11 @@ class ParsedRequest:
     echo_bytes: int = 0  # of the body's fields, held until the answer has ended
 
     @property
+    def size(self) -> AnswerSize:
+        """Of the answer, if it is not streamed: each choice of a prompt repeats its fields."""
+        return answer_size(self.completions, self.echo_bytes * self.completions[0].n)
+
+    @property
     def first_choices(self) -> list[int]:
         """By completion, in the numbers of the whole answer."""
         return [sum(one.n for one in self.completions[:i]) for i in range(len(self.completions))]
@@ -116,7 +123,10 @@ class Serving:
     async def _answer(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> Response | None:
         """An answer of known length; None: it was streamed."""
         parsed = await self._read(request, read, place, admit)
-        place.body.keep(parsed.echo_bytes)
+        if parsed.stream:
+            place.body.keep(parsed.echo_bytes)
+        else:
+            await self._expect_answer(parsed, caller_of(request), place)
         with contextlib.ExitStack() as running:
             dispatchers = [
                 running.enter_context(self.gateway.request(one, caller_of(request), first, parsed.arrival))
@@ -126,6 +136,16 @@ class Serving:
             return await answer(
                 request, parsed, dispatchers, self._turn, lambda: self.start_turn(request, place.model)
             )
+
+    async def _expect_answer(self, parsed: ParsedRequest, caller: Caller, place: Place) -> None:
+        """Refuse a request before it is dispatched if the budget of bodies has no room for its answer. Its prompt has been
+        tokenised, so it counts as a request of the tenant's quota. Raises OverloadedError."""
+        try:
+            place.body.expect_answer(*parsed.size, place.model)
+        except OverloadedError:
+            async with self.gateway.counted(caller, parsed.completions[0].served_model):
+                await self.gateway.low_priority.refuse(caller.tenant)
+            raise
 
     async def deliver(self, request: Exchange, answer: Response, place: Place) -> None:
         """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises
