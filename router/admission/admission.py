@@ -140,6 +140,14 @@ class HeldBytes:
         """Count it, once whole, as the body of a request for this model. Raises OverloadedError."""
         self._taken.join(self._budget.shares_of(model))
 
+    def check_room(self, size: int, model: str = "") -> None:
+        """Whether an answer of this size, for this model, has room beside what is held; one that is larger than the budget
+        needs all of it. Raises OverloadedError."""
+        own = self._taken.count
+        most = min(size - FREE_BYTES, self._budget.most(self.tenant, model) - own)
+        self.grow_to(FREE_BYTES + own + most)
+        self.shrink_to(FREE_BYTES + own)
+
     def expect_answer(self, least: int, most: int, model: str = "") -> None:
         """Before a request is dispatched: hold the least that its answer will have, in place of its body, where there is
         room for the most. Raises OverloadedError; nothing is held then."""

@@ -99,7 +99,9 @@ class ParsedRequest:
         return [sum(one.n for one in self.completions[:i]) for i in range(len(self.completions))]
 
 
-Admit = Callable[[int], None]  # takes places for a number of further prompts; raises OverloadedError
+# Takes places for a number of further prompts, if there is room for a number of bytes that their whole answer repeats.
+# Raises OverloadedError.
+Admit = Callable[[int, int], None]
 NextTurn = Callable[[], Awaitable[None]]
 Reader = Callable[[Exchange, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
 
@@ -116,7 +118,8 @@ class Serving:
         before the answer has begun."""
         caller, connection = caller_of(request), connection_of(request)
 
-        def admit(prompts: int) -> None:
+        def admit(prompts: int, repeated: int) -> None:
+            place.body.check_room(repeated, place.model)
             for _ in range(prompts):
                 further = held.enter_context(self.gateway.admission.admit(caller, connection))
                 self.gateway.take_of_model(further, caller, place.model)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from cluster.config.router import RouterConfig
+from cluster.errors import OverloadedError
 from cluster.security.keys import Caller
 from router.admission.admission import FREE_BYTES, ByteBudget
 from router.frontends.http.answer_size import LEAST_ENTRY_BYTES, MOST_ENTRY_BYTES, answer_size
@@ -85,12 +86,51 @@ def test_an_answer_without_room_is_refused_before_it_is_computed_and_counted(
     with httpx.Client(base_url=gateway.url, timeout=60) as client:
         refused = client.post(f"/{path}", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (429, "body")
-        assert gateway.accepted == [] and gateway.charged == ["tiny"]  # type: ignore[attr-defined]
+        charged = (
+            [] if body is ECHO else ["tiny"]
+        )  # that is refused before a worker or a thread has done anything
+        assert gateway.accepted == [] and gateway.charged == charged  # type: ignore[attr-defined]
         for short in ({"prompt": [5], "max_tokens": 3}, {**ECHO, "n": 1, "stream": True}, {**ECHO, "n": 1}):
             assert client.post("/completions", json=short).status_code == 200
         unread.release()
         assert client.post(f"/{path}", json=body).status_code == 200
-    assert len(gateway.accepted) == 4 and len(gateway.charged) == 1  # type: ignore[attr-defined]
+    assert len(gateway.accepted) == 4 and gateway.charged == charged  # type: ignore[attr-defined]
+
+
+def test_an_echo_without_room_is_refused_before_it_is_decoded(
+    gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text took 8 of the 10 ms that such a refusal cost."""
+    decoded: list[int] = []
+
+    async def decode(tokens: list[int], **_: Any) -> str:
+        decoded.append(len(tokens))
+        return "x" * 49 * len(tokens)
+
+    monkeypatch.setattr(gateway, "decode", decode)
+    unread = gateway.admission.bodies.hold("")
+    unread.hold_answer(8 * MIB)
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        assert client.post("/completions", json=ECHO).status_code == 429 and decoded == []
+        unread.release()
+        assert client.post("/completions", json=ECHO).status_code == 200 and decoded == [1000]
+
+
+def test_room_is_looked_for_beside_what_is_held_and_taken_from_none() -> None:
+    bodies = ByteBudget(8 * MIB, 4 * MIB, lambda tenant: None, model_limit=2 * MIB)
+    one, other = bodies.hold("a"), bodies.hold("a")
+    other.grow_to(FREE_BYTES + MIB)
+    one.grow_to(FREE_BYTES + MIB)
+    one.check_room(FREE_BYTES + 2 * MIB)
+    one.check_room(10)
+    for size, model in ((FREE_BYTES + 2 * MIB + 1, ""), (100 * MIB, "")):
+        with pytest.raises(OverloadedError, match="this tenant"):
+            one.check_room(size, model)
+    other.release()
+    one.check_room(100 * MIB)  # all that there is
+    one.of_model("m")
+    one.check_room(100 * MIB, "m")
+    assert bodies.held == MIB
 
 
 def test_what_is_certain_is_held_while_it_is_computed() -> None:
