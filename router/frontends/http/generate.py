@@ -74,7 +74,7 @@ class Generate:
         options = read_request(CompletionRequest, body, model.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
         # Before tokenising: a request that gets no place costs nothing of the quota.
-        admit(len(options.prompt) - 1, _most_echoed(options, model))
+        admit(len(options.prompt) - 1, _echoed_bytes(options))
         async with self._gateway.preparing(caller, model.name):
             if (asked := options.asked_grammar) is not None:
                 await model.grammars.check(caller.tenant, asked)
@@ -154,12 +154,11 @@ class ShapeForm:
         return Events(self._shape, choices, self._usage, self._prompt_tokens)
 
 
-def _most_echoed(options: CompletionRequest, model: ServedModel) -> int:
-    """About the bytes of the prompts' texts in all choices of a whole answer, at most: tokens are not decoded yet."""
+def _echoed_bytes(options: CompletionRequest) -> int:
+    """About the bytes of the prompts' texts in all choices of a whole answer: tokens are not decoded yet."""
     if options.stream or not options.echoes:
         return 0
-    longest = model.text.most_bytes or TOKEN_BYTES
-    sizes = (len(one) * (1 if isinstance(one, str) else longest) for one in options.prompt)
+    sizes = (len(one) * (1 if isinstance(one, str) else TOKEN_BYTES) for one in options.prompt)
     return sum(sizes) * (options.n or 1)
 
 

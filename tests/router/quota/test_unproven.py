@@ -7,12 +7,16 @@ import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import OverloadedError
+from cluster.protocol.block_hash import pack_tokens
 from cluster.security.keys import Caller, RateLimits
+from router.dispatch import request_placer, services
+from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
 from router.frontends.grpc.service import InferenceService
 from router.quota import quota as quotas
@@ -59,7 +63,8 @@ async def ask(gateway: Any, ticket: bytes, **fields: Any) -> Any:
     context: Any = SimpleNamespace(time_remaining=lambda: None)
     request = pb.GenerateRequest(resume_ticket=ticket, **fields)
     request.MergeFrom(ASKED)
-    return await gateway.service._completion(request, context, CALLER)
+    completion, _ = await gateway.service._completion(request, context, CALLER)
+    return completion
 
 
 @pytest.fixture
@@ -98,6 +103,27 @@ async def test_valid_tickets_pass_as_many_as_there_are(gateway, ticket):
     await ask(gateway, b"x")
     with pytest.raises(OverloadedError):
         await ask(gateway, ticket)
+
+
+async def test_a_request_is_packed_and_named_once(gateway, ticket, monkeypatch):
+    """Its identity at the check of its ticket goes on to its dispatch: 131,072 tokens took 5.6 ms a second time."""
+    packed = []
+
+    def pack(tokens):
+        packed.append(len(tokens))
+        return pack_tokens(tokens)
+
+    for module in (services, request_placer):
+        monkeypatch.setattr(module, "pack_tokens", pack)
+    context: Any = SimpleNamespace(time_remaining=lambda: None)
+    request = pb.GenerateRequest(resume_ticket=ticket)
+    request.MergeFrom(ASKED)
+    completion, identity = await gateway.service._completion(request, context, CALLER)
+    assert identity.resumed and identity.packed_prompt == b"\1\0\0\0"
+    needed = MagicMock()
+    made = RequestDispatcher(replace(completion, tenant="few"), needed, identity=identity)
+    assert (made._name, made._resumed, packed) == (identity.name, True, [1])
+    assert not needed.identify.called and not needed.tickets.check.called
 
 
 async def test_a_prompt_in_tokens_needs_no_turn_for_its_ticket_is_checked_at_once(gateway, ticket):
