@@ -307,6 +307,10 @@ class RouterConfig(
     def all_aliases(self) -> tuple[str, ...]:
         return (*self.model_aliases, *(alias for one in self.models for alias in one.aliases))
 
+    def models_by_alias(self) -> dict[str, str]:
+        found = dict.fromkeys(self.model_aliases, self.served_name)
+        return found | {alias: one.name for one in self.models for alias in one.aliases}
+
     def by_model(self) -> dict[str, RouterConfig]:
         """The settings as each model has them, by its name."""
         found = {self.served_name: self}

@@ -143,11 +143,13 @@ class InferenceService:
             await self._turn_to_parse(caller, place, raw, pb.TokenizeRequest())
             request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
             del raw
+            model = self._gateway.model(request.model)
             self._gateway.enter_model(place, caller, request.model)
-            async with self._gateway.counted(caller, self._gateway.model(request.model).name):
-                self._gateway.model(request.model).validator.limits.check_model(request.model)
+            model.validator.limits.check_model(request.model)
+            async with self._gateway.counted(caller, model.name):
                 answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
                 del request
+            place.body.hold_answer(len(answer), place.model)
             await self._answer(answer, context)
 
     def _tokenized(self, ids: Sequence[int]) -> bytes:

@@ -82,7 +82,8 @@ class Views:
 
     async def ready(self, request: Request) -> Response:
         why = self._gateway.why_router_not_ready()
-        missing = self._gateway.why_not_served()
+        # Clients need no key here, and where keys are on, a key decides which models a client sees.
+        missing = {} if self._gateway.keys.on else self._gateway.why_not_served()
         models = {"models": missing} if missing else {}
         return _json({"ready": not why, "why": why, **models}, 503 if why else 200)
 
@@ -219,7 +220,7 @@ def _model(served: ServedModel, created: int) -> dict[str, Any]:
 
 
 def build_routes(gateway: RequestGateway) -> Routes:
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     serving, views = Serving(gateway), Views(gateway)
     generate, tokenizing = Generate(serving), Tokenizing(serving)
     messages = Messages(serving, tokenizing)

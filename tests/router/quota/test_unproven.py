@@ -20,6 +20,7 @@ from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
 from router.frontends.grpc.service import InferenceService
 from router.quota import quota as quotas
+from router.quota import unproven
 from router.quota.quota import Quota
 from router.request.resume_tickets import Tickets
 from tests.router.counting_gateway import counting_gateway
@@ -138,20 +139,42 @@ async def test_a_prompt_in_tokens_needs_no_turn_for_its_ticket_is_checked_at_onc
         await gateway.service._completion(ids, context, CALLER)
 
 
-async def test_a_cancelled_request_proves_nothing_and_no_wait_is_endless(gateway, clock):
-    quota, entered = gateway.services.quota, asyncio.Event()
+async def test_a_cancelled_request_proves_nothing_and_no_wait_is_endless(gateway, clock, monkeypatch):
+    """The tenant's other tickets were refused until it had requests again, up to a minute. The next waits for its pause,
+    also where clients cancel while they wait for it."""
+    quota, pauses = gateway.services.quota, []
+    quota.tickets._clock = clock.monotonic
+    sleep = asyncio.sleep
 
-    async def prepare(seconds: float) -> None:
+    async def pausing(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+        if len(pauses) == 1:
+            raise asyncio.CancelledError  # its client leaves too
+        clock.now += seconds
+
+    monkeypatch.setattr(unproven, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pausing}))
+    prepared = []
+
+    async def prepare(seconds: float, until: asyncio.Event, entered: asyncio.Event) -> None:
         async with quota.check_resumed("few", [(LIMITS, "")], seconds):
+            prepared.append(clock.now)
             entered.set()
-            await asyncio.Event().wait()
+            await until.wait()
 
-    first = asyncio.create_task(prepare(5.0))
+    entered, never, now = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    now.set()
+    first = asyncio.create_task(prepare(5.0, never, entered))
     await entered.wait()
     with pytest.raises(OverloadedError):
-        await prepare(0.01)
+        await prepare(0.01, now, entered)
     first.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await first
-    with pytest.raises(OverloadedError):
-        await prepare(5.0)
+    with pytest.raises(asyncio.CancelledError):
+        await prepare(5.0, now, entered)
+    await prepare(5.0, now, entered)
+    assert pauses == [unproven.PAUSE_SECONDS] * 2 and prepared == [1000.0, 1000.0 + unproven.PAUSE_SECONDS]
+    with pytest.raises(OverloadedError):  # that one ended unproven
+        await prepare(5.0, now, entered)
+    assert not quota.tickets._paused
