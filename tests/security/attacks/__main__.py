@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.security.attacks import together
+from tests.security.attacks import alone, attackers, together
 from tests.security.attacks.outcomes import FILE
 
 ATTACKS = (
@@ -30,7 +30,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.security.attacks", description=__doc__)
     parser.add_argument("--only", default="", help="attacks whose name contains this (as pytest's -k)")
     parser.add_argument("--together", action="store_true", help="only all attacks at once")
+    parser.add_argument(
+        "--alone", nargs="*", help="only each attack on the router's ports alone; default: every one"
+    )
     given = parser.parse_args()
+    if given.alone is not None:
+        found = alone.run(given.alone or attackers.ATTACKS)
+        Console().print(alone.table(found))
+        return 0
     code = 0 if given.together else one_by_one(given.only)
     return code if given.only else max(code, all_at_once())
 
@@ -40,7 +47,7 @@ def all_at_once() -> int:
     for title, mutual_tls in (("without TLS", False), ("mutual TLS", True)):
         print(f"all attacks at once, {title}: about {together.SECONDS:.0f} s", flush=True)
         outcomes.append(together.run(title, mutual_tls=mutual_tls))
-        for line in (*outcomes[-1].failures[:5], json.dumps(outcomes[-1].answers)):
+        for line in (*outcomes[-1].pairs.failures[:5], json.dumps(outcomes[-1].pairs.answers)):
             print(f"  {line}")
     Console().print(together.table(outcomes))
     return 0 if all(one.held for one in outcomes) else 1
