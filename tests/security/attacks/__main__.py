@@ -24,6 +24,8 @@ ATTACKS = (
     "tests/fuzz/test_link.py",
     "tests/fuzz/test_workers.py",
 )
+# Of most files the tests wait for limits of time
+PROCESSES = 2
 
 
 def main() -> int:
@@ -57,15 +59,16 @@ def one_by_one(only: str) -> int:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "outcomes.jsonl"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not system", "-k", only]
+        command += ["-n", str(PROCESSES), "--dist", "loadfile", "--durations", "15"]
         command += ["-p", "tests.security.attacks.outcomes", *ATTACKS]
         code = subprocess.run(command, check=False, env={**os.environ, FILE: str(file)}).returncode
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    Console().print(table(lines))
+    Console().print(table(sorted(lines, key=lambda line: str(line["module"]))))
     return code
 
 
 def table(lines: list[dict[str, object]]) -> Table:
-    """By module, in the order of running."""
+    """Of lines that are ordered by module."""
     made = Table("attack", "held", "s", title=f"{len(lines)} attacks")
     last = ""
     for line in lines:
