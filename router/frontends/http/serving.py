@@ -220,7 +220,8 @@ async def _whole(
     next_turn: NextTurn,
 ) -> Response:
     answer = parsed.form.whole(sum(one.choices for one in dispatchers))
-    queue = AnswerQueue(request, answer.add, len(dispatchers), turn, streamed=False)
+    tenant = caller_of(request).tenant
+    queue = AnswerQueue(request, answer.add, len(dispatchers), turn, tenant, streamed=False)
     await queue.pass_all(dispatchers, next_turn)
     outcomes = [dispatcher.outcome for dispatcher in dispatchers]
     shown = {
@@ -252,9 +253,9 @@ async def _stream(
             held.grow_to(parsed.echo_bytes + kept)
 
     try:
-        await AnswerQueue(request, write, len(dispatchers), turn, streamed=True).pass_all(
-            dispatchers, next_turn
-        )
+        tenant = caller_of(request).tenant
+        queue = AnswerQueue(request, write, len(dispatchers), turn, tenant, streamed=True)
+        await queue.pass_all(dispatchers, next_turn)
     except BatonError as error:
         if not request.begun:
             raise
