@@ -216,7 +216,10 @@ class RequestLimits(Frozen):
     max_tool_bytes: Bytes = Field(256 << 10, ge=0, description="all tools of one request, as JSON")
     max_json_depth: Count = Field(32, ge=2, description="nested lists and objects of a body")
     max_json_elements: Count = Field(
-        1 << 20, ge=1, description="elements of a body; lists, objects and members of objects count as 16"
+        1 << 20,
+        ge=1,
+        description="elements of a body; texts and numbers with a fraction or an exponent count as 8, lists, objects and "
+        "members of objects as 16",
     )
 
 
