@@ -249,10 +249,13 @@ class RequestGateway:
                     pass
                 raise
 
-    def check_ticket(self, completion: Completion, caller: Caller) -> Identity:
-        """Check a resumed request's ticket: if it is valid, the tenant was charged before. Raises InvalidRequestError."""
+    def check_ticket(self, completion: Completion, caller: Caller) -> Identity | None:
+        """Check a resumed request's ticket: if it is valid, the tenant was charged before. Raises InvalidRequestError.
+        None: without tenants it is checked when the request is dispatched."""
+        if not caller.tenant:
+            return None
         identity = self.services.identify(self._owned(completion, caller))
-        if caller.tenant and identity.resumed:
+        if identity.resumed:
             self.services.quota.tickets.proven(caller.tenant)
         return identity
 
