@@ -147,7 +147,7 @@ class Exchange(Request):
         if self._cycle.disconnected:
             return
         if isinstance(piece, bytes) and len(piece) <= SLICE_BYTES:
-            await self._complete([self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece])
+            await self._complete([b"".join((self._framed(piece), b"0\r\n\r\n")) if self._chunked else piece])
         else:
             await self._complete(self._to_end((piece,) if isinstance(piece, bytes) else piece))
 
@@ -158,7 +158,7 @@ class Exchange(Request):
             yield b"0\r\n\r\n"
 
     def _framed(self, piece: bytes | memoryview) -> bytes | memoryview:
-        return b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
+        return b"".join((b"%x\r\n" % len(piece), piece, b"\r\n")) if self._chunked else piece
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         cycle = self._cycle

@@ -29,8 +29,8 @@ from tests.security.attacks.tenant import p99
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 FLAGS = ("--pool", "process", "--kv-memory", "256MiB")
 PAIRS = 3
-STRETCH_SECONDS = 7.0
-CONTROL_SECONDS = 8.0
+STRETCH_SECONDS = 5.0
+CONTROL_SECONDS = 6.0
 # With start and stop
 SECONDS = PAIRS * (2 * STRETCH_SECONDS + BEGIN_SECONDS + REST_SECONDS) + CONTROL_SECONDS + 20
 MAX_RATIO = 1.5

@@ -238,7 +238,7 @@ async def test_the_open_probe_names_no_models_where_keys_decide_who_sees_them(
     gateway: StubGateway, keys: bool
 ) -> None:
     here = two_models(gateway, Caller("t") if keys else None)
-    eligibility = here.services.placement.eligibility
+    eligibility: Any = here.services.placement.eligibility
     eligibility.missing_role.return_value, eligibility.missing_roles.return_value = None, {"second": "decode"}
     said = (await Views(here).ready(asked(""))).body
     assert said == (

@@ -52,7 +52,9 @@ def test_the_end_is_made_as_it_is_written(shape: ResponseShape, call: bool) -> N
     kept = events.kept
     assert 1.5 * MIB < kept < 4 * MIB
     tracemalloc.start()
-    parts = [events.of([Delta(0, "", (), "tool_calls", (CallBegin(0, "c", "f"),))])] if call else []
+    parts: list[Any] = (
+        [events.of([Delta(0, "", (), "tool_calls", (CallBegin(0, "c", "f"),))])] if call else []
+    )
     parts.append(events.end([OUTCOME]))
     assert not any(isinstance(part, bytes) for part in parts)
     size = 0
