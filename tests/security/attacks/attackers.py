@@ -1,7 +1,7 @@
 """All attacks on the router's two ports at once, with two keys and without one, for a given time.
 
-Run as a process of its own with the lowest priority: an attacker's computing happens on machines of his own. Prints what
-the cluster answered, counted, as JSON.
+Run as a process of its own with the lowest priority: an attacker's computing happens on machines of his own. Prints a
+line once all have begun, from which on the time counts, and at the end what the cluster answered, counted, as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import resource
 import ssl
@@ -40,6 +41,8 @@ COUNTS = 6
 UNREAD = 40
 CALLS = 4
 PAUSE_SECONDS = 0.5  # of a key's client between two requests
+OPEN_SECONDS = 12.0  # for all silent connections; on a busy machine the attack begins with fewer
+BEGUN = "begun"
 AGAIN_SECONDS = 5.0  # until what was closed is opened again
 # Few bytes, many tokens: 64 prompts of 16 choices with 20 alternatives a token.
 LARGE_ANSWER = {
@@ -90,13 +93,21 @@ class Attackers:
         self.first, self.second = keys
         self.tls = ClientTls(certs / "ca.pem", certs / "client.pem", certs / "client.key") if certs else None
         self.context = self.tls.context() if self.tls else None
-        self.ends = time.monotonic() + seconds
+        self.seconds, self.ends = seconds, math.inf
+        self.opened = 0  # silent connections that are open, or were
         self.seen: Counter[str] = Counter()
 
     async def run(self, only: Collection[str] = ()) -> Counter[str]:
-        attacks = [one for name in only or ATTACKS for one in ATTACKS[name](self)]
-        tasks = [asyncio.create_task(one) for one in attacks]
-        await asyncio.sleep(self.ends - time.monotonic())
+        names = list(only or ATTACKS)
+        tasks = [asyncio.create_task(one) for name in names for one in ATTACKS[name](self)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_SECONDS):
+                await asyncio.sleep(1.0)
+                while "silent" in names and self.opened < SILENT:
+                    await asyncio.sleep(0.1)
+        print(BEGUN, flush=True)
+        self.ends = time.monotonic() + self.seconds
+        await asyncio.sleep(self.seconds)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -163,6 +174,7 @@ class Attackers:
     async def _silent(self) -> None:
         async def attack() -> str:
             async with self._connected(self.port, known=False) as (reader, writer):
+                self.opened += 1
                 if self.tls is None:
                     writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
                     await reader.readuntil(b"\r\n\r\n")

@@ -17,10 +17,10 @@ import psutil
 
 from baton.client import ClientTls
 from tests.harness.cluster import Cluster
+from tests.security.attacks.attackers import BEGUN
 from tests.security.attacks.tenant import p99, tenant
 
 STEP_SECONDS = 0.2
-BEGIN_SECONDS = 1.5  # of the attackers: their start, and their first connections
 REST_SECONDS = 1.5  # after an attack, for what is still queued
 
 
@@ -72,14 +72,16 @@ class PairRunner:
             await self._stretch(found, found.calm, seconds)
             command = ["-m", "tests.security.attacks.attackers", "--http", self._cluster.http]
             command += ["--grpc", self._cluster.grpc, "--keys", *self._attackers]
-            command += ["--seconds", str(BEGIN_SECONDS + seconds + 1)]
+            command += ["--seconds", str(seconds + 1)]
             command += ["--certs", str(self._certs)] if self._certs else []
             command += ["--only", *only] if only else []
             attackers = await asyncio.create_subprocess_exec(
                 sys.executable, *command, stdout=asyncio.subprocess.PIPE
             )
             try:
-                await asyncio.sleep(BEGIN_SECONDS)
+                assert attackers.stdout is not None
+                line = await asyncio.wait_for(attackers.stdout.readline(), 60)
+                assert line.decode().strip() == BEGUN
                 await self._stretch(found, found.attacked, seconds, attackers.pid)
                 said, _ = await asyncio.wait_for(attackers.communicate(), 60)
             finally:

@@ -23,7 +23,7 @@ from baton.local.certs import make_certs
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.cluster import Cluster
 from tests.harness.router import KeyFile
-from tests.security.attacks.pairs import BEGIN_SECONDS, REST_SECONDS, STEP_SECONDS, PairRunner, Pairs, mean
+from tests.security.attacks.pairs import REST_SECONDS, STEP_SECONDS, PairRunner, Pairs, mean
 from tests.security.attacks.tenant import p99
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -32,7 +32,7 @@ PAIRS = 3
 STRETCH_SECONDS = 5.0
 CONTROL_SECONDS = 6.0
 # With start and stop
-SECONDS = PAIRS * (2 * STRETCH_SECONDS + BEGIN_SECONDS + REST_SECONDS) + CONTROL_SECONDS + 20
+SECONDS = PAIRS * (2 * STRETCH_SECONDS + 2 + REST_SECONDS) + CONTROL_SECONDS + 20
 MAX_RATIO = 1.5
 MAX_MEMORY = 1 << 30
 # Computes for a share of each step, in turns of 5 ms: the shares come as JSON.
