@@ -18,7 +18,7 @@ from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.admission import Admission, Place
 from router.admission.low_priority import LowPriority
 from router.dispatch.dispatcher import RequestDispatcher
-from router.dispatch.services import Services
+from router.dispatch.services import Identity, Services
 from router.observe.live.live import Live
 from router.observe.live.report import Counts, RouterReport, RouterState
 from router.observe.requests import RouterMetrics
@@ -250,10 +250,15 @@ class RequestGateway:
                     pass
                 raise
 
-    def check_ticket(self, completion: Completion, caller: Caller) -> None:
-        """Check a resumed request's ticket: if it is valid, the tenant was charged before. Raises InvalidRequestError."""
-        if caller.tenant and self.services.takes_over(self._owned(completion, caller)):
+    def check_ticket(self, completion: Completion, caller: Caller) -> Identity | None:
+        """Check a resumed request's ticket: if it is valid, the tenant was charged before. Raises InvalidRequestError.
+        None: without tenants it is checked when the request is dispatched."""
+        if not caller.tenant:
+            return None
+        identity = self.services.identify(self._owned(completion, caller))
+        if identity.resumed:
             self.services.quota.tickets.proven(caller.tenant)
+        return identity
 
     @contextlib.contextmanager
     def request(
@@ -262,12 +267,14 @@ class RequestGateway:
         caller: Caller = ANYONE,
         first_shown: int = 0,
         arrival: Arrival | None = None,
+        identity: Identity | None = None,
     ) -> Iterator[RequestDispatcher]:
-        """Measure an admitted request, from its dispatch to its end."""
+        """Measure an admitted request, from its dispatch to its end. `identity`: that of `check_ticket`."""
         self.requests += 1
         if self.member is not None:
             self.member.count_request()
-        dispatcher = RequestDispatcher(self._owned(completion, caller), self.services, first_shown, arrival)
+        owned = self._owned(completion, caller)
+        dispatcher = RequestDispatcher(owned, self.services, first_shown, arrival, identity)
         with self.metrics.request(dispatcher):
             yield dispatcher
 

@@ -216,7 +216,10 @@ class RequestLimits(Frozen):
     max_tool_bytes: Bytes = Field(256 << 10, ge=0, description="all tools of one request, as JSON")
     max_json_depth: Count = Field(32, ge=2, description="nested lists and objects of a body")
     max_json_elements: Count = Field(
-        1 << 20, ge=1, description="elements of a body; lists, objects and members of objects count as 16"
+        1 << 20,
+        ge=1,
+        description="elements of a body; texts and numbers with a fraction or an exponent count as 8, lists, objects and "
+        "members of objects as 16",
     )
 
 
@@ -306,6 +309,10 @@ class RouterConfig(
     @property
     def all_aliases(self) -> tuple[str, ...]:
         return (*self.model_aliases, *(alias for one in self.models for alias in one.aliases))
+
+    def models_by_alias(self) -> dict[str, str]:
+        found = dict.fromkeys(self.model_aliases, self.served_name)
+        return found | {alias: one.name for one in self.models for alias in one.aliases}
 
     def by_model(self) -> dict[str, RouterConfig]:
         """The settings as each model has them, by its name."""

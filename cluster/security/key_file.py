@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -53,15 +54,33 @@ class ApiKeys:
     the error is logged once.
     """
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        path: Path | None,
+        clock: Callable[[], float] = time.time,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """`aliases`: models by their further names, under which an entry would have no effect. Raises ConfigError."""
         self._path = path
+        self._aliases = aliases
         self._clock = clock
         self._ring = KeyRing([])
         self._seen: tuple[int, int, int] | None = None
         if path is not None:
             self._seen = file_stamp(path)
-            self._ring = read_keys(path)
+            self._ring = self._read(path)
             log.info("%d API keys", len(self._ring))
+
+    def _read(self, path: Path) -> KeyRing:
+        ring = read_keys(path)
+        for number, field, name in ring.named_models():
+            if name in self._aliases:
+                raise ConfigError(
+                    f"{path}: entry {number}: {field}: {name!r} is another name of model {self._aliases[name]!r}; "
+                    "use that one",
+                    field="api_keys_file",
+                )
+        return ring
 
     @property
     def on(self) -> bool:
@@ -82,7 +101,7 @@ class ApiKeys:
             return
         self._seen = stamp
         try:
-            self._ring = read_keys(self._path)
+            self._ring = self._read(self._path)
             log.info("API keys were read again: %d", len(self._ring))
         except ConfigError as error:
             log.error("%s; the keys read before stay valid", error.message)

@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -102,8 +102,8 @@ class KeyEntry(Frozen):
     model_limits: dict[ModelName, ModelLimits] = no_flag(
         {},
         max_length=MAX_MODELS,
-        description="limits of the tenant on single models, by name: max_concurrent_requests, requests_per_minute, "
-        "tokens_per_minute",
+        description="limits of the tenant on single models, by name, not an alias: max_concurrent_requests, "
+        "requests_per_minute, tokens_per_minute",
     )
 
     @field_validator("expires_at")
@@ -165,6 +165,12 @@ class KeyRing:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def named_models(self) -> Iterator[tuple[int, str, str]]:
+        """The models that entries name, each with the entry's number and the field."""
+        for number, entry in enumerate(self._entries.values(), 1):
+            yield from ((number, "models", name) for name in entry.models)
+            yield from ((number, "model_limits", name) for name in entry.model_limits)
 
     def check(self, authorization: str, now_seconds: float) -> Caller:
         """Return the caller behind an `Authorization` value.

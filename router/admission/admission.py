@@ -4,14 +4,15 @@ of their bodies."""
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DrainingError, OverloadedError
 from cluster.security.keys import ANYONE, Caller
+from router.admission.shares import Share, Taken
 from router.admission.start_queue import StartQueue
-from router.admission.tally import ALL, LocalTally, Tallies, Tally, local_tallies
+from router.admission.tally import ALL, LocalTally, Tallies, local_tallies
 
 RETRY_SECONDS = 1.0
 MODEL_HOLDER = "\0model:"  # begins holders in the tally of tenants, whose names are printable
@@ -23,27 +24,18 @@ def most_holders(config: RouterConfig) -> int:
     return 2 * config.max_concurrent_requests + len(config.model_names)
 
 
-class ConcurrencyLimiter:
-    """Counts requests in flight by holder."""
+def in_flight(what: str, where: str = "") -> Callable[[int], OverloadedError]:
+    """The refusal of one more request of `what`, by its limit."""
 
-    def __init__(self, what: str, taken: Tally | None = None):
-        """`taken`: default: of this process alone."""
-        self._what = what
-        self._taken = LocalTally() if taken is None else taken
+    def refusal(limit: int) -> OverloadedError:
+        return OverloadedError(
+            f"this {what} has {limit} requests in flight{where}",
+            field="" if what == "router" else what,
+            limit=str(limit),
+            retry_after_seconds=RETRY_SECONDS,
+        )
 
-    def acquire(self, holder: str, limit: int, where: str = "") -> None:
-        """Raises OverloadedError, which names the holder and `where`, when it has `limit`; 0 = no limit."""
-        if self._taken.add(holder, 1) > limit > 0:
-            self._taken.add(holder, -1)
-            raise OverloadedError(
-                f"this {self._what} has {limit} requests in flight{where}",
-                field=self._what,
-                limit=str(limit),
-                retry_after_seconds=RETRY_SECONDS,
-            )
-
-    def release(self, holder: str) -> None:
-        self._taken.add(holder, -1)
+    return refusal
 
 
 # Of each body, which are not counted: their number is limited, so long bodies never make a short one refused.
@@ -100,34 +92,21 @@ class ByteBudget:
     def hold(self, tenant: str) -> HeldBytes:
         return HeldBytes(self, tenant)
 
-    def acquire(self, tenant: str, count: int) -> None:
-        """Raises OverloadedError."""
-        if self._all.add(ALL, count) > self._limit:
-            self._all.add(ALL, -count)
-            self._refused(tenant)
-            raise _full("this router", self._limit)
-        if tenant and self._tenants.add(tenant, count) > self._tenant_limit:
-            self.release(tenant, count)
-            self._refused(tenant)
-            raise _full("this tenant", self._tenant_limit)
+    def shares(self, tenant: str) -> list[Share]:
+        of_all = Share(self._all, ALL, self._limit, partial(_full, "this router"))
+        if not tenant:
+            return [of_all]
+        return [of_all, Share(self._tenants, tenant, self._tenant_limit, partial(_full, "this tenant"))]
 
-    def release(self, tenant: str, count: int) -> None:
-        self._all.add(ALL, -count)
-        if tenant:
-            self._tenants.add(tenant, -count)
+    def shares_of(self, model: str) -> list[Share]:
+        """Of a request for this model, beside the tenant's."""
+        if not model or not self._model_limit:
+            return []
+        return [Share(self._tenants, MODEL_HOLDER + model, self._model_limit, partial(_full, "this model"))]
 
-    def acquire_of_model(self, model: str, count: int) -> None:
-        """Count bytes that were acquired as those of a request for the model too, where models have a limit. Raises
-        OverloadedError."""
-        if not self._model_limit:
-            return
-        if self._tenants.add(MODEL_HOLDER + model, count) > self._model_limit:
-            self.release_of_model(model, count)
-            raise _full("this model", self._model_limit)
-
-    def release_of_model(self, model: str, count: int) -> None:
-        if self._model_limit:
-            self._tenants.add(MODEL_HOLDER + model, -count)
+    def refused(self, tenant: str) -> None:
+        """Count a refusal."""
+        self._refused(tenant)
 
 
 def _full(whose: str, limit: int) -> OverloadedError:
@@ -145,76 +124,71 @@ class HeldBytes:
     def __init__(self, budget: ByteBudget, tenant: str):
         self.tenant = tenant
         self._budget = budget
-        self._counted = 0
-        self._model = ""  # the bytes count as its bytes too
+        self._taken = Taken(budget.shares(tenant))
 
     def grow_to(self, size: int) -> None:
         """Raises OverloadedError; the share is then as before."""
-        more = size - FREE_BYTES - self._counted
+        more = size - FREE_BYTES - self._taken.count
         if more > 0:
-            self._budget.acquire(self.tenant, more)
             try:
-                if self._model:
-                    self._budget.acquire_of_model(self._model, more)
+                self._taken.take(more)
             except OverloadedError:
-                self._budget.release(self.tenant, more)
+                self._budget.refused(self.tenant)
                 raise
-            self._counted += more
 
     def of_model(self, model: str) -> None:
         """Count it, once whole, as the body of a request for this model. Raises OverloadedError."""
-        if self._counted and model != self._model:
-            self.leave_model()
-            self._budget.acquire_of_model(model, self._counted)
-            self._model = model
+        self._taken.join(self._budget.shares_of(model))
+
+    def check_room(self, size: int, model: str = "") -> None:
+        """Whether an answer of this size, for this model, has room beside what is held; one that is larger than the budget
+        needs all of it. Raises OverloadedError."""
+        own = self._taken.count
+        most = min(size - FREE_BYTES, self._budget.most(self.tenant, model) - own)
+        self.grow_to(FREE_BYTES + own + most)
+        self.shrink_to(FREE_BYTES + own)
+
+    def expect_answer(self, least: int, most: int, model: str = "") -> None:
+        """Before a request is dispatched: hold the least that its answer will have, in place of its body, where there is
+        room for the most. Raises OverloadedError; nothing is held then."""
+        self.hold_answer(most, model)
+        self.shrink_to(least)
 
     def hold_answer(self, size: int, model: str = "") -> None:
         """Count the bytes of the request's answer, for this model, in place of its body's; of one that is larger than the
         budget, as many as it has. Raises OverloadedError; nothing is held then."""
         self.release()
+        self.of_model(model)
         self.grow_to(min(size, FREE_BYTES + self._budget.most(self.tenant, model)))
-        try:
-            if model:
-                self.of_model(model)
-        except OverloadedError:
-            self.release()
-            raise
 
     def keep(self, size: int) -> None:
         """From now on only so many bytes are held: of the body, or made from it. Raises OverloadedError if they are more
         than before and do not fit."""
         self.leave_model()
         self.grow_to(size)
-        less = self._counted - max(0, size - FREE_BYTES)
+        self.shrink_to(size)
+
+    def shrink_to(self, size: int) -> None:
+        less = self._taken.count - max(0, size - FREE_BYTES)
         if less > 0:
-            self._budget.release(self.tenant, less)
-            self._counted -= less
+            self._taken.give_back(less)
 
     def release(self) -> None:
         """May be called more than once."""
-        if self._counted:
-            self.leave_model()
-            self._budget.release(self.tenant, self._counted)
-            self._counted = 0
+        self._taken.release()
 
     def leave_model(self) -> None:
-        if self._model:
-            self._budget.release_of_model(self._model, self._counted)
-            self._model = ""
+        self._taken.part()
 
 
 class Place:
     """One request's place. It is the model's too, once the request is known to name that."""
 
-    def __init__(self, admission: Admission, caller: Caller, held: contextlib.ExitStack):
-        """`held`: gives the place back."""
+    def __init__(self, admission: Admission, caller: Caller, taken: Taken):
         self.body = admission.bodies.hold(caller.tenant)
         self._admission = admission
         self._caller = caller
-        self._held = held
-        held.callback(self.leave_model)
-        held.callback(self.body.release)
-        self._of_model = contextlib.ExitStack()
+        self._taken = taken
         self.model = ""
 
     def of_model(self, name: str) -> None:
@@ -223,20 +197,24 @@ class Place:
         if name == self.model:
             return
         self.leave_model()
-        with contextlib.ExitStack() as held:
-            held.enter_context(self._admission.of_model(name, self._caller))
+        self._taken.join(self._admission.shares_of(name, self._caller))
+        try:
             self.body.of_model(name)
-            self._of_model = held.pop_all()
+        except OverloadedError:
+            self._taken.part()
+            raise
         self.model = name
 
     def leave_model(self) -> None:
         self.body.leave_model()
-        self._of_model.close()
+        self._taken.part()
         self.model = ""
 
     def leave(self) -> None:
-        """Give the place back before the request has ended."""
-        self._held.close()
+        """Give the place back. May be called before the request has ended."""
+        self.body.release()
+        self._taken.release()
+        self.model = ""
 
 
 class Admission:
@@ -249,17 +227,18 @@ class Admission:
         self._config = config
         self._refused = refused
         tallies = local_tallies() if tallies is None else tallies
-        self._requests = tallies.requests
-        self._tenants = ConcurrencyLimiter("tenant", tallies.tenant_requests)
-        self._models = ConcurrencyLimiter("model", tallies.tenant_requests)
-        self._connections = ConcurrencyLimiter("connection")
+        self._requests, self._tenants = tallies.requests, tallies.tenant_requests
+        self._connections = LocalTally()
         self.bodies = ByteBudget.of(config, refused, tallies)
-        self._in_models: Counter[str] = Counter()  # in this process
         self.starts = StartQueue()
         self._closed = False
         # Connections on which no answer has announced the shutdown yet
         self._unaware: frozenset[str] = frozenset()
-        self.in_flight = 0  # in this process
+
+    @property
+    def in_flight(self) -> int:
+        """In this process."""
+        return self._requests.here(ALL)
 
     @contextlib.contextmanager
     def admit(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[Place]:
@@ -267,68 +246,48 @@ class Admission:
 
         Raises OverloadedError when a limit is reached, DrainingError when this router leaves.
         """
-        with contextlib.ExitStack() as held:
-            try:
-                self._acquire(held, caller, connection)
-            except OverloadedError:
-                self._refused(caller.tenant)
-                raise
-            yield Place(self, caller, held)
+        if self._closed and connection not in self._unaware:
+            raise DrainingError("this router is leaving; ask another one", retry_after_seconds=1.0)
+        place = Place(self, caller, taken := Taken(self._shares(caller, connection)))
+        try:
+            taken.take(1)
+        except OverloadedError:
+            self._refused(caller.tenant)
+            raise
+        try:
+            yield place
+        finally:
+            place.leave()
 
     def in_model(self, name: str) -> int:
         """Requests in flight for a model, in this process."""
-        return self._in_models[name]
+        return self._tenants.here(MODEL_HOLDER + name)
 
-    @contextlib.contextmanager
-    def of_model(self, name: str, caller: Caller = ANYONE) -> Iterator[None]:
-        """Count a request as one of its model's, so that no model takes every place, and as one of those that its key may
-        have for that model. Raises OverloadedError."""
-        holder = MODEL_HOLDER + name
-        limits = [(self._models, holder, self._config.most_of_model(name), "")]
-        own = caller.limits_of(name).max_concurrent_requests
+    def shares_of(self, model: str, caller: Caller) -> list[Share]:
+        """Of a request for a model: that no model takes every place, and those that its key may have for that model."""
+        holder = MODEL_HOLDER + model
+        shares = [Share(self._tenants, holder, self._config.most_of_model(model), in_flight("model"))]
+        own = caller.limits_of(model).max_concurrent_requests
         if own:
-            limits.append((self._tenants, f"{holder}\0{caller.tenant}", own, f" for model {name!r}"))
-        with contextlib.ExitStack() as held:
-            for limiter, one, limit, where in limits:
-                if limit:
-                    limiter.acquire(one, limit, where)
-                    held.callback(limiter.release, one)
-            self._in_models[name] += 1
-            try:
-                yield
-            finally:
-                self._in_models[name] -= 1
+            refusal = in_flight("tenant", f" for model {model!r}")
+            shares.append(Share(self._tenants, f"{holder}\0{caller.tenant}", own, refusal))
+        return shares
 
     def close(self, unaware: Collection[str] = ()) -> None:
         """Admit nothing more, but on `unaware`: connections whose clients could not know yet that this router leaves."""
         self._closed = True
         self._unaware = frozenset(unaware)
 
-    def _acquire(self, held: contextlib.ExitStack, caller: Caller, connection: str) -> None:
+    def _shares(self, caller: Caller, connection: str) -> list[Share]:
         config = self._config
-        if self._closed and connection not in self._unaware:
-            raise DrainingError("this router is leaving; ask another one", retry_after_seconds=1.0)
         limit = config.max_concurrent_requests
-        held.callback(self._leave)
-        if self._enter() > limit:
-            raise OverloadedError(
-                f"this router has {limit} requests in flight", limit=str(limit), retry_after_seconds=1.0
-            )
+        shares = [Share(self._requests, ALL, limit, in_flight("router"))]
         if caller.tenant:
             own = caller.max_concurrent_requests or config.max_concurrent_requests_per_tenant
             # One key never takes every place, nor every connection where there are fewer of them.
-            share = max(1, min(limit, config.max_http_connections) // 2)
-            self._tenants.acquire(caller.tenant, own or share)
-            held.callback(self._tenants.release, caller.tenant)
+            most = own or max(1, min(limit, config.max_http_connections) // 2)
+            shares.append(Share(self._tenants, caller.tenant, most, in_flight("tenant")))
         if connection:
-            self._connections.acquire(connection, config.max_concurrent_requests_per_connection)
-            held.callback(self._connections.release, connection)
-
-    def _enter(self) -> int:
-        """Returns the requests in flight in all processes."""
-        self.in_flight += 1
-        return self._requests.add(ALL, 1)
-
-    def _leave(self) -> None:
-        self.in_flight -= 1
-        self._requests.add(ALL, -1)
+            most = config.max_concurrent_requests_per_connection
+            shares.append(Share(self._connections, connection, most, in_flight("connection")))
+        return shares

@@ -14,7 +14,6 @@ from enum import Enum
 from functools import cached_property
 
 from cluster import errors
-from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
 from cluster.state_machine import StateMachine
 from router.dispatch.attempt import Attempt
@@ -28,7 +27,7 @@ from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import RetryPolicy
-from router.dispatch.services import Services
+from router.dispatch.services import Identity, Services
 from router.link.token import Token
 from router.observe import traces
 from router.observe.traces import Arrival
@@ -66,16 +65,20 @@ class RequestDispatcher:
     """`start` it with the queue its deltas go to; `outcome` is complete after the queue has ended."""
 
     def __init__(
-        self, completion: Completion, services: Services, first_shown: int = 0, arrival: Arrival | None = None
+        self,
+        completion: Completion,
+        services: Services,
+        first_shown: int = 0,
+        arrival: Arrival | None = None,
+        identity: Identity | None = None,
     ):
-        """`first_shown`: the number of its first choice in an answer to several prompts."""
+        """`first_shown`: the number of its first choice in an answer to several prompts. `identity`: of the completion,
+        where it was needed before."""
         self._completion = completion
         self._services = services
-        packed_prompt = pack_tokens(completion.prompt_tokens)
+        packed_prompt, self._name, self._resumed = identity or services.identify(completion)
         model = completion.served_model
         self._token_times = services.token_times_of(model)
-        self._name = services.name_of(completion, packed_prompt)
-        self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
         self._choices = [
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
         ]

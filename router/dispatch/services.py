@@ -50,6 +50,14 @@ class RequestFaults(NamedTuple):
         return cls(*map(faults.point, points))
 
 
+class Identity(NamedTuple):
+    """What a request is at every router of the deployment."""
+
+    packed_prompt: bytes
+    name: bytes
+    resumed: bool  # its ticket proves that another router had admitted it
+
+
 class Services:
     def __init__(
         self,
@@ -101,10 +109,12 @@ class Services:
         further = model if model in self.further_texts else ""
         return name_of(completion.tenant, completion.request_id, packed_prompt, further)
 
-    def takes_over(self, completion: Completion) -> bool:
-        """Whether the request's ticket proves that another router had admitted it. Raises InvalidRequestError."""
+    def identify(self, completion: Completion) -> Identity:
+        """Pack a request's prompt, name it and check its ticket: some ms for a long prompt, so once per request. Raises
+        InvalidRequestError."""
         packed = pack_tokens(completion.prompt_tokens)
-        return self.tickets.check(completion, self.name_of(completion, packed))
+        name = self.name_of(completion, packed)
+        return Identity(packed, name, self.tickets.check(completion, name))
 
     def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:
         """None: requests are not traced here, or this one is not sampled."""

@@ -4,27 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
+# Of the loop's processor time: by the clock, calls also take long where other processes want the processor.
+SECONDS_PER_TURN = 0.004
+CALLS_PER_LOOK = 4  # at that clock, which takes half a microsecond
+
+Call = Callable[[], None]
 
 
 class Turn:
     """Collects calls and makes them after what the present turn still has to do, all in one callback of the event loop: of
-    hundreds of streams that get a token by one frame, each would need a callback of its own."""
+    hundreds of streams that get a token by one frame, each would need a callback of its own.
 
-    def __init__(self) -> None:
-        self._calls: list[Callable[[], None]] = []
+    Tenants take turns, and what does not fit into SECONDS_PER_TURN goes on in the next turn of the loop: writing log
+    probabilities takes a call about 1 ms, so one tenant's answers would make each turn as long as all of them together.
+    """
 
-    def add(self, call: Callable[[], None]) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._calls: OrderedDict[str, deque[Call]] = (
+            OrderedDict()
+        )  # the tenant whose turn is next comes first
+
+    def add(self, call: Call, tenant: str = "") -> None:
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make)
-        self._calls.append(call)
+        queue = self._calls.get(tenant)
+        if queue is None:
+            queue = self._calls[tenant] = deque()
+        queue.append(call)
 
     def _make(self) -> None:
-        calls, self._calls = self._calls, []
-        for call in calls:
+        calls, self._calls = self._calls, OrderedDict()
+        ends, left = self._clock() + SECONDS_PER_TURN, CALLS_PER_LOOK
+        while calls:
+            tenant, queue = calls.popitem(last=False)
+            call = queue.popleft()
+            if queue:
+                calls[tenant] = queue  # behind all others
             try:
                 call()
             except Exception:  # the others are other requests'
                 log.exception("a call at the end of a turn failed")
+            left -= 1
+            if left == 0:
+                left = CALLS_PER_LOOK
+                if calls and self._clock() > ends:
+                    self._put_back(calls)
+                    return
+
+    def _put_back(self, left: OrderedDict[str, deque[Call]]) -> None:
+        """Before what was added meanwhile."""
+        if not self._calls:
+            asyncio.get_running_loop().call_soon(self._make)
+        for tenant, queue in self._calls.items():
+            left.setdefault(tenant, deque()).extend(queue)
+        self._calls = left

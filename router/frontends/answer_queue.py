@@ -41,13 +41,14 @@ class AnswerQueue(BatchQueue[Delta]):
         write: Callable[[list[Delta]], None],
         dispatchers: int,
         turn: Turn,
+        tenant: str = "",
         *,
         streamed: bool,
     ):
         super().__init__(dispatchers, PIECE_SECONDS)
         self._outlet = outlet
         self._write = write
-        self._turn = turn
+        self._turn, self._tenant = turn, tenant
         self._streamed = streamed
         self._due = False  # _pass_on is called at the end of this turn
         self._timer: asyncio.TimerHandle | None = None  # of _pass_on, for the pace
@@ -115,21 +116,21 @@ class AnswerQueue(BatchQueue[Delta]):
             self._timer = None
         early = self._early()
         if early > 0.0:
-            self._timer = self._loop.call_later(early, self._pass_on)
+            self._timer = self._loop.call_later(early, self._add_to_turn)
         else:
-            self._due = True
-            self._turn.add(self._pass_on)
+            self._add_to_turn()
+
+    def _add_to_turn(self) -> None:
+        self._due, self._timer = True, None
+        self._turn.add(self._pass_on, self._tenant)
 
     def _pass_on(self) -> None:
-        self._due, self._timer = False, None
+        self._due = False
         if self._may_be_held_up:
             self._may_be_held_up = self._held_up
         if self._closed or self._may_be_held_up:
             return
-        if self._error is not None or self._producers <= 0:
-            if not self._over.done():
-                self._over.set_result(None)
-        elif self._items:
+        if self._items and self._error is None:
             self._taken = self._loop.time()
             count = count_at_once(self._items)
             items, self._items = self._items[:count], self._items[count:]
@@ -139,9 +140,11 @@ class AnswerQueue(BatchQueue[Delta]):
                 self.discard(error)
                 return
             self._may_be_held_up = self._held_up
-        if self._items and not self._may_be_held_up:
-            self._due = True  # the rest in the next turn: the pace is that of whole batches
-            self._turn.add(self._pass_on)
+        if self._error is not None or (self._producers <= 0 and not self._items):
+            if not self._over.done():
+                self._over.set_result(None)
+        elif self._items and not self._may_be_held_up:
+            self._add_to_turn()  # the rest in the next turn: the pace is that of whole batches
         elif self._when_drained and not self._may_be_held_up:
             self._drained()
 

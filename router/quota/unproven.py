@@ -12,15 +12,20 @@ import time
 from collections.abc import AsyncIterator, Callable
 from weakref import WeakValueDictionary
 
+# After a request whose client left before its ticket was checked, which proves nothing either way
+PAUSE_SECONDS = 1.0
+
 
 class UnprovenTickets:
     """Lets one request with such a ticket of each tenant be prepared at a time, and none after a ticket that did not
-    prove valid, until the tenant has requests again."""
+    prove valid, until the tenant has requests again. After one that was cancelled the next waits for PAUSE_SECONDS: a
+    client may cancel as often as it asks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._barred: dict[str, float] = {}  # tenants, and until when
+        self._paused: dict[str, float] = {}  # those after a cancelled request
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str, until: float, seconds: float) -> AsyncIterator[bool]:
@@ -30,15 +35,24 @@ class UnprovenTickets:
         """
         lock = self._turns.setdefault(tenant, asyncio.Lock())
         try:
-            await asyncio.wait_for(lock.acquire(), seconds)
+            async with asyncio.timeout(seconds):
+                await lock.acquire()
         except TimeoutError:
             yield False
             return
         try:
+            if (pause := self._paused.get(tenant, 0.0) - self._clock()) > 0:
+                await asyncio.sleep(pause)
+            self._paused.pop(tenant, None)
             may = self._barred.get(tenant, 0.0) <= self._clock()
             if may:
                 self._barred[tenant] = until
-            yield may
+            try:
+                yield may
+            except asyncio.CancelledError:
+                if may and self._barred.pop(tenant, None) is not None:
+                    self._paused[tenant] = self._clock() + PAUSE_SECONDS
+                raise
         finally:
             lock.release()
 

@@ -25,14 +25,14 @@ def of_json(raw: bytes | bytearray) -> str:
 
 
 def names(raw: bytes | bytearray, model: str) -> bool:
-    """Whether a body names this model; False for long ones."""
+    """Whether a body names this model, or none if it is ""; False for long ones."""
     if len(raw) > CHECKED_BYTES:
         return False
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return False
-    return isinstance(body, dict) and body.get("model") == model
+    return isinstance(body, dict) and (body.get("model") or "") == model
 
 
 def of_message(raw: bytes) -> str:

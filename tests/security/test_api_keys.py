@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Client
+from cluster.config.router import FurtherModel, RouterConfig
 from cluster.errors import ConfigError, UnauthenticatedError
 from cluster.security.key_file import ApiKeys, read_keys
 from cluster.security.keys import KeyRing, new_key
@@ -112,6 +114,23 @@ def test_a_broken_file_keeps_the_keys_it_had(tmp_path):
     keys.refresh()
     with pytest.raises(UnauthenticatedError):
         keys.check(f"Bearer {key}")
+
+
+@pytest.mark.parametrize(
+    "named", [{"models": ["m", "two"]}, {"model_limits": {"two": {"max_concurrent_requests": 1}}}]
+)
+def test_an_alias_in_the_file_is_refused_as_it_would_change_nothing(tmp_path, named):
+    file = tmp_path / "keys.json"
+    entries = [new_key("acme")[1], new_key("b", **named)[1]]
+    file.write_text(json.dumps([entry.model_dump(mode="json") for entry in entries]))
+    second = FurtherModel(name="second", model=Path("/b"), aliases=("two",))
+    config = RouterConfig(model=Path("/m"), model_aliases=("one",), models=(second,))
+    aliases = config.models_by_alias()
+    assert aliases == {"one": "m", "two": "second"}
+    where = f"entry 2: {next(iter(named))}"
+    with pytest.raises(ConfigError, match=f"{where}: 'two' is another name of model 'second'"):
+        ApiKeys(file, aliases=aliases)
+    assert ApiKeys(file).on, "a router without that alias"
 
 
 def test_http_asks_for_a_key_in_openais_form(router, keys):

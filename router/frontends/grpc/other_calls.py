@@ -16,7 +16,9 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
-from router.admission.admission import ConcurrencyLimiter
+from router.admission.admission import in_flight
+from router.admission.shares import Share, Taken
+from router.admission.tally import LocalTally
 from router.frontends.grpc.gate import Context
 from router.frontends.grpc.refusal import refusing
 
@@ -74,7 +76,7 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """`write_seconds`: limit for the client to read the answer."""
         self._reads = _Waits(READS, READ_SECONDS, "the arrival of the call's message")
         self._writes = _Waits(UNREAD_ANSWERS, write_seconds, "the reading of the call's answer")
-        self._connections = ConcurrencyLimiter("connection")
+        self._connections = LocalTally()
 
     async def intercept_service(
         self,
@@ -105,8 +107,10 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         message = await self._reads.result(context.read())
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("message: the call has none", field="message")
-        self._connections.acquire(context.peer(), CALLS_PER_CONNECTION)
-        held.callback(self._connections.release, context.peer())
+        peer = context.peer()
+        taken = Taken([Share(self._connections, peer, CALLS_PER_CONNECTION, in_flight("connection"))])
+        taken.take(1)
+        held.callback(taken.release)
         try:
             answer = await call(message, context)
             if not handler.response_streaming:

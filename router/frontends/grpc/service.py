@@ -14,6 +14,7 @@ from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.security.keys import Caller
 from router.admission.admission import Place
+from router.dispatch.services import Identity
 from router.dispatch.turn import Turn
 from router.frontends.grpc.conversation import check_conversation, read_conversation, size_of
 from router.frontends.grpc.gate import Context, caller_of
@@ -78,11 +79,11 @@ class InferenceService:
             await self._turn_to_parse(caller, place, raw, pb.GenerateRequest())
             request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
             self._gateway.enter_model(place, caller, request.model)
-            completion = await self._completion(request, context, caller)
+            completion, identity = await self._completion(request, context, caller)
             del request
             del raw
             place.body.release()
-            with self._gateway.request(completion, caller, arrival=arrival) as dispatcher:
+            with self._gateway.request(completion, caller, 0, arrival, identity) as dispatcher:
                 stream = GenerateStream(dispatcher, completion, caller)
                 await stream.pass_to(context, self._gateway.config, self._turn)
 
@@ -115,7 +116,10 @@ class InferenceService:
         await context.send_initial_metadata(())
         await write_all(_only(response), context, self._gateway.config)
 
-    async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
+    async def _completion(
+        self, request: pb.GenerateRequest, context: Context, caller: Caller
+    ) -> tuple[Completion, Identity | None]:
+        """The request, with its identity where that was needed to check its ticket."""
         kind = request.WhichOneof("prompt")
         model = self._gateway.model(request.model)
         limits = model.validator.limits
@@ -131,9 +135,8 @@ class InferenceService:
             envelope = _envelope(request, context)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
             check_allowed(made, caller)
-            if request.resume_ticket:
-                self._gateway.check_ticket(made, caller)
-        return made
+            identity = self._gateway.check_ticket(made, caller) if resumed else None
+        return made, identity
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
@@ -145,11 +148,13 @@ class InferenceService:
             await self._turn_to_parse(caller, place, raw, pb.TokenizeRequest())
             request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
             del raw
+            model = self._gateway.model(request.model)
             self._gateway.enter_model(place, caller, request.model)
-            async with self._gateway.counted(caller, self._gateway.model(request.model).name):
-                self._gateway.model(request.model).validator.limits.check_model(request.model)
+            model.validator.limits.check_model(request.model)
+            async with self._gateway.counted(caller, model.name):
                 answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
                 del request
+            place.body.hold_answer(len(answer), place.model)
             await self._answer(answer, context)
 
     def _tokenized(self, ids: Sequence[int]) -> bytes:

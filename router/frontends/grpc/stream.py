@@ -43,7 +43,8 @@ class GenerateStream:
         self._dispatcher.on_charged = self._charged
         try:
             try:
-                await AnswerQueue(writer, self._write, 1, turn, streamed=True).pass_all([self._dispatcher])
+                queue = AnswerQueue(writer, self._write, 1, turn, self._caller.tenant, streamed=True)
+                await queue.pass_all([self._dispatcher])
             except BatonError:
                 await writer.written()
                 raise

@@ -82,10 +82,10 @@ class Views:
 
     async def ready(self, request: Request) -> Response:
         why = self._gateway.why_router_not_ready()
-        missing = self._gateway.why_not_served()
-        more: dict[str, Any] = {"models": missing} if missing else {}
-        if warnings := self._gateway.warnings():
-            more["warnings"] = warnings
+        # Clients need no key here, and where keys are on, a key decides which models a client sees.
+        open_to_all = not self._gateway.keys.on
+        found = {"models": self._gateway.why_not_served(), "warnings": self._gateway.warnings()}
+        more = {name: said for name, said in found.items() if said} if open_to_all else {}
         return _json({"ready": not why, "why": why, **more}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
@@ -222,7 +222,7 @@ def _model(served: ServedModel, created: int) -> dict[str, Any]:
 
 
 def build_routes(gateway: RequestGateway) -> Routes:
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     serving, views = Serving(gateway), Views(gateway)
     generate, tokenizing = Generate(serving), Tokenizing(serving)
     messages = Messages(serving, tokenizing)

@@ -86,5 +86,5 @@ def _scan(scan: JsonScan, raw: bytearray, limits: RequestLimits) -> None:
         raise InvalidRequestError(message, field="body", limit=str(limits.max_json_depth))
     most = limits.max_json_elements
     if scan.elements > most:
-        message = f"the body has more than {most} elements; lists, objects and their members count as 16"
+        message = f"the body has more than {most} elements; lists, objects and their members count as 16, texts as 8"
         raise InvalidRequestError(message, field="body", limit=str(most))

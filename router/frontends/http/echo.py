@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cluster.errors import BatonError
+from router.frontends.http.exchange import Written
+from router.frontends.http.long_body import SLICE_BYTES
 from router.frontends.http.serving import Form, StreamedAnswer, WholeAnswer
 from router.link.token import PlainToken, Token
 from router.request.completion import Completion, Delta, Outcome
@@ -76,11 +78,29 @@ class _StreamedEcho:
     def __init__(self, answer: StreamedAnswer, echo: Echo):
         self._answer, self._echo = answer, echo
 
-    def of(self, deltas: Sequence[Delta]) -> bytes:
-        return self._answer.of(self._echo.of(deltas))
+    @property
+    def kept(self) -> int:
+        return self._answer.kept
 
-    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+    def of(self, deltas: Sequence[Delta]) -> Written:
+        """Deltas with prompts one by one, when each is written: together they are many times the request."""
+        shown = self._echo.of(deltas)
+        return (
+            self._one_by_one(shown)
+            if sum(len(one.text) for one in shown) > SLICE_BYTES
+            else self._answer.of(shown)
+        )
+
+    def _one_by_one(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        for delta in deltas:
+            frames = self._answer.of([delta])
+            if isinstance(frames, bytes):
+                yield from (frames,) if frames else ()
+            else:
+                yield from frames
+
+    def end(self, outcomes: Sequence[Outcome]) -> Written:
         return self._answer.end(outcomes)
 
-    def failed(self, error: BatonError) -> bytes:
+    def failed(self, error: BatonError) -> Written:
         return self._answer.failed(error)

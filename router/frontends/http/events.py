@@ -27,6 +27,8 @@ _DONE = b"data: [DONE]\n\n"
 class Events:
     """Encodes the events of one answer with `choices` choices over all its prompts."""
 
+    kept = 0  # its last events repeat nothing
+
     def __init__(self, shape: Shape, choices: int, wanted: StreamOptions, prompt_tokens: int):
         self._shape = shape
         self._unfinished = choices

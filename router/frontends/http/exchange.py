@@ -3,22 +3,25 @@
 The protocol keeps uvicorn's cycle for it, so deadlines, pipelining, keep-alive and shutdown are those of every request.
 
     send                                 an answer of known length
-    begin → write → write … → end        a stream
+    begin → write → write … → end        a stream; what is long is written as its client reads
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
 
-from router.frontends.http.long_body import LongResponse, sliced
+from router.frontends.http.long_body import SLICE_BYTES, LongResponse, in_slices, sliced
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
+# Of a stream. Several pieces may be made when they are written; none may be empty, which would end a chunked body.
+Written = bytes | Iterable[bytes]
 
 
 class Watcher(Protocol):
@@ -38,6 +41,9 @@ class Exchange(Request):
         self._chunked = cycle.scope["http_version"] != "1.0"  # else the end of the connection ends the body
         self._watcher: Watcher | None = None
         self._added: RawHeaders = ()
+        self._unwritten: deque[Iterator[bytes | memoryview]] = deque()  # of a stream, in slices
+        self._writing = False  # _write_on will be called
+        self._all_written: asyncio.Future[None] | None = None
 
     @property
     def begun(self) -> bool:
@@ -45,8 +51,8 @@ class Exchange(Request):
 
     @property
     def paused(self) -> bool:
-        """The transport holds more than it should. It stays so until it is below its low-water mark."""
-        return self._flow.write_paused
+        """The transport holds more than it should, until it is below its low-water mark; or slices wait for it."""
+        return self._flow.write_paused or bool(self._unwritten)
 
     def watch(self, watcher: Watcher) -> None:
         """The socket is read meanwhile, or the client's end would not be seen."""
@@ -59,11 +65,15 @@ class Exchange(Request):
         self._watcher = None
 
     def disconnected(self) -> None:
+        self._unwritten.clear()
+        self._tell_all_written()
         if self._watcher is not None:
             self._watcher.disconnected()
 
     def resumed(self) -> None:
-        if self._watcher is not None:
+        if self._unwritten:
+            self._write_on()
+        elif self._watcher is not None:
             self._watcher.resumed()
 
     def add_headers(self, headers: RawHeaders) -> None:
@@ -81,25 +91,74 @@ class Exchange(Request):
 
     async def sent(self) -> None:
         """Wait until the client has read what was written, but for what the connection's buffers take, or has left."""
-        if self.paused:
-            await self._cycle.flow.drain()
+        if self._flow.write_paused:
+            await self._flow.drain()
 
     def begin(self, headers: RawHeaders) -> None:
         if not self._cycle.disconnected:
             framing = ((b"transfer-encoding", b"chunked"),) if self._chunked else ()
             self._head(200, (*headers, *framing))
 
-    def write(self, piece: bytes) -> None:
-        """Neither this piece nor the last one may be empty: that would end a chunked body."""
-        if not self._cycle.disconnected:
+    def write(self, piece: Written) -> None:
+        if self._cycle.disconnected:
+            return
+        if isinstance(piece, bytes):
+            if len(piece) <= SLICE_BYTES and not self._unwritten:
+                self._transport.write(self._framed(piece))
+                return
+            piece = (piece,)
+        self._unwritten.append(in_slices(piece))
+        if not self._writing:
+            self._write_on()
+
+    def _write_on(self) -> None:
+        """Write one slice per turn of the loop while the client reads."""
+        self._writing = False
+        while self._unwritten and not self._flow.write_paused:
+            try:
+                piece = next(self._unwritten[0], None)
+            except Exception:
+                self._transport.abort()  # what was written is no answer, and no more will come
+                raise
+            if piece is None:
+                self._unwritten.popleft()
+                continue
             self._transport.write(self._framed(piece))
+            if not self._flow.write_paused:  # else it is called once that has ended
+                self._writing = True
+                asyncio.get_running_loop().call_soon(self._write_on)
+            return
+        if not self._unwritten:
+            self._tell_all_written()
+            self.resumed()
 
-    async def end(self, piece: bytes) -> None:
-        if not self._cycle.disconnected:
-            await self._complete(sliced(self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece))
+    def _tell_all_written(self) -> None:
+        if self._all_written is not None and not self._all_written.done():
+            self._all_written.set_result(None)
 
-    def _framed(self, piece: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
+    async def written(self) -> None:
+        """Wait until the transport has all of the stream so far, or the client has left."""
+        if self._unwritten:
+            self._all_written = asyncio.get_running_loop().create_future()
+            await self._all_written
+
+    async def end(self, piece: Written) -> None:
+        """Once all that precedes it is `written`."""
+        if self._cycle.disconnected:
+            return
+        if isinstance(piece, bytes) and len(piece) <= SLICE_BYTES:
+            await self._complete([b"".join((self._framed(piece), b"0\r\n\r\n")) if self._chunked else piece])
+        else:
+            await self._complete(self._to_end((piece,) if isinstance(piece, bytes) else piece))
+
+    def _to_end(self, pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
+        for piece in in_slices(pieces):
+            yield self._framed(piece)
+        if self._chunked:
+            yield b"0\r\n\r\n"
+
+    def _framed(self, piece: bytes | memoryview) -> bytes | memoryview:
+        return b"".join((b"%x\r\n" % len(piece), piece, b"\r\n")) if self._chunked else piece
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         cycle = self._cycle

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from cluster.security.keys import Caller
+from router.frontends.http.answer_size import TOKEN_BYTES
 from router.frontends.http.echo import EchoForm
 from router.frontends.http.events import Events
 from router.frontends.http.exchange import Exchange
@@ -73,7 +74,7 @@ class Generate:
         options = read_request(CompletionRequest, body, model.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
         # Before tokenising: a request that gets no place costs nothing of the quota.
-        admit(len(options.prompt) - 1)
+        admit(len(options.prompt) - 1, _echoed_bytes(options))
         async with self._gateway.preparing(caller, model.name):
             if (asked := options.asked_grammar) is not None:
                 await model.grammars.check(caller.tenant, asked)
@@ -151,6 +152,14 @@ class ShapeForm:
 
     def streamed(self, choices: int) -> Events:
         return Events(self._shape, choices, self._usage, self._prompt_tokens)
+
+
+def _echoed_bytes(options: CompletionRequest) -> int:
+    """About the bytes of the prompts' texts in all choices of a whole answer: tokens are not decoded yet."""
+    if options.stream or not options.echoes:
+        return 0
+    sizes = (len(one) * (1 if isinstance(one, str) else TOKEN_BYTES) for one in options.prompt)
+    return sum(sizes) * (options.n or 1)
 
 
 def _envelope(request: Request, options: HttpRequest, prompts: int) -> Envelope:

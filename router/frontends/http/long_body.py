@@ -1,8 +1,9 @@
-"""Answers whose log probabilities are megabytes of JSON: put together and written in slices, between turns of the loop."""
+"""Answers with megabytes of JSON (log probabilities, prompts that are repeated): written in slices, between turns of the
+loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -15,17 +16,18 @@ _MARK = b"\x00"  # JSON has no such byte: it is escaped in texts
 
 
 class Lists:
-    """JSON lists whose items are encoded already, for one object."""
+    """JSON lists whose items are encoded already, for one object, or for several that show the same lists."""
 
     def __init__(self) -> None:
         self._lists: list[Sequence[bytes]] = []
 
     def add(self, items: Sequence[bytes]) -> orjson.Fragment:
-        """Stands for the list in the object. Each of `items` is one or more of its items, without brackets."""
+        """Stands for the list in an object. Each of `items` is one or more of its items, without brackets; more may be
+        added to it until the object is encoded."""
         self._lists.append(items)
         return orjson.Fragment(_MARK + b"%d" % (len(self._lists) - 1) + _MARK)
 
-    def encode(self, shown: dict[str, Any]) -> list[bytes]:
+    def encode(self, shown: Any) -> list[bytes]:
         """The object's JSON, in pieces."""
         pieces: list[bytes] = []
         for index, part in enumerate(orjson.dumps(shown).split(_MARK)):
@@ -50,22 +52,27 @@ class LongResponse(Response):
 
     def slices(self) -> Iterator[bytes | memoryview]:
         """The body, in slices of about SLICE_BYTES."""
-        waiting: list[bytes] = []
-        size = 0
-        for piece in self.pieces:
-            if len(piece) > SLICE_BYTES:
-                if waiting:
-                    yield b"".join(waiting)
-                    waiting, size = [], 0
-                yield from sliced(piece)
-                continue
-            waiting.append(piece)
-            size += len(piece)
-            if size >= SLICE_BYTES:
+        return in_slices(self.pieces)
+
+
+def in_slices(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
+    """Pieces, each asked for when it is needed, in slices of about SLICE_BYTES."""
+    waiting: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        if len(piece) > SLICE_BYTES:
+            if waiting:
                 yield b"".join(waiting)
                 waiting, size = [], 0
-        if waiting:
+            yield from sliced(piece)
+            continue
+        waiting.append(piece)
+        size += len(piece)
+        if size >= SLICE_BYTES:
             yield b"".join(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 def sliced(body: bytes) -> Iterator[memoryview]:

@@ -14,12 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
-from router.admission.admission import Place
+from cluster.security.keys import Caller
+from router.admission.admission import HeldBytes, Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
+from router.frontends.http.answer_size import AnswerSize, answer_size
 from router.frontends.http.body import discard_body, read_json
-from router.frontends.http.exchange import Exchange
+from router.frontends.http.exchange import Exchange, Written
 from router.frontends.http.gate import caller_of, connection_of
 from router.frontends.http.long_body import LongResponse
 from router.frontends.http.protocol import KEEPS
@@ -47,17 +49,22 @@ class WholeAnswer(Protocol):
 
 
 class StreamedAnswer(Protocol):
-    """Encodes an answer's events."""
+    """Encodes an answer's events. Those of one call are all made before those of the next."""
 
-    def of(self, deltas: Sequence[Delta]) -> bytes:
+    @property
+    def kept(self) -> int:
+        """Bytes of the answer so far that the last events repeat."""
+        ...
+
+    def of(self, deltas: Sequence[Delta]) -> Written:
         """The events of deltas that arrived together, for one write; the first call's begin the stream."""
         ...
 
-    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+    def end(self, outcomes: Sequence[Outcome]) -> Written:
         """The last events, once every choice has finished."""
         ...
 
-    def failed(self, error: BatonError) -> bytes:
+    def failed(self, error: BatonError) -> Written:
         """The last events of a stream that an error ends."""
         ...
 
@@ -79,6 +86,12 @@ class ParsedRequest:
     form: Form
     arrival: Arrival
     echo_bytes: int = 0  # of the body's fields, held until the answer has ended
+    kept_whole: bool = False  # if it is streamed: its last events repeat all of it
+
+    @property
+    def size(self) -> AnswerSize:
+        """Of the whole answer: each choice of a prompt repeats its fields."""
+        return answer_size(self.completions, self.echo_bytes * self.completions[0].n)
 
     @property
     def first_choices(self) -> list[int]:
@@ -86,7 +99,9 @@ class ParsedRequest:
         return [sum(one.n for one in self.completions[:i]) for i in range(len(self.completions))]
 
 
-Admit = Callable[[int], None]  # takes places for a number of further prompts; raises OverloadedError
+# Takes places for a number of further prompts, if there is room for a number of bytes that their whole answer repeats.
+# Raises OverloadedError.
+Admit = Callable[[int, int], None]
 NextTurn = Callable[[], Awaitable[None]]
 Reader = Callable[[Exchange, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
 
@@ -103,7 +118,8 @@ class Serving:
         before the answer has begun."""
         caller, connection = caller_of(request), connection_of(request)
 
-        def admit(prompts: int) -> None:
+        def admit(prompts: int, repeated: int) -> None:
+            place.body.check_room(repeated, place.model)
             for _ in range(prompts):
                 further = held.enter_context(self.gateway.admission.admit(caller, connection))
                 self.gateway.take_of_model(further, caller, place.model)
@@ -116,16 +132,30 @@ class Serving:
     async def _answer(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> Response | None:
         """An answer of known length; None: it was streamed."""
         parsed = await self._read(request, read, place, admit)
-        place.body.keep(parsed.echo_bytes)
+        if parsed.kept_whole or not parsed.stream:
+            await self._expect_answer(parsed, caller_of(request), place)
+        else:
+            place.body.keep(parsed.echo_bytes)
         with contextlib.ExitStack() as running:
             dispatchers = [
                 running.enter_context(self.gateway.request(one, caller_of(request), first, parsed.arrival))
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
             ]
-            answer = _stream if parsed.stream else _whole
-            return await answer(
-                request, parsed, dispatchers, self._turn, lambda: self.start_turn(request, place.model)
-            )
+            turns = self._turn, lambda: self.start_turn(request, place.model)
+            if not parsed.stream:
+                return await _whole(request, parsed, dispatchers, *turns)
+            await _stream(request, parsed, place.body, dispatchers, *turns)
+            return None
+
+    async def _expect_answer(self, parsed: ParsedRequest, caller: Caller, place: Place) -> None:
+        """Refuse a request before it is dispatched if the budget of bodies has no room for its answer. Its prompt has been
+        tokenised, so it counts as a request of the tenant's quota. Raises OverloadedError."""
+        try:
+            place.body.expect_answer(*parsed.size, place.model)
+        except OverloadedError:
+            async with self.gateway.counted(caller, parsed.completions[0].served_model):
+                await self.gateway.low_priority.refuse(caller.tenant)
+            raise
 
     async def deliver(self, request: Exchange, answer: Response, place: Place) -> None:
         """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises
@@ -190,7 +220,8 @@ async def _whole(
     next_turn: NextTurn,
 ) -> Response:
     answer = parsed.form.whole(sum(one.choices for one in dispatchers))
-    queue = AnswerQueue(request, answer.add, len(dispatchers), turn, streamed=False)
+    tenant = caller_of(request).tenant
+    queue = AnswerQueue(request, answer.add, len(dispatchers), turn, tenant, streamed=False)
     await queue.pass_all(dispatchers, next_turn)
     outcomes = [dispatcher.outcome for dispatcher in dispatchers]
     shown = {
@@ -203,11 +234,13 @@ async def _whole(
 async def _stream(
     request: Exchange,
     parsed: ParsedRequest,
+    held: HeldBytes,
     dispatchers: Sequence[RequestDispatcher],
     turn: Turn,
     next_turn: NextTurn,
 ) -> None:
-    """Until the first delta, a failure is an HTTP error; after it, an event of the stream."""
+    """Until the first delta, a failure is an HTTP error; after it, an event of the stream. `held`: what the answer keeps
+    until its end is counted there."""
     events = parsed.form.streamed(sum(one.choices for one in dispatchers))
 
     def write(deltas: Sequence[Delta]) -> None:
@@ -216,16 +249,20 @@ async def _stream(
             request.begin((shown_id, *_STREAM_HEADERS))
         if frames := events.of(deltas):
             request.write(frames)
+        if kept := events.kept:
+            held.grow_to(parsed.echo_bytes + kept)
 
     try:
-        await AnswerQueue(request, write, len(dispatchers), turn, streamed=True).pass_all(
-            dispatchers, next_turn
-        )
+        tenant = caller_of(request).tenant
+        queue = AnswerQueue(request, write, len(dispatchers), turn, tenant, streamed=True)
+        await queue.pass_all(dispatchers, next_turn)
     except BatonError as error:
         if not request.begun:
             raise
+        await request.written()
         await request.end(events.failed(error))
     else:
+        await request.written()
         await request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
 
 

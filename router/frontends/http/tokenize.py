@@ -89,9 +89,12 @@ class Tokenizing:
                 gateway.low_priority,
                 lambda raw: self._serving.turn_to_parse(request, place, raw),
             )
-            gateway.enter_model(place, caller, body.get("model"))
+            model = gateway.model(asked := body.get("model"))
+            gateway.enter_model(place, caller, asked)
+            if isinstance(asked, str):
+                model.validator.limits.check_model(asked)  # else another model's limits would count it
             asked_id = request_id(request)
-            async with gateway.counted(caller, gateway.model(body.get("model")).name):
+            async with gateway.counted(caller, model.name):
                 made = await answer(body, caller)
             shown = {"x-request-id": request.headers["x-request-id"]} if asked_id else {}
             del body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from cluster.security.keys import Caller, ModelLimits, RateLimits
 from router.admission import descriptors
-from router.admission.admission import FREE_BYTES, MODEL_HOLDER, Admission, ByteBudget, ConcurrencyLimiter
+from router.admission.admission import FREE_BYTES, MODEL_HOLDER, Admission, ByteBudget, in_flight
 from router.admission.low_priority import LowPriority
+from router.admission.shares import Share, Taken
+from router.admission.tally import LocalTally
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http.generate import Generate
@@ -81,16 +84,46 @@ def held_by(bodies: ByteBudget) -> tuple[int, int]:
 
 
 def test_as_many_places_as_the_limit_and_holders_without_any_are_dropped() -> None:
-    places = ConcurrencyLimiter("tenant")
-    for name in ("a", "b"):
-        places.acquire(name, 2)
-        places.acquire(name, 2)
+    tally = LocalTally()
+    places = {name: [Taken([Share(tally, name, 2, in_flight("tenant"))]) for _ in range(3)] for name in "ab"}
+    for first, second, third in places.values():
+        first.take(1)
+        second.take(1)
+        with pytest.raises(OverloadedError, match="this tenant has 2 requests in flight"):
+            third.take(1)
+    for one in itertools.chain(*places.values()):
+        one.release()
+    assert len(tally) == 0
+    places["a"][2].take(1)
+
+
+def test_what_one_of_several_shares_refuses_is_taken_of_none() -> None:
+    """Also where a share refuses a further holder, as the tally of several processes may."""
+
+    class Full(LocalTally):
+        def add(self, holder: str, count: int) -> int:
+            raise OverloadedError("no cell")
+
+    one, two, refusal = LocalTally(), LocalTally(), in_flight("tenant")
+    taken = Taken([Share(one, "a", 10, refusal), Share(two, "b", 5, refusal)])
+    taken.take(4)
+    for shares in (
+        [Share(two, "m", 3, refusal)],
+        [Share(two, "m", 0, refusal), Share(Full(), "x", 9, refusal)],
+    ):
         with pytest.raises(OverloadedError):
-            places.acquire(name, 2)
-    for name in ("a", "a", "b", "b"):
-        places.release(name)
-    assert len(places._taken) == 0
-    places.acquire("a", 1)
+            taken.join(shares)
+        assert (taken.count, one.here("a"), two.here("b"), two.here("m")) == (4, 4, 4, 0)
+    taken.join([Share(two, "m", 4, refusal)])
+    for refused in (1, 2, 7):
+        with pytest.raises(OverloadedError):
+            taken.take(refused)
+        assert (taken.count, one.here("a"), two.here("b"), two.here("m")) == (4, 4, 4, 4)
+    taken.join([Share(one, "n", 4, refusal)])
+    assert (two.here("m"), one.here("n")) == (0, 4)
+    taken.release()
+    taken.release()
+    assert taken.count == len(one) == len(two) == 0
 
 
 def test_a_budget_is_used_up_to_its_last_byte_and_no_further() -> None:
@@ -173,7 +206,7 @@ def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gatewa
             place.body.grow_to(MIB)
             raise KeyError
     admission = gateway.admission
-    assert (admission.in_flight, len(admission._tenants._taken), len(admission._connections._taken)) == (
+    assert (admission.in_flight, len(admission._tenants), len(admission._connections)) == (
         0,
         0,
         0,
@@ -244,14 +277,14 @@ def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gatewa
             gateway.admission.admit(Caller(tenant="a"), "here"),
         ):
             pass
-        assert (gateway.admission.in_flight, len(gateway.admission._tenants._taken)) == (3, 0)
+        assert (gateway.admission.in_flight, len(gateway.admission._tenants)) == (3, 0)
         with (
             gateway.admission.admit(Caller(), "elsewhere"),
             pytest.raises(OverloadedError, match="router"),
             gateway.admission.admit(Caller(), "third"),
         ):
             pass
-    assert (gateway.admission.in_flight, len(gateway.admission._connections._taken)) == (0, 0)
+    assert (gateway.admission.in_flight, len(gateway.admission._connections)) == (0, 0)
 
 
 @pytest.mark.parametrize(("of_the_key", "limit"), [(0, 2), (1, 1), (3, 3)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,22 +122,30 @@ def config(**settings: object) -> RouterConfig:
 def test_a_surging_model_leaves_places_to_the_others() -> None:
     refused: list[str] = []
     admission = Admission(config(max_concurrent_requests=4), refused.append)
-    with admission.of_model("first"), admission.of_model("first"):
+    with entered(admission, "first"), entered(admission, "first"):
         with (
             pytest.raises(OverloadedError, match="this model has 2 requests in flight"),
-            admission.of_model("first"),
+            entered(admission, "first"),
         ):
             pass
-        with admission.of_model("second"), admission.of_model("second"):
-            pass
-    with admission.of_model("first"), admission.of_model("first"):
+        with entered(admission, "second"), entered(admission, "second"):
+            assert admission.in_model("first") == admission.in_model("second") == 2
+    with entered(admission, "first"), entered(admission, "first"):
         pass
+    assert admission.in_model("first") == admission.in_flight == 0
 
 
 def test_the_only_model_has_every_place() -> None:
-    admission = Admission(RouterConfig(model=Path("/m"), max_concurrent_requests=2), lambda tenant: None)
-    with admission.of_model("m"), admission.of_model("m"), admission.of_model("m"):
+    admission = Admission(RouterConfig(model=Path("/m"), max_concurrent_requests=3), lambda tenant: None)
+    with entered(admission, "m"), entered(admission, "m"), entered(admission, "m"):
         pass
+
+
+@contextlib.contextmanager
+def entered(admission: Admission, model: str) -> Iterator[None]:
+    with admission.admit() as place:
+        place.of_model(model)
+        yield
 
 
 def test_the_names_of_models_differ() -> None:

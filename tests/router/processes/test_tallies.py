@@ -140,7 +140,7 @@ def test_every_tenant_has_a_cell_for_what_it_takes_of_a_model() -> None:
             place = held.enter_context(admission.admit(Caller(f"t{i}", model_limits=limits)))
             place.of_model(model)
             place.body.grow_to(FREE_BYTES + 1)
-    assert len(admission._tenants._taken) == 0
+    assert len(admission._tenants) == 0
 
 
 def test_more_tenants_than_cells_are_refused() -> None:

@@ -350,6 +350,16 @@ def test_a_process_of_grammars_outlives_its_server_by_seconds(quick, monkeypatch
     assert os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) == signal.SIGALRM
 
 
+def test_a_trial_gives_way_to_the_routers_own_work(monkeypatch):
+    """A client that sends a new grammar each time keeps one such process at work."""
+    monkeypatch.setattr(os, "nice", os._exit)
+    pid = os.fork()
+    if pid == 0:
+        grammar_trial._limit()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == grammar_trial.NICE > 0
+
+
 def test_a_closed_router_starts_no_process(monkeypatch):
     trials = GrammarTrials("{}", 3, (2,))
     started: list[bytes] = []

@@ -123,7 +123,7 @@ async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway
         request: Any = SimpleNamespace(scope={"baton.caller": few}, headers=Headers())
         with pytest.raises(OverloadedError):
             await getattr(generate.Generate(Serving(gateway)), f"_read_{kind}")(
-                request, body, ARRIVAL, lambda prompts: None
+                request, body, ARRIVAL, lambda prompts, repeated: None
             )
     assert not gateway.text.encoded and not gateway.text.rendered
 
@@ -136,7 +136,7 @@ async def test_a_truncation_is_checked_before_its_text_is_tokenised(gateway, kin
     request: Any = SimpleNamespace(scope={}, headers={})
     with pytest.raises(InvalidRequestError) as caught:
         await getattr(generate.Generate(Serving(gateway)), f"_read_{kind}")(
-            request, body, ARRIVAL, lambda prompts: None
+            request, body, ARRIVAL, lambda prompts, repeated: None
         )
     assert caught.value.field == "truncate_prompt_tokens"
     assert not gateway.text.encoded and not gateway.text.rendered
@@ -148,7 +148,9 @@ async def completions(gateway: Any, body: dict[str, Any]) -> list[Completion]:
         scope={}, headers=Headers(), watch=lambda watcher: None, unwatch=lambda: None
     )
     read = generate.Generate(Serving(gateway))._read_completion
-    return (await read(request, {"max_tokens": 1, **body}, ARRIVAL, lambda prompts: None)).completions
+    return (
+        await read(request, {"max_tokens": 1, **body}, ARRIVAL, lambda prompts, repeated: None)
+    ).completions
 
 
 async def test_a_prompt_to_be_truncated_may_exceed_the_context(gateway):

@@ -14,9 +14,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.security.attacks import together
+from tests.security.attacks import alone, attackers, together
 from tests.security.attacks.outcomes import FILE
 
+# Starts Ray, which takes a minute or more; `make test-long` runs it
+LEFT_OUT = (
+    "tests/security/attacks/test_listening.py"
+    "::test_a_cluster_on_ray_listens_on_loopback_but_for_ports_that_rays_token_guards"
+)
 ATTACKS = (
     "tests/security/attacks",
     "tests/fuzz/test_hostile_peers.py",
@@ -24,13 +29,22 @@ ATTACKS = (
     "tests/fuzz/test_link.py",
     "tests/fuzz/test_workers.py",
 )
+# Of most files the tests wait for limits of time
+PROCESSES = 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.security.attacks", description=__doc__)
     parser.add_argument("--only", default="", help="attacks whose name contains this (as pytest's -k)")
     parser.add_argument("--together", action="store_true", help="only all attacks at once")
+    parser.add_argument(
+        "--alone", nargs="*", help="only each attack on the router's ports alone; default: every one"
+    )
     given = parser.parse_args()
+    if given.alone is not None:
+        found = alone.run(given.alone or [*attackers.ATTACKS])
+        Console().print(alone.table(found))
+        return 0
     code = 0 if given.together else one_by_one(given.only)
     return code if given.only else max(code, all_at_once())
 
@@ -40,7 +54,7 @@ def all_at_once() -> int:
     for title, mutual_tls in (("without TLS", False), ("mutual TLS", True)):
         print(f"all attacks at once, {title}: about {together.SECONDS:.0f} s", flush=True)
         outcomes.append(together.run(title, mutual_tls=mutual_tls))
-        for line in (*outcomes[-1].failures[:5], json.dumps(outcomes[-1].answers)):
+        for line in (*outcomes[-1].pairs.failures[:5], json.dumps(outcomes[-1].pairs.answers)):
             print(f"  {line}")
     Console().print(together.table(outcomes))
     return 0 if all(one.held for one in outcomes) else 1
@@ -50,15 +64,16 @@ def one_by_one(only: str) -> int:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "outcomes.jsonl"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not system", "-k", only]
+        command += ["-n", str(PROCESSES), "--dist", "loadfile", "--durations", "15", "--deselect", LEFT_OUT]
         command += ["-p", "tests.security.attacks.outcomes", *ATTACKS]
         code = subprocess.run(command, check=False, env={**os.environ, FILE: str(file)}).returncode
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    Console().print(table(lines))
+    Console().print(table(sorted(lines, key=lambda line: str(line["module"]))))
     return code
 
 
 def table(lines: list[dict[str, object]]) -> Table:
-    """By module, in the order of running."""
+    """Of lines that are ordered by module."""
     made = Table("attack", "held", "s", title=f"{len(lines)} attacks")
     last = ""
     for line in lines:

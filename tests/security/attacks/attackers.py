@@ -1,7 +1,7 @@
 """All attacks on the router's two ports at once, with two keys and without one, for a given time.
 
-Run as a process of its own with the lowest priority: an attacker's computing happens on machines of his own. Prints what
-the cluster answered, counted, as JSON.
+Run as a process of its own with the lowest priority: an attacker's computing happens on machines of his own. Prints a
+line once all have begun, from which on the time counts, and at the end what the cluster answered, counted, as JSON.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import resource
 import ssl
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -39,6 +41,8 @@ COUNTS = 6
 UNREAD = 40
 CALLS = 4
 PAUSE_SECONDS = 0.5  # of a key's client between two requests
+OPEN_SECONDS = 12.0  # for all silent connections; on a busy machine the attack begins with fewer
+BEGUN = "begun"
 AGAIN_SECONDS = 5.0  # until what was closed is opened again
 # Few bytes, many tokens: 64 prompts of 16 choices with 20 alternatives a token.
 LARGE_ANSWER = {
@@ -60,6 +64,23 @@ MORE: dict[str, dict[str, object]] = {
 COUNTED = [
     (ENDPOINTS[name].path, ENDPOINTS[name].body("a word and " * 1000, **more)) for name, more in MORE.items()
 ]
+# Compiled in 0.4 s, and each is new
+GRAMMARS = 4
+FIELDS = {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,50}[0-9]+$"} for i in range(300)}
+# As many entries as one request may have, which its worker and the router's loop make
+MOST_LOGPROBS = {"prompt": [1], "n": 16, "max_tokens": 740, "logprobs": 20, "ignore_eos": True}
+RESPONSE = {
+    "input": "a",
+    "max_output_tokens": 4000,
+    "stream": True,
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 20,
+    "ignore_eos": True,
+}
+LARGE_CALLS = [("/v1/completions", {**MOST_LOGPROBS}), ("/v1/responses", RESPONSE)]
+LARGE_CALLS += [
+    ("/v1/completions", {"prompt": [[3864] * 4000], "n": 2, "echo": True, "logprobs": 20, "max_tokens": 0})
+]
 ADAPTER_CALLS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 
@@ -72,31 +93,21 @@ class Attackers:
         self.first, self.second = keys
         self.tls = ClientTls(certs / "ca.pem", certs / "client.pem", certs / "client.key") if certs else None
         self.context = self.tls.context() if self.tls else None
-        self.ends = time.monotonic() + seconds
+        self.seconds, self.ends = seconds, math.inf
+        self.opened = 0  # silent connections that are open, or were
         self.seen: Counter[str] = Counter()
 
     async def run(self, only: Collection[str] = ()) -> Counter[str]:
-        attacks = [
-            attack
-            for name, begin in {
-                "large-body": lambda: [self._large_body(shape) for shape in _shapes()[:LARGE_BODIES]],
-                "held-body": lambda: [
-                    self._held_body(path) for path in itertools.islice(itertools.cycle(PATHS), HELD_BODIES)
-                ],
-                "silent": lambda: [self._silent() for _ in range(SILENT)],
-                "http2": lambda: [self._idle_http2() for _ in range(IDLE_STREAMS)],
-                "watch": lambda: [self._watches()],
-                "tokenize": lambda: [self._tokenize()],
-                "count": lambda: [self._count() for _ in range(COUNTS)],
-                "large-answer": lambda: [self._large_answer()],
-                "unread-answer": lambda: [self._unread_answer() for _ in range(UNREAD)],
-                "adapters": lambda: [self._adapters() for _ in range(CALLS)],
-            }.items()
-            if not only or name in only
-            for attack in begin()
-        ]
-        tasks = [asyncio.create_task(one) for one in attacks]
-        await asyncio.sleep(self.ends - time.monotonic())
+        names = list(only or ATTACKS)
+        tasks = [asyncio.create_task(one) for name in names for one in ATTACKS[name](self)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_SECONDS):
+                await asyncio.sleep(1.0)
+                while "silent" in names and self.opened < SILENT:
+                    await asyncio.sleep(0.1)
+        print(BEGUN, flush=True)
+        self.ends = time.monotonic() + self.seconds
+        await asyncio.sleep(self.seconds)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -126,12 +137,13 @@ class Attackers:
         finally:
             writer.transport.abort()
 
-    async def _post(self, key: str, path: str, body: bytes) -> str:
+    async def _post(self, key: str, path: str, body: bytes, *, whole: bool = False) -> str:
         async with self._connected(self.port) as (reader, writer):
             head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
-            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            head += "connection: close\r\n\r\n" if whole else "\r\n"
             writer.write(head.encode() + body)
-            return await _status(reader)
+            return await _status(reader, whole=whole)
 
     async def _large_body(self, body: bytes) -> None:
         paths = itertools.cycle(PATHS)
@@ -162,6 +174,7 @@ class Attackers:
     async def _silent(self) -> None:
         async def attack() -> str:
             async with self._connected(self.port, known=False) as (reader, writer):
+                self.opened += 1
                 if self.tls is None:
                     writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
                     await reader.readuntil(b"\r\n\r\n")
@@ -241,11 +254,46 @@ class Attackers:
         paths, body = itertools.cycle(ADAPTER_CALLS), b'{"lora_name":"a","lora_path":"a"}'
         await self._again("adapters", lambda: self._post(self.second, next(paths), body), PAUSE_SECONDS)
 
+    async def _most_logprobs(self, path: str, fields: dict[str, object]) -> None:
+        """Read at once."""
+        body = json.dumps(fields).encode()
+        await self._again(
+            "most log probabilities", lambda: self._post(self.second, path, body, whole=True), 0.0
+        )
+
+    async def _grammar(self, name: str) -> None:
+        numbers = itertools.count()
+
+        async def attack() -> str:
+            schema = {"type": "object", "properties": FIELDS | {f"{name} {next(numbers)}": {}}}
+            body = {"prompt": "a", "max_tokens": 1, "guided_json": schema}
+            return await self._post(self.first, "/v1/completions", json.dumps(body).encode())
+
+        await self._again("grammar", attack, 0.0)
+
     async def _large_answer(self) -> None:
         body = json.dumps(LARGE_ANSWER).encode()
         await self._again(
             "large answer", lambda: self._post(self.second, "/v1/completions", body), PAUSE_SECONDS
         )
+
+
+ATTACKS: dict[str, Callable[[Attackers], list[Coroutine[Any, Any, None]]]] = {
+    "large-body": lambda one: [one._large_body(shape) for shape in _shapes()[:LARGE_BODIES]],
+    "held-body": lambda one: [
+        one._held_body(path) for path in itertools.islice(itertools.cycle(PATHS), HELD_BODIES)
+    ],
+    "silent": lambda one: [one._silent() for _ in range(SILENT)],
+    "http2": lambda one: [one._idle_http2() for _ in range(IDLE_STREAMS)],
+    "watch": lambda one: [one._watches()],
+    "tokenize": lambda one: [one._tokenize()],
+    "count": lambda one: [one._count() for _ in range(COUNTS)],
+    "large-answer": lambda one: [one._large_answer()],
+    "unread-answer": lambda one: [one._unread_answer() for _ in range(UNREAD)],
+    "most-logprobs": lambda one: [one._most_logprobs(*call) for call in LARGE_CALLS],
+    "grammar": lambda one: [one._grammar(f"{time.time()} {i}") for i in range(GRAMMARS)],
+    "adapters": lambda one: [one._adapters() for _ in range(CALLS)],
+}
 
 
 def _shapes() -> list[bytes]:
@@ -258,12 +306,12 @@ def _shapes() -> list[bytes]:
     ]
 
 
-async def _status(reader: asyncio.StreamReader) -> str:
+async def _status(reader: asyncio.StreamReader, *, whole: bool = False) -> str:
+    """`whole`: the answer is read to the connection's end; else only its beginning."""
     line = await reader.readline()
     while await reader.read(1 << 20):
-        if reader.at_eof():
+        if not whole:
             break
-        break  # what follows is not looked at
     return line.decode("latin-1").split(" ")[1] if line.startswith(b"HTTP/") else "closed"
 
 
@@ -276,7 +324,9 @@ def main() -> None:
         "--certs", type=Path, help="directory with ca.pem, client.pem, client.key: mutual TLS"
     )
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--only", nargs="*", default=(), help="names of attacks, e.g. silent tokenize")
+    parser.add_argument(
+        "--only", nargs="*", default=(), choices=ATTACKS, help="names of attacks; default: all"
+    )
     given = parser.parse_args()
     os.nice(19)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -15,8 +15,9 @@ class Probe(threading.Thread):
     """Asks for `/live` again and again; `longest` is the longest wait for an answer, in seconds. It measures once `begun`
     is set: making a client and its connection takes longer than many an attack.
 
-    With the router's `pid`, `most_work` is the most processor time that its event loop took during one wait: unlike the
-    wait it does not grow where other processes want the processors.
+    With the router's `pid`, what counts of a wait is at most the processor time that the router took during it, also on
+    threads, which may hold the interpreter lock; and `most_work` is the most that its event loop took during one. Unlike
+    the wait they do not grow where other processes want the processors.
     """
 
     def __init__(self, http: str, pid: int | None = None):
@@ -33,15 +34,20 @@ class Probe(threading.Thread):
             client.get("/live")
             while not self._done.wait(0.005):
                 self.begun.set()
-                began, worked = time.monotonic(), self._loop_seconds()
+                began, (worked, of_loop) = time.monotonic(), self._computed()
                 client.get("/live")
-                self.longest = max(self.longest, time.monotonic() - began)
-                self.most_work = max(self.most_work, self._loop_seconds() - worked)
+                waited, (now, of_loop_now) = time.monotonic() - began, self._computed()
+                self.longest = max(self.longest, waited if self._pid is None else min(waited, now - worked))
+                self.most_work = max(self.most_work, of_loop_now - of_loop)
 
-    def _loop_seconds(self) -> float:
-        """Processor time of the router's main thread, which runs its event loop."""
-        threads = psutil.Process(self._pid).threads() if self._pid is not None else []
-        return sum(one.user_time + one.system_time for one in threads if one.id == self._pid)
+    def _computed(self) -> tuple[float, float]:
+        """Processor time of the router, and of its main thread, which runs its event loop."""
+        if self._pid is None:
+            return 0.0, 0.0
+        process = psutil.Process(self._pid)
+        times = process.cpu_times()
+        loop = sum(one.user_time + one.system_time for one in process.threads() if one.id == self._pid)
+        return times.user + times.system, loop
 
     def stop(self) -> None:
         self._done.set()

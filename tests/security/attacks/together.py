@@ -1,5 +1,5 @@
-"""What another tenant notices of all attacks at once: its time to the first token beside that of a calm cluster, its
-failed requests, and the router's memory.
+"""What another tenant notices of all attacks at once: its time to the first token beside that of calm stretches between
+them, its failed requests, and the router's memory.
 
 Beside it the machine's own limit: the same time to the first token while unrelated processes use the processors as the
 attackers did, and the router because of them, at the same times.
@@ -10,39 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-import random
-import ssl
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-import psutil
 from rich.table import Table
 
-from baton.client import ClientTls
 from baton.local.certs import make_certs
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.cluster import Cluster
 from tests.harness.router import KeyFile
+from tests.security.attacks.pairs import REST_SECONDS, STEP_SECONDS, PairRunner, Pairs, mean
+from tests.security.attacks.tenant import p99
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 FLAGS = ("--pool", "process", "--kv-memory", "256MiB")
-CALM_SECONDS = 20.0
-ATTACKED_SECONDS = 30.0
-CONTROL_SECONDS = 20.0
-BETWEEN_SECONDS = 0.25  # requests of the other tenant
-PROMPT_TOKENS = 600
-REQUEST_SECONDS = 30.0
-SECONDS = CALM_SECONDS + ATTACKED_SECONDS + CONTROL_SECONDS + 20  # with start and stop
+PAIRS = 3
+STRETCH_SECONDS = 5.0
+CONTROL_SECONDS = 6.0
+# With start and stop
+SECONDS = PAIRS * (2 * STRETCH_SECONDS + 2 + REST_SECONDS) + CONTROL_SECONDS + 20
 MAX_RATIO = 1.5
 MAX_MEMORY = 1 << 30
-STEP_SECONDS = 0.2
 # Computes for a share of each step, in turns of 5 ms: the shares come as JSON.
 BURN = """
 import json, os, sys, time
@@ -61,121 +53,50 @@ for share in json.loads(sys.argv[2]):
 @dataclass(frozen=True)
 class Outcome:
     title: str
-    calm: list[float]  # seconds to the first token
-    attacked: list[float]
-    control: list[float]  # while unrelated processes compute as much
-    failures: list[str]
-    memory: int  # bytes of the router, at most
-    answers: dict[str, int]  # answers to the attackers
-
-    @property
-    def ratio(self) -> float:
-        return p99(self.attacked) / p99(self.calm)
+    pairs: Pairs
+    control: list[float]  # seconds to the first token while unrelated processes compute as much
 
     @property
     def machine(self) -> float:
-        return p99(self.control) / p99(self.calm)
+        return p99(self.control) / p99(self.pairs.calm.firsts)
 
     @property
     def held(self) -> bool:
-        return self.ratio <= MAX_RATIO and not self.failures and self.memory <= MAX_MEMORY
+        pairs = self.pairs
+        return pairs.ratio() <= MAX_RATIO and not pairs.failures and pairs.memory <= MAX_MEMORY
 
 
-def p99(seconds: list[float]) -> float:
-    return sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1] if seconds else math.inf
+@contextlib.contextmanager
+def attacked_cluster(*, mutual_tls: bool) -> Iterator[tuple[Cluster, list[str], Path | None]]:
+    """A cluster, the keys of its tenant and of two attackers, and its certificates."""
+    with tempfile.TemporaryDirectory(prefix="baton-attacked-") as made:
+        directory = Path(made)
+        keys = KeyFile(directory / "keys.yaml")
+        named = [keys.add("tenant"), keys.add("first"), keys.add("second")]
+        certs = directory / "certs" if mutual_tls else None
+        flags = [*FLAGS, "--api-keys-file", str(keys.path)]
+        if certs:
+            make_certs(certs, [], 2)
+            flags += ["--certs", str(certs)]
+        with run_cluster(directory / "cluster", MODEL, *flags) as cluster:
+            yield cluster, named, certs
 
 
-async def tenant(
-    http: str, key: str, verify: ssl.SSLContext | bool, seconds: float
-) -> tuple[list[float], list[str]]:
-    """Requests in even steps, each on a connection of its own and with a prompt of its own."""
-    firsts: list[float] = []
-    failures: list[str] = []
-
-    async def one() -> None:
-        body = {"prompt": [random.randrange(10, 4000) for _ in range(PROMPT_TOKENS)], "max_tokens": 2}
-        began = time.monotonic()
-        try:
-            async with (
-                httpx.AsyncClient(verify=verify, timeout=REQUEST_SECONDS) as client,
-                client.stream(
-                    "POST",
-                    f"{http}/v1/completions",
-                    json={**body, "stream": True, "ignore_eos": True},
-                    headers={"authorization": f"Bearer {key}"},
-                ) as answer,
-            ):
-                if answer.status_code != 200:
-                    failures.append(f"{answer.status_code} {(await answer.aread()).decode()[:200]}")
-                    return
-                lines = [line async for line in _timed(answer, began, firsts)]
-            if lines[-1:] != ["data: [DONE]"]:
-                failures.append(f"ended with {lines[-1:]}")
-        except httpx.HTTPError as error:
-            failures.append(f"{type(error).__name__}: {error}")
-
-    tasks = []
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        tasks.append(asyncio.create_task(one()))
-        await asyncio.sleep(BETWEEN_SECONDS)
-    await asyncio.gather(*tasks)
-    return firsts, failures
+def run(title: str, *, mutual_tls: bool) -> Outcome:
+    with attacked_cluster(mutual_tls=mutual_tls) as (cluster, keys, certs):
+        return asyncio.run(_measure(PairRunner(cluster, keys, certs), title))
 
 
-async def _timed(answer: httpx.Response, began: float, firsts: list[float]):  # type: ignore[no-untyped-def]
-    first = True
-    async for line in answer.aiter_lines():
-        if line:
-            if first:
-                firsts.append(time.monotonic() - began)
-                first = False
-            yield line
-
-
-async def measure(cluster: Cluster, title: str, keys: list[str], certs: Path | None) -> Outcome:
-    tls = ClientTls(certs / "ca.pem", certs / "client.pem", certs / "client.key") if certs else None
-    verify = tls.context() if tls else True
-    await tenant(cluster.http, keys[0], verify, 3.0)  # warm
-    watched = psutil.Process(cluster.router_pids[0])
-    before = _computed(watched)
-    calm, failures = await tenant(cluster.http, keys[0], verify, CALM_SECONDS)
-    calm_share = (_computed(watched) - before) / CALM_SECONDS
-    command = ["-m", "tests.security.attacks.attackers", "--http", cluster.http]
-    command += ["--grpc", cluster.grpc, "--keys", *keys[1:], "--seconds", str(ATTACKED_SECONDS + 2)]
-    command += ["--certs", str(certs)] if certs else []
-    memory, shares = 0, [(0.0, 0.0)]
-    attackers = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
-    try:
-        both = (watched, psutil.Process(attackers.pid))
-        running = asyncio.create_task(tenant(cluster.http, keys[0], verify, ATTACKED_SECONDS))
-        last = [_computed(one) for one in both]
-        while not running.done():
-            await asyncio.sleep(STEP_SECONDS)
-            memory = max(memory, watched.memory_info().rss)
-            try:
-                now = [_computed(one) for one in both]
-            except psutil.NoSuchProcess:  # the tenant's last requests take longer than the attacks
-                continue
-            by_router, by_attackers = ((b - a) / STEP_SECONDS for a, b in zip(last, now, strict=True))
-            shares.append((by_router - calm_share, by_attackers))
-            last = now
-        said, _ = await asyncio.wait_for(attackers.communicate(), 60)
-    finally:
-        if attackers.returncode is None:
-            attackers.kill()
-            await attackers.wait()
-    attacked, more = running.result()
-    router_shares, attacker_shares = zip(*shares, strict=True)
-    with _burning(0, router_shares), _burning(19, attacker_shares):
-        control, _ = await tenant(cluster.http, keys[0], verify, CONTROL_SECONDS)
-    return Outcome(title, calm, attacked, control, failures + more, memory, json.loads(said or "{}"))
-
-
-def _computed(process: psutil.Process) -> float:
-    """Seconds of processor time."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+async def _measure(runner: PairRunner, title: str) -> Outcome:
+    await runner.tenant(3.0)  # warm
+    found = await runner.run(title, (), PAIRS, STRETCH_SECONDS)
+    calm_share = mean(found.calm.router)
+    with (
+        _burning(0, [share - calm_share for share in found.attacked.router]),
+        _burning(19, found.attacked.attackers),
+    ):
+        control = await runner.tenant(CONTROL_SECONDS)
+    return Outcome(title, found, control.firsts)
 
 
 @contextlib.contextmanager
@@ -187,20 +108,6 @@ def _burning(nice: int, shares: Iterable[float]) -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
-
-
-def run(title: str, *, mutual_tls: bool) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="baton-together-") as made:
-        directory = Path(made)
-        keys = KeyFile(directory / "keys.yaml")
-        named = [keys.add("tenant"), keys.add("first"), keys.add("second")]
-        certs = directory / "certs" if mutual_tls else None
-        flags = [*FLAGS, "--api-keys-file", str(keys.path)]
-        if certs:
-            make_certs(certs, [], 2)
-            flags += ["--certs", str(certs)]
-        with run_cluster(directory / "cluster", MODEL, *flags) as cluster:
-            return asyncio.run(measure(cluster, title, named, certs))
 
 
 def table(outcomes: list[Outcome]) -> Table:
@@ -215,18 +122,19 @@ def table(outcomes: list[Outcome]) -> Table:
         "held",
     )
     for one in outcomes:
+        pairs = one.pairs
         made.add_row(
             one.title,
-            f"{1000 * p99(one.calm):.0f} ms",
-            f"{1000 * p99(one.attacked):.0f} ms",
-            f"{one.ratio:.2f}",
+            f"{1000 * p99(pairs.calm.firsts):.0f} ms",
+            f"{1000 * p99(pairs.attacked.firsts):.0f} ms",
+            f"{pairs.ratio():.2f}",
             f"{one.machine:.2f}",
-            f"{len(one.failures)} of {len(one.attacked) + len(one.failures)}",
-            f"{one.memory / (1 << 20):.0f} MiB",
+            f"{len(pairs.failures)} of {len(pairs.attacked.firsts) + len(pairs.failures)}",
+            f"{pairs.memory / (1 << 20):.0f} MiB",
             "[green]yes" if one.held else "[red]NO",
         )
     made.caption = (
-        f"of {len(outcomes[0].calm)} and {len(outcomes[0].attacked)} requests; "
+        f"in {PAIRS} pairs of stretches, {len(outcomes[0].pairs.calm.firsts)} calm requests; "
         f"asked for: ratio ≤ {MAX_RATIO}, none failed, ≤ {MAX_MEMORY >> 20} MiB; the machine's own ratio is with "
         "unrelated processes that compute as much"
         if outcomes

@@ -99,6 +99,8 @@ class WholeMessage(_Answer):
 
 
 class MessageEvents(_Answer):
+    kept = 0  # its last events repeat nothing
+
     def __init__(self, form: MessageForm):
         super().__init__(form)
         self._begun = False

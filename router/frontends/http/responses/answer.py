@@ -8,12 +8,15 @@ error, response.failed                          in their place where an error en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import orjson
 
 from cluster.errors import BatonError
 from router.frontends.http.errors import error_body
+from router.frontends.http.exchange import Written
+from router.frontends.http.long_body import SLICE_BYTES, Lists
 from router.frontends.http.responses.output_items import Event, OutputItems
 from router.frontends.http.responses.shape import ResponseShape
 from router.link.token import Token
@@ -37,7 +40,8 @@ class _Output:
 
     def __init__(self, shape: ResponseShape):
         self._shape = shape
-        self._items = OutputItems(encrypt_reasoning=shape.encrypt_reasoning)
+        self._lists = Lists()
+        self._items = OutputItems(self._lists, encrypt_reasoning=shape.encrypt_reasoning)
         self._waiting: list[Token] = []  # whose text is not decided yet; where log probabilities are shown
         self._whole = True
 
@@ -63,24 +67,30 @@ class WholeResponse(_Output):
         self._add(deltas)
 
     def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
-        return [orjson.dumps(self._end(outcomes)[1])]
+        return self._lists.encode(self._end(outcomes)[1])
 
 
 class ResponseEvents(_Output):
     def __init__(self, shape: ResponseShape):
         super().__init__(shape)
+        self._begun = False
         self._number = 0
 
-    def of(self, deltas: Sequence[Delta]) -> bytes:
-        return self._begin() + self._encoded(self._add(deltas))
+    @property
+    def kept(self) -> int:
+        """Log probabilities are repeated by the last events, for each item three times and once more for the response."""
+        return self._items.kept
 
-    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+    def of(self, deltas: Sequence[Delta]) -> Written:
+        return self._written(self._begin(), self._encoded(self._add(deltas)))
+
+    def end(self, outcomes: Sequence[Outcome]) -> Written:
         begin = self._begin()
         events, response = self._end(outcomes)
         kind = "response.completed" if self._whole else "response.incomplete"
-        return begin + self._encoded([*events, {"type": kind, "response": response}])
+        return self._written(begin, self._encoded([*events, {"type": kind, "response": response}]))
 
-    def failed(self, error: BatonError) -> bytes:
+    def failed(self, error: BatonError) -> Written:
         begin, stopped = self._begin(), self._items.stop()
         shown = error_body(error)["error"]
         named = {
@@ -90,23 +100,28 @@ class ResponseEvents(_Output):
         }
         response = self._shape.failed(self._items.done, error)
         events = [*stopped, {"type": "error", **named}, {"type": "response.failed", "response": response}]
-        return begin + self._encoded(events)
+        return self._written(begin, self._encoded(events))
 
-    def _begin(self) -> bytes:
-        if self._number:
-            return b""
+    def _written(self, *events: Iterator[bytes]) -> Written:
+        """In one piece, but where log probabilities are many."""
+        return b"".join(chain(*events)) if self.kept <= SLICE_BYTES else chain(*events)
+
+    def _begin(self) -> Iterator[bytes]:
+        if self._begun:
+            return iter(())
+        self._begun = True
         response = self._shape.begun()
         kinds = ("response.created", "response.in_progress")
         return self._encoded([{"type": kind, "response": response} for kind in kinds])
 
-    def _encoded(self, events: Sequence[Event]) -> bytes:
-        frames: list[bytes] = []
+    def _encoded(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Each event when it is written."""
         for event in events:
-            kind = event["type"].encode()
             event["sequence_number"] = self._number
             self._number += 1
-            frames += (b"event: ", kind, b"\ndata: ", orjson.dumps(event), b"\n\n")
-        return b"".join(frames)
+            yield b"event: " + event["type"].encode() + b"\ndata: "
+            yield from self._lists.encode(event)
+            yield b"\n\n"
 
 
 def parts_of(delta: Delta) -> Sequence[Part]:

@@ -50,7 +50,10 @@ class Responses:
                 check_allowed(completion, caller)
         shape = ResponseShape.of(options, completion, model.text, admin=caller.admin)
         form = ResponseForm(shape)
-        return ParsedRequest([completion], bool(options.stream), form, arrival, len(shape.echo))
+        echo = len(shape.echo)
+        return ParsedRequest(
+            [completion], bool(options.stream), form, arrival, echo, kept_whole=shape.logprobs
+        )
 
     async def _prompt(self, options: ResponseRequest, caller: Caller, cache_salt: str) -> ChatPrompt:
         """Render and tokenise the conversation, shortened where it may be. Raises InvalidRequestError, ContextLengthError,

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from cluster.errors import InternalError
+from router.frontends.http.long_body import Lists
 from router.frontends.http.responses.input_items import encrypted
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 
@@ -25,6 +26,8 @@ Logprobs = list[dict[str, Any]]
 
 class OpenItem(Protocol):
     """An item while its pieces arrive."""
+
+    kept: int
 
     @property
     def item(self) -> dict[str, Any]:
@@ -48,6 +51,7 @@ class _Pieces:
     def __init__(self, prefix: str, output_index: int):
         self.id = f"{prefix}_{secrets.token_hex(16)}"
         self.status: Status = "in_progress"
+        self.kept = 0  # bytes of log probabilities
         self._texts: list[str] = []
         self._place = {"item_id": self.id, "output_index": output_index}
 
@@ -57,11 +61,11 @@ class _Pieces:
 
 
 class MessageOutput(_Pieces):
-    def __init__(self, output_index: int):
+    def __init__(self, output_index: int, lists: Lists):
         super().__init__("msg", output_index)
-        self._logprobs: list[
-            bytes
-        ] = []  # lists without brackets: encoding a large answer's at its end takes too long
+        # Encoded as they arrive: at the end of a large answer that takes too long
+        self._logprobs: list[bytes] = []
+        self._all_logprobs = lists.add(self._logprobs)
 
     @property
     def item(self) -> dict[str, Any]:
@@ -75,10 +79,7 @@ class MessageOutput(_Pieces):
         }
 
     def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._all_logprobs()}
-
-    def _all_logprobs(self) -> orjson.Fragment:
-        return orjson.Fragment(b"[" + b",".join(self._logprobs) + b"]")
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._all_logprobs}
 
     def begin(self) -> Iterator[Event]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -88,6 +89,7 @@ class MessageOutput(_Pieces):
         self._texts.append(text)
         if logprobs:
             self._logprobs.append(orjson.dumps(logprobs)[1:-1])
+            self.kept += len(self._logprobs[-1])
         return {
             "type": "response.output_text.delta",
             **self._place,
@@ -104,7 +106,7 @@ class MessageOutput(_Pieces):
             **self._place,
             "content_index": 0,
             "text": text,
-            "logprobs": self._all_logprobs(),
+            "logprobs": self._all_logprobs,
         }
         part = self._part(text)
         yield {"type": "response.content_part.done", **self._place, "content_index": 0, "part": part}
@@ -178,10 +180,12 @@ class CallOutput(_Pieces):
 
 
 class OutputItems:
-    """The items of one answer. `add` and `end` return the events of what they were given."""
+    """The items of one answer. `add` and `end` return the events of what they were given; `lists` encodes these."""
 
-    def __init__(self, *, encrypt_reasoning: bool = False):
+    def __init__(self, lists: Lists, *, encrypt_reasoning: bool = False):
         self.done: list[dict[str, Any]] = []
+        self._lists = lists
+        self._kept = 0  # of `done`
         self._encrypt = encrypt_reasoning
         self._open: OpenItem | None = None
 
@@ -207,11 +211,16 @@ class OutputItems:
             case ReasoningText() if not isinstance(item, ReasoningOutput):
                 events += self._begin(item := ReasoningOutput(self._next, encrypt=self._encrypt))
             case ContentText() if not isinstance(item, MessageOutput):
-                events += self._begin(item := MessageOutput(self._next))
+                events += self._begin(item := MessageOutput(self._next, self._lists))
             case CallArguments(call, _) if not isinstance(item, CallOutput) or item.call != call:
                 raise InternalError(f"arguments of call {call}, which is not open")
         assert item is not None
         return item
+
+    @property
+    def kept(self) -> int:
+        """Bytes of log probabilities."""
+        return self._kept + (self._open.kept if self._open is not None else 0)
 
     def stop(self) -> list[Event]:
         """An error ends the answer: the open item stays as it is."""
@@ -221,7 +230,7 @@ class OutputItems:
         """`whole`: no limit ended the answer within the open item. An answer without items gets an empty message."""
         events: list[Event] = []
         if self._open is None and not self.done:
-            events += self._begin(MessageOutput(0))
+            events += self._begin(MessageOutput(0, self._lists))
         return events + self._close("completed" if whole else "incomplete")
 
     @property
@@ -243,5 +252,6 @@ class OutputItems:
         item = self._open.item
         events.append({"type": "response.output_item.done", "output_index": len(self.done), "item": item})
         self.done.append(item)
+        self._kept += self._open.kept
         self._open = None
         return events

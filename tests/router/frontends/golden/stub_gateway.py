@@ -89,6 +89,7 @@ class StubGateway(RequestGateway):
         caller: Caller = ANYONE,
         first_shown: int = 0,
         arrival: Arrival | None = None,
+        identity: object = None,
     ) -> Iterator[StubDispatcher]:
         self.accepted.append(completion)
         yield self.dispatcher(completion, first_shown)

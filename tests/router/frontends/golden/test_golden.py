@@ -128,7 +128,7 @@ async def _grpc(gateway: StubGateway) -> Table:
     context: Any = SimpleNamespace(time_remaining=lambda: None)
     for name, message in messages().items():
         try:
-            completion = await service._completion(message, context, ANYONE)
+            completion, _ = await service._completion(message, context, ANYONE)
         except BatonError as error:
             table[name] = _refusal(type(error).__name__, error.field, error.limit, error.message)
         else:

@@ -10,7 +10,8 @@ from unittest.mock import AsyncMock, MagicMock
 import grpc
 import pytest
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import InvalidRequestError, OverloadedError
+from router.admission.admission import FREE_BYTES, ByteBudget
 from router.frontends.grpc.refusal import refusing
 from router.frontends.grpc.service import InferenceService
 from wire import inference_pb2 as pb
@@ -58,6 +59,27 @@ async def test_an_unread_answer_holds_its_bytes_only() -> None:
     context.write = write
     await service(TOKENS).Tokenize(MagicMock(), context)
     assert held == [0]
+
+
+async def test_an_unread_answer_counts_in_the_budget_of_bodies() -> None:
+    made, context = service(TOKENS), call()
+    bodies = ByteBudget(200_000, 200_000, lambda tenant: None)
+    gateway: Any = made._gateway
+    place = gateway.admission.admit.return_value.__enter__.return_value
+    place.body, place.model = bodies.hold("a"), ""
+    during: list[int] = []
+
+    async def write(answer: bytes) -> None:
+        during.append(bodies.held - (len(answer) - FREE_BYTES))
+
+    context.write = write
+    await made.Tokenize(MagicMock(), context)
+    assert during == [0]
+    place.body.release()  # as its place ends
+    bodies.hold("b").grow_to(FREE_BYTES + 200_000)
+    with pytest.raises(OverloadedError):
+        await made.Tokenize(MagicMock(), context)
+    assert during == [0]
 
 
 async def test_an_answer_has_as_many_tokens_as_any_other() -> None:

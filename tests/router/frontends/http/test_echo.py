@@ -11,7 +11,9 @@ import pytest
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError
 from cluster.protocol.first_token import ends_with_first_token
+from router.frontends.http.echo import EchoForm
 from router.frontends.http.requests import CompletionRequest, read_request
+from router.request.completion import Delta
 from router.request.validator import Envelope, Validator
 from tests.router.frontends.http.conftest import NAME, events_of
 from wire import common_pb2
@@ -68,6 +70,29 @@ def test_a_stream_begins_with_the_prompt(router, max_tokens):
     assert texts[0] == "abc" and "".join(texts) == whole["choices"][0]["text"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["completion_tokens"] == max_tokens
+
+
+def test_long_prompts_of_a_stream_are_made_one_by_one():
+    """Sixty-four choices of 12 MB in all were one write, to a client that reads nothing."""
+    asked, text = completion(max_tokens=0, n=16), "x" * 50_000
+    made = []
+
+    class Form:
+        def streamed(self, choices):
+            def of(deltas):
+                made.append(len(deltas))
+                return "".join(one.text for one in deltas).encode()
+
+            return SimpleNamespace(of=of, kept=0)
+
+    inner: Any = Form()
+    form = EchoForm(inner, [asked], [text])
+    ends = [Delta(choice, "", (), "length") for choice in range(16)]
+    written: Any = form.streamed(16).of(ends)
+    assert made == []
+    assert [len(piece) for piece in written] == [50_000] * 16 and made == [1] * 16
+    short = EchoForm(inner, [asked], ["abc"]).streamed(16)
+    assert short.of(ends) == b"abc" * 16 and made[16:] == [16]
 
 
 def test_prompt_only_work_needs_no_decode_worker():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 import uvicorn
@@ -171,6 +171,69 @@ async def test_an_answer_pauses_until_its_client_has_read(served: Served) -> Non
                 left = b""
                 while not left.endswith(b"the end\r\n0\r\n\r\n"):
                     left = left[-100:] + await loop.sock_recv(client, 65536)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_long_pieces_of_a_stream_are_made_as_the_client_reads(served: Served, leaves: bool) -> None:
+    """Also for a client that reads all at once, a slice per turn of the loop; none is made for one that has left."""
+    made: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        for i in range(40):
+            made.append(i)
+            yield b"%03d" % i + bytes(SLICE_BYTES - 3)
+
+    async def stream(exchange: Exchange) -> None:
+        exchange.begin(())
+        exchange.write(b"first")
+        exchange.write(pieces())
+        exchange.write(b"second")
+        assert exchange.paused and len(made) <= 1
+        await exchange.written()
+        await exchange.end(b"third" + bytes(2 * SLICE_BYTES))
+
+    served.answer = stream
+    async with served.serving() as address:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, address)
+            await loop.sock_sendall(client, GET)
+            await until(lambda: made, "it is written", 5)
+            await asyncio.sleep(0.05)
+            assert len(made) < 30, "the kernel's buffers and the transport's take a few"
+            if leaves:
+                client.close()
+                await until(lambda: served.noted[0].has_disconnected, "it is told", 5)
+                assert len(made) < 30 and not served.noted[0].exchange.paused
+                return
+            got = bytearray()
+            async with asyncio.timeout(10):
+                while not got.endswith(b"\r\n0\r\n\r\n"):
+                    got += await loop.sock_recv(client, 1 << 20)
+    body, rest = bytearray(), got.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    starts = [bytes(body[5 + i * SLICE_BYTES :][:3]) for i in range(40)]
+    assert body[:5] == b"first" and starts == [b"%03d" % i for i in range(40)]
+    assert body[5 + 40 * SLICE_BYTES :] == b"second" + b"third" + bytes(2 * SLICE_BYTES)
+
+
+async def test_a_stream_whose_pieces_cannot_be_made_ends_its_connection(served: Served) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield bytes(SLICE_BYTES)
+        raise ValueError("on purpose")
+
+    async def stream(exchange: Exchange) -> None:
+        exchange.begin(())
+        exchange.write(pieces())
+        await exchange.written()
+
+    served.answer = stream
+    async with served.connection() as (reader, _):
+        assert not (await asyncio.wait_for(reader.read(), 10)).endswith(b"\r\n0\r\n\r\n")
 
 
 async def test_what_happens_later_is_not_told_to_a_request_that_was_answered(served: Served) -> None:

@@ -44,3 +44,15 @@ async def test_a_request_id_that_cannot_be_printed_is_refused(client: httpx.Asyn
     for given in (b"a\tb", "\u200b".encode(), "é".encode() * 257):
         answer = await client.post("/v1/completions", json=BODY, headers=[(b"x-request-id", given)])
         assert answer.status_code == 400 and "printable characters in UTF-8" in answer.text
+
+
+async def test_a_path_with_a_further_slash_is_unknown(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was redirected, which no client of the API follows with its body and its key."""
+    monkeypatch.undo()
+    paths = ("/v1/models/", "/v1/completions/", "/live/", "/openapi.json/", "/v1/cluster/")
+    asked = [await client.get(path) for path in paths]
+    asked.append(await client.post("/v1/completions/", json=BODY))
+    assert [one.status_code for one in asked] == [404] * 6
+    assert {one.json()["error"]["type"] for one in asked} == {"invalid_request_error"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -132,7 +132,7 @@ async def test_a_surging_model_leaves_another_half_of_the_places(gateway: StubGa
     assert (
         here.admission.in_flight == here.admission.in_model("tiny") == here.admission.in_model("second") == 0
     )
-    assert len(here.admission._tenants._taken) == 0
+    assert len(here.admission._tenants) == 0
     here.metrics.overloaded.assert_called_with("", "tiny")  # type: ignore[attr-defined]
 
 
@@ -216,6 +216,57 @@ async def test_a_message_is_refused_before_it_is_parsed_only_if_it_names_the_ful
     assert [*refused.values()] == [True, True, False, False, False, False, False]
 
 
+async def test_a_request_without_a_model_is_refused_early_too(gateway: StubGateway) -> None:
+    """It is one of the first model's: only those that name it were refused before they were parsed."""
+    here = two_models(gateway, max_concurrent_requests=2)
+    refused = []
+    with here.admission.admit() as full:
+        full.of_model("tiny")
+        for raw in (b'{"prompt":"a"}', b'{"model":null}', b'{"model":""}', b'{"model":["two"]}', b"[]", b"{"):
+            place, hint = MagicMock(), model_hint.of_json(raw)
+            place.of_model.side_effect = OverloadedError("full")
+            try:
+                await here.expect_model(place, ANYONE, hint, partial(model_hint.names, raw, hint))
+                refused.append(False)
+            except OverloadedError:
+                refused.append(True)
+    assert refused == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("keys", [False, True])
+async def test_the_open_probe_names_no_models_where_keys_decide_who_sees_them(
+    gateway: StubGateway, keys: bool
+) -> None:
+    here = two_models(gateway, Caller("t") if keys else None)
+    eligibility: Any = here.services.placement.eligibility
+    eligibility.missing_role.return_value, eligibility.missing_roles.return_value = None, {"second": "decode"}
+    said = (await Views(here).ready(asked(""))).body
+    assert said == (
+        b'{"ready":true,"why":[]}'
+        if keys
+        else b'{"ready":true,"why":[],"models":{"second":"no decode worker is available"}}'
+    )
+
+
+async def test_no_limits_of_another_model_count_a_request_for_an_unknown_one(gateway: StubGateway) -> None:
+    """A tenant without requests left for the first model got its 429 for a model that is not there."""
+    here = two_models(gateway)
+    counted: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def counting(caller: Caller, model: str) -> AsyncIterator[None]:
+        counted.append(model)
+        yield
+
+    here.counted = counting  # type: ignore[method-assign]
+    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+            assert (await client.post(path, json={**body, "model": "no"})).status_code == 404
+            assert (await client.post(path, json={**body, "model": 7})).status_code == 400
+            assert (await client.post(path, json={**body, "model": "two"})).status_code == 200
+    assert counted == ["tiny", "second"] * 2
+
+
 async def test_further_prompts_that_their_model_has_no_place_for_are_counted(gateway: StubGateway) -> None:
     here = two_models(gateway, max_concurrent_requests=4)
     async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
@@ -235,7 +286,7 @@ async def test_a_key_has_limits_of_a_model_beside_those_of_all(gateway: StubGate
         here.enter_model(other, caller, "tiny")
         here.enter_model(one, caller, "tiny")
         here.enter_model(other, caller, "second")
-    assert len(here.admission._tenants._taken) == 0
+    assert len(here.admission._tenants) == 0
 
 
 def test_bodies_of_one_model_take_at_most_half_of_the_budget(gateway: StubGateway) -> None:

@@ -15,6 +15,7 @@ import openai
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from router.frontends.http.long_body import Lists
 from router.frontends.http.responses.output_items import OutputItems
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
 
@@ -47,7 +48,7 @@ class GetWeather(BaseModel):
 
 def first_answer() -> list[Any]:
     """The output of a first turn, as the package's objects."""
-    items = OutputItems(encrypt_reasoning=True)
+    items = OutputItems(Lists(), encrypt_reasoning=True)
     items.add([ReasoningText("They ask for the weather."), ContentText("I look it up.")])
     items.add([CallBegin(0, "call_1", "get_weather"), CallArguments(0, '{"city":"Bern"}')])
     items.end(whole=True)

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InternalError
+from router.frontends.http.long_body import Lists
 from router.frontends.http.responses.input_items import read_items
 from router.frontends.http.responses.output_items import OutputItems
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
@@ -35,8 +36,11 @@ ANSWERS: dict[str, list[Part]] = {
 }
 
 
+LISTS = Lists()
+
+
 def plain(value: Any) -> Any:
-    return orjson.loads(orjson.dumps(value))
+    return orjson.loads(b"".join(LISTS.encode(value)))
 
 
 def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -74,20 +78,20 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_the_events_add_up_to_the_items(name, whole):
     parts = ANSWERS[name]
-    output = OutputItems()
+    output = OutputItems(LISTS)
     events = [event for part in parts for event in output.add([part])] + output.end(whole=whole)
     items = plain(output.done)
     assert rebuilt(plain(events)) == items
     statuses = [item["status"] for item in items]
     assert statuses == ["completed"] * (len(items) - 1) + ["completed" if whole else "incomplete"]
     # However the parts arrive
-    together = OutputItems()
+    together = OutputItems(LISTS)
     same = plain(together.add(parts) + together.end(whole=whole))
     assert [event["type"] for event in same] == [event["type"] for event in plain(events)]
 
 
 def test_items_are_the_answers_kinds_in_order():
-    output = OutputItems()
+    output = OutputItems(LISTS)
     output.add(ANSWERS["all"])
     output.end(whole=True)
     items = plain(output.done)
@@ -102,7 +106,7 @@ def test_items_are_the_answers_kinds_in_order():
 
 
 def test_an_empty_answer_is_an_empty_message():
-    output = OutputItems()
+    output = OutputItems(LISTS)
     output.end(whole=True)
     (item,) = plain(output.done)
     assert item["content"] == [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
@@ -111,13 +115,13 @@ def test_an_empty_answer_is_an_empty_message():
 @pytest.mark.parametrize("parts", [[CallArguments(0, "x")], [CallBegin(0, "c", "f"), CallArguments(1, "x")]])
 def test_arguments_without_their_call_are_a_fault(parts):
     with pytest.raises(InternalError):
-        OutputItems().add(parts)
+        OutputItems(LISTS).add(parts)
 
 
 @pytest.mark.parametrize("strip", [None, "content", "encrypted_content"])
 def test_an_answer_can_be_sent_back(strip):
     """With the reasoning's text, or only what stands for it."""
-    output = OutputItems(encrypt_reasoning=True)
+    output = OutputItems(LISTS, encrypt_reasoning=True)
     output.add(ANSWERS["all"])
     output.end(whole=True)
     items = plain(output.done)
@@ -130,7 +134,7 @@ def test_an_answer_can_be_sent_back(strip):
 
 
 def test_log_probabilities_belong_to_content():
-    output = OutputItems()
+    output = OutputItems(LISTS)
     first, second = {"token": "r"}, {"token": "a"}
     output.add([ReasoningText("r")], [first])
     (*_, delta) = output.add([ContentText("a")], [second])

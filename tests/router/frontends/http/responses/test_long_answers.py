@@ -1,0 +1,102 @@
+"""The end of a streamed response repeats its log probabilities four times: none is copied before the client reads it, and
+what is kept of them counts in the budget of bodies."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from router.admission.admission import ByteBudget
+from router.frontends.http.responses.answer import ResponseEvents, WholeResponse
+from router.frontends.http.responses.request import LOGPROBS
+from router.frontends.http.responses.shape import ResponseShape
+from router.request.answer_parts import CallBegin, ContentText
+from router.request.completion import Delta, Outcome
+from tests.harness.waiting import wait_for
+from tests.router.frontends.golden.stub_gateway import StubDispatcher
+from tests.router.frontends.http.responses.conftest import ScriptedGateway
+from wire import common_pb2, inference_pb2
+
+MIB = 1 << 20
+TOKENS = 1500
+TOP = [common_pb2.TokenLogprob(token_id=i, logprob=-1.0 - i / 7) for i in range(20)]
+TOKEN: Any = common_pb2.Token(token_id=5, logprob=-0.5, top_logprobs=TOP)
+OUTCOME = Outcome(inference_pb2.Usage(), inference_pb2.Timings())
+
+
+@pytest.fixture
+def shape(scripted: ScriptedGateway) -> ResponseShape:
+    completion: Any = None
+    return ResponseShape(completion, scripted.first.text, b'{"echo":1}', True, False, False)
+
+
+def deltas(*, call: bool = False) -> Iterator[Delta]:
+    for _ in range(TOKENS):
+        yield Delta(0, "", (TOKEN,), None, (ContentText("x"),))
+    parts = (CallBegin(0, "c", "f"),) if call else ()
+    yield Delta(0, "", (), "tool_calls" if call else "stop", parts)
+
+
+@pytest.mark.parametrize("call", [False, True])
+def test_the_end_is_made_as_it_is_written(shape: ResponseShape, call: bool) -> None:
+    """Also that of an item in the midst of an answer. Together it was four times the log probabilities."""
+    events, whole = ResponseEvents(shape), WholeResponse(shape)
+    for delta in deltas():
+        list(events.of([delta]))
+        whole.add([delta])
+    kept = events.kept
+    assert 1.5 * MIB < kept < 4 * MIB
+    tracemalloc.start()
+    parts: list[Any] = (
+        [events.of([Delta(0, "", (), "tool_calls", (CallBegin(0, "c", "f"),))])] if call else []
+    )
+    parts.append(events.end([OUTCOME]))
+    assert not any(isinstance(part, bytes) for part in parts)
+    size = 0
+    for part in parts:
+        for piece in part:
+            size += len(piece)
+    assert tracemalloc.get_traced_memory()[1] < kept / 2
+    tracemalloc.stop()
+    assert size > 4 * kept
+    body = orjson.loads(b"".join(whole.body([OUTCOME])))
+    assert len(body["output"][0]["content"][0]["logprobs"]) == TOKENS
+
+
+@pytest.mark.parametrize("room", [8 * MIB, MIB])
+def test_what_is_kept_for_the_end_counts_until_it_is_read(
+    scripted: ScriptedGateway, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """A stream that keeps more than there is room for ends with an error."""
+    bodies = ByteBudget(room, room, lambda tenant: None)
+    monkeypatch.setattr(scripted.admission, "bodies", bodies)
+    scripted.script([])
+    held: list[int] = []
+
+    class Dispatcher(StubDispatcher):
+        outcome = OUTCOME
+
+        def start(self, queue: Any) -> None:
+            for delta in deltas():
+                queue.add(delta)
+            queue.end()
+
+        def stop(self) -> None:
+            held.append(bodies.held)
+
+    monkeypatch.setattr(scripted, "dispatcher", lambda completion, _: Dispatcher(completion, 0))
+    body = {"input": "a", "stream": True, "include": [LOGPROBS], "top_logprobs": 20, "max_output_tokens": 400}
+    answer = httpx.post(f"{scripted.url}/responses", json=body, timeout=60).text
+    last = orjson.loads(answer.rstrip().rpartition("data: ")[2])
+    if room > MIB:
+        assert last["type"] == "response.completed" and held[0] > MIB
+    else:
+        assert (
+            last["type"] == "response.failed" and last["response"]["error"]["code"] == "rate_limit_exceeded"
+        )
+    wait_for(lambda: bodies.held == 0, 10, "the answer has ended")
