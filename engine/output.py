@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
+from cluster.protocol.pooling import Pooling
 from engine.flight import Flight
 from engine.grammar_masks import GrammarMasks
 from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
+from engine.pooling import POSITION, joined, vector
 from engine.prompt_scores import Score
 from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
 from engine.sampling.base import Sampler
@@ -70,6 +72,8 @@ class OutputProcessor:
         output, pending = flight.output, flight.pending
         if flight.scores:
             self._report_prompts(flight)
+        if flight.pooled:
+            self._pool_prompts(flight)
         for sequence, count in flight.decision.scheduled.items():
             if not flight.keeps(sequence):  # it has left, or another choice of its request has failed
                 continue
@@ -93,6 +97,20 @@ class OutputProcessor:
                 ]
                 flight.output.prompt_tokens.extend(made)
                 sequence.next_scored += len(made)
+            except EngineRequestError as error:
+                self._fail(sequence, error, flight.output)
+
+    def _pool_prompts(self, flight: Flight) -> None:
+        """Pool the step's chunks of prompts. The embeddings of those that are complete precede their first tokens."""
+        pooled = [(s, item) for s, item in flight.decision.own_items(flight.plan) if item.pooled]
+        for (sequence, item), part in zip(pooled, flight.pooled, strict=True):
+            if not flight.keeps(sequence):
+                continue
+            sequence.pooled = whole = joined(item.pooling, sequence.pooled, part)
+            if item.begin + item.pooled < sequence.num_prompt:
+                continue
+            try:
+                flight.output.prompt_tokens.append(embedding(sequence, item.pooling, whole))
             except EngineRequestError as error:
                 self._fail(sequence, error, flight.output)
 
@@ -222,6 +240,14 @@ def prompt_token(sequence: Sequence, position: int, score: Score) -> TokenOutput
     request = sequence.request
     choice, token = request.first_choice + request.n, sequence.tokens[position]
     return TokenOutput(request.request_id, choice, position, token, score.logprob, score.top, rank=score.rank)
+
+
+def embedding(sequence: Sequence, kind: Pooling, whole: Tensor) -> TokenOutput:
+    """Raises EngineRequestError if it is not finite."""
+    request = sequence.request
+    made = vector(kind, whole, sequence.num_prompt)
+    choice, last = request.first_choice + request.n, request.prompt_tokens[-1]
+    return TokenOutput(request.request_id, choice, POSITION, last, embedding=made)
 
 
 def request_done(

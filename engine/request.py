@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from cluster.errors import EngineRequestError
 from cluster.grammar.spec import GrammarSpec
+from cluster.protocol.pooling import Pooling
 
 
 class FinishReason(Enum):
@@ -46,8 +47,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: bool = False
     top_logprobs: int = 0
-    prompt_logprobs: bool = False  # of the prompt's tokens: no cached prefix is used
+    prompt_logprobs: bool = False  # of the prompt's tokens
     prompt_top_logprobs: int = 0
+    pooling: Pooling = Pooling.NONE  # of the prompt's hidden states to its embedding
+
+    @property
+    def needs_each_position(self) -> bool:
+        """Whether the whole prompt must be computed: no cached prefix is used."""
+        return self.prompt_logprobs or self.pooling.needs_each_position
 
 
 SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -96,6 +103,7 @@ class TokenOutput:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
     rank: int = 0  # of a token of the prompt: its place by log probability, 1 = the largest
+    embedding: bytes = b""  # of the whole prompt: float32, little-endian; its last token's id is there
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,8 @@ class StepOutput:
     done: list[RequestDone]
     evicted_reservations: list[str] = field(default_factory=list)  # growth needs their blocks: abort them
     began: float = 0.0  # monotonic seconds
-    # With log probabilities; their choice is the one after the request's. They precede `tokens`.
+    # With log probabilities, or one with the prompt's embedding; their choice is the one after the request's. They
+    # precede `tokens`.
     prompt_tokens: list[TokenOutput] = field(default_factory=list)
 
 

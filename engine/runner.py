@@ -27,6 +27,7 @@ from engine.ops.base import LayerOps
 from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
+from engine.pooling import pool
 from engine.prompt_scores import Score, score
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
@@ -87,6 +88,7 @@ class ModelRunner:
         self._decode_jobs = _decode_jobs(model, self._buffers)
         self._graphs = self._make_graphs(recorder) if recorder else None
         self._scores: list[list[Score]] = []
+        self._pooled: list[Tensor] = []
 
     def _can_record(self) -> bool:
         return self._decoder.capturable and self._attention.capturable
@@ -133,6 +135,11 @@ class ModelRunner:
         """Those of the scored items of the last step, in order."""
         scores, self._scores = self._scores, []
         return scores
+
+    def take_pooled(self) -> list[Tensor]:
+        """Of the pooled items of the last step, in order: float32 [hidden]."""
+        pooled, self._pooled = self._pooled, []
+        return pooled
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -196,8 +203,8 @@ class ModelRunner:
     def _run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
         for source, target in delta.copies.tolist():
             self.kv_cache[target].copy_(self.kv_cache[source])
-        # What was recorded or listed has no adapters and scores no prompt.
-        plain = not len(delta.adapters) and not len(delta.scored)
+        # What was recorded or listed has no adapters, and neither scores nor pools a prompt.
+        plain = not (len(delta.adapters) or len(delta.scored) or len(delta.pooled))
         if self._adapters is not None:
             self._adapters.step.begin(delta.adapters, delta.counts)
         if plain and self._graphs is not None and self._graphs.takes(delta):
@@ -212,7 +219,7 @@ class ModelRunner:
         return self._compute(delta)
 
     def _compute(self, delta: StepDelta | None = None) -> Tensor:
-        """The step in the buffers, operation by operation. `delta`: where it may have prompts to score."""
+        """The step in the buffers, operation by operation. `delta`: where it may have prompts to score or to pool."""
         step, sink = self._buffers, self._export_sink
         self._ops.begin(step.positions, step.slots)
         self._attention.begin(step)
@@ -228,6 +235,8 @@ class ModelRunner:
         hidden = self._decoder.forward(step.tokens, self._ops, attention)
         if delta is not None and len(delta.scored):
             self._scores = score(self._decoder, hidden, step.tokens, delta)
+        if delta is not None and len(delta.pooled) and self._group.rank == 0:
+            self._pooled = pool(hidden, delta)
         return self._decoder.logits(hidden[step.logit_rows])
 
     def warm_up(self, tell: Tell = warm_up.say) -> None:

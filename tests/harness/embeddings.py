@@ -1,0 +1,43 @@
+"""Checkpoints that make embeddings: a model's files with those of sentence-transformers beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.harness.checkpoints import reference_model
+
+
+def make_embedding_model(
+    source: Path, target: Path, mode: str = "mean", *, normalised: bool = True, **config: Any
+) -> Path:
+    """A copy of the checkpoint `source` with modules.json and 1_Pooling. `config`: keys added to config.json."""
+    shutil.copytree(source, target)
+    own = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**own, **config}))
+    kinds = ["Transformer", "Pooling", "Normalize"][: 3 if normalised else 2]
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": paths[kind], "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (target / "modules.json").write_text(json.dumps(modules))
+    (target / "1_Pooling").mkdir()
+    keys = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken", "max": "max_tokens"}
+    pooling: dict[str, Any] = {"word_embedding_dimension": own["hidden_size"]}
+    pooling |= {f"pooling_mode_{key}": name == mode for name, key in keys.items()}
+    (target / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return target
+
+
+@torch.inference_mode()
+def reference_embedding(path: Path, tokens: list[int], mode: str) -> torch.Tensor:
+    """Of Hugging Face's base model: its last hidden states, pooled at once. float32 [hidden], not normalised."""
+    hidden = reference_model(path).model(torch.tensor([tokens])).last_hidden_state[0]
+    if mode == "mean":
+        return hidden.mean(0)
+    return hidden.amax(0) if mode == "max" else hidden[0 if mode == "cls" else -1]
