@@ -25,7 +25,7 @@ class ChoiceLog:
         self.tokens: list[int] = []
         self.extras: dict[int, common_pb2.Token] = {}  # tokens that are more than an id, by position
         self.sent = position  # the next one to send
-        self.part = 0  # top_logprobs of the token at `sent` that have been sent: a large one goes in pieces
+        self.part = 0  # top_logprobs, or bytes, of the token at `sent` that have been sent: a large one goes in pieces
         self.limit = position + window  # positions below it may be sent
 
     @property
@@ -76,6 +76,8 @@ class AttemptLog:
         log = cls(spec.first_choice, max(1, spec.n), position, changed)
         if spec.sampling.prompt_logprobs:
             log.add_prompt(len(spec.prompt_tokens) // 4)
+        elif spec.sampling.pooling:
+            log.add_prompt(2)  # the embedding, and room for more: a full choice would pause the request
         return log
 
     def add_prompt(self, tokens: int) -> None:

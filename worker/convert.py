@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import unpack_tokens
+from cluster.protocol.pooling import Pooling
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
@@ -36,7 +37,7 @@ def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
     values = {name: getattr(params, name) for name in _SAMPLING}
     unset_is_1 = {name: values[name] or 1.0 for name in ("top_p", "repetition_penalty")}
     lists = {"stop_token_ids": tuple(params.stop_token_ids), "logit_bias": dict(params.logit_bias)}
-    return SamplingParams(**{**values, **unset_is_1, **lists})
+    return SamplingParams(**{**values, **unset_is_1, **lists, "pooling": Pooling(params.pooling)})
 
 
 def request_from_wire(
@@ -73,12 +74,14 @@ def token_to_wire(token: TokenOutput) -> common_pb2.Token:
         ],
         finish=_FINISH_TO_WIRE[token.finish],
         rank=token.rank,
+        embedding=token.embedding,
     )
 
 
 def add_to_log(log: AttemptLog, token: TokenOutput, *, whole: bool) -> None:
     """`whole`: the request wants log probabilities. Raises ValueError unless it is its choice's next token."""
-    extra = token_to_wire(token) if whole or token.finish is not None or token.rank else None
+    more = whole or token.finish is not None or token.rank or token.embedding
+    extra = token_to_wire(token) if more else None
     log.add(token.choice, token.position, token.token_id, extra)
 
 

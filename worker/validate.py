@@ -70,10 +70,22 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     _check_sampling(spec.sampling, limits.vocab_size)
     if spec.sampling.prompt_logprobs and not ends_with_first_token(spec):
         raise invalid("prompt_logprobs", "needs max_tokens of at most 1")
+    _check_pooling(spec)
     if spec.HasField("grammar"):
         grammar_from_wire(spec.grammar)
         if spec.sampling.stop_token_ids:
             raise invalid("stop_token_ids", "would end an answer where its grammar does not")
+
+
+def _check_pooling(spec: common_pb2.GenerateSpec) -> None:
+    sampling = spec.sampling
+    if not sampling.pooling:
+        return
+    if sampling.pooling not in common_pb2.Pooling.values():
+        raise invalid("pooling", f"{sampling.pooling} is unknown")
+    if spec.n > 1 or spec.output_tokens or sampling.prompt_logprobs or not ends_with_first_token(spec):
+        what = "needs n and max_tokens of at most 1, without output_tokens and prompt_logprobs"
+        raise invalid("pooling", what)
 
 
 def _check_length(spec: common_pb2.GenerateSpec, limit: int) -> None:

@@ -28,7 +28,7 @@ from cluster.rpc import errors as rpc
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
-from router.dispatch.prompt_stream import PromptStream
+from router.dispatch.prompt_stream import EmbeddingStream, PromptStream
 from router.link.handle import LinkHandle
 from router.link.links import Links, no_message
 from router.link.token import Token
@@ -89,7 +89,8 @@ class Attempt:
     take: Callable[[Token, Attempt], bool]
     # Makes a call once the client has every token so far
     when_drained: Callable[[Callable[[], None]], None]
-    prompt: PromptStream | None = None  # where log probabilities of the prompt are wanted
+    # Where log probabilities of the prompt are wanted, or its embedding
+    prompt: PromptStream | EmbeddingStream | None = None
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)  # have reported their end

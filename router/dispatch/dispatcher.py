@@ -21,7 +21,7 @@ from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.exclusions import ended_by
-from router.dispatch.prompt_stream import PromptStream
+from router.dispatch.prompt_stream import EmbeddingStream, PromptStream
 from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
@@ -78,8 +78,7 @@ class RequestDispatcher:
         self._choices = [
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
         ]
-        sampling, prompt = completion.sampling, completion.prompt_tokens
-        self._prompt = PromptStream(prompt, self._forward_prompt) if sampling.prompt_logprobs else None
+        self._prompt = self._prompt_stream()
         self._first_shown = first_shown
         self.stats = RequestStats()
         arrival = arrival or Arrival()
@@ -277,8 +276,14 @@ class RequestDispatcher:
             attempt.complete()
         return True
 
+    def _prompt_stream(self) -> PromptStream | EmbeddingStream | None:
+        sampling, prompt = self._completion.sampling, self._completion.prompt_tokens
+        if sampling.pooling:
+            return EmbeddingStream(self._completion.embedding_dimensions, self._forward_prompt)
+        return PromptStream(prompt, self._forward_prompt) if sampling.prompt_logprobs else None
+
     def _forward_prompt(self, token: Token) -> None:
-        """A token of the prompt came with its log probability: each choice shows it."""
+        """A token of the prompt came with its log probability, or its embedding: each choice shows it."""
         for index in range(self.choices):
             self._deltas.add(Delta(self._first_shown + index, "", (), prompt=(token,)))
 

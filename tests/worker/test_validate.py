@@ -97,3 +97,19 @@ def test_how_to_sample_is_checked_too(field, value):
 def test_a_transfer_id_has_its_length(length):
     with pytest.raises(InvalidRequestError):
         check_transfer_id(bytes(length))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more"),
+    [
+        ({"pooling": 1, "max_tokens": 2}, {}),
+        ({"pooling": 1, "max_tokens": 1}, {"n": 2}),
+        ({"pooling": 1, "max_tokens": 1, "prompt_logprobs": True}, {}),
+        ({"pooling": 99, "max_tokens": 1}, {}),
+    ],
+)
+def test_an_embedding_is_of_a_prompt_alone(sampling, more):
+    check_spec(spec({"pooling": 1, "max_tokens": 1}), LIMITS)
+    with pytest.raises(InvalidRequestError) as raised:
+        check_spec(spec(sampling, **more), LIMITS)
+    assert raised.value.field == "pooling"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.dispatch.prompt_stream import PromptStream
+from router.dispatch.prompt_stream import EmbeddingStream, PromptStream
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 
@@ -66,3 +66,28 @@ def test_a_workers_log_keeps_the_whole_prompt_and_sends_it_first():
     assert log.resume([count, count, 7], [2 * count, 2 * count, count])
     assert log.prompt is not None and log.prompt.sent == 7
     assert not log.resume([count, count], [2 * count] * 2)
+
+
+def embedding(size: int = 8, position: int = 1, choice: int = 1) -> common_pb2.Token:
+    return common_pb2.Token(choice=choice, position=position, embedding=bytes(size))
+
+
+def test_an_embedding_comes_once_over_all_attempts():
+    came: list[common_pb2.Token] = []
+    broken: list[str] = []
+    stream = EmbeddingStream(2, came.append)
+
+    def take(token: common_pb2.Token) -> bool:
+        return stream.takes(token, 1, lambda error: broken.append(str(error)))
+
+    assert take(embedding(choice=0)) and take(embedding(size=12)) and take(embedding(position=0))
+    assert len(broken) == 3 and not came
+    assert take(embedding()) and take(embedding()) and not take(embedding(choice=0))
+    assert len(broken) == 3 and len(came) == 1
+
+
+def test_a_workers_log_sends_the_embedding_first_and_does_not_pause():
+    sampling = common_pb2.SamplingParams(max_tokens=1, pooling=common_pb2.POOLING_MEAN)
+    log = AttemptLog.of(common_pb2.GenerateSpec(prompt_tokens=bytes(4), sampling=sampling), lambda: None)
+    log.add(1, 1, 0, embedding())
+    assert [one.choice for one in log.in_order] == [1, 0] and log.may_send and not log.full
