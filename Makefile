@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis chaos-processes soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers bench-routers gpu-check screenshots demo-model clients clean chaos-mixed
+.PHONY: help demo test unit test-long check test-system chaos chaos-links chaos-redis chaos-processes soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers bench-routers gpu-check screenshots demo-model clients images clean chaos-mixed
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -118,6 +118,10 @@ metrics-docs: $(STAMP)  ## Regenerate docs/metrics.md from the metrics' declarat
 chart-golden: $(STAMP)  ## Write the rendered examples that the tests compare with, after a wanted change
 	BATON_WRITE_GOLDEN=1 $(BIN)/python -m pytest -q -m system -o addopts="--import-mode=importlib --strict-markers" \
 		tests/system/helm/test_golden.py
+
+TARGETS ?=
+images: $(STAMP)  ## Build the images of router and workers with buildah; prints their sizes: TARGETS="router"
+	$(BIN)/python -m deploy.images $(TARGETS)
 
 .PHONY: helm-test
 helm-test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, and its whole life on real processes (root)

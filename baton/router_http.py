@@ -34,7 +34,11 @@ class RouterHttp:
         try:
             answer = self._client.get(f"{self.address}{path}")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UnavailableError(f"no router answers at {self.address} ({error})", field="url") from error
+            raise UnavailableError(
+                f"no router answers at {self.address} ({error}): `baton up` starts a cluster on this machine, --url names "
+                f"another",
+                field="url",
+            ) from error
         if answer.status_code in (401, 403):
             raise UnauthenticatedError(
                 f"{self.address} wants an admin's API key (--api-key)", field="api_key"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 from prometheus_client.registry import Collector
@@ -192,6 +192,9 @@ class DecodeRole:
     async def start(self) -> None:
         if self._quarantines is not None:
             self._watching = asyncio.create_task(self._quarantines.run())
+
+    def adapters_held(self) -> Collection[str]:
+        return self.attempts.adapters_held()
 
     def on_output(self, output: StepOutput) -> None:
         self.attempts.on_output(output)

@@ -28,8 +28,9 @@ from engine.layers.linear import (
     Weight,
 )
 from engine.lora import slots
+from engine.lora.adapter_files import read_bytes
 from engine.lora.slots import AdapterSlots
-from engine.model import shares
+from engine.model import preflight, rotary, shares
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.layer_weights import LayerWeights
@@ -78,8 +79,8 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
 
     Raises ModelError naming the key, or ConfigError naming the setting.
     """
-    model = ModelConfig.read(config.model)
-    shares.check_shares(model, config.tensor_parallel, expert_parallel=config.expert_parallel)
+    model = preflight.read_model(config)
+    rotary.check_angles(model)
     resolved = resolve(config, model)
     if resolved.kv_memory_bytes:
         kv_cache.check_fits(resolved.kv_memory_bytes, block_bytes(model, resolved), resolved)
@@ -156,19 +157,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     name = device_name(config.device)
     device = torch.device(name)
-    if config.quantization == "int8" and model.experts is not None:
-        raise ConfigError(
-            f"quantization int8: experts are not supported in int8, and {model.family.title} has them: use auto",
-            field="quantization",
-        )
+    preflight.check_settings(config, model)
     dtype = compute_dtype(config.dtype, model.dtype)
     check_kv_dtype(config, dtype)
     _check_card(device)
-    if config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} exceeds the model's {model.max_model_len}",
-            field="max_model_len",
-        )
     return config.model_copy(
         update={
             "device": name,
@@ -252,8 +244,10 @@ def load_model(
     tell(_weights_line(model, resolved, untied_head))
     weights = weight_bytes(model, resolved, untied_head=untied_head)
     weights += slots.slot_bytes(model, resolved, dtype.itemsize)
+    on_host = device.type == "cpu"  # elsewhere the pool takes none of the memory into which adapters are read
+    adapter = read_bytes(model, resolved, dtype.itemsize) if on_host and resolved.adapter_slots else 0
     kv_cache.check_before_load(
-        resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size, draft_bytes)
+        resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size, draft_bytes, adapter)
     )
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
@@ -291,7 +285,7 @@ def load_model(
     recorded_bytes += size  # the null block
     recorded_bytes += _listed_bytes(resolved, decoder, team, *small)
     del one_block
-    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes, draft_bytes)
+    needs = kv_cache.Needs(0, step_bytes, handoff_bytes, recorded_bytes, draft_bytes, adapter)
     resolved = kv_cache.sized(resolved, size, memory, group, needs)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, spec.shape, spec.dtype, device)
     ops, attention = backends(cache)
@@ -367,7 +361,7 @@ def _make_ops(
         model.swiglu_limit,
         _DTYPES[config.dtype],
     )
-    cos, sin = model.rotary_tables(config.max_model_len)
+    cos, sin = rotary.rotary_tables(model, config.max_model_len)
     if isinstance(team, KernelTeam):
         from engine.ops.cpu_ops import CpuOps
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,7 @@ from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
 from engine.flight import Flight, predictable
 from engine.grammar_masks import GrammarMasks
-from engine.lora.adapter_files import Adapter
-from engine.lora.loaded import LoadedAdapters
+from engine.lora.loaded import AdapterRunner, LoadedAdapters
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
@@ -74,11 +73,7 @@ class Runner(Protocol):
     num_ranks: int
 
     @property
-    def adapter_slots(self) -> int: ...
-
-    def read_adapter(self, directory: Path) -> Adapter: ...
-
-    def write_adapter(self, slot: int, adapter: Adapter) -> None: ...
+    def adapters(self) -> AdapterRunner: ...
 
     def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Logits, valid until the next step; for `drawn` see StepBuffers.load."""
@@ -119,7 +114,7 @@ class Engine:
             self._pool, runner.page_size, on_chain, secret=secret, enabled=config.prefix_caching
         )
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
-        self.adapters = LoadedAdapters(runner)
+        self.adapters = LoadedAdapters(runner.adapters)
         self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
         sampler = sampler_for(runner.device)
@@ -188,10 +183,16 @@ class Engine:
     def cached_tokens(self, request_id: str) -> int:
         return self._scheduler.requests[request_id][0].cached_tokens
 
-    def unload_adapter(self, digest: str) -> None:
-        """Raises InvalidRequestError while requests use it; new ones are refused from now on."""
-        requests = self._scheduler.requests.values()
-        self.adapters.unload(digest, any(choices[0].request.adapter == digest for choices in requests))
+    def adapter_fits(self, digest: str, held: Collection[str]) -> bool:
+        return self.adapters.fits(digest, self._adapters_used(held))
+
+    def write_adapter(self, digest: str, held: Collection[str]) -> None:
+        """Load the adapter that was read. `held`: digests that requests outside the engine have, those that wait for their
+        turn or for a hand-off. Raises AdapterSlotsError."""
+        self.adapters.write(digest, self._adapters_used(held))
+
+    def _adapters_used(self, held: Collection[str]) -> set[str]:
+        return {choices[0].request.adapter for choices in self._scheduler.requests.values()}.union(held)
 
     # --- hand-off --------------------------------------------------------------------------------------
 

@@ -26,13 +26,21 @@ class Needs(NamedTuple):
     handoff: int  # the landing ring, or staging
     recorded: int = 0  # decode steps recorded or listed as jobs, and the null block for their padding
     draft: int = 0  # the draft model's KV pool in host memory, which is in use only once it is written to
+    adapter: int = 0  # what reading one takes of main memory, one at a time
 
     @property
     def total(self) -> int:
         return sum(self)
 
     def __str__(self) -> str:
-        names = ("the weights", "the largest step", "hand-offs", "decode steps", "the draft model's KV")
+        names = (
+            "the weights",
+            "the largest step",
+            "hand-offs",
+            "decode steps",
+            "the draft model's KV",
+            "reading an adapter",
+        )
         return " and ".join(f"{size} for {name}" for size, name in zip(self, names, strict=True) if size)
 
 

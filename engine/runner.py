@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from cluster.errors import ModelError
 from engine import warm_up
 from engine.attention.base import AttentionBackend
 from engine.graphs.base import Recorder
 from engine.graphs.decode_graphs import DecodeGraphs, on_card, sizes_for
-from engine.lora.adapter_files import Adapter, read_adapter
+from engine.lora.adapter_files import Share
 from engine.lora.message import AdapterMessage
+from engine.lora.rank_adapters import RankAdapters
 from engine.lora.slots import AdapterSlots
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -35,8 +32,6 @@ from engine.warm_up import Stage, Tell
 
 if TYPE_CHECKING:
     from engine.decode_jobs import DecodeJobs
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +76,7 @@ class ModelRunner:
         self._group = model.group
         self.num_ranks = model.group.size
         self._adapters = model.adapters
+        self.adapters = _rank_adapters(model)
         self._export_sink = export_sink
         self.device = self.kv_cache.device
         recorder = recorder or on_card(self.device, self.config.cuda_graphs, self._can_record())
@@ -146,54 +142,14 @@ class ModelRunner:
         """Run the leader's plans on another rank, until the leader stops the group."""
         while content := self._group.share(None):
             if (message := AdapterMessage.of(content)) is not None:
-                self._follow_adapter(message)
+                self.adapters.follow(message)
             else:
                 self._run(StepDelta.from_bytes(content))
-
-    # --- adapters --------------------------------------------------------------------------------------
-
-    @property
-    def adapter_slots(self) -> int:
-        return self._adapters.count if self._adapters is not None else 0
 
     @property
     def adapted_rows(self) -> int:
         """Rows of steps that were computed with an adapter, since the start."""
         return self._adapters.step.adapted_rows if self._adapters is not None else 0
-
-    def read_adapter(self, directory: Path) -> Adapter:
-        """Any thread. Raises ModelError."""
-        dtype = self._adapters.dtype if self._adapters is not None else torch.float32
-        return read_adapter(directory, self.model_config, self.config.max_lora_rank, dtype)
-
-    @torch.inference_mode()
-    def write_adapter(self, slot: int, adapter: Adapter) -> None:
-        """On the leader, between two steps. Raises ModelError if another rank does not read the same adapter."""
-        assert self._adapters is not None, "there are slots"
-        if self._group.size > 1:
-            self._group.share(AdapterMessage(slot, str(adapter.directory), adapter.digest).to_bytes())
-            self._agree(read=True, directory=adapter.directory)
-        self._adapters.write(slot, adapter)
-
-    def _follow_adapter(self, message: AdapterMessage) -> None:
-        assert self._adapters is not None, "every rank has the same settings"
-        try:
-            adapter = self.read_adapter(Path(message.directory))
-        except ModelError:
-            log.exception("rank %d does not read the adapter", self._group.rank)
-            adapter = None
-        read = adapter is not None and adapter.digest == message.digest
-        with contextlib.suppress(ModelError):  # the leader's to report
-            self._agree(read=read, directory=Path(message.directory))
-            assert adapter is not None, "all ranks have read it"
-            self._adapters.write(message.slot, adapter)
-
-    def _agree(self, *, read: bool, directory: Path) -> None:
-        own = torch.tensor([[int(read)]], dtype=torch.int64, device=self.device)
-        if int(self._group.gather_last(own).min()) == 0:
-            raise ModelError(
-                f"{directory}: another rank of this worker does not read the same adapter there", field="lora"
-            )
 
     def stop_ranks(self) -> None:
         """End `serve` on the other ranks. On the leader, after its last step."""
@@ -260,6 +216,12 @@ class ModelRunner:
 def _first_tokens(count: int) -> StepPlan:
     """A decode step of `count` sequences without a request: all write to the first block."""
     return StepPlan([PlanItem("warm-up", [0], 0, [0], row, 1) for row in range(count)], [])
+
+
+def _rank_adapters(model: LoadedModel) -> RankAdapters:
+    dtype = model.adapters.dtype if model.adapters is not None else torch.float32
+    share = Share(model.model_config, model.config.max_lora_rank, dtype, model.group.rank, model.group.size)
+    return RankAdapters(share, model.adapters, model.group, model.kv_cache.device)
 
 
 def _decode_jobs(model: LoadedModel, step: StepBuffers) -> DecodeJobs | None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from loadgen.config import LoadConfig, Slo
+from loadgen.reach import why_unreachable
 
 if TYPE_CHECKING:
     from loadgen.report import Report
@@ -72,6 +73,7 @@ def load(
     """
     _check_writable({"--json": json, "--html": html})
     configs = _configs(list(dict.fromkeys(protocol)), target or [], flags)
+    _check_reachable(configs)
     # Imported here: every `baton` command reads this file for its help.
     from loadgen.load import run_all
     from loadgen.table import print_report
@@ -183,6 +185,17 @@ def _check_writable(files: Mapping[str, Path | None]) -> None:
                 file.unlink()
         except OSError as error:
             raise typer.BadParameter(f"{flag} {file} cannot be written: {error.strerror}") from None
+
+
+def _check_reachable(configs: list[LoadConfig]) -> None:
+    """Fail before the run if no target of a protocol can be connected to: all of its requests would fail."""
+    for config in configs:
+        reasons = {address: why_unreachable(address) for address in config.addresses}
+        if all(reasons.values()):
+            address, reason = next(iter(reasons.items()))
+            raise typer.BadParameter(
+                f"--target {address}: nothing answers there ({reason}). `baton up` starts a cluster on this machine"
+            )
 
 
 def _lines(file: Path | None) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from prometheus_client.registry import Collector
 
@@ -157,6 +157,9 @@ class PrefillRole:
 
     async def start(self) -> None:
         """Nothing runs beside the attempts."""
+
+    def adapters_held(self) -> Collection[str]:
+        return self.attempts.adapters_held()
 
     def on_output(self, output: StepOutput) -> None:
         self.prefilling.on_output(output)

@@ -1,7 +1,7 @@
 """Loads and unloads adapters while the worker serves, as Redis names them (cluster/membership/wanted_adapters.py).
 
-wanted ──► read and written to a slot ──► registered: routers place its requests here
-  gone ──► not registered, new requests are refused ──► its last request has ended ──► the slot is free
+wanted ──► read by all ranks beside the steps ──► written to a slot ──► registered: routers place its requests here
+  gone ──► not registered; it stays for requests that began before, until another adapter needs its slot
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import redis
 
 from cluster.config.adapters import MAX_ADAPTERS
-from cluster.errors import AdapterSlotsError, BatonError, InvalidRequestError, ModelError, cut
+from cluster.errors import AdapterSlotsError, BatonError, ModelError, cut
 from cluster.membership.wanted_adapters import Wanted
-from engine.lora.adapter_files import Adapter
+from engine.lora.loaded import ASK_SECONDS, READ_SECONDS, read_too_slowly
 from worker.engine_host import EngineHost
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 RETRY_SECONDS = 30.0  # after an adapter could not be loaded
 Pairs = tuple[tuple[str, str], ...]  # name, digest
+_Key = tuple[str, Wanted]  # with the name
 
 
 class _Loaded(NamedTuple):
@@ -41,19 +42,22 @@ class AdapterChanges:
         directory: Path,
         host: EngineHost,
         *,
+        served_model: str,
         wanted: Callable[[], Mapping[str, Wanted]],
-        read_adapter: Callable[[Path], Adapter],
+        held: Callable[[], Collection[str]],
         publish: Callable[[Pairs], bool],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`fixed`: those of the settings, which stay. `wanted`, `read_adapter` and `publish` block and are called on
-        threads; `publish` returns False if it has to be called again."""
+        """`fixed`: those of the settings, which stay. `held`: digests that the worker's requests have, also those that are
+        not in the engine. `wanted` and `publish` block and are called on threads; `publish` returns False if it has to be
+        called again."""
         self._fixed, self._directory, self._host = dict(fixed), directory, host
-        self._wanted, self._read, self._publish = wanted, read_adapter, publish
+        self._served_model = served_model
+        self._wanted, self._held, self._publish = wanted, held, publish
         self._clock = clock
         self._loaded: dict[str, _Loaded] = {}
-        self._leaving: set[str] = set()  # digests
-        self._retry_at: dict[tuple[str, Wanted], float] = {}
+        self._retry_at: dict[_Key, float] = {}
+        self._without_slot: dict[_Key, str] = {}  # digests of those that were read
         self._published: Pairs | None = fixed  # None: unknown, a registration failed
         self.refusals: dict[str, str] = {}  # by name, of those that could not be loaded
 
@@ -73,60 +77,78 @@ class AdapterChanges:
         except redis.RedisError as error:
             log.debug("the wanted adapters are unknown: %s", error)
             return
-        wanted = {name: one for name, one in read.items() if name not in self._fixed}
-        for name in [name for name in self._loaded if name not in wanted]:
-            self._leaving.add(self._loaded.pop(name).digest)
+        own = {name: one for name, one in read.items() if one.is_for(self._served_model)}
+        wanted = {name: one for name, one in own.items() if name not in self._fixed}
+        await self._release([name for name, one in self._loaded.items() if wanted.get(name) != one.wanted])
         for name, one in wanted.items():
-            if name not in self._loaded or self._loaded[name].wanted != one:
-                await self._load(name, one)
+            if name not in self._loaded:
+                await self._try(name, one)
         self.refusals = {name: why for name, why in self.refusals.items() if name in wanted}
         self._retry_at = {key: at for key, at in self._retry_at.items() if wanted.get(key[0]) == key[1]}
+        self._without_slot = {
+            key: one for key, one in self._without_slot.items() if wanted.get(key[0]) == key[1]
+        }
         if self.pairs != self._published:
             pairs = self.pairs
             self._published = pairs if await asyncio.to_thread(self._publish, pairs) else None
-        await self._unload()
 
-    async def _load(self, name: str, wanted: Wanted) -> None:
-        if self._clock() < self._retry_at.get((name, wanted), 0.0):
+    async def _release(self, names: Sequence[str]) -> None:
+        """Give up these names; also that of one which is then not loaded: the name means another one now."""
+        gone = {self._loaded.pop(name).digest for name in names}
+        for digest in sorted(gone - {digest for _, digest in self.pairs}):
+            await self._host.call(lambda engine, digest=digest: engine.adapters.release(digest))  # type: ignore[misc]
+
+    async def _try(self, name: str, wanted: Wanted) -> None:
+        key = name, wanted
+        if self._clock() < self._retry_at.get(key, 0.0):
             return
-        before = self._loaded.pop(
-            name, None
-        )  # also if the new one can't be loaded: the name means another one now
-        if before is not None:
-            self._leaving.add(before.digest)
         try:
-            if len(self.pairs) >= MAX_ADAPTERS:  # of a registration; several names may be of one adapter
-                raise AdapterSlotsError(
-                    f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS)
-                )
-            adapter = await asyncio.to_thread(self._read_inside, wanted.path)
-            await self._host.call(lambda engine: engine.adapters.load(adapter))
+            digest = await self._load(key)
         except Exception as error:  # of one adapter: the others are loaded and unloaded even so
             why = cut(error.message if isinstance(error, BatonError) else repr(error))
-            log.warning("adapter %s is not loaded from %s: %s", name, wanted.path, why)
+            if self.refusals.get(name) != why:
+                log.warning("adapter %s is not loaded from %s: %s", name, wanted.path, why)
             self.refusals[name] = why
-            self._retry_at[name, wanted] = self._clock() + RETRY_SECONDS
+            if not isinstance(error, AdapterSlotsError):  # a slot may be free at the next look
+                self._retry_at[key] = self._clock() + RETRY_SECONDS
             return
         self.refusals.pop(name, None)
-        self._loaded[name] = _Loaded(wanted, adapter.digest)
+        self._loaded[name] = _Loaded(wanted, digest)
 
-    def _read_inside(self, path: str) -> Adapter:
-        """Blocks, as links are followed in a directory that may be mounted. Raises ModelError, RuntimeError, OSError."""
-        return self._read(self._inside(path))
+    async def _load(self, key: _Key) -> str:
+        """Returns the digest. Raises AdapterSlotsError, ModelError, DeadlineError and whatever the directory raises."""
+        if len(self.pairs) >= MAX_ADAPTERS:  # of a registration; several names may be of one adapter
+            raise AdapterSlotsError(f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS))
+        known = self._without_slot.get(key)
+        if known is not None:
+            held = frozenset(self._held())
+            if not await self._host.call(lambda engine: engine.adapter_fits(known, held)):
+                raise AdapterSlotsError(self.refusals[key[0]], field="max_loras")  # not read again for that
+        digest = await self._read(await asyncio.to_thread(self._inside, key[1].path))
+        held = frozenset(self._held())
+        try:
+            await self._host.call(lambda engine: engine.write_adapter(digest, held))
+        except AdapterSlotsError:
+            self._without_slot[key] = digest
+            raise
+        return digest
+
+    async def _read(self, directory: Path) -> str:
+        """Let all ranks read it, while steps go on; returns the digest."""
+        await self._host.call(lambda engine: engine.adapters.begin(directory))
+        deadline = self._clock() + READ_SECONDS
+        while (digest := await self._host.call(lambda engine: engine.adapters.read_digest())) is None:
+            if self._clock() > deadline:
+                await self._host.call(lambda engine: engine.adapters.drop())
+                raise read_too_slowly(READ_SECONDS)
+            await asyncio.sleep(ASK_SECONDS)
+        return digest
 
     def _inside(self, path: str) -> Path:
-        """Raises ModelError if links lead out of the directory."""
+        """Blocks, as links are followed in a directory that may be mounted. Raises ModelError if links lead out of the
+        directory, RuntimeError, OSError."""
         root = self._directory.resolve()
         found = (root / path).resolve()
         if not found.is_relative_to(root) or found == root:
             raise ModelError(f"{path} is not below lora_dir", field="lora_dir")
         return found
-
-    async def _unload(self) -> None:
-        self._leaving -= {digest for _, digest in self.pairs}
-        for digest in sorted(self._leaving):
-            try:
-                await self._host.call(lambda engine, digest=digest: engine.unload_adapter(digest))  # type: ignore[misc]
-            except InvalidRequestError:
-                continue  # in use; `request_seconds` of the routers bounds how long
-            self._leaving.discard(digest)

@@ -81,6 +81,7 @@ class Attempts(Generic[A]):
         self._credited = credited
         self._live: dict[bytes, A] = {}
         self._handles: dict[bytes, Handle] = {}
+        self._adapters: dict[bytes, str] = {}  # digests, of those that have one
         self._ended = EndedAttempts()
         self._background_tasks = BackgroundTasks()
         self.routers = Routers(
@@ -99,6 +100,10 @@ class Attempts(Generic[A]):
 
     def get(self, transfer_id: bytes) -> A | None:
         return self._live.get(transfer_id)
+
+    def adapters_held(self) -> set[str]:
+        """Digests of their adapters."""
+        return set(self._adapters.values())
 
     def refuse_ended(self, transfer_id: bytes) -> None:
         """Raises StaleTransferError if the attempt is over."""
@@ -135,6 +140,8 @@ class Attempts(Generic[A]):
         attempt = make(handle.log)
         self._live[transfer_id] = attempt
         self._handles[transfer_id] = handle
+        if spec.adapter:
+            self._adapters[transfer_id] = spec.adapter
         self.routers.open(handle)
         return attempt
 
@@ -142,6 +149,7 @@ class Attempts(Generic[A]):
         """From now on the transfer id is refused."""
         if self._live.pop(transfer_id, None) is not None:
             self._ended.add(transfer_id)
+            self._adapters.pop(transfer_id, None)
             self.routers.closed(self._handles.pop(transfer_id))
 
     def remember_ended(self, transfer_id: bytes) -> None:

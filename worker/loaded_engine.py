@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from cluster.config.worker import EngineConfig, WorkerConfig
-from cluster.errors import ModelError
+from cluster.errors import DeadlineError, ModelError
 from cluster.index.reporter import Chain
 from cluster.protocol.times import LOST_SECONDS
 from engine.engine import Engine
@@ -58,11 +58,10 @@ class LoadedEngine:
         for name, directory in config.adapter_directories.items():
             health.describe(f"adapter {name} is read")
             try:
-                adapter = self.ranks.runner.read_adapter(directory)
-                self.engine.adapters.load(adapter)
-            except ModelError as error:
+                digest = self.engine.adapters.load(directory)
+            except (ModelError, DeadlineError) as error:
                 raise ModelError(f"--lora {name}={directory}: {error.message}", field="lora") from error
-            loaded.append((name, adapter.digest))
+            loaded.append((name, digest))
         return tuple(loaded)
 
     def start(self) -> None:

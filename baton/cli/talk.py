@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 import typer
 
 from baton.cli.output import console
+from cluster.errors import UnavailableError
 from cluster.security.tls import ClientTls
+from loadgen.reach import why_unreachable
 
 Http = Annotated[str, typer.Option("--url", help="A router's HTTP address.")]
 ApiKey = Annotated[
@@ -78,6 +80,7 @@ def generate(
     """Continue one prompt, streaming the text."""
     from baton.client import Client, GenerateOptions
 
+    _check_reachable(target)
     with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
         options["priority"] = {"high": 1, "normal": 0, "batch": -1}[priority]
@@ -102,8 +105,20 @@ def chat(
     from baton.chat import converse
     from baton.client import Client
 
+    _check_reachable(target)
     with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
         converse(client, temperature=temperature, max_tokens=max_tokens)
+
+
+def _check_reachable(targets: str) -> None:
+    """Raise UnavailableError if nothing listens at any of the addresses: gRPC would try for a while, and say less."""
+    reasons = [why_unreachable(one) for one in targets.split(",")]
+    if all(reasons):
+        raise UnavailableError(
+            f"no router answers at {targets} ({reasons[0]}): `baton up` starts a cluster on this machine, --target names "
+            f"another",
+            field="target",
+        )
 
 
 def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from baton.cli.flags import Flags
 from baton.cli.output import console, say
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
+from baton.local.state import ClusterState
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
 from cluster.config.yaml_file import read_settings
@@ -56,6 +59,10 @@ UP = Flags(UpOptions)
 @SETTINGS.add_to
 @UP.add_to
 def up(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL]", show_default=False, help="Model directory; the same as --model."),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -72,14 +79,23 @@ def up(
     file; see baton keys). A request that would be served too late is refused at once: 429 or RESOURCE_EXHAUSTED, with the
     time to come back.
     """
+    from baton.local import preflight  # not for the help of other commands
+
+    given = [one for one in (directory, flags.pop("model", None)) if one is not None]
+    if len(given) > 1:
+        raise typer.BadParameter("the model is named twice, by [MODEL] and by --model")
+    for one in given:
+        preflight.check_directory(one.absolute(), "--model", str(one))
     options = {
-        "model": demo_model(),
+        "model": given[0].absolute() if given else demo_model(),
         **UP.values(UpOptions, flags),
         "router": SETTINGS.values(RouterConfig, flags),
         "worker": SETTINGS.values(WorkerConfig, flags),
         "sections": read_settings(config) if config is not None else {},
     }
-    run(UpOptions(**options))
+    made = UpOptions(**options)
+    preflight.check(made)
+    run(made)
 
 
 def run(options: UpOptions) -> None:
@@ -97,7 +113,8 @@ def run(options: UpOptions) -> None:
                 _ignore_endings()
                 cluster.stop(keep_logs=isinstance(error, Exception))  # Ctrl-C is no failure to look into
                 raise
-        _tell(f"ready  http {state.http}  grpc {state.grpc}")
+        for line in ready_lines(state, options):
+            _tell(line)
         try:
             while not stop.wait(WATCH_SECONDS):
                 for line in cluster.watch():
@@ -108,6 +125,25 @@ def run(options: UpOptions) -> None:
                 cluster.stop()
     except KeyboardInterrupt:
         _tell("stopped")
+
+
+def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
+    """What a newcomer needs next. The first line is for programs that wait for it."""
+    router = options.router_config(0)
+    secured = " ".join(
+        [
+            *([f"--cacert {shlex.quote(str(options.certs / 'ca.pem'))}"] if options.certs else []),
+            *(["-H 'authorization: Bearer KEY'"] if router.api_keys_file else []),
+        ]
+    )
+    body = json.dumps({"model": router.served_model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    return [
+        f"ready  http {state.http}  grpc {state.grpc}",
+        f"page   {state.http}/ui",
+        f"try    curl {secured}{' ' if secured else ''}{state.http}/v1/completions -H 'content-type: application/json' "
+        f"-d {shlex.quote(body)}",
+        f"logs   {state.logs}",
+    ]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from kubernetes import config as kubernetes_config
 
 from baton.doctor.facts import RIGHTS, Facts, Node, Permission, Right, StorageClass, Taint
 from cluster.errors import ConfigError, UnavailableError
-from cluster.kubernetes.api import open_api
+from cluster.kubernetes.api import default_files, open_api
 
 T = TypeVar("T")
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
@@ -26,10 +26,17 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
         opened = open_api(kubeconfig, context, as_user=True)
     except (kubernetes_config.ConfigException, OSError) as error:
         raise ConfigError(
-            f"no way to a cluster: {error}; name one with --kubeconfig", field="kubeconfig"
+            f"no way to a cluster: {_where(kubeconfig)} ({str(error).rstrip('.')}); name a file with --kubeconfig",
+            field="kubeconfig",
         ) from error
     with opened as api:
         yield api
+
+
+def _where(kubeconfig: Path | None) -> str:
+    if kubeconfig is not None:
+        return f"--kubeconfig {kubeconfig} cannot be used"
+    return f"there is no {' or '.join(default_files())}, and this is no pod of one"
 
 
 class Reader:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from bench.context import Context
     from cluster.config.worker import EngineConfig
-    from engine.lora.adapter_files import Adapter
+    from engine.lora.loaded import NoAdapters
     from engine.model.config import ModelConfig
     from engine.parallel.group import DistributedGroup
     from engine.plan import StepPlan
@@ -68,7 +68,7 @@ class _Runner:
     """A model that computes nothing. `sending_seconds`: of each step, from its plan to the other
     rank's buffers."""
 
-    adapter_slots = 0
+    adapters = NoAdapters()
 
     def __init__(
         self, config: EngineConfig, model: ModelConfig, blocks: int, group: DistributedGroup, end: Connection
@@ -80,12 +80,6 @@ class _Runner:
         self.sending_seconds: list[float] = []
         self._group, self._end = group, end
         self._logits = torch.zeros(config.max_batch_requests, model.vocab_size)
-
-    def read_adapter(self, directory: Path) -> Adapter:
-        raise AssertionError("no adapter is asked for")
-
-    def write_adapter(self, slot: int, adapter: Adapter) -> None:
-        raise AssertionError("no adapter is asked for")
 
     def take_scores(self) -> list[list[Score]]:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ def open_api(kubeconfig: Path | None, context: str = "", *, as_user: bool = Fals
         file = str(kubeconfig) if kubeconfig is not None else None
         load = kubernetes_config.load_kube_config
         load(file, context or None, client_configuration=settings)  # type: ignore[no-untyped-call]
-    elif as_user:
-        kubernetes_config.load_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+    elif as_user and any(Path(one).expanduser().exists() for one in default_files()):
+        kubernetes_config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
     else:
         kubernetes_config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
     settings.retries = 1
     return client.ApiClient(settings)
+
+
+def default_files() -> list[str]:
+    """The user's kubeconfig files, as kubectl looks for them."""
+    return os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)

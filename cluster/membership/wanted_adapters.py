@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -24,13 +24,18 @@ log = logging.getLogger(__name__)
 class Wanted(NamedTuple):
     path: str  # below the workers' lora_dir
     tag: str
+    serving: tuple[str, ...] = ()  # names with which the workers of its model register; none: all workers
 
     @classmethod
-    def new(cls, path: str) -> Wanted:
-        return cls(path, secrets.token_hex(8))
+    def new(cls, path: str, serving: Sequence[str] = ()) -> Wanted:
+        return cls(path, secrets.token_hex(8), tuple(serving))
 
     def encode(self) -> str:
-        return json.dumps(self)
+        return json.dumps(self if self.serving else self[:2])
+
+    def is_for(self, served_model: str) -> bool:
+        """Whether a worker that registers with this name is to load it."""
+        return not self.serving or served_model in self.serving
 
 
 def check_path(path: str) -> str:
@@ -50,10 +55,11 @@ def parse(entries: Mapping[bytes, bytes]) -> dict[str, Wanted]:
     found = {}
     for name, entry in sorted(entries.items())[:MAX_ADAPTERS]:
         try:
-            path, tag = json.loads(entry)
-            if not is_adapter_name(name.decode()) or type(tag) is not str:
-                raise ValueError("no name and tag")
-            found[name.decode()] = Wanted(check_path(path), tag)
+            path, tag, *rest = json.loads(entry)
+            serving = rest[0] if rest else []
+            if not is_adapter_name(name.decode()) or type(tag) is not str or type(serving) is not list:
+                raise ValueError("no name, tag and models")
+            found[name.decode()] = Wanted(check_path(path), tag, tuple(map(str, serving)))
         except (ValueError, TypeError, AttributeError, RecursionError, InvalidRequestError) as error:
             log.debug("the entry of adapter %r is ignored: %r", name, error)
     return found
@@ -73,7 +79,7 @@ class WantedWriter:
             self._connected = connect_async(self._redis_url)
         return self._connected
 
-    async def add(self, name: str, path: str) -> None:
+    async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> None:
         """Raises InvalidRequestError if the name is taken or there are too many, redis.RedisError."""
         if await self._client.hlen(self._key) >= MAX_ADAPTERS:
             raise InvalidRequestError(
@@ -81,7 +87,7 @@ class WantedWriter:
                 field="lora_name",
                 limit=str(MAX_ADAPTERS),
             )
-        if not await self._client.hsetnx(self._key, name, Wanted.new(check_path(path)).encode()):
+        if not await self._client.hsetnx(self._key, name, Wanted.new(check_path(path), serving).encode()):
             raise InvalidRequestError(
                 f"lora_name: {name!r} is wanted already; unload it first", field="lora_name"
             )

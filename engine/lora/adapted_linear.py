@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from engine.layers.linear import Linear
 from engine.lora.adapter_files import LowRank
 from engine.lora.products import Product
-from engine.model.config import ModelConfig
 
 Rows = slice | Tensor  # int64 indices
 
@@ -67,15 +66,17 @@ class AdaptedLinear:
         self._b = torch.empty(slots, begins[-1], max_rank, dtype=dtype, device=device).fill_(0)
         self._ranks = [(0,) * len(product) for _ in range(slots)]
 
-    def write(self, slot: int, config: ModelConfig, layer: int, adapter: Mapping[str, LowRank]) -> None:
-        """Put this rank's share of an adapter into a slot, from 1 on; it replaces what was there."""
-        ranks = []
+    def write(self, slot: int, layer: int, adapter: Mapping[str, LowRank]) -> None:
+        """Copy this rank's share of an adapter into a slot, from 1 on; it replaces what was there."""
+        ranks, begins = [], dict.fromkeys((part.module for part in self._product), 0)
         for at, (part, outputs) in enumerate(zip(self._product, self._outputs, strict=True)):
             found = adapter.get(f"layers.{layer}.{part.module}")
             ranks.append(found.rank if found is not None else 0)
             if found is not None:
-                self._a[slot - 1, at, : found.rank].copy_(found.a[:, part.columns])
-                self._b[slot - 1, outputs, : found.rank].copy_(part.own_b(config, found.b))
+                begin = begins[part.module]  # parts of a fused module follow each other
+                begins[part.module] += part.width
+                self._a[slot - 1, at, : found.rank].copy_(found.a)
+                self._b[slot - 1, outputs, : found.rank].copy_(found.b[begin : begin + part.width])
         self._ranks[slot - 1] = tuple(ranks)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,19 +1,30 @@
-"""What the leader tells the other ranks of an adapter; it travels as steps do (engine/step_delta.py)."""
+"""What the leader tells the other ranks of adapters, and what each rank answers; it travels as steps do."""
 
 from __future__ import annotations
 
+import enum
 import struct
 from typing import NamedTuple
 
 import msgspec
+import torch
+from torch import Tensor
 
 _MARK = struct.pack("=i", -1)  # a step begins with the number of its items
+ANSWER_BYTES = 512
+
+
+class Order(enum.IntEnum):
+    READ = 1  # begin to read `directory`, on a thread
+    ANSWER = 2  # say how far that is, in a collective operation
+    WRITE = 3  # copy what was read into `slot`
+    DROP = 4  # forget what was read, or stop reading
 
 
 class AdapterMessage(NamedTuple):
-    slot: int
-    directory: str
-    digest: str
+    order: Order
+    slot: int = 0
+    directory: str = ""
 
     def to_bytes(self) -> bytes:
         return _MARK + msgspec.msgpack.encode(tuple(self))
@@ -23,4 +34,29 @@ class AdapterMessage(NamedTuple):
         """None if it is a step."""
         if bytes(content[:4]) != _MARK:
             return None
-        return cls(*msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, str, str]))
+        order, slot, directory = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str])
+        return cls(Order(order), slot, directory)
+
+
+class State(enum.IntEnum):
+    READING = 0
+    READ = 1
+    NOT_READ = 2
+
+
+class Answer(NamedTuple):
+    state: State
+    text: str = ""  # the digest of what was read, or why it was not
+
+    def to_tensor(self, device: torch.device) -> Tensor:
+        """uint8 [1, ANSWER_BYTES]."""
+        content = bytes((self.state,)) + self.text.encode(errors="replace")
+        content = content[:ANSWER_BYTES].ljust(ANSWER_BYTES, b"\0")
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)[None].to(device)
+
+    @classmethod
+    def all_of(cls, gathered: Tensor) -> list[Answer]:
+        """`gathered`: uint8 [1, ranks × ANSWER_BYTES]."""
+        content = gathered.cpu().numpy().tobytes()
+        each = [content[at : at + ANSWER_BYTES] for at in range(0, len(content), ANSWER_BYTES)]
+        return [cls(State(one[0]), one[1:].rstrip(b"\0").decode(errors="replace")) for one in each]

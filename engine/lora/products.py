@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -60,11 +60,12 @@ def products(config: ModelConfig, layer: int, rank: int, size: int) -> Mapping[s
     return found
 
 
-def modules(config: ModelConfig) -> Mapping[str, tuple[int, int]]:
-    """(outputs, inputs) of every module that an adapter may change, by its name without the model's prefix."""
-    return {
-        f"layers.{layer}.{part.module}": (part.outputs, part.inputs)
-        for layer in range(config.num_layers)
-        for product in products(config, layer, 0, 1).values()
-        for part in product
-    }
+def parts(config: ModelConfig, rank: int, size: int) -> Mapping[str, Sequence[Part]]:
+    """A rank's parts of every module that an adapter may change, by the module's name without the model's prefix: one, or
+    those of a fused module."""
+    found: dict[str, list[Part]] = {}
+    for layer in range(config.num_layers):
+        for product in products(config, layer, rank, size).values():
+            for part in product:
+                found.setdefault(f"layers.{layer}.{part.module}", []).append(part)
+    return found

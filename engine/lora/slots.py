@@ -40,7 +40,7 @@ class AdapterSlots:
     def write(self, slot: int, adapter: Adapter) -> None:
         """Between two steps; no sequence may be using the slot."""
         for layer, linear in self._adapted:
-            linear.write(slot, self._model, layer, adapter.modules)
+            linear.write(slot, layer, adapter.modules)
 
 
 def slot_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cluster.errors import ModelError
 from cluster.protocol import model_limits
@@ -85,15 +84,9 @@ class ModelConfig:
 
     @property
     def table_of_layer(self) -> tuple[int, ...]:
-        """Of each layer, which of the rotary tables (`rotary_tables`) it takes."""
+        """Of each layer, which of the rotary tables (`rotary.rotary_tables`) it takes."""
         local = self.local_rope is not None
         return tuple(int(local and window > 0) for window in self.windows)
-
-    def rotary_tables(self, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [tables, max_len, head_dim / 2]."""
-        ropes = [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
-        cos, sin = zip(*(rope.head_tables(one, self.head_dim, max_len) for one in ropes), strict=True)
-        return torch.stack(cos), torch.stack(sin)
 
     def dim_order(self) -> list[int] | None:
         return rope.dim_order(self.rope, self.head_dim, self.family.interleaved_rope)
@@ -121,7 +114,7 @@ class ModelConfig:
             )
         for key in _NUMBERS:
             value = getattr(self, key)
-            if value and not 0 < torch.tensor(value, dtype=torch.float64).float().item() < math.inf:
+            if value and not 0 < ctypes.c_float(value).value < math.inf:
                 raise ModelError(
                     f"config.json: {key} is {value!r} by its keys, 0 or infinite in fp32", field=key
                 )
@@ -133,7 +126,7 @@ class ModelConfig:
             )
         for one in (self.rope, self.local_rope):
             if one is not None:
-                rope.check(one, self.head_dim, self.max_model_len)
+                rope.check(one, self.head_dim)
         for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
             if not all(type(value) is int for value in values):
                 raise ModelError(f"config.json: {key} is not a number or a list of numbers", field=key)

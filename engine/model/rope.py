@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., RoFormer): its kinds, frequencies and tables, as Hugging Face computes them.
+"""Rotary position embedding (Su et al., RoFormer): its kinds and their settings, as Hugging Face reads them.
 
 The kernels rotate whole heads, half against half. Families that rotate a part of a head, or neighbours, are loaded with
 the dimensions of queries and keys in another order (`dim_order`): their products are the same.
@@ -6,12 +6,8 @@ the dimensions of queries and keys in another order (`dim_order`): their product
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from cluster.errors import ModelError
 
@@ -59,9 +55,9 @@ def rotated(rope: Rope, head_dim: int) -> int:
     return int(head_dim * rope.get("partial_rotary_factor", 1.0))
 
 
-def check(rope: Rope, head_dim: int, longest: int) -> None:
-    """Raise ModelError naming the key that `frequencies` does not support or misses, or whose value gives no angles of
-    positions up to `longest`."""
+def check(rope: Rope, head_dim: int) -> None:
+    """Raise ModelError naming the key that is not supported, is missing, or has no usable value. Whether numbers together
+    give finite angles, `rotary.check_angles` says."""
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise ModelError(
             f"rope_parameters differ between layers ({', '.join(nested)}); this family has one setting for all layers",
@@ -100,22 +96,6 @@ def check(rope: Rope, head_dim: int, longest: int) -> None:
             f"rope type {kind}: {more[0]} = {rope[more[0]]!r} is unknown: it may change the output",
             field=f"rope_parameters.{more[0]}",
         )
-    _check_angles(rope, kind, rotated(rope, head_dim), longest)
-
-
-def _check_angles(rope: Rope, kind: str, dim: int, longest: int) -> None:
-    for length in (1, longest):  # by the two sets of longrope
-        try:
-            inverse, scaling = frequencies(rope, dim, length)
-            fits = bool((inverse * longest).isfinite().all()) and math.isfinite(scaling)
-        except (ArithmeticError, ValueError) as error:  # a logarithm of 1, for example, divides
-            raise ModelError(
-                f"rope type {kind}: its numbers give no angles: {error}", field="rope_parameters"
-            ) from error
-        if not fits:
-            raise ModelError(
-                f"rope type {kind}: angles of {longest} positions are not finite", field="rope_parameters"
-            )
 
 
 def _check_numbers(rope: Rope, kind: str, dim: int) -> None:
@@ -155,93 +135,6 @@ def factor_set(rope: Rope, max_model_len: int) -> str:
     if kind_of(rope) != "longrope":
         return ""
     return "long" if max_model_len > rope["original_max_position_embeddings"] else "short"
-
-
-def frequencies(rope: Rope, dim: int, max_model_len: int) -> tuple[Tensor, float]:
-    """float32 [dim / 2] of `dim` rotated dimensions, and what cosines and sines are multiplied by."""
-    kind = kind_of(rope)
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    base = rope["rope_theta"]
-    if kind == "longrope":
-        factors = torch.tensor(rope[f"{factor_set(rope, max_model_len)}_factor"], dtype=torch.float32)
-        return 1.0 / (factors * base**exponents), _longrope_scaling(rope)
-    freq: Tensor = 1.0 / (base**exponents)
-    if kind == "linear":
-        return freq / float(rope["factor"]), 1.0
-    if kind == "llama3":
-        return _llama3(rope, freq), 1.0
-    if kind == "yarn":
-        return _yarn(rope, base**exponents, dim), _yarn_scaling(rope)
-    return freq, 1.0
-
-
-def _llama3(rope: Rope, freq: Tensor) -> Tensor:
-    """Llama 3's scaling as in its reference code."""
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    old = rope["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / freq
-    scaled = torch.where(wavelength > old / low, freq / factor, freq)
-    smooth = (old / wavelength - low) / (high - low)
-    middle = ~(wavelength < old / high) & ~(wavelength > old / low)
-    found: Tensor = torch.where(middle, (1 - smooth) / factor * freq + smooth * freq, scaled)
-    return found
-
-
-def _yarn(rope: Rope, periods: Tensor, dim: int) -> Tensor:
-    """Peng et al., YaRN, section 3.2: low frequencies are interpolated, high ones are not, those between are blended."""
-    original, base = rope["original_max_position_embeddings"], rope["rope_theta"]
-
-    def dimension(rotations: float) -> float:
-        return float(dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base)))
-
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
-    kept: Tensor = 1 - ramp
-    found: Tensor = 1.0 / (rope["factor"] * periods) * (1 - kept) + 1.0 / periods * kept
-    return found
-
-
-def _yarn_scaling(rope: Rope) -> float:
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-
-    def scaling(weight: float) -> float:
-        return 0.1 * weight * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
-
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scaling(rope["mscale"]) / scaling(rope["mscale_all_dim"])
-    return scaling(1.0)
-
-
-def _longrope_scaling(rope: Rope) -> float:
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    factor = rope["factor"]
-    if factor <= 1:
-        return 1.0
-    return math.sqrt(1 + math.log(factor) / math.log(rope["original_max_position_embeddings"]))
-
-
-def tables(inverse_frequencies: Tensor, max_len: int, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [max_len, number of frequencies], computed once."""
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies)
-    return angles.cos() * scaling, angles.sin() * scaling
-
-
-def head_tables(rope: Rope, head_dim: int, max_len: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [max_len, head_dim / 2]; dimensions that are not rotated have an angle of 0."""
-    dim = rotated(rope, head_dim)
-    inverse, scaling = frequencies(rope, dim, max_len)
-    cos, sin = tables(inverse, max_len, scaling)
-    rest = (head_dim - dim) // 2
-    if not rest:
-        return cos, sin
-    return torch.cat((cos, torch.ones(max_len, rest)), 1), torch.cat((sin, torch.zeros(max_len, rest)), 1)
 
 
 def dim_order(rope: Rope, head_dim: int, interleaved: bool) -> list[int] | None:

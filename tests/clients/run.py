@@ -34,9 +34,10 @@ FLAGS = (
     "--kv-memory",
     "64MiB",
     *("--served-model-name", "demo"),
+    *("--tool-parser", "hermes"),  # the demo model's template has no tools
 )
-INSTALL_SECONDS = 180.0
-RUN_SECONDS = 240.0
+INSTALL_SECONDS = 600.0
+RUN_SECONDS = 600.0
 NAMES = tuple(sorted(file.stem for file in (HERE / "scripts").glob("*.py")))
 
 
@@ -106,6 +107,7 @@ def _run(name: str, python: Path, url: str) -> list[str]:
     path = f"{python.parent}:{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables = {"BASE_URL": url, "MODEL": "demo", "TOKENIZER": str(MODEL), "OPENAI_API_KEY": "-"}
+    variables["REFERENCE"] = json.dumps([sys.executable, str(HERE / "reference.py"), str(MODEL)])
     with tempfile.TemporaryDirectory() as folder:
         try:
             ended = subprocess.run(

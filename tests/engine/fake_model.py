@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from engine.lora.adapter_files import Adapter
+from engine.lora.loaded import NoAdapters
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES
 from engine.plan import StepPlan, table_rows
@@ -42,7 +42,7 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeRunner:
-    adapter_slots = 0
+    adapters = NoAdapters()
 
     def __init__(
         self,
@@ -113,12 +113,6 @@ class FakeRunner:
             for item in plan.items:
                 assert buffers.table[item.row, : len(item.block_ids)].tolist() == item.block_ids, item
             assert buffers.table[buffers.null_row].eq(self.num_blocks).all(), "the row of padding"
-
-    def read_adapter(self, directory: Path) -> Adapter:
-        raise AssertionError("there is no room for adapters")
-
-    def write_adapter(self, slot: int, adapter: Adapter) -> None:
-        raise AssertionError("there is no room for adapters")
 
     def take_scores(self) -> list[list[Score]]:
         raise AssertionError("no request asks for log probabilities of its prompt")

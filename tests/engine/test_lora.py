@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from cluster.config.worker import EngineConfig
-from cluster.errors import AdapterMissingError, AdapterSlotsError, InvalidRequestError
+from cluster.errors import AdapterMissingError, AdapterSlotsError
+from engine import kv_cache
 from engine.build import load_model
 from engine.engine import Engine
+from engine.lora.adapter_files import Share, read_adapter, read_bytes
+from engine.lora.loaded import LoadedAdapters
 from engine.lora.slots import slot_bytes
 from engine.model.config import ModelConfig
 from engine.plan import PlanItem, StepPlan
@@ -52,11 +55,7 @@ class Adapted:
         self.digests = []
 
     def load(self, engine: Engine) -> Engine:
-        runner = engine._runner
-        read = [runner.read_adapter(one) for one in self.adapters]
-        for one in read:
-            engine.adapters.load(one)
-        self.digests = [one.digest for one in read] + [""]
+        self.digests = [engine.adapters.load(one) for one in self.adapters] + [""]
         return engine
 
     def request(self, which: int, prompt=None, name="", **more) -> EngineRequest:
@@ -133,7 +132,7 @@ def test_steps_without_adapters_stay_lists_of_jobs(adapted, monkeypatch):
 
 def test_steps_with_adapters_are_not_recorded(adapted):
     runner = ModelRunner(load_model(EngineConfig(model=adapted.model, kv_memory_bytes=KV_BYTES, max_loras=1)))
-    runner.write_adapter(1, runner.read_adapter(adapted.adapters[0]))
+    LoadedAdapters(runner.adapters).load(adapted.adapters[0])
     recorded: list[StepDelta] = []
 
     class Graphs:
@@ -210,32 +209,58 @@ def test_kv_is_handed_over_between_degrees(prefill_tp, decode_tp, adapted):
 
 def test_a_missing_adapter_is_refused_and_slots_are_reused(adapted, tmp_path):
     engine = make_engine(adapted.model, max_loras=1)
-    first, other = (engine._runner.read_adapter(one) for one in adapted.adapters[:2])
-    engine.adapters.load(first)
-    engine.adapters.load(first)
-    with pytest.raises(AdapterSlotsError):
-        engine.adapters.load(other)
+    directories = adapted.adapters
+    first = engine.adapters.load(directories[0])
+    assert engine.adapters.load(directories[0]) == first
+    with pytest.raises(AdapterSlotsError, match="unload one"):
+        engine.adapters.load(directories[1])
+    runner: Any = engine._runner
+    other = runner.adapters.read(directories[1]).digest
     with pytest.raises(AdapterMissingError):
-        engine.add(EngineRequest("r", PROMPT, GREEDY, adapter=other.digest))
+        engine.add(EngineRequest("r", PROMPT, GREEDY, adapter=other))
     with pytest.raises(AdapterMissingError):
-        engine.reserve(EngineRequest("r", PROMPT, GREEDY, adapter=other.digest), [], 8)
-    engine.add(EngineRequest("r", PROMPT, GREEDY, adapter=first.digest))
-    with pytest.raises(InvalidRequestError, match="in use"):
-        engine.unload_adapter(first.digest)
+        engine.reserve(EngineRequest("r", PROMPT, GREEDY, adapter=other), [], 8)
+    engine.add(EngineRequest("r", PROMPT, GREEDY, adapter=first))
+    engine.adapters.release(first)
+    assert not engine.adapter_fits(other, ())
+    engine.add(EngineRequest("q", PROMPT, GREEDY, adapter=first))  # it began before, at another worker
     run(engine)
-    engine.unload_adapter(first.digest)
-    engine.adapters.load(other)
-    adapted.digests = ["", other.digest]
+    assert not engine.adapter_fits(other, {first})
+    assert engine.adapter_fits(other, ())
+    engine.adapters.load(directories[1])
+    with pytest.raises(AdapterMissingError):
+        engine.add(EngineRequest("r", PROMPT, GREEDY, adapter=first))
+    adapted.digests = ["", other]
     adapted.check(run(engine, adapted.request(1)), 1)
 
 
-@pytest.mark.long
-def test_ranks_that_read_another_adapter_refuse_it(adapted, monkeypatch):
-    with runners(adapted.model, 2, max_loras=1) as ranks:
-        adapter = ranks[0].read_adapter(adapted.adapters[0])
-        monkeypatch.setattr(ranks[1], "read_adapter", lambda _: ranks[0].read_adapter(adapted.adapters[1]))
-        with pytest.raises(Exception, match="another rank"):
-            ranks[0].write_adapter(1, adapter)
+def test_a_slot_is_never_taken_from_a_request(adapted):
+    """In each state in which the engine has one: waiting, running, reserved, parked, launched ahead and then aborted."""
+    engine = make_engine(adapted.model, max_loras=1, max_batch_requests=1, overlap="on")
+    digest = engine.adapters.load(adapted.adapters[0])
+    engine.adapters.release(digest)
+
+    def held() -> bool:
+        return not engine.adapter_fits("other", ())
+
+    def request(name: str) -> EngineRequest:
+        return EngineRequest(name, PROMPT, GREEDY, adapter=digest)
+
+    assert not held()
+    engine.add(request("running"))
+    engine.add(request("waiting"))
+    assert held()
+    engine.step()
+    engine.abort("waiting")
+    assert held()
+    engine.park("running")
+    assert held()
+    engine.abort("running")
+    assert not held()
+    engine.reserve(request("reserved"), [], NEW)
+    assert held()
+    engine.abort("reserved")
+    assert not held()
 
 
 def test_an_adapter_without_a_slot_is_never_the_base_model():
@@ -255,6 +280,26 @@ def test_slots_are_in_the_memory_rule(adapted):
     assert slot_bytes(model, loaded.config, 4) == taken
 
 
+def test_reading_an_adapter_is_in_the_memory_rule(adapted, monkeypatch):
+    """What a rank keeps of it, and one tensor of its file; never the whole file beside."""
+    told: list[kv_cache.Needs] = []
+    sized = kv_cache.sized
+
+    def noted(config, size, memory, group, needs):
+        told.append(needs)
+        return sized(config, size, memory, group, needs)
+
+    monkeypatch.setattr(kv_cache, "sized", noted)
+    for more in ({"max_loras": 1, "max_lora_rank": 4}, {}):
+        load_model(EngineConfig(model=adapted.model, dtype="float32", kv_memory_bytes=KV_BYTES, **more))
+    model = ModelConfig.read(adapted.model)
+    config = EngineConfig(model=adapted.model, max_loras=1, max_lora_rank=4)
+    assert [needs.adapter for needs in told] == [read_bytes(model, config, 4), 0]
+    read = read_adapter(adapted.adapters[0], Share(model, 4))
+    kept = sum(one.a.nbytes + one.b.nbytes for one in read.modules.values())
+    assert kept <= slot_bytes(model, config, 4) <= read_bytes(model, config, 4)
+
+
 def test_int8_weights_take_adapters(adapted):
     """The products of the base model are int8's; what the adapter adds is the same."""
     engine = adapted.load(make_engine(adapted.model, max_loras=3, quantization="int8"))
@@ -263,7 +308,7 @@ def test_int8_weights_take_adapters(adapted):
     layer._step.groups = [(1, slice(1, 3))]
     added = layer(x) - layer.base(x)
     layer._step.groups = ()
-    low = engine._runner.read_adapter(adapted.adapters[0]).modules["layers.0.self_attn.o_proj"]
+    low = engine._runner.adapters.read(adapted.adapters[0]).modules["layers.0.self_attn.o_proj"]
     assert not added[0].any()
     torch.testing.assert_close(added[1:], x[1:] @ low.a.T @ low.b.T, atol=1e-5, rtol=1e-4)
 
@@ -275,7 +320,6 @@ def test_families(variant, checkpoint, tmp_path):
     adapter = make_adapter(tmp_path / "a", model, targets=ATTENTION if variant in EXPERTS else (*ALL, *fused))
     merged = merge(model, adapter, tmp_path / "m")
     engine = make_engine(model, max_loras=1)
-    read = engine._runner.read_adapter(adapter)
-    engine.adapters.load(read)
-    outputs = run(engine, EngineRequest("r", PROMPT, GREEDY, adapter=read.digest))
+    digest = engine.adapters.load(adapter)
+    outputs = run(engine, EngineRequest("r", PROMPT, GREEDY, adapter=digest))
     assert_greedy("adapters", merged, PROMPT, outputs.tokens["r", 0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.config.worker import EngineConfig
-from cluster.errors import ModelError
+from cluster.errors import CancelledError, ModelError
 from engine.lora.adapter_config import AdapterConfig
-from engine.lora.adapter_files import Adapter, read_adapter
+from engine.lora.adapter_files import Adapter, Share, read_adapter
 from engine.model.config import ModelConfig
 from tests.harness.adapters import make_adapter
 
@@ -50,7 +51,7 @@ def model(checkpoint) -> Path:
 
 
 def read(directory: Path, model: Path) -> Adapter:
-    return read_adapter(directory, ModelConfig.read(model), 16)
+    return read_adapter(directory, Share(ModelConfig.read(model), 16))
 
 
 @pytest.mark.parametrize(("keys", "field"), CONFIGS)
@@ -86,7 +87,7 @@ TENSORS = [
     (lambda t: _rename(t, "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"), "layers.9"),
     (lambda t: t.update({NAME: t[NAME][:, 1:].clone()}), "has shape"),
     (lambda t: t.update({NAME: t[NAME][1:].clone()}), "has shape"),
-    (lambda t: t.update({NAME: t[NAME].double()}), "float64"),
+    (lambda t: t.update({NAME: t[NAME].double()}), "F64"),
     (lambda t: t[NAME].fill_(math.nan), "NaN"),
     (lambda t: t[NAME.replace("_A", "_B")].fill_(3e38), "when scaled"),
     (
@@ -113,9 +114,9 @@ def test_numbers_must_be_finite_in_the_type_of_the_products(model, tmp_path):
     tensors[NAME].fill_(1e6)
     save_file(tensors, adapter / "adapter_model.safetensors")
     config = ModelConfig.read(model)
-    assert read_adapter(adapter, config, 16, torch.bfloat16).rank == 4
+    assert read_adapter(adapter, Share(config, 16, torch.bfloat16)).rank == 4
     with pytest.raises(ModelError, match="infinite when scaled"):
-        read_adapter(adapter, config, 16, torch.float16)
+        read_adapter(adapter, Share(config, 16, torch.float16))
 
 
 def test_files_are_bounded_and_never_pickled(model, tmp_path):
@@ -171,3 +172,52 @@ def test_stored_in_half_precision(model, tmp_path):
     tensors = {k: v.to(torch.bfloat16) for k, v in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(tensors, adapter / "adapter_model.safetensors")
     assert read(adapter, model).modules["layers.0.self_attn.q_proj"].b.dtype is torch.float32
+
+
+def _header(text: bytes, content: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + content
+
+
+ENTRY = b'"t":{"dtype":"F32","shape":[1],"data_offsets":[%d,%d]}'
+DAMAGED = [
+    (b"", "ends early"),
+    ((1 << 60).to_bytes(8, "little"), "its header"),
+    (_header(b"{"), "Expecting"),
+    (_header(b"[]"), "no object"),
+    (_header(b"[" * 5000), "nested"),
+    (_header(b'{"t":3}'), "no dtype"),
+    (_header(b'{"t":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}'), "no dtype"),
+    (_header(b"{" + ENTRY % (0, 4) + b"," + ENTRY % (0, 4) + b"}", b"1234"), "twice"),
+    (_header(b"{" + ENTRY % (0, 8) + b"}", b"12345678"), "not those of its shape"),
+    (_header(b"{" + ENTRY % (4, 8) + b"}", b"12345678"), "begins at byte 4"),
+    (_header(b"{" + ENTRY % (0, 4) + b"}", b"123"), "4 bytes, the file has 3"),
+    (_header(b"{" + ENTRY % (0, 4) + b"}", b"12345"), "4 bytes, the file has 5"),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), DAMAGED)
+def test_damaged_files_are_refused(content, says, model, tmp_path):
+    adapter = make_adapter(tmp_path, model)
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=says):
+        read(adapter, model)
+
+
+def test_ranks_keep_their_shares(model, tmp_path):
+    """Side by side they are the whole, and the digest is of the whole file."""
+    adapter, config = make_adapter(tmp_path, model), ModelConfig.read(model)
+    whole = read(adapter, model)
+    halves = [read_adapter(adapter, Share(config, 16, rank=rank, size=2)) for rank in range(2)]
+    assert {one.digest for one in halves} == {whole.digest}
+    for name, one in whole.modules.items():
+        mine = [half.modules[name] for half in halves]
+        split = name.endswith(("o_proj", "down_proj"))
+        assert torch.equal(torch.cat([half.a for half in mine], 1) if split else mine[0].a, one.a)
+        assert torch.equal(mine[1].b if split else torch.cat([half.b for half in mine]), one.b)
+
+
+def test_a_reading_that_is_not_wanted_any_more_ends(model, tmp_path):
+    stopped = threading.Event()
+    stopped.set()
+    with pytest.raises(CancelledError):
+        read_adapter(make_adapter(tmp_path, model), Share(ModelConfig.read(model), 16), stopped)

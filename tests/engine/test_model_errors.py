@@ -18,7 +18,7 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from cluster.protocol import model_limits
 from engine.build import load_model
-from engine.model import layer_weights
+from engine.model import layer_weights, rotary
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.runner import ModelRunner
@@ -78,7 +78,7 @@ def test_a_wrong_config_names_its_key(changes, field, model):
 def test_numbers_that_cannot_be_computed_with_are_named(changes, field, model):
     edit(model, **changes)
     with pytest.raises(ModelError) as caught:
-        ModelConfig.read(model)
+        rotary.check_angles(ModelConfig.read(model))
     assert caught.value.field == field
 
 

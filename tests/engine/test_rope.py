@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model import rope
+from engine.model import rope, rotary
 from engine.model.config import ModelConfig
 
 DIM = 32
@@ -55,8 +55,8 @@ def test_frequencies_are_the_librarys(given, length, part):
     )  # fmt: skip
     expected, scaling = ROPE_INIT_FUNCTIONS[own["rope_type"]](config, torch.device("cpu"), seq_len=length)
     found = rope.read({"rope_parameters": own}, 1e4, 1.0, 1024)
-    rope.check(found, DIM, 1024)
-    frequencies, scale = rope.frequencies(found, rotated, length)
+    rope.check(found, DIM)
+    frequencies, scale = rotary.frequencies(found, rotated, length)
     torch.testing.assert_close(frequencies, expected, atol=0, rtol=1e-6)
     assert scale == pytest.approx(scaling)
 
@@ -85,8 +85,8 @@ def test_gemmas_old_spelling_is_the_new_one(tmp_path):
         assert (one.rope["rope_theta"], one.local_rope["rope_theta"]) == thetas
         assert one.rope.get("factor") == factor and "factor" not in one.local_rope
         assert one.table_of_layer == tuple(int(window > 0) for window in one.windows)
-    assert torch.equal(old.rotary_tables(50)[0], new.rotary_tables(50)[0])
-    assert len(old.rotary_tables(50)[0]) == 2
+    assert torch.equal(rotary.rotary_tables(old, 50)[0], rotary.rotary_tables(new, 50)[0])
+    assert len(rotary.rotary_tables(old, 50)[0]) == 2
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
@@ -99,7 +99,7 @@ def test_phis_old_names_of_longrope(kind, tmp_path):
     )  # fmt: skip
     assert rope.kind_of(model.rope) == "longrope" and model.rope["factor"] == 4.0
     assert [model.factor_set(length) for length in (0, 256, 257)] == ["long", "short", "long"]
-    frequencies = [rope.frequencies(model.rope, 16, length)[0] for length in (256, 257)]
+    frequencies = [rotary.frequencies(model.rope, 16, length)[0] for length in (256, 257)]
     torch.testing.assert_close(frequencies[0], 2 * frequencies[1])
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.waiting import wait_for
+from tests.kubernetes.api.server import ApiServer
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +115,8 @@ def cluster(everything: Path, tmp_path: Path) -> Iterator[Path]:
         process.wait(60)
 
 
-def test_up_serves_the_model_of_the_wheel(everything: Path, cluster: Path, tmp_path: Path) -> None:
+def test_the_first_ten_minutes_without_a_checkout(everything: Path, cluster: Path, tmp_path: Path) -> None:
+    """Each command that the pages name, against the model that the wheel ships."""
     where = run(everything / "python", "-c", "import baton; print(baton.__file__)", cwd=tmp_path)
     assert str(ROOT) not in where
     grpc = json.loads(cluster.read_text())["grpc"]
@@ -129,3 +131,40 @@ def test_up_serves_the_model_of_the_wheel(everything: Path, cluster: Path, tmp_p
         cwd=tmp_path,
     )
     assert written.strip()
+    http = json.loads(cluster.read_text())["http"]
+    figures = tmp_path / "load.json"
+    load = [
+        "load",
+        "--target",
+        grpc,
+        "--requests",
+        "6",
+        "--concurrency",
+        "2",
+        "--max-tokens",
+        "8",
+        "--json",
+        figures,
+    ]
+    shown = run(everything / "baton", *load, cwd=tmp_path)
+    assert "none failed" in shown and json.loads(figures.read_text())["requests"] == 6
+    frame = run(everything / "baton", "top", "--once", "--url", http, cwd=tmp_path)
+    assert "prefill" in frame and "decode" in frame
+    said = (tmp_path / "up.log").read_text()
+    assert f"page   {http}/ui" in said and f"curl {http}/v1/completions" in said
+
+
+def test_doctor_looks_at_a_cluster_without_a_checkout(everything: Path, tmp_path: Path) -> None:
+    with ApiServer() as server:
+        server.add_node("gpu-0", {}, {"cpu": "96", "memory": "1Ti", "pods": "250", "nvidia.com/gpu": "8"})
+        config = server.kubeconfig(tmp_path / "kubeconfig")
+        found = subprocess.run(
+            [everything / "baton", "doctor", "--kubeconfig", config],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert "Traceback" not in found.stderr and found.returncode in (0, 1), found.stderr
+    assert "nvidia.com/gpu" in found.stdout and "8" in found.stdout

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.errors import AdapterMissingError, InvalidRequestError, ModelError
 from cluster.membership.wanted_adapters import Wanted, check_path, parse
-from engine.lora.adapter_files import Adapter
 from engine.lora.loaded import LoadedAdapters
 from worker.adapters import RETRY_SECONDS, AdapterChanges
+
+
+class Runner:
+    """Reads at once what the file `digest` of a directory says."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.reading: Path | None = None
+        self.slow = 0  # questions that are answered with "not yet"
+
+    def begin(self, directory: Path) -> None:
+        self.reads += 1
+        self.reading = directory
+
+    def digest(self) -> str | None:
+        assert self.reading is not None
+        if self.slow:
+            self.slow -= 1
+            return None
+        if not self.reading.is_dir():
+            raise ModelError("is missing")
+        return (self.reading / "digest").read_text()
+
+    def write(self, slot: int) -> None:
+        self.reading = None
+
+    def drop(self) -> None:
+        self.reading = None
 
 
 class World:
@@ -21,18 +50,19 @@ class World:
     def __init__(self, directory: Path):
         self.wanted: dict[str, Wanted] = {}
         self.in_use: set[str] = set()
+        self.held: set[str] = set()
         self.published: list[tuple[tuple[str, str], ...]] = []
-        self.reachable, self.now, self.reads = True, 0.0, 0
-        self.adapters = LoadedAdapters(
-            SimpleNamespace(adapter_slots=2, write_adapter=lambda slot, adapter: None)
-        )  # type: ignore[arg-type]
-        self.adapters.load(Adapter("fixed", directory, 1, {}))
+        self.reachable, self.now = True, 0.0
+        self.runner = Runner()
+        self.adapters = LoadedAdapters(self.runner)
+        self.adapters.slots["fixed"] = 1
         self.changes = AdapterChanges(
             (("fixed", "fixed"),),
             directory,
             self,  # type: ignore[arg-type]
+            served_model="m",
             wanted=lambda: self.wanted,
-            read_adapter=self.read,
+            held=lambda: self.held,
             publish=self.publish,
             clock=lambda: self.now,
         )
@@ -40,19 +70,20 @@ class World:
     async def call(self, function: Any) -> Any:
         return function(self)
 
-    def unload_adapter(self, digest: str) -> None:
-        self.adapters.unload(digest, digest in self.in_use)
+    def adapter_fits(self, digest: str, held: Collection[str]) -> bool:
+        return self.adapters.fits(digest, self.in_use.union(held))
 
-    def read(self, directory: Path) -> Adapter:
-        self.reads += 1
-        if not directory.is_dir():
-            raise ModelError("is missing")
-        return Adapter((directory / "digest").read_text(), directory, 1, {})
+    def write_adapter(self, digest: str, held: Collection[str]) -> None:
+        self.adapters.write(digest, self.in_use.union(held))
 
     def publish(self, pairs: tuple[tuple[str, str], ...]) -> bool:
         if self.reachable:
             self.published.append(pairs)
         return self.reachable
+
+    @property
+    def reads(self) -> int:
+        return self.runner.reads
 
     @property
     def engine_has(self) -> set[str]:
@@ -79,18 +110,62 @@ async def test_a_wanted_adapter_is_loaded_then_published(world):
     assert world.reads == 1
 
 
-async def test_unloading_waits_for_running_requests_and_refuses_new_ones(world):
+async def test_an_unloaded_adapter_stays_for_requests_that_began_before(world):
     world.wanted = {"x": Wanted("a", "1")}
     await world.changes.follow()
-    world.wanted, world.in_use = {}, {"a"}
+    world.wanted = {}
     await world.changes.follow()
     assert world.published[-1] == (("fixed", "fixed"),)
-    assert world.engine_has == {"fixed", "a"}
+    world.adapters.check("a")  # routers place no new ones here
+    world.wanted = {"y": Wanted("b", "1")}
+    await world.changes.follow()
+    assert world.engine_has == {"fixed", "b"}
     with pytest.raises(AdapterMissingError):
         world.adapters.check("a")
-    world.in_use = set()
+
+
+@pytest.mark.parametrize("where", ["in_use", "held"])
+async def test_a_replacement_goes_as_soon_as_no_request_has_the_old_one(where, world):
+    """In the engine, or elsewhere in the worker; without being read again, and without the time between two tries."""
+    world.wanted = {"x": Wanted("a", "1")}
     await world.changes.follow()
-    assert world.engine_has == {"fixed"}
+    world.wanted = {"x": Wanted("b", "2")}
+    setattr(world, where, {"a"})
+    for _ in range(3):
+        await world.changes.follow()
+        assert world.engine_has == {"fixed", "a"} and world.published[-1] == (("fixed", "fixed"),)
+        assert "requests still use" in world.changes.refused_text
+    assert world.reads == 2
+    setattr(world, where, set())
+    await world.changes.follow()
+    assert world.published[-1] == (("fixed", "fixed"), ("x", "b"))
+    assert world.engine_has == {"fixed", "b"} and world.changes.refused_text is None
+
+
+async def test_a_replacement_of_an_idle_one_goes_at_once_with_all_slots_taken(world):
+    world.wanted = {"x": Wanted("a", "1")}
+    await world.changes.follow()
+    world.wanted = {"x": Wanted("b", "2")}
+    await world.changes.follow()
+    assert world.published == [(("fixed", "fixed"), ("x", "a")), (("fixed", "fixed"), ("x", "b"))]
+
+
+async def test_files_that_do_not_answer_are_given_up(world, monkeypatch):
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
+    monkeypatch.setattr("worker.adapters.READ_SECONDS", -1.0)
+    world.runner.slow, world.wanted = 1000, {"x": Wanted("a", "1")}
+    await world.changes.follow()
+    assert "not read within" in world.changes.refused_text
+    assert world.runner.reading is None and world.engine_has == {"fixed"}
+
+
+async def test_adapters_of_other_models_are_left_to_their_workers(world):
+    world.wanted = {"x": Wanted("a", "1", ("other", "")), "y": Wanted("b", "1", ("m",))}
+    await world.changes.follow()
+    assert world.published[-1] == (("fixed", "fixed"), ("y", "b"))
+    assert world.reads == 1 and not world.changes.refusals
+    entries = {name.encode(): one.encode().encode() for name, one in world.wanted.items()}
+    assert parse(entries) == world.wanted
 
 
 async def test_wanted_again_before_its_last_request_ended(world):
@@ -100,10 +175,9 @@ async def test_wanted_again_before_its_last_request_ended(world):
     await world.changes.follow()
     world.wanted = {"x": Wanted("a", "2")}
     await world.changes.follow()
-    world.adapters.check("a")
     world.in_use = set()
-    await world.changes.follow()
-    assert world.engine_has == {"fixed", "a"}
+    assert world.published[-1] == (("fixed", "fixed"), ("x", "a"))
+    assert not world.adapters.fits("b", ())  # its slot is no longer to be had
 
 
 async def test_loaded_again_with_other_weights_it_has_another_digest(world):
@@ -127,7 +201,7 @@ async def test_what_cannot_be_loaded_is_said_and_tried_again_later(world, tmp_pa
     }
     await world.changes.follow()
     await world.changes.follow()
-    assert world.reads == 3  # one each, and none outside the directory
+    assert world.reads == 3  # one each, also of that without a slot; none outside the directory
     refused = world.changes.refused_text
     assert refused is not None
     assert all(
@@ -138,6 +212,7 @@ async def test_what_cannot_be_loaded_is_said_and_tried_again_later(world, tmp_pa
     (tmp_path / "dir" / "c" / "digest").write_text("c")
     del world.wanted["full"], world.wanted["x"], world.wanted["out"]
     await world.changes.follow()
+    assert world.engine_has == {"fixed", "b"}
     world.now += RETRY_SECONDS
     await world.changes.follow()
     assert world.engine_has == {"fixed", "c"}
@@ -158,7 +233,7 @@ async def test_a_name_that_means_another_one_gives_up_the_old_one(world):
     world.wanted = {"x": Wanted("missing", "2")}
     await world.changes.follow()
     assert world.published[-1] == (("fixed", "fixed"),)
-    assert world.engine_has == {"fixed"}
+    assert world.adapters.fits("b", ())
 
 
 async def test_a_registration_has_no_more_names_than_routers_read(world, monkeypatch):

@@ -35,10 +35,15 @@ def make(cancel: Callable[[Any], Any], **how: Any) -> Attempts[Attempt]:
     return made
 
 
-def opened(attempts: Attempts[Attempt], transfer_id: bytes = T, number: int = 1) -> Attempt:
+def opened(
+    attempts: Attempts[Attempt], transfer_id: bytes = T, number: int = 1, adapter: str = ""
+) -> Attempt:
     reference = common_pb2.HandleRef(incarnation=5, number=number)
     return attempts.open(
-        transfer_id, reference, common_pb2.GenerateSpec(), lambda log: Attempt(transfer_id, log)
+        transfer_id,
+        reference,
+        common_pb2.GenerateSpec(adapter=adapter),
+        lambda log: Attempt(transfer_id, log),
     )
 
 
@@ -141,3 +146,13 @@ async def test_an_attempt_that_cannot_be_cancelled_does_not_keep_the_others():
     await attempts.close()
     assert cancelled == [b"1" * 16]
     assert len(attempts) == 0
+
+
+async def test_adapters_are_held_from_the_opening_of_an_attempt_to_its_end(attempts):
+    """Also while it waits for its turn, when the engine has nothing of it."""
+    opened(attempts)
+    assert attempts.adapters_held() == set()
+    opened(attempts, b"u" * 16, 2, "digest")
+    assert attempts.adapters_held() == {"digest"}
+    attempts.forget(b"u" * 16)
+    assert attempts.adapters_held() == set()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable
+from typing import Literal
 
 import openai
 from langchain_core.tools import tool
@@ -17,12 +20,12 @@ MODEL = os.environ["MODEL"]
 class Colour(BaseModel):
     """A colour"""
 
-    red: int
+    red: bool
     dark: bool
 
 
 @tool
-def add(left: int, right: int) -> int:
+def add(left: Literal[1, 2], right: Literal[1, 2]) -> int:
     """Add two numbers"""
     return left + right
 
@@ -57,6 +60,8 @@ def structured() -> None:
     for method in ("json_schema", "function_calling"):
         made = chat(max_tokens=128).with_structured_output(Colour, method=method).invoke("A colour?")
         assert isinstance(made, Colour), method
+    *_, last = chat(max_tokens=128).with_structured_output(Colour, method="json_schema").stream("A colour?")
+    assert isinstance(last, Colour)
 
 
 def json_mode() -> None:
@@ -68,10 +73,17 @@ def json_mode() -> None:
 
 
 def tools() -> None:
-    answer = chat(max_tokens=128).bind_tools([add], tool_choice="add").invoke("1 + 2?")
+    # Not strict, further arguments are allowed, and a small model goes on with them
+    bound = chat(max_tokens=128).bind_tools([add], tool_choice="add", strict=True)
+    answer = bound.invoke("1 + 2?")
     (call,) = answer.tool_calls
+    assert call["name"] == "add"
+    whole = functools.reduce(operator.add, bound.stream("1 + 2?"))
+    assert [one["args"] for one in whole.tool_calls] == [call["args"]]
     result = add.invoke(call)
-    assert chat().bind_tools([add]).invoke([("human", "1 + 2?"), answer, result]) is not None
+    assert result.content == str(call["args"]["left"] + call["args"]["right"])
+    after = chat().bind_tools([add]).invoke([("human", "1 + 2?"), answer, result])
+    assert after.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
 
 
 def strict_tools() -> None:

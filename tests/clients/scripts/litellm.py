@@ -63,6 +63,26 @@ def chat(model: str) -> None:
     assert "a" in json.loads(made.choices[0].message.content)
 
 
+def tools(model: str) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": {**schema, "additionalProperties": False}}
+    messages = [{"role": "user", "content": "The weather?"}]
+    ask = {"model": model, "max_tokens": 64, "tools": [{"type": "function", "function": function}]}
+    chosen = {"type": "function", "function": {"name": "weather"}}
+    create = client.chat.completions.create
+    answer = create(**ask, messages=messages, temperature=0, tool_choice=chosen).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Bern", "Oslo")
+    stream = create(**ask, messages=messages, temperature=0, tool_choice=chosen, stream=True)
+    deltas = [one for chunk in stream for choice in chunk.choices for one in choice.delta.tool_calls or ()]
+    assert "".join(one.function.arguments or "" for one in deltas) == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}
+    turns = [*messages, answer.message.model_dump(exclude_none=True), result]
+    after = create(**{**ask, "max_tokens": 8}, messages=turns, tool_choice="auto", parallel_tool_calls=False)
+    assert after.usage.completion_tokens <= 8
+
+
 def completions(model: str) -> None:
     ask = {"model": model, "prompt": "Once", "max_tokens": 8}
     assert client.completions.create(**ask).choices[0].text
@@ -92,6 +112,8 @@ try:
     for step, model in (
         (chat, "plain"),
         (chat, "vllm"),
+        (tools, "plain"),
+        (tools, "vllm"),
         (completions, "text"),
         (responses, "plain"),
         (messages, "plain"),

@@ -14,7 +14,7 @@ from tests.system.ui.chromium import Browser, Page, open_browser
 ROOT = Path(__file__).resolve().parents[3]
 DEMO_MODEL = ROOT / "demo" / "model"
 FLAGS = ["--pool", "process", "--prefill", "2", "--decode", "2"]
-FLAGS += ["--local-prefill", "fallback", "--kv-memory", "64MiB"]
+FLAGS += ["--local-prefill", "fallback", "--kv-memory", "64MiB", "--tool-parser", "hermes"]
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.system
 EVIL = "<img src=x onerror=\"window.hurt=1\"><script>window.hurt=1</script></p><b id='bold'>"
 MARKUP = "document.querySelector('#messages img, #messages script, #messages b, #bold')"
 NARROWEST = 360
+WEATHER = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "parameters": {**WEATHER, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
 @pytest.fixture
@@ -126,6 +129,70 @@ def test_an_answer_can_be_stopped(page_at: Page, cluster: Cluster) -> None:
             return int(json.load(answer)["now"]["requests_in_flight"])
 
     wait_for(lambda: in_flight() == 0, 30, "the cluster has stopped as well")
+
+
+def choose_tools(page: Page, choice: str) -> None:
+    page.run("document.querySelector('.tools').open = true")
+    page.run(f"document.querySelector('#tools').value = {json.dumps(json.dumps(TOOLS))}")
+    page.run(f"document.querySelector('#tool-choice').value = '{choice}'")
+
+
+def test_calls_show_their_arguments_as_they_stream_and_take_a_result(page_at: Page) -> None:
+    page_at.run(
+        """window.lengths = new Set();
+        new MutationObserver(() => window.lengths.add(document.querySelector('.call .text')?.textContent.length))
+          .observe(document.querySelector('#messages'), { childList: true, subtree: true, characterData: true });
+        window.asked = []; const plain = window.fetch; window.fetch = (url, options) => {
+          if (options?.body) window.asked.push(JSON.parse(options.body)); return plain(url, options); }"""
+    )
+    page_at.run("document.querySelector('#temperature').value = '0'")
+    choose_tools(page_at, "required")
+    page_at.type("#question", "The weather?", enter=True)
+    page_at.wait("document.querySelector('.call input')", "a call, and a field for its result", 60)
+    assert page_at.text(".call .name") == "get_weather"
+    assert json.loads(page_at.text(".call .arguments"))["city"] in ("Bern", "Oslo")
+    assert page_at.run("window.lengths.size") > 3, "its arguments came in pieces"
+    count = page_at.run("document.querySelectorAll('.call').length")
+    page_at.run("document.querySelector('#tool-choice').value = 'auto'")
+    page_at.run("document.querySelector('#max-tokens').value = '8'")
+    page_at.type(".call input", "12 degrees", enter=True)
+    page_at.wait("document.querySelectorAll('.waterfall').length === 2", "an answer to the result", 60)
+    question, called, *results = page_at.run("window.asked.at(-1).messages")
+    assert (question["role"], called["role"], len(results)) == ("user", "assistant", count)
+    assert [one["tool_call_id"] for one in results] == [one["id"] for one in called["tool_calls"]]
+    assert results[0] == {
+        "role": "tool",
+        "tool_call_id": called["tool_calls"][0]["id"],
+        "content": "12 degrees",
+    }
+    assert page_at.run("document.querySelector('.call input').disabled") is True
+    # What is no JSON is an error of the answer, and the conversation stays as it was
+    page_at.run("document.querySelector('#tools').value = '[{'")
+    page_at.type("#question", "Again", enter=True)
+    page_at.wait("document.querySelector('.wrong')?.innerText.startsWith('tools: ')", "the error")
+
+
+def test_reasoning_is_folded_and_markup_in_it_or_in_a_call_stays_text(page_at: Page) -> None:
+    function = {"name": EVIL, "arguments": EVIL}
+    deltas: list[dict[str, object]] = [{"reasoning_content": EVIL}, {"reasoning_content": " so"}]
+    deltas += [{"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": function}]}]
+    deltas += [{"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}]
+    usage = {"prompt_tokens": 1, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}
+    usage["completion_tokens_details"] = {"reasoning_tokens": 7}
+    chunks = [{"choices": [{"delta": delta}]} for delta in deltas] + [{"choices": [], "usage": usage}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    page_at.fake("/v1/chat/completions", "text/event-stream", f"{body}data: [DONE]\n\n")
+    page_at.type("#question", "Hello", enter=True)
+    page_at.wait("document.querySelector('.call input')", "the end of the answer")
+    assert page_at.text(".reasoning summary") == "Reasoning, 7 tokens"
+    hidden = "!document.querySelector('.reasoning .text').checkVisibility()"
+    assert page_at.run(hidden) is True
+    page_at.click(".reasoning summary")
+    assert page_at.run(hidden) is False
+    assert page_at.text(".reasoning .text") == f"{EVIL} so"
+    assert page_at.text(".call .name") == EVIL
+    assert page_at.text(".call .arguments") == EVIL + "}"
+    assert page_at.run(f"{MARKUP} === null && window.hurt === undefined") is True
 
 
 def test_markup_in_a_message_or_an_answer_stays_text(page_at: Page) -> None:

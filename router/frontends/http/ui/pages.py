@@ -47,7 +47,7 @@ _FILES = {
     "/ui": "index.html",
     "/ui/style.css": "style.css",
     "/ui/icon.svg": "icon.svg",
-    **{f"/ui/{name}.js": f"{name}.js" for name in (*_SCRIPTS, "waterfall", "workers")},
+    **{f"/ui/{name}.js": f"{name}.js" for name in (*_SCRIPTS, "turn", "waterfall", "workers")},
 }
 PATHS = frozenset(_FILES)
 

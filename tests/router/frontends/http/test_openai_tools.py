@@ -88,7 +88,8 @@ class Dispatcher:
         for place in range(len(WRITTEN) + 1):
             finish: Any = common_pb2.FINISH_REASON_STOP if place == len(WRITTEN) else 0
             token = common_pb2.Token(position=self._stream.next_position, token_id=5, finish=finish)
-            deltas.add(self._stream.take(token))
+            if (delta := self._stream.take(token)) is not None:  # nothing comes after a stop string
+                deltas.add(delta)
         deltas.end()
 
     def stop(self):

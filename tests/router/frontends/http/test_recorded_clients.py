@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,36 @@ import httpx
 import pytest
 
 from router.request.answer_plan import AnswerPlans
+from router.request.completion import Delta
 from router.text.tokenizer import ModelText
-from tests.router.frontends.golden.stub_gateway import DEMO, served
-from tests.router.frontends.http.test_openai_tools import Formats, Gateway
+from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, served
+from tests.router.frontends.http.test_openai_tools import Dispatcher, Formats, Gateway
+from wire import common_pb2
 
-RECORDED = Path(__file__).resolve().parents[3] / "clients" / "recorded"
-FILES = sorted(RECORDED.glob("*.jsonl"))
+CLIENTS = Path(__file__).resolve().parents[3] / "clients"
+FILES = sorted((CLIENTS / "recorded").glob("*.jsonl"))
 REQUESTS = {file: [json.loads(line) for line in file.read_text().splitlines()] for file in FILES}
+
+
+class ScoringDispatcher(StubDispatcher):
+    """Has log probabilities of the prompt's tokens before its answer of one token."""
+
+    def __init__(self, completion, first):
+        super().__init__(completion, first)
+        self._prompt = completion.prompt_tokens
+
+    def start(self, deltas):
+        for position, token_id in enumerate(self._prompt[1:], 1):
+            token = common_pb2.Token(position=position, token_id=token_id, logprob=-1.0, rank=1)
+            deltas.add(Delta(self._first, "", (), prompt=(token,)))
+        super().start(deltas)
+
+
+class ScoringGateway(Gateway):
+    @contextlib.contextmanager
+    def request(self, completion, caller=None, first_shown=0, arrival=None):
+        made = ScoringDispatcher if completion.sampling.prompt_logprobs else Dispatcher
+        yield made(completion, first_shown)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +50,15 @@ def text() -> Iterator[ModelText]:
     made.close()
 
 
+def test_every_client_has_a_recording_and_a_lock() -> None:
+    scripts = {file.stem for file in (CLIENTS / "scripts").glob("*.py")}
+    assert scripts == {file.stem for file in FILES} == {file.stem for file in CLIENTS.glob("*.txt")}
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_requests_of_a_client_are_accepted(file: Path, text: ModelText) -> None:
     requests = REQUESTS[file]
-    gateway = Gateway(text, {})
+    gateway = ScoringGateway(text, {})
     gateway.plans = AnswerPlans(Formats(), "")
     async with served(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
         for request in requests:
@@ -43,8 +72,6 @@ async def test_requests_of_a_client_are_accepted(file: Path, text: ModelText) ->
 def _refused(request: dict) -> str:
     """The field for which the router refuses the request, or nothing."""
     body = request["body"]
-    if body.get("echo") and body.get("logprobs"):  # lm-eval's loglikelihood
-        return "echo"
     # Instructor's RESPONSES_TOOLS asks for one schema twice
     return (
         "text.format"

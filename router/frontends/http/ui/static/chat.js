@@ -3,13 +3,13 @@
 import { streamChat } from "./api.js";
 import { byId, el } from "./dom.js";
 import { count, number, seconds } from "./format.js";
+import { askForResult, makeTurn } from "./turn.js";
 import { waterfall } from "./waterfall.js";
 
 const IDEAS = ["Write a Python function `is_prime`.", "What does `os.path.join` do?", "Write a class `Counter`."];
-const NEAR_END = 48; // pixels: who has scrolled further up is reading, and is not moved
 
 export function makeChat() {
-  const chat = { model: "", messages: [], stop: null };
+  const chat = { model: "", messages: [], calls: [], stop: null };
   const box = byId("messages");
   const question = byId("question");
   showIdeas(box, (idea) => ask(chat, idea));
@@ -26,6 +26,7 @@ export function makeChat() {
   byId("clear").addEventListener("click", () => {
     chat.stop?.abort();
     chat.messages = [];
+    chat.calls = [];
     byId("clear").hidden = true;
     box.replaceChildren();
     showIdeas(box, (idea) => ask(chat, idea));
@@ -44,91 +45,101 @@ function showIdeas(box, choose) {
 }
 
 async function ask(chat, text) {
-  if (!text || chat.stop) return;
+  if ((!text && !chat.calls.length) || chat.stop) return;
   const box = byId("messages");
+  const messages = chat.messages;
+  const before = messages.length;
+  for (const call of chat.calls) messages.push({ role: "tool", tool_call_id: call.id, content: call.result.value });
   box.querySelector(".ideas")?.remove();
   byId("question").value = "";
-  box.append(el("div", { class: "message user" }, el("p", { class: "text" }, text)));
+  if (text) {
+    messages.push({ role: "user", content: text });
+    box.append(el("div", { class: "message user" }, el("p", { class: "text" }, text)));
+  }
   const turn = makeTurn(box);
-  const messages = chat.messages;
-  messages.push({ role: "user", content: text });
+  let ended = false;
   chat.stop = new AbortController();
   busy(true);
   try {
-    await read(chat, turn, messages);
+    await read(chat, turn);
+    ended = true;
   } catch (error) {
+    turn.reasoned();
     if (chat.stop.signal.aborted) turn.note("stopped");
     else turn.fail(error.message);
   }
-  // An answer that was stopped stays in the conversation as far as it came; one that did not begin takes its question along.
-  if (turn.answer.textContent) messages.push({ role: "assistant", content: turn.answer.textContent });
-  else messages.pop();
+  keepAnswer(chat, turn, before, ended);
   chat.stop = null;
   busy(false);
 }
 
-function makeTurn(box) {
-  const answer = el("p", { class: "text" });
-  const reasoning = el("p", { class: "facts" });
-  const element = el("div", { class: "message model waiting" }, answer);
-  const follow = () => {
-    if (box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END + 24) box.scrollTop = box.scrollHeight;
-  };
-  const add = (...children) => {
-    element.classList.remove("waiting");
-    element.append(...children);
-    follow();
-  };
-  box.append(element);
-  box.scrollTop = box.scrollHeight;
-  return {
-    answer,
-    text: (more) => {
-      element.classList.remove("waiting");
-      answer.append(more); // a string: becomes text, whatever it holds
-      follow();
-    },
-    reasoning: (more) => {
-      element.classList.remove("waiting");
-      if (!reasoning.isConnected) element.prepend(reasoning);
-      reasoning.append(more);
-      follow();
-    },
-    add,
-    note: (words) => add(el("p", { class: "facts" }, words)),
-    fail: (words) => add(el("p", { class: "facts wrong", role: "alert" }, words)),
-  };
+/**
+ * An answer that was stopped stays in the conversation as far as its text came, without its calls; one that has
+ * nothing to stay takes along what it was an answer to.
+ */
+function keepAnswer(chat, turn, before, ended) {
+  const calls = ended ? turn.calls.filter(Boolean) : [];
+  const content = turn.answer.textContent;
+  if (!chat.messages.length) return; // cleared meanwhile
+  if (!content && !calls.length) {
+    chat.messages.length = before;
+    return;
+  }
+  for (const call of chat.calls) call.result.disabled = true;
+  const answer = { role: "assistant", content: content || null };
+  if (calls.length) answer.tool_calls = calls.map(asMessage);
+  chat.messages.push(answer);
+  chat.calls = calls;
+  calls.forEach(askForResult);
 }
 
-async function read(chat, turn, messages) {
+function asMessage(call) {
+  const [name, text] = [call.name.textContent, call.arguments.textContent];
+  return { id: call.id, type: "function", function: { name, arguments: text } };
+}
+
+/** The request's fields about tools. Raises SyntaxError for what is no JSON. */
+function toolFields() {
+  const text = byId("tools").value.trim();
+  if (!text) return {};
+  try {
+    return { tools: JSON.parse(text), tool_choice: byId("tool-choice").value };
+  } catch (error) {
+    throw new SyntaxError(`tools: ${error.message}`);
+  }
+}
+
+async function read(chat, turn) {
   const asked = performance.now();
   let first = null;
   const body = {
     model: chat.model,
-    messages,
+    messages: chat.messages,
     stream: true,
     stream_options: { include_usage: true },
     temperature: Number(byId("temperature").value),
     max_tokens: Number(byId("max-tokens").value),
+    ...toolFields(),
   };
   let timings = null;
   let usage = null;
   for await (const event of streamChat(body, chat.stop.signal)) {
-    const delta = event.choices[0]?.delta ?? {};
-    const piece = delta.content;
-    if (delta.reasoning_content) {
-      first ??= performance.now();
-      turn.reasoning(delta.reasoning_content);
-    }
-    if (piece) {
-      first ??= performance.now();
-      turn.text(piece);
-    }
+    if (show(turn, event.choices[0]?.delta ?? {})) first ??= performance.now();
     timings = event.baton ?? timings; // on the chunk that ends the answer,
     usage = event.usage ?? usage; // and the usage on one of its own, after it
   }
+  turn.reasoned(usage?.completion_tokens_details?.reasoning_tokens);
   if (usage) turn.add(el("p", { class: "facts" }, facts(usage, first && (first - asked) / 1e3, (performance.now() - asked) / 1e3)));
   if (timings) turn.add(waterfall(timings));
+}
+
+/** Whether there was something to show. */
+function show(turn, delta) {
+  const calls = delta.tool_calls ?? [];
+  if (delta.reasoning_content) turn.reasoning(delta.reasoning_content);
+  if (delta.content) turn.text(delta.content);
+  calls.forEach(turn.call);
+  return Boolean(delta.reasoning_content || delta.content || calls.length);
 }
 
 function facts(usage, firstSeconds, wholeSeconds) {

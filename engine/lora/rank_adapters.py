@@ -1,0 +1,95 @@
+"""Adapters on all ranks of a worker: read beside the steps, then written to a slot between two of them.
+
+leader ── READ ──► every rank reads its share on a thread; steps go on
+leader ── ANSWER ─► every rank answers: reading, read (with the digest), or not read (with the reason)
+leader ── WRITE ──► all have read the same: each copies it into the slot, in order with the steps
+leader ── DROP ───► one has not: nothing is written, and what the others have read is dropped
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from cluster.errors import ModelError
+from engine.lora.adapter_files import Adapter, Share, read_adapter
+from engine.lora.message import AdapterMessage, Answer, Order, State
+from engine.lora.reading import AdapterReading
+from engine.lora.slots import AdapterSlots
+from engine.parallel.group import TpGroup
+
+
+class RankAdapters:
+    """On the thread that runs the steps. On the leader the methods tell the other ranks, which `follow`."""
+
+    def __init__(self, share: Share, slots: AdapterSlots | None, group: TpGroup, device: torch.device):
+        self._slots, self._group, self._device = slots, group, device
+        self._share = share
+        self.reading = AdapterReading(self.read)
+
+    def read(self, directory: Path, stopped: threading.Event | None = None) -> Adapter:
+        """This rank's share. Any thread. Raises ModelError."""
+        return read_adapter(directory, self._share, stopped)
+
+    @property
+    def count(self) -> int:
+        """Slots."""
+        return self._slots.count if self._slots is not None else 0
+
+    def begin(self, directory: Path) -> None:
+        """Begin to read an adapter; what was read before is dropped."""
+        self._order(AdapterMessage(Order.READ, 0, str(directory)))
+
+    def digest(self) -> str | None:
+        """Of the adapter that all ranks have read; None while one of them reads. Raises ModelError if one has not, or if
+        they have read different ones; then nothing of it is kept."""
+        self._tell(AdapterMessage(Order.ANSWER))
+        answers = self._answers()
+        problem = _problem(answers)
+        if problem:
+            self.drop()
+            raise ModelError(problem, field="lora")
+        return answers[0].text if all(one.state is State.READ for one in answers) else None
+
+    def write(self, slot: int) -> None:
+        """Copy what all ranks have read into a slot, from 1 on. No sequence may be using it."""
+        self._order(AdapterMessage(Order.WRITE, slot))
+
+    def drop(self) -> None:
+        self._order(AdapterMessage(Order.DROP))
+
+    def follow(self, message: AdapterMessage) -> None:
+        """Carry out an order of the leader."""
+        match message.order:
+            case Order.READ:
+                self.reading.begin(Path(message.directory))
+            case Order.ANSWER:
+                self._answers()
+            case Order.WRITE:
+                assert self._slots is not None, "every rank has the same settings"
+                self._slots.write(message.slot, self.reading.take())
+            case Order.DROP:
+                self.reading.drop()
+
+    def _order(self, message: AdapterMessage) -> None:
+        self._tell(message)
+        self.follow(message)
+
+    def _tell(self, message: AdapterMessage) -> None:
+        if self._group.size > 1:
+            self._group.share(message.to_bytes())
+
+    def _answers(self) -> list[Answer]:
+        return Answer.all_of(self._group.gather_last(self.reading.answer().to_tensor(self._device)))
+
+
+def _problem(answers: list[Answer]) -> str:
+    for rank, answer in enumerate(answers):
+        if answer.state is State.NOT_READ:
+            return answer.text if len(answers) == 1 or not rank else f"rank {rank}: {answer.text}"
+    digests = [one.text for one in answers if one.state is State.READ]
+    if len(set(digests)) > 1:
+        return "the ranks of this worker find different adapters there: give all nodes the same files"
+    return ""

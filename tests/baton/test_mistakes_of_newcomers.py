@@ -1,0 +1,227 @@
+"""Typical mistakes at a first start: one sentence each that says what to do, before any process is started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton import __version__
+from baton.cli.main import main
+from baton.cli.up import ready_lines
+from baton.local import children, preflight
+from baton.local.cluster import LocalCluster
+from baton.local.options import UpOptions
+from baton.local.state import ClusterState, RedisState
+from cluster.errors import ConfigError
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(monkeypatch, capsys) -> Said:
+    """Runs `baton` in this process, where it may start no other, and returns what it said at its end."""
+
+    def refuse(*arguments: object, **_: object) -> None:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(children, "start", refuse)
+    monkeypatch.setattr(LocalCluster, "start", refuse)
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(*arguments: str, code: int = 1) -> str:
+        monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = capsys.readouterr()
+        assert ended.value.code == code, output
+        assert "Traceback" not in output.err
+        return " ".join((output.out + output.err).split())
+
+    return run
+
+
+@pytest.fixture
+def model(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def change(model: Path, **changes: object) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def two_shards(model: Path, *, present: int) -> None:
+    (model / "model.safetensors").rename(model / "1.safetensors")
+    shutil.copy(model / "1.safetensors", model / "2.safetensors")
+    for missing in range(present, 2):
+        (model / f"{missing + 1}.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+    )
+
+
+def only_pytorch(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def pointer(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+
+
+DAMAGED: list[tuple[Callable[[Path], object], str]] = [
+    (lambda model: (model / "config.json").unlink(), "no config.json there: name the directory of a model"),
+    (lambda model: (model / "config.json").write_text("{"), "config.json: Expecting property name"),
+    (lambda model: change(model, architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+    (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer.json there; routers need"),
+    (lambda model: (model / "model.safetensors").unlink(), "no model.safetensors and no model.safetensors.index.json"),
+    (only_pytorch, "pytorch_model.bin is of a format that is not read: convert it"),
+    (pointer, "model.safetensors is a pointer of Git LFS, not the weights: run git lfs pull there"),
+    (lambda model: two_shards(model, present=1), "2.safetensors, which model.safetensors.index.json names, is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "sentence"), DAMAGED)
+def test_a_directory_that_cannot_be_served(damage, sentence, model, said):
+    damage(model)
+    assert sentence in said("up", str(model), "--pool", "process")
+
+
+def test_the_directory_above_or_a_file_of_a_model(model, said):
+    assert f"no config.json there; there is one in {model}" in said("up", str(model.parent))
+    assert "is a file: name the directory" in said("up", "--model", str(model / "config.json"))
+    assert "no such directory [model]" in said("up", str(model / "none" / "deeper"))
+
+
+@pytest.mark.parametrize(
+    "name", ["meta-llama/Llama-3.1-8B", "hf://meta-llama/Llama-3.1-8B", "hf:/meta-llama/Llama-3.1-8B"]
+)
+def test_the_name_of_a_model_on_the_hub_names_the_download(name, said):
+    wanted = "baton fetch hf://meta-llama/Llama-3.1-8B --out Llama-3.1-8B, then baton up Llama-3.1-8B"
+    assert wanted in said("up", name) and wanted in said("up", "--model", name)
+
+
+def test_no_right_to_read_the_model(model, monkeypatch):
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", forbidden)
+    with pytest.raises(ConfigError, match=r"cannot be read .Permission denied.: this user needs the right"):
+        preflight.check_directory(model, "--model")
+
+
+def test_a_model_that_is_named_twice(model, said):
+    assert "named twice, by [MODEL] and by --model" in said("up", str(model), "--model", str(model), code=2)
+
+
+SETTINGS = [
+    (("--decode-tp", "3"), "--decode-tp 3: the model's num_"),
+    (("--prefill-tp", "3"), "--prefill-tp 3: the model's num_"),
+    (("--max-model-len", "100000000"), "--max-model-len 100000000 exceeds the model's"),
+    (("--lora", "x=/nowhere"), "--lora x=/nowhere: no adapter_config.json there"),
+    (("--also", "x=/nowhere"), "--also x=/nowhere: write NAME=DIR, with a config.json in DIR"),
+    (("--http-port", "66000"), "--http-port"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), SETTINGS)
+def test_settings_that_the_model_cannot_have(flags, sentence, model, said):
+    assert sentence in said("up", str(model), "--pool", "process", *flags)
+
+
+def test_a_second_model_is_looked_at_as_the_first_is(model, said, tmp_path):
+    second = Path(shutil.copytree(model, tmp_path / "second"))
+    (second / "tokenizer.json").unlink()
+    assert f"--also x={second}: no tokenizer.json there" in said(
+        "up", str(model), "--pool", "process", "--also", f"x={second}"
+    )
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
+def test_a_port_that_is_taken(flag, taken, model, said):
+    found = said(
+        "up", str(model), "--pool", "process", "--http-port", "0", "--grpc-port", "0", flag, str(taken)
+    )
+    assert f"{flag} {taken} on 127.0.0.1 cannot be used (Address already in use): give another one" in found
+
+
+def test_weights_that_are_larger_than_the_memory(model, monkeypatch):
+    """A third of them fits; int8 halves what bf16 takes, and two ranks halve it again."""
+    stored = (model / "model.safetensors").stat().st_size
+    change(model, dtype="bfloat16", torch_dtype="bfloat16")
+    monkeypatch.setattr(UpOptions, "_rank_bytes", {"prefill": stored // 3, "decode": stored // 3})
+    ports = {"http_port": 0, "grpc_port": 0}
+    with pytest.raises(
+        ConfigError, match=r"its weights take at least .* GiB on each of 1 ranks .* smaller model"
+    ):
+        preflight.check(UpOptions(model, pool="process", router=ports))
+    both = UpOptions(
+        model,
+        pool="process",
+        router=ports,
+        prefill_tp=2,
+        decode_tp=2,
+        worker={"engine": {"quantization": "int8"}},
+    )
+    preflight.check(both)
+
+
+def test_commands_without_a_cluster_name_the_way_to_one(said):
+    for command in (
+        ("chat", "--target"),
+        ("generate", "hello", "--target"),
+        ("status", "--url"),
+        ("top", "--once", "--url"),
+    ):
+        found = said(*command, "127.0.0.1:1")
+        assert "no router answers at" in found and "`baton up` starts a cluster on this machine" in found
+    found = said("load", "--target", "127.0.0.1:1", code=2)
+    assert "--target 127.0.0.1:1: nothing answers there (Connection refused)" in found
+
+
+def test_the_word_of_other_servers_and_the_version(said):
+    assert "`baton up MODEL` starts a whole cluster" in said("serve", "llama", "--port", "1")
+    assert said("--version", code=0) == f"baton {__version__}"
+
+
+def test_no_kubernetes_cluster(said, monkeypatch, tmp_path):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert f"there is no {tmp_path / 'none'}, and this is no pod of one" in said("doctor")
+
+
+def test_checks_of_a_start_do_without_torch():
+    """Its import alone may take the two seconds that such a sentence may take."""
+    command = "import sys, baton.cli.main, baton.local.preflight; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], check=False, timeout=60).returncode == 0
+
+
+def test_what_a_started_cluster_says(model, tmp_path):
+    """The line for `curl` is one that a shell runs: with the authority and a key where they are asked for."""
+    state = ClusterState(
+        "http://127.0.0.1:8000", "127.0.0.1:50051", RedisState("", None), [], [], [], 1, "/tmp/b/logs"
+    )
+    plain = ready_lines(state, UpOptions(model, router={"served_model_name": "it's"}))
+    assert plain[0].startswith("ready  http http://127.0.0.1:8000  grpc 127.0.0.1:50051")
+    assert "http://127.0.0.1:8000/ui" in plain[1] and plain[3].endswith("/tmp/b/logs")
+    words = shlex.split(plain[2].removeprefix("try"))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
+    assert json.loads(words[-1])["model"] == "it's"
+    keys, certs = tmp_path / "keys.yaml", tmp_path / "certs"
+    keys.touch()
+    options = UpOptions(model, certs=certs, router={"api_keys_file": keys})
+    words = shlex.split(ready_lines(state, options)[2].removeprefix("try"))
+    assert words[1:5] == ["--cacert", str(certs / "ca.pem"), "-H", "authorization: Bearer KEY"]
