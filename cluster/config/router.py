@@ -200,7 +200,9 @@ class RequestLimits(Frozen):
         description="one prompt that is text; tokenising takes about 200 bytes of memory for each",
     )
     max_choices: Count = Field(16, ge=1, description="answers per prompt (n)")
-    max_prompts: Count = Field(64, ge=1, description="prompts of one completion request")
+    max_prompts: Count = Field(
+        64, ge=1, description="prompts of one completion request, or inputs of one for embeddings"
+    )
     max_stop_strings: Count = Field(16, ge=1, description="entries of stop")
     max_stop_string_characters: Count = Field(1024, ge=1, description="characters of one string in stop")
     max_stop_token_ids: Count = Field(64, ge=0, description="entries of stop_token_ids")

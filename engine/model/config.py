@@ -234,7 +234,8 @@ class _Reader:
             head_dim=self.get("head_dim") or need("hidden_size") // heads,
             max_model_len=self._longest,
             rope=full,
-            tie_embeddings=bool(self.get("tie_word_embeddings")),
+            # Of a base model no token is shown, but one is drawn: it needs no head of its own
+            tie_embeddings=bool(self.get("tie_word_embeddings")) or not model_limits.has_head(self._raw),
             attention_bias=bias,
             output_bias=bias and family.output_bias,
             mlp_bias=family.mlp_bias and bool(self.get("mlp_bias")),

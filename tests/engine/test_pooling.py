@@ -16,7 +16,7 @@ from engine.runner import ModelRunner
 from engine.scheduler.decision import StepDecision
 from tests.engine.ranks import engine_of, make_engine, runners
 from tests.harness.checkpoints import prompt_ids
-from tests.harness.embeddings import reference_embedding
+from tests.harness.embeddings import make_base_model, make_embedding_model, reference_embedding
 
 MODES = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST_TOKEN, "max": Pooling.MAX}
 PLAIN = SamplingParams(temperature=0.0, max_tokens=1)
@@ -105,3 +105,12 @@ def test_numbers_that_are_none_end_the_request(checkpoint, monkeypatch):
     (done,) = output.done
     assert done.error is not None and "not finite" in done.error.message
     assert not output.prompt_tokens and engine.stats().blocks_held == 0
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
+def test_a_base_model_gives_the_vectors_of_the_whole_one(checkpoint, tmp_path, variant):
+    model = checkpoint(variant)
+    base = make_base_model(make_embedding_model(model, tmp_path / "base", "lasttoken", is_matryoshka=True))
+    request = asked("r", prompt_ids(20), "lasttoken")
+    engine = make_engine(base)
+    assert_equal(model, request, "lasttoken", embedded(engine, request)["r"])

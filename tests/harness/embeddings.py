@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from cluster.protocol.model_limits import BASES
 from tests.harness.checkpoints import reference_model
 
 
@@ -32,6 +34,17 @@ def make_embedding_model(
     pooling |= {f"pooling_mode_{key}": name == mode for name, key in keys.items()}
     (target / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     return target
+
+
+def make_base_model(path: Path) -> Path:
+    """Change the checkpoint at `path` as sentence-transformers saves it: a base model's names, and no output head."""
+    own = json.loads((path / "config.json").read_text())
+    base = {one: name for name, one in BASES.items()}[own["architectures"][0]]
+    (path / "config.json").write_text(json.dumps({**own, "architectures": [base]}))
+    weights = load_file(path / "model.safetensors")
+    kept = {name.removeprefix("model."): one for name, one in weights.items() if name.startswith("model.")}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 @torch.inference_mode()

@@ -39,8 +39,8 @@ class WholeAnswer(Protocol):
 
     def add(self, deltas: Sequence[Delta]) -> None: ...
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes:
-        """JSON; call it once every choice has finished."""
+    def body(self, outcomes: Sequence[Outcome]) -> bytes | Awaitable[bytes]:
+        """JSON; call it once every choice has finished. A large one is awaited: it is made in slices."""
         ...
 
 
@@ -162,7 +162,9 @@ async def _whole(
         "x-request-id": _shown_id(request, parsed),
         **_timing_headers(outcomes[-1], admin=caller_of(request).admin),
     }
-    return Response(answer.body(outcomes), media_type="application/json", headers=shown)
+    made = answer.body(outcomes)
+    body = made if isinstance(made, bytes) else await made
+    return Response(body, media_type="application/json", headers=shown)
 
 
 async def _stream(
