@@ -101,6 +101,22 @@ def test_each_input_has_its_vector_of_length_one(gateway, client):
     assert gateway.accepted[0].prompt_only and gateway.accepted[0].embedding_dimensions == DIMENSIONS
 
 
+# By the package `openai` 3.52.0 for `embeddings.create(model=…, input=[…], dimensions=4, user="me")`
+RECORDED = (
+    b'{"model":"tiny","input":["Once upon","a time"],"user":"me","dimensions":4,"encoding_format":"base64"}'
+)
+
+
+def test_a_recorded_request_is_answered_as_the_package_reads_it(gateway, client):
+    answer = client.post(
+        "/v1/embeddings", content=RECORDED, headers={"content-type": "application/json"}
+    ).json()
+    for one, asked in zip(answer["data"], gateway.accepted, strict=True):
+        # What openai.resources.embeddings does with it
+        found = np.frombuffer(base64.b64decode(one["embedding"]), dtype="float32")
+        np.testing.assert_allclose(found, unit(vector_of(asked.prompt_tokens)[:4]), rtol=2**-22)
+
+
 def test_base64_has_the_same_floats(client):
     numbers = ask(client, input=[[5], [6, 7]], encoding_format="float")["data"]
     coded = ask(client, input=[[5], [6, 7]], encoding_format="base64")["data"]
