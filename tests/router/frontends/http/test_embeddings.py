@@ -29,6 +29,8 @@ def vector_of(tokens: list[int]) -> np.ndarray:
 
 
 class VectorDispatcher(StubDispatcher):
+    tokens: list[int]
+
     def start(self, deltas: Any) -> None:
         token = common_pb2.Token(position=1, embedding=vector_of(self.tokens).tobytes())
         deltas.add(Delta(self._first, "", (), prompt=(token,)))
