@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvloop
-from prometheus_client import Counter
 from uvicorn.server import ServerState
 
 from cluster.config.router import RouterConfig
@@ -31,7 +30,7 @@ from router.admission.low_priority import LowPriority
 from router.gateway import RequestGateway
 from router.http_endpoint import HttpEndpoint
 from router.request.completion import Completion, Delta, Outcome
-from router.request.validator import Validator
+from router.request.served_model import ServedModel
 from router.text.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
 
@@ -71,14 +70,12 @@ class Dispatcher:
 class Gateway(RequestGateway):
     def __init__(self, model: Path) -> None:
         self.config = RouterConfig(model=model, served_model_name="bench", secret="x" * 16, http_port=0)
-        self.text = ModelText(model)
-        self.validator = Validator(self.config, self.text)
+        self.first = ServedModel.of(self.config, ModelText(model))
         self.low_priority, self.leaving = LowPriority(), False
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0
         self.admission = Admission(self.config, lambda tenant: None)
-        counter = Counter("requests", "", ["outcome"], registry=None)
-        self.metrics = SimpleNamespace(requests=counter)  # type: ignore[assignment]
+        self.metrics = SimpleNamespace(refused=lambda: None)  # type: ignore[assignment]
         self.dispatched: list[Dispatcher] = []
 
     @contextlib.contextmanager

@@ -65,5 +65,10 @@ if __name__ == "__main__":
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--pairs", type=int, default=2, help="workers of each role")
     parser.add_argument("--rate", type=float, default=20_000.0, help="prompt tokens per second of one worker")
+    parser.add_argument(
+        "--models", nargs="*", default=[""], help="as many workers of each role for each model"
+    )
     given = parser.parse_args()
-    asyncio.run(serve(given.redis_url, given.namespace, given.pairs, lambda: PacedWorkers(given.rate)))
+    asyncio.run(
+        serve(given.redis_url, given.namespace, given.pairs, lambda: PacedWorkers(given.rate), given.models)
+    )

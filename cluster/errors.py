@@ -31,7 +31,8 @@ BatonError
 └── InternalError                  500 INTERNAL            a fault in Baton
     ├── EngineRequestError                                 an engine failed on this request alone and keeps running
     │   └── GrammarDeadEndError    400 INVALID_ARGUMENT    the request's grammar and its other options leave no token
-    └── EngineFailedError                                  an engine stopped in a step that ran this request
+    ├── EngineFailedError                                  an engine stopped in a step that ran this request
+    └── UnreadableAnswerError                              the router cannot turn an answer's tokens into text or parts
 """
 
 from __future__ import annotations
@@ -243,6 +244,13 @@ class EngineFailedError(InternalError):
     """An engine failed in a step that ran this request, and its worker ends."""
 
     retryable = True
+    internal = False
+
+
+class UnreadableAnswerError(InternalError):
+    """The tokens of one request's answer cannot be turned into text or parts. A further attempt would fail in the same
+    way."""
+
     internal = False
 
 

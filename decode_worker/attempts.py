@@ -103,10 +103,10 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
 
     def on_output(self, output: StepOutput) -> None:
         """Take the results of an engine step, on the loop."""
-        for token in output.prompt_tokens:
-            if (attempt := self.by_engine_id.get(token.request_id)) is not None:
+        for prompt in output.prompts:
+            if (attempt := self.by_engine_id.get(prompt.request_id)) is not None:
                 try:
-                    add_to_log(attempt.log, token, whole=True)
+                    attempt.log.add_prompt_output(prompt)
                 except Exception as error:
                     self._attempt_failed(attempt, error)
         if output.tokens:

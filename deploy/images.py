@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -34,6 +35,17 @@ BUDGETS: Mapping[str, int] = {"router": 350, "prefill": 1600, "decode": 1600}
 NAME = "localhost/baton"
 _CERTIFICATES = Path("/etc/ssl/certs")
 _SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Built:
+    """An image. `bytes`: of all layers, unpacked; `largest`: its largest packages, with their bytes."""
+
+    target: str
+    image: str
+    bytes: int
+    seconds: float
+    largest: dict[str, int]
 
 
 def main() -> int:
@@ -55,25 +67,13 @@ def main() -> int:
     console = Console()
     base = given.base or base_image(console)
     base_bytes = size_of(base)
-    rows = []
-    for target in targets:
-        began = time.monotonic()
-        image = build(target, base)
-        rows.append(
-            {
-                "target": target,
-                "image": image,
-                "bytes": size_of(image),
-                "beyond_base": size_of(image) - base_bytes,
-                "seconds": time.monotonic() - began,
-                "largest": dict(largest_parts(image)),
-            }
-        )
-    show(rows, base_bytes, console)
+    built = [build(target, base) for target in targets]
+    show(built, base_bytes, console)
     if given.report is not None:
         given.report.parent.mkdir(parents=True, exist_ok=True)
-        given.report.write_text(json.dumps({"base": base_bytes, "images": rows}, indent=1))
-    over = [row["target"] for row in rows if row["beyond_base"] > BUDGETS[row["target"]] * 10**6]
+        images = [asdict(one) | {"beyond_base": one.bytes - base_bytes} for one in built]
+        given.report.write_text(json.dumps({"base": base_bytes, "images": images}, indent=1))
+    over = [one.target for one in built if one.bytes - base_bytes > BUDGETS[one.target] * 10**6]
     if over:
         console.print(f"beyond the budget: {', '.join(over)}", style="red")
     return 1 if over else 0
@@ -130,27 +130,19 @@ def mirror() -> str:
     return "http://deb.debian.org/debian"
 
 
-def build(target: str, base: str) -> str:
-    """Build one target of the Dockerfile; returns the image's name. Raises subprocess.CalledProcessError."""
+def build(target: str, base: str) -> Built:
+    """Build one target of the Dockerfile. Raises subprocess.CalledProcessError."""
+    began = time.monotonic()
     image = f"{NAME}/{target}:{baton.__version__}"
     with tempfile.TemporaryDirectory(prefix="baton-pip-") as folder:
-        command = [
-            "buildah",
-            "build",
-            "--isolation",
-            "chroot",
-            "--network",
-            "host",
-            "--layers",
-            "--target",
-            target,
-        ]
+        command = ["buildah", "build", "--isolation", "chroot", "--network", "host", "--layers"]
+        command += ["--target", target]
         command += ["--build-arg", f"PYTHON_IMAGE={base}", "--build-arg", "CPU_INDEX=", "--tag", image]
         command += ["--ignorefile", f"{DOCKERFILE}.dockerignore", "--file", str(DOCKERFILE)]
         for source, place in mounts(Path(folder)):
             command += ["--volume", f"{source}:{place}:ro"]
         run([*command, str(ROOT)], shown=True)
-    return image
+    return Built(target, image, size_of(image), time.monotonic() - began, largest_parts(image))
 
 
 def mounts(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -184,17 +176,17 @@ def size_of(image: str) -> int:
 
 def _bytes(text: str) -> float:
     number, unit = text.split()
-    return float(number) * 1000 ** ["B", "KB", "MB", "GB"].index(unit.upper())
+    return float(number) * float(1000 ** ["B", "KB", "MB", "GB"].index(unit.upper()))
 
 
-def largest_parts(image: str, count: int = 8) -> list[tuple[str, int]]:
+def largest_parts(image: str, count: int = 8) -> dict[str, int]:
     """The installed packages that take most, with their bytes."""
     container = run(["buildah", "from", "--pull-never", image]).strip()
     try:
         root = Path(run(["buildah", "mount", container]).strip())
         packages = next(root.glob("opt/baton/venv/lib/python3*/site-packages"))
         sizes = {one.name: _tree_bytes(one) for one in packages.iterdir() if one.is_dir()}
-        return sorted(sizes.items(), key=lambda item: -item[1])[:count]
+        return dict(sorted(sizes.items(), key=lambda item: -item[1])[:count])
     finally:
         run(["buildah", "rm", container])
 
@@ -203,17 +195,14 @@ def _tree_bytes(folder: Path) -> int:
     return sum((Path(where) / name).lstat().st_size for where, _, names in os.walk(folder) for name in names)
 
 
-def show(rows: list[dict[str, object]], base_bytes: int, console: Console) -> None:
+def show(built: Sequence[Built], base_bytes: int, console: Console) -> None:
     table = Table(title=f"base {base_bytes / 1e6:.0f} MB", header_style="bold")
     for column in ("target", "MB", "beyond the base", "budget", "s", "largest packages, MB"):
         table.add_column(column, justify="left" if column in ("target", "largest packages, MB") else "right")
-    for row in rows:
-        target, largest = str(row["target"]), dict(row["largest"])  # type: ignore[call-overload]
-        parts = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in largest.items())
-        beyond, whole, seconds = (float(str(row[name])) for name in ("beyond_base", "bytes", "seconds"))
-        table.add_row(
-            target, f"{whole / 1e6:.0f}", f"{beyond / 1e6:.0f}", str(BUDGETS[target]), f"{seconds:.0f}", parts
-        )
+    for one in built:
+        parts = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in one.largest.items())
+        sizes = (f"{one.bytes / 1e6:.0f}", f"{(one.bytes - base_bytes) / 1e6:.0f}")
+        table.add_row(one.target, *sizes, str(BUDGETS[one.target]), f"{one.seconds:.0f}", parts)
     console.print(table)
 
 

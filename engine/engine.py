@@ -31,7 +31,7 @@ from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
 from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
-from engine.prompt_scores import Score
+from engine.prompt_scores import Scores
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
 from engine.sampling.grammar.registry import backend_for
 from engine.sampling.grammar.store import Grammars
@@ -79,7 +79,7 @@ class Runner(Protocol):
         """Logits, valid until the next step; for `drawn` see StepBuffers.load."""
         ...
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         """Those of the scored items of the last step, in order."""
         ...
 

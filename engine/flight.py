@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.cache.block_pool import BlockPool
 from engine.next_tokens import PendingTokens
 from engine.plan import StepPlan
-from engine.prompt_scores import Score
+from engine.prompt_scores import Scores
 from engine.request import SamplingParams, StepOutput
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.sequence import Sequence
@@ -28,7 +28,7 @@ class Flight:
     pending: PendingTokens
     output: StepOutput
     logits: Tensor  # [tokens of the plan that want them, vocab]
-    scores: list[list[Score]] = field(default_factory=list)  # of the plan's scored items
+    scores: list[Scores] = field(default_factory=list)  # of the plan's scored items
     pooled: list[Tensor] = field(default_factory=list)  # of the plan's pooled items
     # Its sequences have been advanced by their token, which is -1 - i until the host has read entry i of `pending`.
     followed: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -15,9 +14,16 @@ from engine.flight import Flight
 from engine.grammar_masks import GrammarMasks
 from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
-from engine.pooling import POSITION, joined, vector
-from engine.prompt_scores import Score
-from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
+from engine.pooling import joined, vector
+from engine.request import (
+    EngineStats,
+    PromptChunk,
+    PromptEmbedding,
+    PromptOutput,
+    RequestDone,
+    StepOutput,
+    TokenOutput,
+)
 from engine.sampling.base import Sampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
@@ -91,12 +97,13 @@ class OutputProcessor:
                 continue
             try:
                 done = sequence.next_scored - item.begin - 1  # reported before a preemption
-                made = [
-                    prompt_token(sequence, sequence.next_scored + i, one)
-                    for i, one in enumerate(scores[max(0, done) :])
-                ]
-                flight.output.prompt_tokens.extend(made)
-                sequence.next_scored += len(made)
+                new = scores.part(max(0, done))
+                if not new.finite:
+                    raise EngineRequestError("the model's logits are not finite")
+                if len(new):
+                    request_id = sequence.request.request_id
+                    flight.output.prompts.append(PromptOutput(request_id, sequence.next_scored, new))
+                    sequence.next_scored += len(new)
             except EngineRequestError as error:
                 self._fail(sequence, error, flight.output)
 
@@ -110,7 +117,7 @@ class OutputProcessor:
             if item.begin + item.pooled < sequence.num_prompt:
                 continue
             try:
-                flight.output.prompt_tokens.append(embedding(sequence, item.pooling, whole))
+                flight.output.prompts.append(embedding(sequence, item.pooling, whole))
             except EngineRequestError as error:
                 self._fail(sequence, error, flight.output)
 
@@ -233,21 +240,11 @@ class OutputProcessor:
             self._scheduler.remove(request_id)
 
 
-def prompt_token(sequence: Sequence, position: int, score: Score) -> TokenOutput:
-    """Raises EngineRequestError if its log probability is no number."""
-    if not math.isfinite(score.logprob):
-        raise EngineRequestError("the model's logits are not finite")
-    request = sequence.request
-    choice, token = request.first_choice + request.n, sequence.tokens[position]
-    return TokenOutput(request.request_id, choice, position, token, score.logprob, score.top, rank=score.rank)
-
-
-def embedding(sequence: Sequence, kind: Pooling, whole: Tensor) -> TokenOutput:
+def embedding(sequence: Sequence, kind: Pooling, whole: Tensor) -> PromptEmbedding:
     """Raises EngineRequestError if it is not finite."""
     request = sequence.request
     made = vector(kind, whole, sequence.num_prompt)
-    choice, last = request.first_choice + request.n, request.prompt_tokens[-1]
-    return TokenOutput(request.request_id, choice, POSITION, last, embedding=made)
+    return PromptEmbedding(request.request_id, request.prompt_tokens[-1], made)
 
 
 def request_done(

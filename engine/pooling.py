@@ -13,9 +13,6 @@ from cluster.errors import EngineRequestError
 from cluster.protocol.pooling import Pooling
 from engine.step_delta import StepDelta
 
-POSITION = 1  # of a vector, as a token of the prompt: the first that such a token can have
-END = POSITION + 1
-
 
 def pool(hidden: Tensor, delta: StepDelta) -> list[Tensor]:
     """Of each pooled item of the step, what its rows add: float32 [hidden]. `hidden` is [tokens, hidden]."""

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from cluster.errors import EngineRequestError
 from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.pooling import Pooling
+
+if TYPE_CHECKING:
+    from engine.prompt_scores import Scores
 
 
 class FinishReason(Enum):
@@ -47,14 +51,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: bool = False
     top_logprobs: int = 0
-    prompt_logprobs: bool = False  # of the prompt's tokens
+    prompt_logprobs: bool = False  # of the prompt's tokens: no cached prefix is used until all are reported
     prompt_top_logprobs: int = 0
     pooling: Pooling = Pooling.NONE  # of the prompt's hidden states to its embedding
-
-    @property
-    def needs_each_position(self) -> bool:
-        """Whether the whole prompt must be computed: no cached prefix is used."""
-        return self.prompt_logprobs or self.pooling.needs_each_position
 
 
 SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -93,7 +92,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One sampled token, or a scored one of the prompt. `position` is its index in prompt + output."""
+    """One sampled token. `position` is its index in prompt + output."""
 
     request_id: str
     choice: int
@@ -102,8 +101,24 @@ class TokenOutput:
     logprob: float = 0.0
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
-    rank: int = 0  # of a token of the prompt: its place by log probability, 1 = the largest
-    embedding: bytes = b""  # of the whole prompt: float32, little-endian; its last token's id is there
+
+
+@dataclass(frozen=True)
+class PromptOutput:
+    """Log probabilities of tokens of a prompt, from `position` on."""
+
+    request_id: str
+    position: int
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class PromptEmbedding:
+    """The embedding of a whole prompt."""
+
+    request_id: str
+    token_id: int  # the prompt's last
+    vector: bytes  # float32, little-endian
 
 
 @dataclass(frozen=True)
@@ -134,9 +149,7 @@ class StepOutput:
     done: list[RequestDone]
     evicted_reservations: list[str] = field(default_factory=list)  # growth needs their blocks: abort them
     began: float = 0.0  # monotonic seconds
-    # With log probabilities, or one with the prompt's embedding; their choice is the one after the request's. They
-    # precede `tokens`.
-    prompt_tokens: list[TokenOutput] = field(default_factory=list)
+    prompts: list[PromptOutput | PromptEmbedding] = field(default_factory=list)  # before `tokens`
 
 
 @dataclass(frozen=True)

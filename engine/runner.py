@@ -25,7 +25,7 @@ from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
 from engine.pooling import pool
-from engine.prompt_scores import Score, score
+from engine.prompt_scores import Scores, score
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 from engine.warm_up import Stage, Tell
@@ -83,7 +83,7 @@ class ModelRunner:
         self._buffers = self._make_buffers(recorder is not None)
         self._decode_jobs = _decode_jobs(model, self._buffers)
         self._graphs = self._make_graphs(recorder) if recorder else None
-        self._scores: list[list[Score]] = []
+        self._scores: list[Scores] = []
         self._pooled: list[Tensor] = []
 
     def _can_record(self) -> bool:
@@ -127,7 +127,7 @@ class ModelRunner:
             self._group.share(delta.to_bytes())
         return self._run(delta, drawn)
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         """Those of the scored items of the last step, in order."""
         scores, self._scores = self._scores, []
         return scores

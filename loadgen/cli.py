@@ -188,14 +188,13 @@ def _check_writable(files: Mapping[str, Path | None]) -> None:
 
 
 def _check_reachable(configs: list[LoadConfig]) -> None:
-    """Fail before the run if no target of a protocol can be connected to: all of its requests would fail."""
-    for config in configs:
-        reasons = {address: why_unreachable(address) for address in config.addresses}
-        if all(reasons.values()):
-            address, reason = next(iter(reasons.items()))
-            raise typer.BadParameter(
-                f"--target {address}: nothing answers there ({reason}). `baton up` starts a cluster on this machine"
-            )
+    """Fail before the run if no target can be connected to: all requests would fail."""
+    reasons = {address: why_unreachable(address) for config in configs for address in config.addresses}
+    if all(reasons.values()):
+        address, reason = next(iter(reasons.items()))
+        raise typer.BadParameter(
+            f"--target {address}: nothing answers there ({reason}). `baton up` starts a cluster on this machine"
+        )
 
 
 def _lines(file: Path | None) -> tuple[str, ...]:

@@ -77,14 +77,21 @@ class Prefilling:
 
     def on_output(self, output: StepOutput) -> None:
         """Take the results of an engine step, on the loop."""
-        for token in (*output.prompt_tokens, *output.tokens):
+        for prompt in output.prompts:
+            attempt = self.by_engine_id.get(prompt.request_id)
+            if attempt is None or attempt.prefilled.done():
+                continue
+            try:
+                attempt.log.add_prompt_output(prompt)
+            except Exception as error:
+                attempt.prefilled.set_exception(engine_request_error(error))
+        for token in output.tokens:
             attempt = self.by_engine_id.get(token.request_id)
             if attempt is None or attempt.prefilled.done():
                 continue
             try:
                 add_to_log(attempt.log, token, whole=attempt.request.spec.sampling.logprobs)
-                if token.position >= attempt.token_count:
-                    attempt.tokens.append(token)
+                attempt.tokens.append(token)
             except Exception as error:
                 attempt.prefilled.set_exception(engine_request_error(error))
         for done in output.done:

@@ -7,13 +7,14 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
-from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
+from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError, OverloadedError
 from cluster.membership.types import WorkerInfo
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
-from router.admission.admission import Admission
+from router.admission.admission import Admission, Place
 from router.admission.low_priority import LowPriority
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
@@ -27,6 +28,7 @@ from router.request.adapters import LoadedAdapters
 from router.request.answer_plan import ChatPrompt
 from router.request.completion import Completion, prefix_scope
 from router.request.grammars import AskedGrammar
+from router.request.permissions import check_model_allowed
 from router.request.served_model import ServedModel, further_models
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
@@ -43,10 +45,8 @@ class RequestGateway:
     ):
         self.services = services
         self.config = services.config
-        first = ServedModel.of(services.config, services.text, self._adapters_of(services.config.served_name))
-        # The first model's
-        self.text, self.validator, self.grammars = first.text, first.validator, first.grammars
-        self.plans = first.plans
+        served_name = services.config.served_name
+        self.first = ServedModel.of(services.config, services.text, self._adapters_of(served_name))
         self.further = further_models(services.config, services.further_texts, self._adapters_of)
         self.created_unix_seconds = int(time.time())
         self.started = time.monotonic()
@@ -57,15 +57,71 @@ class RequestGateway:
         tallies = member.tallies() if member is not None else None
         self.admission = Admission(services.config, metrics.overloaded, tallies)
         metrics.in_flight.set_function(lambda: self.admission.in_flight)
+        for name in services.config.model_names:
+            metrics.of_models.labels(name).set_function(partial(self.admission.in_model, name))
         self.leaving = False  # not ready: load balancers should send no new requests
         self.requests = 0
         self.live = Live(services, metrics, self._report)
+
+    def enter_model(self, place: Place, caller: Caller, asked: Any) -> None:
+        """Count a request as one of the model that it names. A name that is none of this router's is refused later, with
+        its field. Raises UnknownModelError for a model that the caller's key does not allow, OverloadedError."""
+        model = self._allowed(caller, asked)
+        if model is None:
+            place.leave_model()
+        else:
+            self.take_of_model(place, caller, model.name)
+
+    def take_of_model(self, place: Place, caller: Caller, model: str) -> None:
+        """Count a request as one of a model of this router; "" = of none. Raises OverloadedError."""
+        try:
+            place.of_model(model)
+        except OverloadedError:
+            self.metrics.overloaded(caller.tenant, model)
+            raise
+
+    async def expect_model(
+        self, place: Place, caller: Caller, hint: str, is_right: Callable[[], bool]
+    ) -> str:
+        """Count a request, before it is parsed, as one of the model that it seems to name, and return that model's name.
+        "": it is none of this router's, or none of the key's, whose places a request never takes. `is_right`: whether the
+        request does name it.
+
+        Raises OverloadedError, only where the hint is right.
+        """
+        model = self._found(hint)
+        if model is None or not caller.may_name(model.validator.limits.named(hint)):
+            return ""
+        try:
+            place.of_model(model.name)
+        except OverloadedError:
+            if is_right():
+                self.metrics.overloaded(caller.tenant, model.name)
+                place.leave()  # the wait is not for what others may need
+                await self.low_priority.refuse(caller.tenant)
+                raise
+        return model.name
+
+    def _found(self, asked: Any) -> ServedModel | None:
+        """The model of a name, or of an adapter's; the first one for "". None: there is none."""
+        if not isinstance(asked, str):
+            return None
+        model = self.model(asked)
+        return model if model.validator.limits.serves(asked) else None
+
+    def _allowed(self, caller: Caller, asked: Any) -> ServedModel | None:
+        """As _found. Raises UnknownModelError for what the caller's key does not allow, served here or not."""
+        asked = "" if asked is None else asked
+        model = self._found(asked)
+        if caller.models and isinstance(asked, str):
+            check_model_allowed(caller, asked, model.validator.limits.named(asked) if model else "")
+        return model
 
     def model(self, name: Any) -> ServedModel:
         """The model that a request names, by its own name or an adapter's. The first one for no name, and for one that is
         unknown, which its limits refuse (FieldLimits.check_model)."""
         found = self.further.get(name) if isinstance(name, str) else None
-        first = found or ServedModel(self.text, self.validator, self.grammars, self.plans)
+        first = found or self.first
         if found or not self.further or not isinstance(name, str) or first.validator.limits.serves(name):
             return first
         return next((one for one in self.further.values() if one.validator.limits.serves(name)), first)
@@ -82,7 +138,7 @@ class RequestGateway:
     @property
     def models(self) -> list[ServedModel]:
         """All of them, the first before the others."""
-        return [self.model(""), *dict.fromkeys(self.further.values())]
+        return [self.first, *dict.fromkeys(self.further.values())]
 
     def check_message(self, size: int) -> None:
         """Refuse a message of so many bytes, before it is parsed, if no model's context takes as long a request.
@@ -90,7 +146,7 @@ class RequestGateway:
         Raises ContextLengthError.
         """
         if not any(one.validator.takes_message(size) for one in self.further.values()):
-            self.validator.check_message(size)
+            self.first.validator.check_message(size)
 
     async def encode(
         self,
@@ -148,6 +204,12 @@ class RequestGateway:
         )
         return ChatPrompt(tokens, plan)
 
+    async def lengths(
+        self, read: Callable[[], Sequence[str]], characters: int, *, model: str = "", tenant: str = ""
+    ) -> list[int]:
+        """The tokens of each text that `read` returns (ModelText.lengths). Raises DeadlineError."""
+        return await self._in_time(self.model(model).text.lengths(read, characters, tenant=tenant))
+
     async def decode(self, tokens: Sequence[int], *, model: str = "", tenant: str = "") -> str:
         """The text of token ids. Raises DeadlineError."""
         return await self._in_time(self.model(model).text.decode(tokens, tenant=tenant))
@@ -163,19 +225,35 @@ class RequestGateway:
             raise DeadlineError(late, field="prompt", limit=f"{seconds:g} s") from None
 
     @contextlib.asynccontextmanager
-    async def preparing(self, caller: Caller, *, resumed: bool = False) -> AsyncIterator[None]:
+    async def preparing(
+        self, caller: Caller, model: str = "", *, resumed: bool = False, costly: bool = True
+    ) -> AsyncIterator[None]:
         """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
-        as a request of the tenant's quota. A tenant whose requests are used up does not enter, unless its request is
-        `resumed`, which may have been charged before. Raises OverloadedError."""
-        if caller.tenant and not resumed:
-            self.services.quota.check(caller.tenant, self._rate_limits(caller))
-        try:
+        as a request of the tenant's quota. A tenant whose requests are used up, in all or for `model`, does not enter, but
+        with a request that is `resumed` and whose ticket `check_ticket` then finds valid (Quota.check_resumed). Where
+        nothing `costly` comes before that, made-up tickets need no bound. Raises OverloadedError."""
+        if not caller.tenant:
             yield
-        except (InvalidRequestError, ForbiddenError):
-            if caller.tenant:
-                async with self.counted(caller):
+            return
+        quota, buckets = self.services.quota, self._buckets(caller, model)
+        async with contextlib.AsyncExitStack() as held:
+            if resumed and costly:
+                wait = self.config.request_seconds
+                await held.enter_async_context(quota.check_resumed(caller.tenant, buckets, wait))
+            elif not resumed:
+                for limits, of_model in buckets:
+                    quota.check(caller.tenant, limits, of_model)
+            try:
+                yield
+            except (InvalidRequestError, ForbiddenError):
+                async with self.counted(caller, model):
                     pass
-            raise
+                raise
+
+    def check_ticket(self, completion: Completion, caller: Caller) -> None:
+        """Check a resumed request's ticket: if it is valid, the tenant was charged before. Raises InvalidRequestError."""
+        if caller.tenant and self.services.takes_over(self._owned(completion, caller)):
+            self.services.quota.tickets.proven(caller.tenant)
 
     @contextlib.contextmanager
     def request(
@@ -190,21 +268,29 @@ class RequestGateway:
         if self.member is not None:
             self.member.count_request()
         dispatcher = RequestDispatcher(self._owned(completion, caller), self.services, first_shown, arrival)
-        # After the measuring began: a refusal is counted as any other end of a request.
-        with self.metrics.request(dispatcher), self.admission.of_model(completion.served_model):
+        with self.metrics.request(dispatcher):
             yield dispatcher
 
     @contextlib.asynccontextmanager
-    async def counted(self, caller: Caller) -> AsyncIterator[None]:
-        """Charge the tenant's quota one request that no worker sees. Raises OverloadedError."""
-        limits = self._rate_limits(caller)
-        counts = caller.tenant and limits.requests_per_minute
-        charge = await self.services.quota.charge(caller.tenant, limits, 0) if counts else None
+    async def counted(self, caller: Caller, model: str) -> AsyncIterator[None]:
+        """Charge the tenant's quotas, of all models and of this one, a request that no worker sees. Raises
+        OverloadedError."""
+        charges = []
+        used: Use | None = None  # not served, until every quota had room
         try:
+            for limits, of_model in self._buckets(caller, model):
+                if caller.tenant and limits.requests_per_minute:
+                    quota = self.services.quota
+                    charges.append(await quota.charge(caller.tenant, limits, 0, model=of_model))
+            used = Use(0, 0)
             yield
         finally:
-            if charge is not None:
-                await self.services.quota.settle(charge, Use(0, 0))
+            for charge in filter(None, charges):
+                await self.services.quota.settle(charge, used)
+
+    def _buckets(self, caller: Caller, model: str) -> tuple[tuple[RateLimits, str], ...]:
+        """A tenant's limits, each with its model; "" = all."""
+        return (self._rate_limits(caller), ""), (caller.limits_of(model).rate_limits, model)
 
     def leave(self) -> None:
         """Fail readiness probes from now on; new requests are still admitted."""
@@ -231,6 +317,7 @@ class RequestGateway:
             tenant=caller.tenant,
             weight=caller.weight,
             rate_limits=self._rate_limits(caller),
+            model_rate_limits=caller.limits_of(completion.served_model).rate_limits,
             prefix_scope=scope,
         )
 

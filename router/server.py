@@ -65,7 +65,8 @@ class Router:
         self._loop_lag = LoopLag()
         registry.add(cluster.collectors(self._services, self._loop_lag.seconds))
         self._keys = ApiKeys(config.api_keys_file)
-        self.gateway = RequestGateway(self._services, RouterMetrics(registry), self._keys, member)
+        metrics = RouterMetrics(registry, config.model_names)
+        self.gateway = RequestGateway(self._services, metrics, self._keys, member)
         self._member = member
         identity = make_identity(
             config.public_tls_cert or config.tls_cert,

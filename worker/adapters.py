@@ -16,7 +16,7 @@ from typing import NamedTuple
 import redis
 
 from cluster.config.adapters import MAX_ADAPTERS
-from cluster.errors import AdapterSlotsError, BatonError, ModelError, cut
+from cluster.errors import AdapterSlotsError, BatonError, cut
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import ASK_SECONDS, READ_SECONDS, read_too_slowly
 from worker.engine_host import EngineHost
@@ -26,6 +26,10 @@ LOOK_SECONDS = 1.0
 RETRY_SECONDS = 30.0  # after an adapter could not be loaded
 Pairs = tuple[tuple[str, str], ...]  # name, digest
 _Key = tuple[str, Wanted]  # with the name
+
+
+class _NotWantedError(Exception):
+    """Its entry in Redis has gone or changed."""
 
 
 class _Loaded(NamedTuple):
@@ -55,6 +59,7 @@ class AdapterChanges:
         self._served_model = served_model
         self._wanted, self._held, self._publish = wanted, held, publish
         self._clock = clock
+        self._now: Mapping[str, Wanted] = {}  # wanted when Redis was read last, without those of the settings
         self._loaded: dict[str, _Loaded] = {}
         self._retry_at: dict[_Key, float] = {}
         self._without_slot: dict[_Key, str] = {}  # digests of those that were read
@@ -72,22 +77,36 @@ class AdapterChanges:
 
     async def follow(self) -> None:
         """Take over what has changed in Redis."""
+        if not await self._look():
+            return
+        for name, one in self._now.items():  # what is found meanwhile is another mapping
+            if name not in self._loaded and self._now.get(name) == one:
+                await self._try(name, one)
+        now = self._now
+        self.refusals = {name: why for name, why in self.refusals.items() if name in now}
+        self._retry_at = {key: at for key, at in self._retry_at.items() if now.get(key[0]) == key[1]}
+        self._without_slot = {
+            key: one for key, one in self._without_slot.items() if now.get(key[0]) == key[1]
+        }
+        await self._announce()
+
+    async def _look(self) -> bool:
+        """Find out what is wanted, and give up at once what is not any more, which other adapters' files must not delay.
+        False if Redis does not answer."""
         try:
             read = await asyncio.to_thread(self._wanted)
         except redis.RedisError as error:
             log.debug("the wanted adapters are unknown: %s", error)
-            return
+            return False
         own = {name: one for name, one in read.items() if one.is_for(self._served_model)}
-        wanted = {name: one for name, one in own.items() if name not in self._fixed}
-        await self._release([name for name, one in self._loaded.items() if wanted.get(name) != one.wanted])
-        for name, one in wanted.items():
-            if name not in self._loaded:
-                await self._try(name, one)
-        self.refusals = {name: why for name, why in self.refusals.items() if name in wanted}
-        self._retry_at = {key: at for key, at in self._retry_at.items() if wanted.get(key[0]) == key[1]}
-        self._without_slot = {
-            key: one for key, one in self._without_slot.items() if wanted.get(key[0]) == key[1]
-        }
+        self._now = {name: one for name, one in own.items() if name not in self._fixed}
+        gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
+        if gone:
+            await self._release(gone)
+            await self._announce()
+        return True
+
+    async def _announce(self) -> None:
         if self.pairs != self._published:
             pairs = self.pairs
             self._published = pairs if await asyncio.to_thread(self._publish, pairs) else None
@@ -104,6 +123,8 @@ class AdapterChanges:
             return
         try:
             digest = await self._load(key)
+        except _NotWantedError:
+            return
         except Exception as error:  # of one adapter: the others are loaded and unloaded even so
             why = cut(error.message if isinstance(error, BatonError) else repr(error))
             if self.refusals.get(name) != why:
@@ -111,12 +132,13 @@ class AdapterChanges:
             self.refusals[name] = why
             if not isinstance(error, AdapterSlotsError):  # a slot may be free at the next look
                 self._retry_at[key] = self._clock() + RETRY_SECONDS
+                self._without_slot.pop(key, None)
             return
         self.refusals.pop(name, None)
         self._loaded[name] = _Loaded(wanted, digest)
 
     async def _load(self, key: _Key) -> str:
-        """Returns the digest. Raises AdapterSlotsError, ModelError, DeadlineError and whatever the directory raises."""
+        """Returns the digest. Raises AdapterSlotsError, ModelError, DeadlineError, _NotWantedError."""
         if len(self.pairs) >= MAX_ADAPTERS:  # of a registration; several names may be of one adapter
             raise AdapterSlotsError(f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS))
         known = self._without_slot.get(key)
@@ -124,7 +146,7 @@ class AdapterChanges:
             held = frozenset(self._held())
             if not await self._host.call(lambda engine: engine.adapter_fits(known, held)):
                 raise AdapterSlotsError(self.refusals[key[0]], field="max_loras")  # not read again for that
-        digest = await self._read(await asyncio.to_thread(self._inside, key[1].path))
+        digest = await self._read(key)
         held = frozenset(self._held())
         try:
             await self._host.call(lambda engine: engine.write_adapter(digest, held))
@@ -133,22 +155,24 @@ class AdapterChanges:
             raise
         return digest
 
-    async def _read(self, directory: Path) -> str:
-        """Let all ranks read it, while steps go on; returns the digest."""
-        await self._host.call(lambda engine: engine.adapters.begin(directory))
-        deadline = self._clock() + READ_SECONDS
-        while (digest := await self._host.call(lambda engine: engine.adapters.read_digest())) is None:
-            if self._clock() > deadline:
+    async def _read(self, key: _Key) -> str:
+        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted:
+        routers would take it for its successor of the same name."""
+        root, directory = self._directory, self._directory / key[1].path
+        await self._host.call(lambda engine: engine.adapters.begin(directory, below=root))
+        began = looked = self._clock()
+        while True:
+            digest = await self._host.call(lambda engine: engine.adapters.read_digest())
+            now = self._clock()
+            if digest is not None or now - looked >= LOOK_SECONDS:
+                await self._look()
+                looked = now
+                if self._now.get(key[0]) != key[1]:
+                    await self._host.call(lambda engine: engine.adapters.drop())
+                    raise _NotWantedError
+            if digest is not None:
+                return digest
+            if now - began > READ_SECONDS:
                 await self._host.call(lambda engine: engine.adapters.drop())
                 raise read_too_slowly(READ_SECONDS)
             await asyncio.sleep(ASK_SECONDS)
-        return digest
-
-    def _inside(self, path: str) -> Path:
-        """Blocks, as links are followed in a directory that may be mounted. Raises ModelError if links lead out of the
-        directory, RuntimeError, OSError."""
-        root = self._directory.resolve()
-        found = (root / path).resolve()
-        if not found.is_relative_to(root) or found == root:
-            raise ModelError(f"{path} is not below lora_dir", field="lora_dir")
-        return found

@@ -8,9 +8,15 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from cluster.protocol.link import WINDOW_TOKENS, window_of
+from cluster.protocol.link import WINDOW_TOKENS, prompt_window_of, window_of
+from engine.request import PromptEmbedding, PromptOutput
 from wire import common_pb2
+from worker.prompt_tokens import PromptTokens
+
+if TYPE_CHECKING:
+    from engine.prompt_scores import Scores
 
 
 class ChoiceLog:
@@ -51,6 +57,36 @@ class ChoiceLog:
         return True
 
 
+class PromptLog(ChoiceLog):
+    """Tokens of the prompt, all of which are computed at once: what is beyond the window waits here, packed."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, choice: int, window: int):
+        super().__init__(choice, 1, window)
+        self.extras = self.packed = PromptTokens(choice)
+
+    def acknowledge(self, limit: int) -> bool:
+        changed = super().acknowledge(limit)
+        self.packed.drop_before(self.first)
+        return changed
+
+    def add(self, position: int, scores: Scores) -> None:
+        """Raises ValueError unless `position` is the next one."""
+        if position != self.end:
+            raise ValueError(f"position {position} of the prompt came, {self.end} was next")
+        self.packed.add(position, scores)
+        self.tokens += scores.token_ids[:, 0].tolist()
+
+    def add_embedding(self, token_id: int, vector: bytes) -> None:
+        """As the one token, at position 1. Raises ValueError if there is one."""
+        if self.end != self.first:
+            raise ValueError(f"an embedding came, position {self.end} of the prompt was next")
+        token = common_pb2.Token(choice=self.choice, position=self.first, token_id=token_id, embedding=vector)
+        self.extras[self.first] = token
+        self.tokens.append(token_id)
+
+
 class AttemptLog:
     """Choices `first_choice` … of one attempt, whose next token has `position`, and the attempt's end."""
 
@@ -61,9 +97,8 @@ class AttemptLog:
         self._first_choice = first_choice
         window = window_of(choices)
         self.choices = [ChoiceLog(first_choice + i, position, window) for i in range(choices)]
-        self.prompt: ChoiceLog | None = (
-            None  # the last of `choices`, where log probabilities of the prompt are wanted
-        )
+        # The last of `choices`, where log probabilities of the prompt are wanted, or its embedding
+        self.prompt: PromptLog | None = None
         self._changed = changed
         self.end_event: common_pb2.AttemptEnd | None = None
         self.count = 0  # tokens, over its whole life
@@ -74,17 +109,28 @@ class AttemptLog:
         """For an attempt at `spec`: its tokens so far, counted in bytes of 4, give the position of the next one."""
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
         log = cls(spec.first_choice, max(1, spec.n), position, changed)
-        if spec.sampling.prompt_logprobs:
-            log.add_prompt(len(spec.prompt_tokens) // 4)
-        elif spec.sampling.pooling:
-            log.add_prompt(2)  # the embedding, and room for more: a full choice would pause the request
+        if spec.sampling.prompt_logprobs or spec.sampling.pooling:
+            log.add_prompt(spec.sampling.prompt_top_logprobs)
         return log
 
-    def add_prompt(self, tokens: int) -> None:
-        """Take tokens of the prompt too, from position 1 on, as the choice after the last one. They are kept until the
-        attempt ends: the router gives no credit for them."""
-        self.prompt = ChoiceLog(self._first_choice + len(self.choices), 1, tokens)
+    def add_prompt(self, alternatives: int) -> None:
+        """Take tokens of the prompt too, from position 1 on, as the choice after the last one."""
+        window = prompt_window_of(alternatives)
+        self.prompt = PromptLog(self._first_choice + len(self.choices), window)
         self.choices.append(self.prompt)
+
+    def add_prompt_output(self, output: PromptOutput | PromptEmbedding) -> None:
+        """Add tokens of the prompt, or its embedding. Raises ValueError unless that comes next."""
+        if self.prompt is None:
+            raise ValueError("nothing of the prompt is wanted")
+        before = self.prompt.end
+        if isinstance(output, PromptEmbedding):
+            self.prompt.add_embedding(output.token_id, output.vector)
+        else:
+            self.prompt.add(output.position, output.scores)
+        self.count += self.prompt.end - before
+        if not self.is_due:
+            self._changed()
 
     @property
     def in_order(self) -> list[ChoiceLog]:
@@ -98,7 +144,7 @@ class AttemptLog:
     @property
     def full(self) -> bool:
         """A choice has filled its window: the request should pause."""
-        return any(one.end >= one.limit for one in self.choices)
+        return any(one.end >= one.limit for one in self.choices if one is not self.prompt)
 
     @property
     def all_sent(self) -> bool:

@@ -73,15 +73,12 @@ def token_to_wire(token: TokenOutput) -> common_pb2.Token:
             for token_id, logprob in token.top_logprobs
         ],
         finish=_FINISH_TO_WIRE[token.finish],
-        rank=token.rank,
-        embedding=token.embedding,
     )
 
 
 def add_to_log(log: AttemptLog, token: TokenOutput, *, whole: bool) -> None:
     """`whole`: the request wants log probabilities. Raises ValueError unless it is its choice's next token."""
-    more = whole or token.finish is not None or token.rank or token.embedding
-    extra = token_to_wire(token) if more else None
+    extra = token_to_wire(token) if whole or token.finish is not None else None
     log.add(token.choice, token.position, token.token_id, extra)
 
 

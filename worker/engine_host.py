@@ -18,6 +18,7 @@ from typing import TypeVar
 from cluster.errors import DeadlineError, DrainingError
 from cluster.grammar.spec import GrammarSpec
 from engine.engine import Engine
+from engine.parallel.group import LostRankError
 from engine.request import StepOutput
 from worker.engine_commands import CommandQueue
 
@@ -117,6 +118,8 @@ class EngineHost:
                 result = function(self.engine)
             except BaseException as error:  # raised in the caller of `call`
                 loop.call_soon_threadsafe(_set_exception, future, error)
+                if isinstance(error, LostRankError):  # no request's, as in a step
+                    raise
             else:
                 loop.call_soon_threadsafe(_set_result, future, result)
 
@@ -187,7 +190,7 @@ class EngineHost:
         self._busy_since = self.clock()
         output = self.engine.step()
         self._busy_since = None
-        if output.tokens or output.prompt_tokens or output.done or output.evicted_reservations:
+        if output.tokens or output.prompts or output.done or output.evicted_reservations:
             self._notify(self.on_output, output)
 
     def _notify(self, callback: Callable[[T], None], argument: T) -> None:

@@ -53,12 +53,14 @@ class LoadedEngine:
         self._watching: asyncio.Task[None] | None = None
 
     def _load_adapters(self, config: EngineConfig, health: Health) -> tuple[tuple[str, str], ...]:
-        """Load those of the settings; returns (name, digest) of each. Raises ModelError naming the adapter."""
+        """Load those of the settings; returns (name, digest) of each. Raises ModelError naming the adapter, and SetupError
+        if a rank is lost."""
         loaded = []
         for name, directory in config.adapter_directories.items():
             health.describe(f"adapter {name} is read")
             try:
-                digest = self.engine.adapters.load(directory)
+                with self.ranks.starting(f"reading adapter {name}"):
+                    digest = self.engine.adapters.load(directory)
             except (ModelError, DeadlineError) as error:
                 raise ModelError(f"--lora {name}={directory}: {error.message}", field="lora") from error
             loaded.append((name, digest))

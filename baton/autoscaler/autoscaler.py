@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import redis
 from prometheus_client import CollectorRegistry
@@ -14,7 +15,7 @@ from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.decision import Decision, Observation, PoolDecision, PoolObservation, WorkerSample
 from baton.autoscaler.leader import Leadership
 from baton.autoscaler.platforms.base import Platform, PlatformPool
-from baton.autoscaler.policy import decide
+from baton.autoscaler.policy import Model, decide_all
 from baton.autoscaler.report import AutoscalingMetrics, Explained
 from baton.autoscaler.rights import rights
 from baton.autoscaler.state import PolicyState
@@ -29,6 +30,18 @@ ACT_SECONDS = 12.0  # longest time to carry out a decision; the lease must last 
 LEASE_SECONDS = 30.0
 
 
+Pools = dict[tuple[str, Role], PlatformPool]  # by model
+
+
+@dataclass(frozen=True)
+class FurtherModel:
+    """A model beside the first one, with its own limits, objectives and pools."""
+
+    name: str
+    config: AutoscalingConfig
+    platform: Platform
+
+
 class Autoscaler:
     """`step` decides once, `run` repeatedly. An error ends one round: it is logged and counted, and the next round reads
     everything again. While another autoscaler leads, the policy keeps observing and changes nothing."""
@@ -41,15 +54,22 @@ class Autoscaler:
         platform: Platform,
         registry: CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,
+        model: str = "",
+        further: Sequence[FurtherModel] = (),
     ):
+        """`model`: the first one's name; "" where it is the only one. `further`: models beside it; all share its
+        gpu_budget."""
         self._config = config
         self._redis_url = redis_url
         self._namespace = namespace
-        self._platform = platform
         self._clock = clock
-        self._state = PolicyState()
+        self._models = [
+            Model(model, config, PolicyState()),
+            *(Model(one.name, one.config, PolicyState()) for one in further),
+        ]
+        self._platforms = {model: platform, **{one.name: one.platform for one in further}}
         self._explained = Explained(log)
-        self.metrics = AutoscalingMetrics(registry)
+        self.metrics = AutoscalingMetrics(registry, list(self._platforms))
         self.leadership = Leadership(redis_url, namespace, LEASE_SECONDS, clock)
         self._watch = RightsWatch(redis_url, rights(namespace))
 
@@ -64,7 +84,7 @@ class Autoscaler:
             self.leadership.close()
 
     def step(self) -> Decision | None:
-        """Decide and act once. Returns None if nothing could be read."""
+        """Decide and act once. Returns the first model's decision; None if nothing could be read."""
         try:
             leads = self.leadership.hold()
             self.metrics.leader.set(leads)
@@ -75,37 +95,52 @@ class Autoscaler:
             self.metrics.errors.labels("redis").inc()
             return None
         try:
-            pools: dict[Role, PlatformPool] = {role: self._platform.read(role) for role in ROLES}
+            pools: Pools = {
+                (model, role): platform.read(role)
+                for model, platform in self._platforms.items()
+                for role in ROLES
+            }
         except BatonError as error:
             log.warning("autoscaling is paused: %s", error.message)
             self.metrics.errors.labels("platform").inc()
             return None
-        seen = Observation(
-            _observe("prefill", workers, pools["prefill"]), _observe("decode", workers, pools["decode"])
-        )
-        decision = decide(self._config, self._state, seen, self._clock())
+        seen = [self._observe(model.name, workers, pools) for model in self._models]
+        decisions = decide_all(self._models, seen, self._clock())
         if leads:
-            self.metrics.count(decision)
-            self._explained.say(decision)
-            self._explained.warn(self._config, self._state)
-            self._act(decision, pools)
-        return decision
+            self.metrics.count(*decisions)
+            for model, decision in zip(self._models, decisions, strict=True):
+                self._explained.say(decision)
+                self._explained.warn(model.config, model.state, model.name)
+            self._act(decisions, pools)
+        return decisions[0]
 
-    def _act(self, decision: Decision, pools: dict[Role, PlatformPool]) -> None:
-        """Scale down first, so that targets never exceed the budget. One pool's failure does not stop the other."""
-        for one in sorted(decision.pools, key=_growth):
+    def _observe(self, model: str, workers: Sequence[WorkerInfo], pools: Pools) -> Observation:
+        """Of several models, a worker that names no model is the first one's, and one that names none of these is of no
+        pool, as a router places on it. Where the first one's name is not known, all others are its workers."""
+        first, *further = self._platforms
+
+        def model_of(one: WorkerInfo) -> str:
+            own = one.served_model
+            return own if own in further or (own and first and further) else first
+
+        of_model = [one for one in workers if model_of(one) == model]
+        return Observation(*(_observe(role, of_model, pools[model, role]) for role in ROLES))
+
+    def _act(self, decisions: Sequence[Decision], pools: Pools) -> None:
+        """Scale down first, so that targets never exceed the budget. One pool's failure does not stop the others."""
+        for one in sorted((pool for decision in decisions for pool in decision.pools), key=_growth):
             if not one.changed:
                 continue
             if not self.leadership.sure(ACT_SECONDS):
                 log.warning("not acting on pool=%s: the lease is too close to its end", one.role)
                 return
             try:
-                self._platform.scale(one.role, one.target, pools[one.role])
+                self._platforms[one.model].scale(one.role, one.target, pools[one.model, one.role])
             except BatonError as error:
                 log.warning("pool=%s was not changed: %s", one.role, error.message)
                 self.metrics.errors.labels("platform").inc()
                 if _growth(one) < 0:
-                    return  # the other pool's growth may need these GPUs
+                    return  # another pool's growth may need these GPUs
 
 
 def _growth(one: PoolDecision) -> int:

@@ -1,7 +1,8 @@
-"""One GPU budget for both pools, shared when it does not cover both needs."""
+"""One GPU budget for all pools, of every model, shared when it does not cover all needs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.autoscaler.decision import Reason
@@ -30,18 +31,18 @@ class Claim:
         return target / max(1, self.needed)
 
 
-def share_out(budget: int, claims: tuple[Claim, Claim], may_move: bool) -> tuple[Want, Want]:
-    """Scale down first, then grant replicas one by one to the pool that is further from its need, or to the other if its
-    next replica does not fit. If a pool stays short, one replica may move: an overdue one at once, others only if
+def share_out(budget: int, claims: Sequence[Claim], may_move: bool) -> list[Want]:
+    """Scale down first, then grant replicas one by one to the pool that is furthest from its need, or to the next if its
+    replica does not fit. If a pool stays short, one replica may move: an overdue one at once, others only if
     `may_move` and only if the giving pool stays better off than the receiving one.
 
     Targets plus draining replicas never exceed `budget`; if they already do, nothing grows.
     """
     targets = [min(claim.before, claim.want.target) for claim in claims]
-    short = [False, False]
-    open_claims = {i for i in (0, 1) if claims[i].want.target > targets[i]}
+    short = [False] * len(claims)
+    open_claims = {i for i, claim in enumerate(claims) if claim.want.target > targets[i]}
     while open_claims:
-        i = min(open_claims, key=lambda k: claims[k].satisfaction(targets[k]))
+        i = min(open_claims, key=lambda k: (claims[k].satisfaction(targets[k]), k))
         grown = [*targets]
         grown[i] += 1
         if _held(claims, grown) > budget:
@@ -58,10 +59,10 @@ def share_out(budget: int, claims: tuple[Claim, Claim], may_move: bool) -> tuple
     ]
     if moved is not None:
         shares[moved] = replace(shares[moved], reason=Reason.BUDGET)
-    return (shares[0], shares[1])
+    return shares
 
 
-def _held(claims: tuple[Claim, Claim], targets: list[int]) -> int:
+def _held(claims: Sequence[Claim], targets: list[int]) -> int:
     return sum(claim.gpus_held(target) for claim, target in zip(claims, targets, strict=True))
 
 
@@ -71,23 +72,30 @@ def _reason(claim: Claim, target: int, short: bool) -> Reason:
     return claim.want.reason if target != claim.before or claim.want.target == claim.before else Reason.STEADY
 
 
-def _move(claims: tuple[Claim, Claim], targets: list[int], short: list[bool], may_move: bool) -> int | None:
-    """Take a replica from the pool that can spare it; the other pool gets it when the GPUs are free. Changes `targets`
-    and returns the giving pool."""
-    if short[0] == short[1]:
+def _move(claims: Sequence[Claim], targets: list[int], short: list[bool], may_move: bool) -> int | None:
+    """Take a replica from a pool that can spare it; the one that is furthest from its need gets it when the GPUs are free.
+    Changes `targets` and returns the giving pool."""
+    if not any(short):
         return None
-    taker, giver = (0, 1) if short[0] else (1, 0)
-    claim = claims[giver]
-    if targets[giver] <= claim.least or targets[giver] < claim.before:
+    taker = min(
+        (i for i, is_short in enumerate(short) if is_short), key=lambda k: claims[k].satisfaction(targets[k])
+    )
+    givers = [
+        i
+        for i, claim in enumerate(claims)
+        if not short[i] and targets[i] > claim.least and targets[i] >= claim.before
+    ]
+    for giver in givers:
+        claim = claims[giver]
+        if claim.late > 0:
+            targets[giver] -= min(claim.late, targets[giver] - claim.least)
+            return giver
+    if not givers or not may_move:
         return None
-    if claim.late > 0:
-        targets[giver] -= min(claim.late, targets[giver] - claim.least)
-        return giver
-    after = claim.satisfaction(targets[giver] - 1)
-    if (
-        may_move
-        and after > claims[taker].satisfaction(targets[taker])
-        and after >= min(1.0, claims[taker].satisfaction(targets[taker] + 1))
+    giver = max(givers, key=lambda k: claims[k].satisfaction(targets[k] - 1))
+    after = claims[giver].satisfaction(targets[giver] - 1)
+    if after > claims[taker].satisfaction(targets[taker]) and after >= min(
+        1.0, claims[taker].satisfaction(targets[taker] + 1)
     ):
         targets[giver] -= 1
         return giver

@@ -35,6 +35,7 @@ class PoolDecision:
     needed: float  # replicas that the present load needs, before limits and budget
     reason: Reason
     terms: dict[str, float] = field(default_factory=dict)  # components of `needed`
+    model: str = ""  # whose pool it is; "": of the only one
 
     @property
     def changed(self) -> bool:
@@ -43,8 +44,9 @@ class PoolDecision:
     def explain(self) -> str:
         """Return one line of key=value pairs."""
         terms = " ".join(f"{name}={value:.4g}" for name, value in self.terms.items())
+        model = f"model={self.model} " if self.model else ""
         return (
-            f"autoscaling pool={self.role} from={self.before} to={self.target} ready={self.ready} "
+            f"autoscaling {model}pool={self.role} from={self.before} to={self.target} ready={self.ready} "
             f"needed={self.needed:.2f} reason={self.reason} {terms}"
         ).rstrip()
 
@@ -53,8 +55,8 @@ class PoolDecision:
 class Decision:
     prefill: PoolDecision
     decode: PoolDecision
-    gpus_asked: int  # by the new targets, with draining replicas
-    gpu_budget: int
+    gpus_asked: int  # by the model's new targets, with draining replicas
+    gpu_budget: int  # of all models
 
     @property
     def pools(self) -> tuple[PoolDecision, PoolDecision]:

@@ -1,4 +1,4 @@
-"""One policy for both pools: from observations to a decision with reasons.
+"""One policy for both pools of every model: from observations to decisions with reasons.
 
     observe ─► rates of the last minutes ─► replicas needed, by pool ─► limits, hysteresis ─► one budget ─► decision
 
@@ -7,6 +7,9 @@ state object. The caller carries out the decision; if that fails, the next one s
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton.autoscaler import pending
 from baton.autoscaler.budget import Claim, share_out
@@ -23,15 +26,39 @@ MOVE_SECONDS = 180.0  # between two moves of a replica from one pool to the othe
 
 def decide(config: AutoscalingConfig, state: PolicyState, seen: Observation, now: float) -> Decision:
     """Decide. `now`: seconds of a monotonic clock. Changes `state` only."""
-    _take_in(state, seen, now)
-    needs: dict[Role, Need] = {
-        "prefill": _prefill(config, state, seen),
-        "decode": _decode(config, state, seen),
-    }
-    claims = [_claim(config, state, seen, role, needs[role], now) for role in ROLES]
-    may_move = now - state.moved_at >= MOVE_SECONDS
-    shares = share_out(config.gpu_budget, (claims[0], claims[1]), may_move)
-    return _conclude(config, state, needs, (claims[0], claims[1]), shares, now)
+    return decide_all([Model("", config, state)], [seen], now)[0]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The pools of one model. `config`: with its own limits and objectives."""
+
+    name: str  # "": the only one
+    config: AutoscalingConfig
+    state: PolicyState
+
+
+def decide_all(models: Sequence[Model], seen: Sequence[Observation], now: float) -> list[Decision]:
+    """Decide for all models, which share the first one's gpu_budget. Changes their states only."""
+    needs: list[dict[Role, Need]] = []
+    claims: list[Claim] = []
+    for model, one in zip(models, seen, strict=True):
+        config, state = model.config, model.state
+        _take_in(state, one, now)
+        of_model: dict[Role, Need] = {
+            "prefill": _prefill(config, state, one),
+            "decode": _decode(config, state, one),
+        }
+        needs.append(of_model)
+        claims += [_claim(config, state, one, role, of_model[role], now) for role in ROLES]
+    moved_at = max(model.state.moved_at for model in models)
+    budget = models[0].config.gpu_budget
+    shares = share_out(budget, claims, may_move=now - moved_at >= MOVE_SECONDS)
+    pairs = [(2 * i, 2 * i + 1) for i in range(len(models))]
+    return [
+        _conclude(model, budget, of_model, (claims[p], claims[d]), (shares[p], shares[d]), now)
+        for model, of_model, (p, d) in zip(models, needs, pairs, strict=True)
+    ]
 
 
 def _take_in(state: PolicyState, seen: Observation, now: float) -> None:
@@ -118,14 +145,14 @@ def _claim(
 
 
 def _conclude(
-    config: AutoscalingConfig,
-    state: PolicyState,
+    model: Model,
+    gpu_budget: int,
     needs: dict[Role, Need],
     claims: tuple[Claim, Claim],
     shares: tuple[Want, Want],
     now: float,
 ) -> Decision:
-    decisions = []
+    decisions, state = [], model.state
     for claim, share in zip(claims, shares, strict=True):
         of_pool, need = state.pool(claim.role), needs[claim.role]
         if share.target != claim.before:
@@ -145,7 +172,8 @@ def _conclude(
                 needed=float(need.now),
                 reason=share.reason,
                 terms=need.terms,
+                model=model.name,
             )
         )
     asked = sum(claim.gpus_held(share.target) for claim, share in zip(claims, shares, strict=True))
-    return Decision(decisions[0], decisions[1], asked, config.gpu_budget)
+    return Decision(decisions[0], decisions[1], asked, gpu_budget)

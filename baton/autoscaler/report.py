@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -21,52 +21,55 @@ PARTS = ("redis", "platform")
 class AutoscalingMetrics:
     """Every counter exists from the start, so that rate() sees its first increase."""
 
-    def __init__(self, registry: CollectorRegistry):
+    def __init__(self, registry: CollectorRegistry, models: Sequence[str] = ("",)):
+        """`models`: their names; "": the only one."""
         self._desired = declared.DESIRED_REPLICAS.create(registry)
         self._current = declared.CURRENT_REPLICAS.create(registry)
         self._needed = declared.NEEDED_REPLICAS.create(registry)
         self._asked = declared.GPUS_ASKED.create(registry)
         self._budget = declared.GPU_BUDGET.create(registry)
         self.leader = declared.LEADER.create(registry)
-        self.decisions = declared.DECISIONS.create(registry, product(ROLES, Reason))
-        self.changes = declared.CHANGES.create(registry, product(ROLES, ("up", "down")))
+        self.decisions = declared.DECISIONS.create(registry, product(models, ROLES, Reason))
+        self.changes = declared.CHANGES.create(registry, product(models, ROLES, ("up", "down")))
         self.errors = declared.ERRORS.create(registry, PARTS)
 
-    def count(self, decision: Decision) -> None:
-        for one in decision.pools:
-            self._desired.labels(one.role).set(one.target)
-            self._current.labels(one.role).set(one.ready)
-            self._needed.labels(one.role).set(one.needed)
-            self.decisions.labels(one.role, one.reason).inc()
+    def count(self, *decisions: Decision) -> None:
+        """One round: the decision of each model."""
+        for one in (pool for decision in decisions for pool in decision.pools):
+            labels = one.model, one.role
+            self._desired.labels(*labels).set(one.target)
+            self._current.labels(*labels).set(one.ready)
+            self._needed.labels(*labels).set(one.needed)
+            self.decisions.labels(*labels, one.reason).inc()
             if one.changed:
-                self.changes.labels(one.role, "up" if one.target > one.before else "down").inc()
-        self._asked.set(decision.gpus_asked)
-        self._budget.set(decision.gpu_budget)
+                self.changes.labels(*labels, "up" if one.target > one.before else "down").inc()
+        self._asked.set(sum(decision.gpus_asked for decision in decisions))
+        self._budget.set(decisions[0].gpu_budget)
 
 
 class Explained:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._said: dict[Role, Reason] = {}
-        self._warned: dict[Role, float] = {}  # start-up seconds that were warned of
+        self._said: dict[tuple[str, Role], Reason] = {}
+        self._warned: dict[tuple[str, Role], float] = {}  # start-up seconds that were warned of
 
     def say(self, decision: Decision) -> None:
         for one in decision.pools:
-            if one.changed or self._said.get(one.role) != one.reason:
+            if one.changed or self._said.get((one.model, one.role)) != one.reason:
                 self._log.info("%s", one.explain())
             else:
                 self._log.debug("%s", one.explain())
-            self._said[one.role] = one.reason
+            self._said[one.model, one.role] = one.reason
 
-    def warn(self, config: AutoscalingConfig, state: PolicyState) -> None:
+    def warn(self, config: AutoscalingConfig, state: PolicyState, model: str = "") -> None:
         """Warn of replicas that start later than configured: once, and again if they take even longer."""
         for role in ROLES:
             took, expected = state.pool(role).start_seconds, config.pool(role).startup_seconds
-            if took > max(expected, 1.2 * self._warned.get(role, 0.0)):
-                self._warned[role] = took
+            if took > max(expected, 1.2 * self._warned.get((model, role), 0.0)):
+                self._warned[model, role] = took
                 self._log.warning(
-                    "autoscaling pool=%s: a replica took %.0f s to start; startup_seconds says %.0f, and should be more",
-                    *(role, took, expected),
+                    "autoscaling %spool=%s: a replica took %.0f s to start; startup_seconds says %.0f, and should be more",
+                    *(f"model={model} " if model else "", role, took, expected),
                 )
 
 

@@ -6,17 +6,17 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, start_http_server
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
-from baton.autoscaler.config import AutoscalingConfig
+from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.cli.serve import ConfigFile, ReadyFile, report_redis, write_ready
 from cluster.config import sources
-from cluster.config.base import Frozen
+from cluster.config.base import Frozen, no_flag
 from cluster.config.shared import ClusterFields
 from cluster.errors import ConfigError
 from cluster.telemetry import logs
@@ -29,6 +29,19 @@ class StatefulSetNames(Frozen):
     decode: str = Field("baton-decode", description="StatefulSet of the decode workers")
 
 
+class ModelPools(Frozen):
+    """The pools of a model beside the first one; what is not here is as for that."""
+
+    panel = "Models"
+
+    name: str = Field(min_length=1, max_length=256, description="name that its workers register")
+    stateful_sets: StatefulSetNames
+    prefill: PoolLimits = PoolLimits()
+    decode: PoolLimits = PoolLimits()
+    ttft_objective_seconds: float | None = Field(None, gt=0, description="default: the first one's")
+    itl_objective_seconds: float | None = Field(None, gt=0, description="default: the first one's")
+
+
 class AutoscaleConfig(AutoscalingConfig, ClusterFields):
     """The policy, the cluster whose load it reads, and the StatefulSets it sizes."""
 
@@ -39,6 +52,51 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
     kubeconfig: Path | None = Field(None, description="default: the pod's service account")
     kubernetes_namespace: str = Field("", description="of the StatefulSets; default: the pod's own")
     stateful_sets: StatefulSetNames = StatefulSetNames()
+    served_model_name: str = Field("", description="name of the first model, in metrics and logs")
+    models: tuple[ModelPools, ...] = no_flag(
+        (),
+        max_length=64,
+        description="pools of models beside the first, within the same gpu_budget: each with name, stateful_sets and, "
+        "where wanted, prefill, decode (limits) and objectives",
+    )
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [self.served_model_name, *(one.name for one in self.models)]
+        if len(names) != len(set(names)):
+            raise ValueError(f"models: a name occurs twice in {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _pools_differ(self) -> Self:
+        """Two policies that size one StatefulSet would undo each other's changes, and count its GPUs twice."""
+        sets = [self.stateful_sets, *(one.stateful_sets for one in self.models)]
+        names = [name for one in sets for name in (one.prefill, one.decode)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"stateful_sets: {twice[0]} is two pools'")
+        return self
+
+    @model_validator(mode="after")
+    def _budget_covers_all(self) -> Self:
+        pools = [self.prefill, self.decode]
+        for one in self.models:
+            pools += [one.prefill, one.decode]
+        least = sum(max(1, pool.min_replicas) * pool.gpus_per_replica for pool in pools)
+        if least > self.gpu_budget:
+            raise ValueError(
+                f"gpu_budget is {self.gpu_budget}, and the smallest pools of all models need {least}"
+            )
+        return self
+
+    def of_model(self, pools: ModelPools) -> AutoscalingConfig:
+        """The policy of a further model. Raises ConfigError."""
+        own = pools.model_dump(exclude={"name", "stateful_sets"}, exclude_none=True)
+        shared = {name: getattr(self, name) for name in AutoscalingConfig.model_fields}
+        try:
+            return AutoscalingConfig.model_validate({**shared, **own})
+        except ValidationError as error:
+            problem = error.errors(include_input=False)[0]["msg"]
+            raise ConfigError(f"models: {pools.name}: {problem}", field="models") from None
 
 
 AUTOSCALE = Flags(AutoscaleConfig)
@@ -51,7 +109,7 @@ def autoscale(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: 
 
 
 def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:
-    from baton.autoscaler.autoscaler import Autoscaler
+    from baton.autoscaler.autoscaler import Autoscaler, FurtherModel
     from baton.autoscaler.platforms.kubernetes import StatefulSets, connect, own_namespace
     from baton.autoscaler.rights import rights
 
@@ -63,19 +121,35 @@ def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     where = config.kubernetes_namespace or own_namespace()
-    names = config.stateful_sets
-    platform = StatefulSets(
-        connect(config.kubeconfig), where, {"prefill": names.prefill, "decode": names.decode}
-    )
+    api = connect(config.kubeconfig)
+
+    def pools(names: StatefulSetNames) -> StatefulSets:
+        return StatefulSets(api, where, {"prefill": names.prefill, "decode": names.decode})
+
+    platform = pools(config.stateful_sets)
+    further = [
+        FurtherModel(one.name, config.of_model(one), pools(one.stateful_sets)) for one in config.models
+    ]
     registry = CollectorRegistry()
     try:
         server, thread = start_http_server(config.metrics_port, config.host, registry)
     except OSError as error:
         raise ConfigError(f"--metrics-port {config.metrics_port}: {error}", field="metrics_port") from error
-    say(f"autoscaler sizes {names.prefill} and {names.decode} in {where}, {config.gpu_budget} GPUs")
+    sets = [config.stateful_sets, *(one.stateful_sets for one in config.models)]
+    names = ", ".join(name for one in sets for name in (one.prefill, one.decode))
+    say(f"autoscaler sizes {names} in {where}, {config.gpu_budget} GPUs")
     write_ready(ready_file, {"pid": os.getpid(), "metrics": f"{config.host}:{server.server_port}"})
     try:
-        Autoscaler(config, config.redis_url, config.namespace, platform, registry).run(stop)
+        scaler = Autoscaler(
+            config,
+            config.redis_url,
+            config.namespace,
+            platform,
+            registry,
+            model=config.served_model_name,
+            further=further,
+        )
+        scaler.run(stop)
     finally:
         platform.close()
         server.shutdown()

@@ -68,7 +68,7 @@ def _common(
     "serve", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
 )
 def _serve() -> None:
-    """Other servers' word: many try it first."""
+    """Other servers start by this name; here it fails and names the commands that do."""
     raise ConfigError(
         "there is no serve: `baton up MODEL` starts a whole cluster here; `baton router`, `baton prefill` and "
         "`baton decode` start one process of a cluster each"

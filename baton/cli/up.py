@@ -130,20 +130,24 @@ def run(options: UpOptions) -> None:
 def ready_lines(state: ClusterState, options: UpOptions) -> list[str]:
     """What a newcomer needs next. The first line is for programs that wait for it."""
     router = options.router_config(0)
-    secured = " ".join(
-        [
-            *([f"--cacert {shlex.quote(str(options.certs / 'ca.pem'))}"] if options.certs else []),
-            *(["-H 'authorization: Bearer KEY'"] if router.api_keys_file else []),
-        ]
-    )
     body = json.dumps({"model": router.served_model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    curl = ["curl"]
+    if options.certs:
+        curl += _curl_files(options.certs, with_own=options.require_client_certs)
+    if router.api_keys_file:
+        curl.append("-H 'authorization: Bearer KEY'")
+    curl += [f"{state.http}/v1/completions", "-H 'content-type: application/json'", f"-d {shlex.quote(body)}"]
     return [
         f"ready  http {state.http}  grpc {state.grpc}",
         f"page   {state.http}/ui",
-        f"try    curl {secured}{' ' if secured else ''}{state.http}/v1/completions -H 'content-type: application/json' "
-        f"-d {shlex.quote(body)}",
+        f"try    {' '.join(curl)}",
         f"logs   {state.logs}",
     ]
+
+
+def _curl_files(certs: Path, *, with_own: bool) -> list[str]:
+    files = {"--cacert": "ca.pem", **({"--cert": "client.pem", "--key": "client.key"} if with_own else {})}
+    return [f"{flag} {shlex.quote(str(certs / name))}" for flag, name in files.items()]
 
 
 @contextlib.contextmanager

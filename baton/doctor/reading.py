@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import urllib3
+import yaml
 from kubernetes import client
 from kubernetes import config as kubernetes_config
 
@@ -24,6 +25,17 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
     """Return an API client by the named kubeconfig, the default one, or the pod's service account. Raises ConfigError."""
     try:
         opened = open_api(kubeconfig, context, as_user=True)
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # the library checks little
+        raise ConfigError(
+            f"no way to a cluster: the kubeconfig is not in kubectl's form: {' '.join(str(error).split())}",
+            field="kubeconfig",
+        ) from error
     except (kubernetes_config.ConfigException, OSError) as error:
         raise ConfigError(
             f"no way to a cluster: {_where(kubeconfig)} ({str(error).rstrip('.')}); name a file with --kubeconfig",
@@ -36,7 +48,10 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
 def _where(kubeconfig: Path | None) -> str:
     if kubeconfig is not None:
         return f"--kubeconfig {kubeconfig} cannot be used"
-    return f"there is no {' or '.join(default_files())}, and this is no pod of one"
+    files = " or ".join(default_files())
+    if any(Path(one).expanduser().exists() for one in default_files()):
+        return f"{files} cannot be used"
+    return f"there is no {files}, and this is no pod of one"
 
 
 class Reader:

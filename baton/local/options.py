@@ -175,8 +175,7 @@ class UpOptions(Frozen):
                     self.worker_config(role, model=model)
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]
-            name = _FLAGS.get(problem["loc"], str(problem["loc"][-1]) if problem["loc"] else "")
-            raise ConfigError(f"{flag_text(name)}: {problem['msg']}", field=name) from None
+            raise _as_config_error(problem["loc"], problem["msg"].removeprefix("Value error, ")) from None
 
     @cached_property
     def _machine(self) -> memory.Machine:
@@ -322,7 +321,8 @@ class UpOptions(Frozen):
             "grpc_port": RouterConfig.model_fields["grpc_port"].default,
         }
         given = _merged(defaults, self.sections.get("router", {}), self.router)
-        ports = {name: given[name] + index for name in ("http_port", "grpc_port") if given[name]}
+        ports = {name: given[name] for name in ("http_port", "grpc_port")}
+        ports = {name: port + index for name, port in ports.items() if port and type(port) is int}
         fixed = {
             "redis_url": redis_url,
             "index_url": with_hash_tag(self.index_url, namespace) if redis_url else "",
@@ -347,6 +347,13 @@ class UpOptions(Frozen):
         }
 
 
+def _as_config_error(where: tuple[int | str, ...], reason: str) -> ConfigError:
+    flag, dotted = _FLAGS.get(where), ".".join(map(str, where))
+    section = any(path[: len(where)] == where for path in _FLAGS)  # the reason names its settings
+    named = f"{flag_text(flag)}: " if flag else "" if section else f"--config: {dotted}: "
+    return ConfigError(named + reason, field=flag or dotted)
+
+
 def _named_model(entry: str) -> dict[str, Any]:
     """Read NAME=DIR."""
     name, _, directory = entry.partition("=")
@@ -354,9 +361,14 @@ def _named_model(entry: str) -> dict[str, Any]:
 
 
 def _of_further(settings: Mapping[str, Any], model: FurtherModel) -> dict[str, Any]:
-    """The settings of a further model's worker: the first one's, without its draft model and its adapters."""
-    made = {name: value for name, value in without_drafts(settings).items() if name != "lora_dir"}
-    engine = {name: value for name, value in made["engine"].items() if name not in _ADAPTERS}
+    """The settings of a further model's worker: the first one's, without its draft model and its adapters. Calls may load
+    others where their slots are set."""
+    made = dict(without_drafts(settings))
+    called = made.get("lora_dir") is not None and made["engine"].get("max_loras")
+    left_out = ("lora",) if called else _ADAPTERS
+    engine = {name: value for name, value in made["engine"].items() if name not in left_out}
+    if not called:
+        made.pop("lora_dir", None)
     made["engine"] = {**engine, "model": model.model.absolute()}
     return {**made, "served_model_name": model.name}
 

@@ -5,20 +5,22 @@ A worker would find most of this too, after half a minute, and its reason would 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 
 from baton.local.options import UpOptions
+from cluster import addresses
 from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import BatonError, ConfigError
-from cluster.protocol.model_limits import WRAPPERS, architecture, text_of
+from cluster.protocol.model_limits import text_of
 from engine.model.config import ModelConfig
-from engine.model.preflight import read_model
+from engine.model.preflight import least_bytes, read_model
 
 _HUB = re.compile(r"(?:hf:/{1,2})?([\w.-]+/[\w.-]+(?:@[\w.-]+)?)\Z")
 _INDEX = "model.safetensors.index.json"
@@ -48,8 +50,10 @@ def check_directory(directory: Path, flag: str, given: str | None = None) -> Non
             raise ConfigError(f"{named}: no config.json there{_nearby(directory)}", field="model")
         _check_files(directory, named)
     except OSError as error:
+        denied = isinstance(error, PermissionError)
         raise ConfigError(
-            f"{named} cannot be read ({error.strerror}): this user needs the right to read it and everything in it",
+            f"{named} cannot be read ({error.strerror})"
+            f"{': this user needs the right to read it and everything in it' if denied else ''}",
             field="model",
         ) from None
 
@@ -66,7 +70,12 @@ def _from_the_hub(given: str) -> str:
 
 
 def _nearby(directory: Path) -> str:
-    """Where a config.json is, one floor below or above."""
+    """What the directory is instead, or the directory below or above it that has a config.json."""
+    if (directory / "adapter_config.json").is_file():
+        return ": it holds a LoRA adapter, which is served beside its base model: --lora NAME=DIR"
+    for snapshot in sorted(directory.glob("snapshots/*"))[:1000]:  # the Hub's cache
+        if (snapshot / "config.json").is_file():
+            return f"; there is one in {snapshot}"
     places = [*sorted(one for one in directory.iterdir() if one.is_dir())[:1000], directory.parent]
     for place in places:
         if os.access(place, os.X_OK) and (place / "config.json").is_file():
@@ -138,14 +147,10 @@ def _check_worker(config: WorkerConfig, role: Role) -> None:
 def _check_memory(config: WorkerConfig, model: ModelConfig, role: Role) -> None:
     """Refuse weights that cannot fit, however small they become in memory. The engine's own rule counts the rest."""
     engine, room = config.engine, config.engine.memory_bytes
-    stored_as = architecture(json.loads(text_of(engine.model / "config.json")))
-    if not room or stored_as in WRAPPERS:  # not all that a wrapper stores is loaded
+    stored = sum(file.stat().st_size for file in _weight_files(engine.model) if file.is_file())
+    if not room or stored // engine.tensor_parallel <= room:
         return
-    stored = sum(file.stat().st_size for file in _weight_files(engine.model) if file.exists())
-    halved = (model.dtype == "float32" and engine.dtype == "bfloat16") + (
-        engine.quantization == "int8" and model.quantization is None
-    )
-    least = (stored >> halved) // engine.tensor_parallel
+    least = least_bytes(engine, model, _weight_files(engine.model)) // engine.tensor_parallel
     if least > room:
         raise ConfigError(
             f"--model {engine.model}: its weights take at least {_gib(least)} on each of {engine.tensor_parallel} ranks "
@@ -156,24 +161,27 @@ def _check_memory(config: WorkerConfig, model: ModelConfig, role: Role) -> None:
 
 
 def _check_ports(options: UpOptions) -> None:
-    for index in range(options.routers):
-        router = options.router_config(index)
-        for flag, port in (("--http-port", router.http_port), ("--grpc-port", router.grpc_port)):
-            if port:
-                _check_port(flag, router.host, port)
+    with ExitStack() as taken:  # all at once: two of the routers' ports may be the same one
+        for index in range(options.routers):
+            router = options.router_config(index)
+            for flag, port in (("--http-port", router.http_port), ("--grpc-port", router.grpc_port)):
+                if port:
+                    taken.enter_context(_listener(flag, router.host, port))
 
 
-def _check_port(flag: str, host: str, port: int) -> None:
+def _listener(flag: str, host: str, port: int) -> socket.socket:
+    """Listen as a router does. Raises ConfigError."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with closing(socket.socket(family, kind, proto)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        return addresses.listen(host, port, 1)
     except OSError as error:
+        other = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise ConfigError(
-            f"{flag} {port} on {host} cannot be used ({error.strerror}): give another one, or 0 for any that is free",
-            field=flag[2:].replace("-", "_"),
+            f"{flag} {port} on {host} cannot be used ({error.strerror}): "
+            f"{'give another one, or 0 for any that is free' if other else 'the host of routers is no address here'}",
+            field=flag[2:].replace("-", "_") if other else "host",
         ) from None
+    except UnicodeError:
+        raise ConfigError(f"{host!r} is not the name of a host", field="host") from None
 
 
 def _gib(size: int) -> str:

@@ -2,7 +2,8 @@
 
 Prefill workers of a known speed stand behind a real router and a real Redis. An open loop sends requests on a
 schedule, whatever happens to them; a request is good if its first token came within the SLO. A cluster that
-admits every request serves every request too late: the same load without targets is shown beside it.
+admits every request serves every request too late: the same load without targets is shown beside it. Of two models
+behind one router, a surge of one must leave the other its objective.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ TARGET_SECONDS = 1.2  # the rest is a margin for errors of the estimate
 CLIENT_SECONDS = 6.0
 SECONDS = 30.0
 TIMES = (1, 2, 3)
+MODELS = ("bench", "second")
+PLACES = 256  # of the router with two models
 _TIME_OUTS = {"deadline", "DeadlineError", "grpc_deadline_exceeded", "http_504"}
 _REFUSALS = {"OverloadedError", "http_429"}
 _CLASSES = ("high", "normal", "batch")
@@ -73,11 +76,13 @@ def run(context: Context) -> Section:
         measured = [_measure(bench, times, capacity, seconds) for times in TIMES]
     with _cluster(context, 0.0) as bench:
         open_door = _measure(bench, TIMES[-1], capacity, seconds)
+    surge = list(_surge(context, capacity, seconds))
     note = f"closed loop, {PAIRS} prefill workers of {RATE:,.0f} tokens/s, prompts of {PROMPT_TOKENS}"
     figures = [Figure("capacity", capacity, "requests/s", note=note), *_figures(measured)]
     figures.append(
         Figure("goodput at 3×, without targets", open_door.goodput, "requests/s", note=open_door.note)
     )
+    figures += surge
     details = {f"{one.times}x": one.report.to_json() for one in measured}
     return Section("overload", "Overload", figures, details)
 
@@ -89,9 +94,37 @@ def _cluster(context: Context, target_seconds: float) -> contextlib.AbstractCont
     return router_setup.run(context.out / "overload", context.model, workers, **targets, **limits)
 
 
-def _config(bench: RouterBench, **settings: Any) -> LoadConfig:
+def _surge(context: Context, capacity: float, seconds: float) -> Iterator[Figure]:
+    """Two models with workers of their own behind one router: one is asked for by more clients than the router has places,
+    who ask again at once, the other for half of its capacity."""
+    workers = ("bench.paced", "--pairs", str(PAIRS), "--rate", str(RATE), "--models", *MODELS)
+    second = {"name": MODELS[1], "model": str(context.model)}
+    limits = {"max_concurrent_requests": PLACES, "max_concurrent_requests_per_connection": 0}
+    targets = {f"ttft_target_seconds_{name}": 0.0 for name in _CLASSES}
+    settings = {"models": [second], **limits, **targets}
+    with router_setup.run(context.out / "overload-models", context.model, workers, **settings) as bench:
+        quiet = _config(bench.http, model=MODELS[1], rate=capacity / 2, seconds=seconds, seed=1)
+        surging = _config(bench.http, model=MODELS[0], concurrency=2 * PLACES, seconds=seconds + 2.0)
+        alone = asyncio.run(run_load(quiet))
+        beside, flood = asyncio.run(_together(quiet, surging))
+    refused = sum(count for kind, count in flood.errors.items() if kind in _REFUSALS)
+    note = f"beside {2 * PLACES} clients of another model, {refused} of whose {flood.requests} requests were refused"
+    good = sum(record.good for record in beside.records) / beside.requests
+    yield Figure("good of a quiet model's requests", good, "", "≥ 0.99", note)
+    yield Figure("its TTFT p99", beside.ttft.p99, "s", f"≤ {SLO_SECONDS}", f"alone {alone.ttft.p99:.3f} s")
+    yield Figure("its refused requests", beside.failed, "requests", "≤ 0", f"{beside.requests} requests")
+
+
+async def _together(quiet: LoadConfig, surging: LoadConfig) -> tuple[Report, Report]:
+    """The quiet load begins once the other has taken what it can."""
+    flood = asyncio.ensure_future(run_load(surging))
+    await asyncio.sleep(1.0)
+    return await run_load(quiet), await flood
+
+
+def _config(target: str, **settings: Any) -> LoadConfig:
     return tokens_config(
-        bench.grpc,
+        target,
         prompt_tokens=PROMPT_TOKENS,
         prompt_spread=0.5,
         max_tokens=4,
@@ -103,12 +136,12 @@ def _config(bench: RouterBench, **settings: Any) -> LoadConfig:
 
 def _capacity(bench: RouterBench, seconds: float) -> float:
     """Requests answered per second while a few always wait. The router learns the workers' speed meanwhile."""
-    report = run_now(_config(bench, concurrency=8, seconds=max(seconds, 6.0), warmup_requests=5))
+    report = run_now(_config(bench.grpc, concurrency=8, seconds=max(seconds, 6.0), warmup_requests=5))
     return len(report.answered) / report.seconds
 
 
 def _measure(bench: RouterBench, times: int, capacity: float, seconds: float) -> Measured:
-    config = _config(bench, rate=times * capacity, seconds=seconds, seed=times)
+    config = _config(bench.grpc, rate=times * capacity, seconds=seconds, seed=times)
     return asyncio.run(_watched(bench.pid, config, times, seconds))
 
 

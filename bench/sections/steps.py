@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
     from bench.context import Context
     from cluster.config.worker import EngineConfig
-    from engine.lora.loaded import NoAdapters
     from engine.model.config import ModelConfig
     from engine.parallel.group import DistributedGroup
     from engine.plan import StepPlan
-    from engine.prompt_scores import Score
+    from engine.prompt_scores import Scores
     from engine.step_buffers import StepBuffers
 
 SEQUENCES = 256
@@ -68,20 +67,21 @@ class _Runner:
     """A model that computes nothing. `sending_seconds`: of each step, from its plan to the other
     rank's buffers."""
 
-    adapters = NoAdapters()
-
     def __init__(
         self, config: EngineConfig, model: ModelConfig, blocks: int, group: DistributedGroup, end: Connection
     ):
         import torch
 
+        from engine.lora.loaded import NoAdapters
+
+        self.adapters = NoAdapters()
         self.num_blocks, self.page_size, self.num_ranks = blocks, config.page_size, 2
         self.config, self.model_config, self.device = config, model, torch.device("cpu")
         self.sending_seconds: list[float] = []
         self._group, self._end = group, end
         self._logits = torch.zeros(config.max_batch_requests, model.vocab_size)
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         return []
 
     def take_pooled(self) -> list[torch.Tensor]:

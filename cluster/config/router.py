@@ -187,8 +187,9 @@ class RequestLimits(Frozen):
     max_body_bytes_in_flight: Bytes = Field(
         256 << 20,
         ge=0,
-        description="bodies of requests not yet dispatched, over HTTP and gRPC; the first 64 KiB of each don't count, and "
-        "a gRPC message that takes long to arrive counts as max_body_bytes",
+        description="bodies of requests not yet dispatched, and what answers repeat of them, over HTTP and gRPC, and "
+        "whole answers of HTTP not yet read; the first 64 KiB of each don't count, and a gRPC message that takes long to "
+        "arrive counts as max_body_bytes",
     )
     max_body_bytes_in_flight_per_tenant: Bytes = Field(
         64 << 20, ge=0, description="the same for one tenant; 0 = one body of max_body_bytes"

@@ -31,4 +31,4 @@ def open_api(kubeconfig: Path | None, context: str = "", *, as_user: bool = Fals
 
 def default_files() -> list[str]:
     """The user's kubeconfig files, as kubectl looks for them."""
-    return os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)
+    return [one for one in os.environ.get("KUBECONFIG", "").split(os.pathsep) if one] or ["~/.kube/config"]

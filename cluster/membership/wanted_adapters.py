@@ -92,6 +92,11 @@ class WantedWriter:
                 f"lora_name: {name!r} is wanted already; unload it first", field="lora_name"
             )
 
+    async def find(self, name: str) -> Wanted | None:
+        """None if there is none, or one that is not understood. Raises redis.RedisError."""
+        entry = await self._client.hget(self._key, name)
+        return parse({name.encode(): entry}).get(name) if entry is not None else None
+
     async def remove(self, name: str) -> bool:
         """Whether it was there. Raises redis.RedisError."""
         return bool(await self._client.hdel(self._key, name))

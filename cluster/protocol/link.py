@@ -12,6 +12,7 @@ VERSION_1_HANDLES = 2**32 - 2**24
 # Tokens of an attempt that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
 WINDOW_TOKENS = 256
 LEAST_WINDOW_TOKENS = 16  # of a choice, however many there are: credit is on its way while they are computed
+PROMPT_WINDOW_ENTRIES = 8192  # log probabilities of a prompt that are on their way: 0.2 MiB as messages
 SHARED_WINDOW_VERSION = 2  # before it, each choice has a whole window
 
 HELLO_SECONDS = 5.0  # from the connection to its first whole frame
@@ -30,6 +31,11 @@ WELCOME_SECONDS = 0.3  # beyond it, for a connection that stands: the worker's e
 def window_of(choices: int) -> int:
     """Tokens of each choice of an attempt: a client that does not read has about as much unread of many as of one."""
     return max(LEAST_WINDOW_TOKENS, WINDOW_TOKENS // max(1, choices))
+
+
+def prompt_window_of(alternatives: int) -> int:
+    """Tokens of a prompt, with so many alternatives each, that a worker may send beyond the acknowledged ones."""
+    return max(1, min(WINDOW_TOKENS, PROMPT_WINDOW_ENTRIES // (1 + alternatives)))
 
 
 def common_version(min_version: int, max_version: int) -> int:

@@ -13,20 +13,55 @@ import datetime
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from cluster.config.base import Frozen
+from cluster.config.base import Frozen, no_flag
 from cluster.errors import ConfigError, UnauthenticatedError
 
 PREFIX = "baton"
 ID_BYTES = 8
 SECRET_BYTES = 32
 MAX_KEY_CHARACTERS = 256
+MAX_MODELS = 1024  # of one key, adapters included
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 PriorityClass = Literal["batch", "normal", "high"]
+
+
+@dataclass(frozen=True)
+class RateLimits:
+    """Rate limits of a tenant over all routers; false if it has none."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
+
+NO_LIMITS = RateLimits()
+
+
+class ModelLimits(Frozen):
+    """Limits of a key's tenant on one model, beside those on all models together."""
+
+    panel = "Options"
+
+    max_concurrent_requests: int | None = Field(None, ge=1, description="at each router")
+    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="over all routers")
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=10**12, description="prompt and output tokens, over all routers"
+    )
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return RateLimits(self.requests_per_minute, self.tokens_per_minute)
+
+
+NO_MODEL_LIMITS = ModelLimits()
 
 
 class KeyEntry(Frozen):
@@ -59,6 +94,18 @@ class KeyEntry(Frozen):
         description="prompt and output tokens of the tenant, over all routers; default: the routers'",
     )
 
+    models: tuple[ModelName, ...] = Field(
+        (),
+        max_length=MAX_MODELS,
+        description="models that its requests may name, with their aliases; adapters by their own names; empty = all",
+    )
+    model_limits: dict[ModelName, ModelLimits] = no_flag(
+        {},
+        max_length=MAX_MODELS,
+        description="limits of the tenant on single models, by name: max_concurrent_requests, requests_per_minute, "
+        "tokens_per_minute",
+    )
+
     @field_validator("expires_at")
     @classmethod
     def _in_utc(cls, value: datetime.datetime | None) -> datetime.datetime | None:
@@ -66,20 +113,6 @@ class KeyEntry(Frozen):
         if value is not None and value.tzinfo is None:
             return value.replace(tzinfo=datetime.UTC)
         return value
-
-
-@dataclass(frozen=True)
-class RateLimits:
-    """Rate limits of a tenant over all routers; false if it has none."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-
-    def __bool__(self) -> bool:
-        return self.requests_per_minute is not None or self.tokens_per_minute is not None
-
-
-NO_LIMITS = RateLimits()
 
 
 @dataclass(frozen=True)
@@ -93,6 +126,15 @@ class Caller:
     admin: bool = False
     max_concurrent_requests: int | None = None
     rate_limits: RateLimits = NO_LIMITS
+    models: frozenset[str] = frozenset()  # that it may name; empty: all
+    model_limits: Mapping[str, ModelLimits] = field(default_factory=dict)
+
+    def may_name(self, model: str) -> bool:
+        """`model`: of the router, not an alias; or an adapter."""
+        return not self.models or model in self.models
+
+    def limits_of(self, model: str) -> ModelLimits:
+        return self.model_limits.get(model, NO_MODEL_LIMITS)
 
 
 ANYONE = Caller(max_priority="high", admin=True)
@@ -145,6 +187,8 @@ class KeyRing:
             entry.admin,
             entry.max_concurrent_requests,
             RateLimits(entry.requests_per_minute, entry.tokens_per_minute),
+            frozenset(entry.models),
+            entry.model_limits,
         )
 
     def _find(self, key: str) -> KeyEntry | None:

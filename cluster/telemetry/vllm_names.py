@@ -39,6 +39,7 @@ STAGES = {
 
 
 def vllm_aliases(metrics: Sequence[Metric], model: str) -> list[Metric]:
+    """`model`: of the process, for samples without a label of that name."""
     aliases = []
     for metric in metrics:
         if metric.name in VLLM_NAMES:
@@ -54,6 +55,9 @@ def _renamed(metric: Metric, name: str, model: str, stage: str = "") -> Metric:
         labels = dict(sample.labels)
         if stage and labels.pop("stage", "") != stage:
             continue
+        name_of_model = labels.pop("model", model)
         suffix = sample.name[len(metric.name) :]
-        alias.samples.append(sample._replace(name=name + suffix, labels={"model_name": model, **labels}))
+        alias.samples.append(
+            sample._replace(name=name + suffix, labels={"model_name": name_of_model, **labels})
+        )
     return alias

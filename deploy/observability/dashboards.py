@@ -56,18 +56,25 @@ def build(board: boards.Board) -> dict[str, Any]:
 def _variables() -> list[dict[str, Any]]:
     return [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
-        {
-            "name": "namespace",
-            "label": "Namespace",
-            "type": "query",
-            "datasource": _DATASOURCE,
-            "query": {"query": "label_values(baton_build_info, namespace)", "refId": "namespace"},
-            "refresh": 2,
-            "includeAll": True,
-            "allValue": ".*",
-            "current": {"text": "All", "value": "$__all"},
-        },
+        _label("Namespace", "label_values(baton_build_info, namespace)"),
+        _label("Model", "label_values(baton_workers, model)"),
     ]
+
+
+def _label(label: str, query: str) -> dict[str, Any]:
+    """A choice among the values of a metric's label; all of them by default."""
+    name = label.lower()
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _DATASOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
 
 
 def _panels(rows: Sequence[boards.Row]) -> Iterator[dict[str, Any]]:

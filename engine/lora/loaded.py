@@ -24,7 +24,7 @@ class AdapterRunner(Protocol):
     def count(self) -> int:
         """Adapters that may be loaded at a time."""
 
-    def begin(self, directory: Path) -> None: ...
+    def begin(self, directory: Path, below: Path | None = None) -> None: ...
 
     def digest(self) -> str | None: ...
 
@@ -38,7 +38,7 @@ class NoAdapters:
 
     count = 0
 
-    def begin(self, directory: Path) -> None:
+    def begin(self, directory: Path, below: Path | None = None) -> None:
         raise AdapterSlotsError("there are no slots for adapters (max_loras)", field="max_loras", limit="0")
 
     def digest(self) -> str | None:
@@ -69,9 +69,9 @@ class LoadedAdapters:
         if digest and digest not in self.slots:
             raise AdapterMissingError(f"adapter {digest[:64]} is not loaded here", field="adapter")
 
-    def begin(self, directory: Path) -> None:
-        """Begin to read an adapter on all ranks, beside the steps."""
-        self._runner.begin(directory)
+    def begin(self, directory: Path, below: Path | None = None) -> None:
+        """Begin to read an adapter on all ranks, beside the steps; one that leads out of `below` is refused."""
+        self._runner.begin(directory, below)
 
     def read_digest(self) -> str | None:
         """Of what was read; None while a rank reads. Raises ModelError."""

@@ -25,6 +25,7 @@ class AdapterMessage(NamedTuple):
     order: Order
     slot: int = 0
     directory: str = ""
+    below: str = ""  # the directory that it may not lead out of, links followed; "": it may be anywhere
 
     def to_bytes(self) -> bytes:
         return _MARK + msgspec.msgpack.encode(tuple(self))
@@ -34,8 +35,9 @@ class AdapterMessage(NamedTuple):
         """None if it is a step."""
         if bytes(content[:4]) != _MARK:
             return None
-        order, slot, directory = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str])
-        return cls(Order(order), slot, directory)
+        fields = msgspec.msgpack.decode(memoryview(content)[4:], type=tuple[int, int, str, str])
+        order, slot, directory, below = fields
+        return cls(Order(order), slot, directory, below)
 
 
 class State(enum.IntEnum):

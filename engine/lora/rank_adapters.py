@@ -38,9 +38,11 @@ class RankAdapters:
         """Slots."""
         return self._slots.count if self._slots is not None else 0
 
-    def begin(self, directory: Path) -> None:
-        """Begin to read an adapter; what was read before is dropped."""
-        self._order(AdapterMessage(Order.READ, 0, str(directory)))
+    def begin(self, directory: Path, below: Path | None = None) -> None:
+        """Begin to read an adapter; what was read before is dropped. `below`: it is refused where it leads out of this
+        directory, which each rank sees for itself: others may be on other nodes."""
+        root = str(below.absolute()) if below is not None else ""
+        self._order(AdapterMessage(Order.READ, 0, str(directory.absolute()), root))
 
     def digest(self) -> str | None:
         """Of the adapter that all ranks have read; None while one of them reads. Raises ModelError if one has not, or if
@@ -64,7 +66,7 @@ class RankAdapters:
         """Carry out an order of the leader."""
         match message.order:
             case Order.READ:
-                self.reading.begin(Path(message.directory))
+                self.reading.begin(Path(message.directory), Path(message.below) if message.below else None)
             case Order.ANSWER:
                 self._answers()
             case Order.WRITE:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cluster.errors import ModelError
 from engine.lora.adapter_files import Adapter
 from engine.lora.message import Answer, State
 
 log = logging.getLogger(__name__)
 FORMER_SECONDS = 5.0  # for a reading that was stopped to end: two at a time would take the memory of two
 Read = Callable[[Path, threading.Event], Adapter]
+
+
+def inside(directory: Path, below: Path | None) -> Path:
+    """The directory, links followed where it has to be `below` another one. Blocks, as both may be mounted. Raises
+    ModelError, RuntimeError, OSError."""
+    if below is None:
+        return directory
+    root, found = below.resolve(), directory.resolve()
+    if not found.is_relative_to(root) or found == root:
+        raise ModelError(f"{directory} is not below {below}", field="lora_dir")
+    return found
 
 
 class _Attempt:
@@ -29,25 +42,36 @@ class AdapterReading:
         """`read` is called on a thread. An event tells it to stop."""
         self._read = read
         self._attempt: _Attempt | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # those that may still run
 
-    def begin(self, directory: Path) -> None:
-        """What was read before is dropped."""
+    def begin(self, directory: Path, below: Path | None = None) -> None:
+        """What was read before is dropped. `below`: the directory that this one may not lead out of."""
         self.drop()
-        attempt, former = _Attempt(), self._thread
-        self._attempt = attempt
-        self._thread = threading.Thread(
-            target=self._run, args=(attempt, directory, former), name="adapter", daemon=True
+        attempt = self._attempt = _Attempt()
+        self._threads = [one for one in self._threads if one.is_alive()]
+        former = tuple(self._threads)
+        thread = threading.Thread(
+            target=self._run, args=(attempt, directory, below, former), name="adapter", daemon=True
         )
-        self._thread.start()
-
-    def _run(self, attempt: _Attempt, directory: Path, former: threading.Thread | None) -> None:
         try:
-            if former is not None:
-                former.join(FORMER_SECONDS)
-                if former.is_alive():
+            thread.start()
+        except RuntimeError as error:  # the system has no thread: that ends this attempt, not the rank
+            attempt.failure = str(error)
+        else:
+            self._threads.append(thread)
+
+    def _run(
+        self, attempt: _Attempt, directory: Path, below: Path | None, former: Sequence[threading.Thread]
+    ) -> None:
+        try:
+            deadline = time.monotonic() + FORMER_SECONDS
+            for one in former:  # all of them: the last may have given up waiting for one that hangs
+                one.join(max(0.0, deadline - time.monotonic()))
+                if one.is_alive():
                     raise TimeoutError("another adapter is still being read: its files do not answer")
-            adapter = self._read(directory, attempt.stopped)
+            if attempt.stopped.is_set():
+                return
+            adapter = self._read(inside(directory, below), attempt.stopped)
         except Exception as error:  # of any kind: the leader gets its text, and the rank goes on
             log.warning("the adapter in %s is not read: %s", directory, error)
             attempt.failure = str(error) or type(error).__name__

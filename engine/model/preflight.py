@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.shares import check_shares
+
+_WIDTHS = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+}  # bytes of a number; every other type: at least half of one
+# By the prefixes of `layer_weights`, which imports torch
+_LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
@@ -29,3 +46,33 @@ def check_settings(config: EngineConfig, model: ModelConfig) -> None:
             f"max_model_len {config.max_model_len} exceeds the model's {model.max_model_len}",
             field="max_model_len",
         )
+
+
+def least_bytes(config: EngineConfig, model: ModelConfig, files: Iterable[Path]) -> int:
+    """A lower bound of the bytes of all ranks' weights, by the headers of the files. A damaged file counts as empty."""
+    computed = 4 if config.dtype == "float32" or (config.dtype, model.dtype) == ("auto", "float32") else 2
+    widest = 1 if config.quantization == "int8" and model.quantization is None else computed
+    total = 0.0
+    for file in files:
+        with contextlib.suppress(SafetensorError, OSError):
+            if file.is_file():
+                total += sum(_tensor_bytes(file, model, widest))
+    return int(total)
+
+
+def _tensor_bytes(file: Path, model: ModelConfig, widest: int) -> Iterator[float]:
+    with safe_open(str(file), "np") as handle:
+        names = handle.keys()
+        for name in names:
+            if _is_loaded(name, model):
+                tensor = handle.get_slice(name)
+                yield math.prod(tensor.get_shape()) * min(widest, _WIDTHS.get(tensor.get_dtype(), 0.5))
+
+
+def _is_loaded(name: str, model: ModelConfig) -> bool:
+    """Whether a tensor is one of the text model: wrappers store others too, some families layers for drafts."""
+    if layer := _LAYER.match(name):
+        return int(layer[1]) < model.num_layers
+    return name.endswith("embed_tokens.weight") or (
+        name.endswith("lm_head.weight") and not model.tie_embeddings
+    )

@@ -84,8 +84,12 @@ class NullGroup:
         return message
 
 
+class LostRankError(InternalError):
+    """A collective operation failed: the ranks may not be at the same place any more."""
+
+
 class _Together:
-    """Context of a collective operation. Its failure means a lost rank and becomes an InternalError, unlike an exception
+    """Context of a collective operation. Its failure means a lost rank and becomes a LostRankError, unlike an exception
     of a rank's own computation."""
 
     def __init__(self, arrivals: Arrivals):
@@ -96,7 +100,7 @@ class _Together:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            raise InternalError(f"a rank of the group was lost: {error}") from error
+            raise LostRankError(f"a rank of the group was lost: {error}") from error
 
 
 class DistributedGroup:

@@ -74,7 +74,7 @@ class StepDecision:
 def _scored(s: Sequence, count: int) -> dict[str, int]:
     """Which of the item's tokens are scored: those before a token of the prompt."""
     sampling, end = s.request.sampling, s.num_computed + count
-    if not sampling.prompt_logprobs:
+    if not s.unscored:
         return {}
     rows = max(0, min(count, s.num_prompt - 1 - s.num_computed))
     following = s.tokens[end] if end < len(s.tokens) else 0

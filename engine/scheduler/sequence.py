@@ -111,6 +111,7 @@ class Sequence:
             hashes=list(self.hashes),
             num_computed=len(self.tokens),
             registered_blocks=self.registered_blocks,
+            next_scored=self.next_scored,
             extra_seat=self.extra_seat,
         )
 
@@ -124,6 +125,16 @@ class Sequence:
     @property
     def state(self) -> SequenceState:
         return self.machine.state
+
+    @property
+    def unscored(self) -> bool:
+        """Log probabilities of tokens of its prompt are still to be reported."""
+        return self.request.sampling.prompt_logprobs and self.next_scored < self.num_prompt
+
+    @property
+    def needs_each_position(self) -> bool:
+        """Its whole prompt must be computed: no cached prefix is used."""
+        return self.unscored or self.request.sampling.pooling.needs_each_position
 
     @property
     def num_prompt(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -48,15 +49,18 @@ class StartWait:
 
 
 class StartQueue:
-    """Lets requests start, one per turn of the event loop: tenants take turns by weight, each one's requests in the order
-    of arrival. A request that comes to a loop which starts no other in this turn does not wait.
+    """Lets requests start, one per turn of the event loop: models take turns, of each model tenants by weight, and each
+    one's requests go in the order of arrival. A request that comes to a loop which starts no other in this turn does not
+    wait.
 
     The queue is bounded by the requests in flight: a request has its place when it comes here.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        self._queue = FairQueue()
+        self._queues: OrderedDict[str, FairQueue] = (
+            OrderedDict()
+        )  # of models; the one whose turn is next comes first
         self._order = itertools.count()
         self._left = 0  # starts of this turn
         self._turned = 0.0  # when this turn began
@@ -64,20 +68,25 @@ class StartQueue:
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return len(self._queue)
+        return sum(map(len, self._queues.values()))
 
-    async def turn(self, tenant: str = "", weight: float = 1.0, client: Client | None = None) -> None:
-        """Wait for a request's turn. Raises CancelledError (cluster.errors) if its `client` disconnects meanwhile."""
+    async def turn(
+        self, tenant: str = "", weight: float = 1.0, client: Client | None = None, model: str = ""
+    ) -> None:
+        """Wait for a request's turn. `model`: of this router; "" = not known yet.
+
+        Raises CancelledError (cluster.errors) if its `client` disconnects meanwhile.
+        """
         if not self._counting:
             self._begin_turn(self._clock())
             self._left = STARTS_PER_TURN
-        if self._left and not self._queue:
+        if self._left and not self._queues:
             self._left -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         weight, watcher = weight if weight > 0 else 1.0, StartWait(turn)
         waiting = Waiting(1, tenant, weight, time.monotonic(), next(self._order), turn)
-        self._queue.push(waiting)
+        self._queues.setdefault(model, FairQueue()).push(waiting)
         try:
             if client is not None:
                 client.watch(watcher)
@@ -86,7 +95,7 @@ class StartQueue:
                 raise CancelledError("the client disconnected")
         finally:
             turn.cancel()
-            self._queue.remove(waiting)
+            self._remove(model, waiting)
             if client is not None:
                 client.unwatch()
 
@@ -97,17 +106,35 @@ class StartQueue:
     def _next_turn(self) -> None:
         now, started = self._clock(), self._left < STARTS_PER_TURN
         self._left = max(STARTS_PER_TURN, int((now - self._turned) / SECONDS_PER_START))
-        while self._left and self._queue:
-            waiting = self._queue.pop()
+        while self._left and self._queues:
+            waiting = self._next()
             if not waiting.turn.done():  # else it has left, and its task has not run since
                 waiting.turn.set_result(None)
                 self._left -= 1
                 started = True
-        if started or self._queue:
+        if started or self._queues:
             self._begin_turn(now)
         else:
             self._counting = False
 
+    def _next(self) -> Waiting:
+        model, queue = next(iter(self._queues.items()))
+        waiting = queue.pop()
+        if queue:
+            self._queues.move_to_end(model)
+        else:
+            del self._queues[model]
+        return waiting
+
+    def _remove(self, model: str, waiting: Waiting) -> None:
+        queue = self._queues.get(model)
+        if queue is not None:
+            queue.remove(waiting)
+            if not queue:
+                del self._queues[model]
+
     def check_integrity(self) -> None:
-        self._queue.check_integrity()
-        assert self._counting or not self._queue
+        for queue in self._queues.values():
+            queue.check_integrity()
+            assert queue
+        assert self._counting or not self._queues

@@ -28,7 +28,7 @@ from cluster.rpc import errors as rpc
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
-from router.dispatch.prompt_stream import EmbeddingStream, PromptStream
+from router.dispatch.prompt_stream import EmbeddingStream, PromptCredit, PromptStream
 from router.link.handle import LinkHandle
 from router.link.links import Links, no_message
 from router.link.token import Token
@@ -61,7 +61,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Broken:
-    """A worker sent what it may not: nothing more is read of the attempt."""
+    """A worker sent what it may not, or what came cannot be read: nothing more is read of the attempt."""
 
     error: errors.BatonError
 
@@ -108,10 +108,11 @@ class Attempt:
         count = max(1, len(self.choices))
         self._window = window_of(count)  # of each choice
         self._limits = {choice.index: choice.next_position + self._window for choice in self.choices}
-        # The choice that stands for the prompt (Token.choice), the last one of the worker's log. It needs no credit.
+        # The choice that stands for the prompt (Token.choice), the last one of the worker's log
         self._prompt_choice = self.spec.first_choice + count
         if self.prompt is not None:
-            self._limits[self._prompt_choice] = self.prompt.limit
+            self._prompt_credit = PromptCredit(self.spec.sampling.prompt_top_logprobs, self._grant_prompt)
+            self._limits[self._prompt_choice] = self._prompt_credit.limit
         # A worker of link version 1 gives each choice a whole window, where no credit has come yet.
         self._beyond = WINDOW_TOKENS - self._window
         # Tokens after which a choice may be a quarter further, at the latest before the window of one is used up
@@ -167,13 +168,13 @@ class Attempt:
             if not rpc.is_from_peer(error):
                 self.links.not_reached(worker.name)
             silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not rpc.is_from_peer(error)
-            self._lost(source, no_message(LOST_SECONDS) if silent else rpc.error_from_rpc(error))
+            self.lost(source, no_message(LOST_SECONDS) if silent else rpc.error_from_rpc(error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # This task was not cancelled: the channel was closed under the call.
-            self._lost(source, errors.PeerLostError("the connection was closed"))
+            self.lost(source, errors.PeerLostError("the connection was closed"))
 
     async def _run_until_answered(self, source: Source, worker: WorkerInfo) -> None:
         """Run is repeated while its connection breaks and the worker's link does not: the worker takes a transfer id in
@@ -236,8 +237,16 @@ class Attempt:
                 self._limits[choice.index] = limit
                 handle.credit(choice.index, limit)
 
+    def _grant_prompt(self, limit: int) -> None:
+        handle = self._handles.get(Source.DECODE if self.is_local else Source.PREFILL)
+        if handle is not None and not self._over:
+            self._limits[self._prompt_choice] = limit
+            handle.credit(self._prompt_choice, limit)
+
     def positions(self) -> list[int]:
-        prompt = [] if self.prompt is None else [self.prompt.next_position]
+        # An attempt begins at position 1, whatever an earlier one has brought: the stream's own position may be beyond all
+        # that this attempt's worker may send.
+        prompt = [] if self.prompt is None else [self._prompt_credit.next_position]
         return [self._next(choice) for choice in self.choices] + prompt
 
     def _next(self, choice: ChoiceStream) -> int:
@@ -256,10 +265,13 @@ class Attempt:
             return
         self.responded.add(source)
         limit = self._limits.get(token.choice)
-        if limit is None or token.position >= limit + self._beyond:
+        of_prompt = self.prompt is not None and token.choice == self._prompt_choice
+        if limit is None or token.position >= limit + (0 if of_prompt else self._beyond):
             where = f"position {token.position} of choice {token.choice}"
             self.broken(errors.PeerLostError(f"the {source.value} worker sent {where}; the limit is {limit}"))
             return
+        if of_prompt:
+            self._prompt_credit.came(token.position, self.when_drained)
         if self.prompt is not None and self.prompt.takes(token, self._prompt_choice, self.broken):
             return
         self._ungranted += 1
@@ -295,9 +307,6 @@ class Attempt:
 
     def lost(self, source: Source, error: errors.BatonError) -> None:
         """The worker, or the link to it."""
-        self._lost(source, error)
-
-    def _lost(self, source: Source, error: errors.BatonError) -> None:
         if source in self.failed:
             return
         self.failed.add(source)
@@ -341,12 +350,8 @@ class Attempt:
         """Cancels at both workers what has not ended; returns when they have answered or are out of reach."""
         if self._dispatching is not None:
             self._dispatching.cancel()
-        cancels = [
-            self._cancel(source, handle)
-            for source, handle in self._handles.items()
-            if source not in self.finished
-        ]
-        await asyncio.gather(*cancels, return_exceptions=True)
+        open_handles = [pair for pair in self._handles.items() if pair[0] not in self.finished]
+        await asyncio.gather(*(self._cancel(*pair) for pair in open_handles), return_exceptions=True)
 
     async def _cancel(self, source: Source, handle: LinkHandle) -> None:
         """Over the link; by a call where that is not up, or gives no answer."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from cluster.errors import UnreadableAnswerError
 from router.link.token import Token
 from router.request.completion import Completion, Delta, FinishReason
 from router.text.marked_text import MarkedText
@@ -11,6 +13,7 @@ from router.text.stop import StopMatcher
 from router.text.tokenizer import ModelText
 from wire import common_pb2
 
+log = logging.getLogger(__name__)
 RESUMED_AT_ONCE = 256  # tokens between two turns of the event loop: 1 to 5 ms
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -47,16 +50,19 @@ class ChoiceStream:
     async def read_resumed(self) -> None:
         """Read the tokens that the client already holds, because stop strings may begin in their text, and the parser must
         have read it; their parts are not shown again. Call it before the first token. They may be as long as a whole
-        answer, so it yields to the event loop in between."""
+        answer, so it yields to the event loop in between. Raises UnreadableAnswerError."""
         for count, token in enumerate(self.output, 1):
-            text = self._read(token)
-            if self._marked is not None:
-                self._marked.passed(text)
+            try:
+                text = self._read(token)
+                if self._marked is not None:
+                    self._marked.passed(text)
+            except Exception as error:
+                raise self._unreadable(error) from error
             if count % RESUMED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     def take(self, token: Token) -> Delta | None:
-        """None: already forwarded, or nothing is wanted any more. Raises GapError."""
+        """None: already forwarded, or nothing is wanted any more. Raises GapError; UnreadableAnswerError."""
         position = token.position
         if self.finish is not None or position < self.next_position:
             return None
@@ -66,6 +72,13 @@ class ChoiceStream:
         self.output.append(token_id)
         self.next_position = position + 1
         self.new_tokens += 1
+        try:
+            return self._delta(token)
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def _delta(self, token: Token) -> Delta:
+        token_id = token.token_id
         ended = _FINISH.get(token.finish)
         # The token that stops an answer is not part of its text (it may be an ordinary word: a stop id).
         text = "" if ended == "stop" else self._read(token_id)
@@ -101,3 +114,8 @@ class ChoiceStream:
             parts += marked.end()
         self.finish = "tool_calls" if finish == "stop" and marked.called else finish
         return Delta(self._shown_as, text, (token,), self.finish, parts, self._stop.found)
+
+    def _unreadable(self, error: Exception) -> UnreadableAnswerError:
+        """The error for the client; the log has what was raised."""
+        log.error("choice %d cannot be read at token %d", self.index, self.new_tokens, exc_info=error)
+        return UnreadableAnswerError(f"the answer cannot be read: {type(error).__name__}")

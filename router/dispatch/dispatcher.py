@@ -34,7 +34,6 @@ from router.placement.candidates import level_of
 from router.placement.types import Placed, Reason
 from router.quota.quota import Use
 from router.request.completion import Completion, Delta, Outcome
-from router.request.resume_tickets import name_of
 from wire import common_pb2
 
 PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
@@ -72,8 +71,8 @@ class RequestDispatcher:
         self._services = services
         packed_prompt = pack_tokens(completion.prompt_tokens)
         model = completion.served_model
-        further = model if model in services.further_texts else ""
-        self._name = name_of(completion.tenant, completion.request_id, packed_prompt, further)
+        self._token_times = services.token_times_of(model)
+        self._name = services.name_of(completion, packed_prompt)
         self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
         self._choices = [
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
@@ -98,6 +97,11 @@ class RequestDispatcher:
     @property
     def tenant(self) -> str:
         return self._completion.tenant
+
+    @property
+    def model(self) -> str:
+        """The name of the model whose workers answer it."""
+        return self._completion.served_model or self._services.config.served_name
 
     @property
     def choices(self) -> int:
@@ -130,7 +134,7 @@ class RequestDispatcher:
                     self._services, self._completion, self._name, resumed=self._resumed, use=self._use
                 ),
             ):
-                if self._completion.rate_limits:
+                if self._completion.rate_limits or self._completion.model_rate_limits:
                     self.on_charged()
                 await self._choices[0].read_resumed()  # a resumed request has one choice
                 await self._run_choices(self._choices)
@@ -228,7 +232,11 @@ class RequestDispatcher:
             while True:
                 for event in await attempt.events.take():
                     if isinstance(event, Broken):
-                        raise _Retry(event.error)
+                        raise (
+                            event.error
+                            if isinstance(event.error, errors.UnreadableAnswerError)
+                            else _Retry(event.error)
+                        )
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
                 if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
@@ -260,12 +268,15 @@ class RequestDispatcher:
         except GapError as gap:
             attempt.broken(errors.PeerLostError(str(gap)))
             return False
+        except errors.UnreadableAnswerError as error:
+            attempt.broken(error)
+            return False
         if delta is None:
             return False
         now = time.monotonic()
         before, choice.last_came = choice.last_came, now
         if before is not None:
-            self._services.token_times.gap(now - before, self.trace_id)
+            self._token_times.gap(now - before, self.trace_id)
         else:
             self._note_first(now)
         if not attempt.prefilled_at:
@@ -292,7 +303,7 @@ class RequestDispatcher:
         first: float | None = None
         if self.first_token_seconds is None:
             self.first_token_seconds = first = now - self._received
-        self._services.token_times.first(first)
+        self._token_times.first(first)
 
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         complete = all(choice.finish is not None for choice in choices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cluster.errors import BatonError, PeerLostError
+from cluster.protocol.link import prompt_window_of
 from router.link.token import Token
 
 
@@ -61,3 +62,32 @@ class EmbeddingStream:
             self.next_position = self.limit
             self._forward(token)
         return True
+
+
+class PromptCredit:
+    """How far the worker of one attempt may send the prompt: a window beyond what came before the client read it all.
+    An attempt begins at position 1, whatever an earlier one has brought."""
+
+    def __init__(self, alternatives: int, grant: Callable[[int], None]):
+        """`grant` is called with each new limit."""
+        self._window = prompt_window_of(alternatives)
+        self._grant = grant
+        self.next_position = 1
+        self._unread = 0  # tokens since the last grant
+        self._granting = False
+
+    @property
+    def limit(self) -> int:
+        return self.next_position + self._window
+
+    def came(self, position: int, when_drained: Callable[[Callable[[], None]], None]) -> None:
+        """`when_drained` makes a call once the client has every token so far."""
+        self.next_position = max(self.next_position, position + 1)
+        self._unread += 1
+        if self._unread >= (self._window + 1) // 2 and not self._granting:
+            self._granting = True
+            when_drained(self._drained)
+
+    def _drained(self) -> None:
+        self._granting, self._unread = False, 0
+        self._grant(self.limit)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from router.dispatch.services import Services
-from router.quota.quota import EXPECTED_OUTPUT_TOKENS, ChargedRequest, Use
+from router.quota.quota import EXPECTED_OUTPUT_TOKENS, ChargedRequest, QuotaCharge, Use
 from router.request.completion import Completion
 from router.request.resume_tickets import GRACE_SECONDS
 
@@ -17,7 +18,7 @@ async def quota_lease(
 ) -> AsyncIterator[None]:
     """Charge what the request is expected to use; at the end settle what it has used: `use()`, None if it was not served.
 
-    Raises OverloadedError where the quota is used up.
+    Raises OverloadedError where the tenant's quota is used up, or its quota of the request's model.
     """
     c = completion
     prompt, held = len(c.prompt_tokens), len(c.resume_tokens)
@@ -28,9 +29,19 @@ async def quota_lease(
         held_tokens=held if resumed else 0,
         seconds=c.deadline_seconds + GRACE_SECONDS,
     )
-    charge = await services.quota.charge(c.tenant, c.rate_limits, prompt + held + c.n * new, request)
+    tokens, quota = prompt + held + c.n * new, services.quota
+    of_model = replace(request, name=f"{request.name}:model")  # of another bucket, and so a record of its own
+    buckets = ((c.rate_limits, request, ""), (c.model_rate_limits, of_model, c.served_model))
+    charges: list[QuotaCharge] = []
+    admitted = False  # every bucket had room
     try:
+        for limits, one, model in buckets:
+            charge = await quota.charge(c.tenant, limits, tokens, one, model)
+            if charge is not None:
+                charges.append(charge)
+        admitted = True
         yield
     finally:
-        if charge is not None:
-            services.clean_up(services.quota.settle(charge, use()))
+        used = use() if admitted else None
+        for charge in charges:
+            services.clean_up(quota.settle(charge, used))

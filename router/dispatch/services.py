@@ -14,7 +14,7 @@ from cluster.errors import UnavailableError
 from cluster.faults.points import NO_FAULTS, FaultPoint, Faults, Point
 from cluster.membership.reader import Members
 from cluster.membership.wanted_adapters import WantedWriter
-from cluster.protocol.block_hash import make_salt
+from cluster.protocol.block_hash import make_salt, pack_tokens
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
 from router.dispatch.unreachable_pairs import UnreachablePairs
@@ -27,7 +27,7 @@ from router.placement.placement import Placement
 from router.placement.types import PlacementRequest, Reason
 from router.quota.quota import Quota
 from router.request.completion import Completion
-from router.request.resume_tickets import Tickets
+from router.request.resume_tickets import Tickets, name_of
 from router.text.tokenizer import ModelText
 
 if TYPE_CHECKING:
@@ -80,13 +80,30 @@ class Services:
         self.work_reports = WorkReports()
         self.faults = RequestFaults.of(faults)
         self.tracing = tracing
-        self.inter_token_seconds = metrics.ITL.create()
-        self.token_times = TokenTimes(self.recorder, self.inter_token_seconds)
+        self.inter_token_seconds = metrics.ITL.create_family()
+        self._token_times = {
+            name: TokenTimes(self.recorder, self.inter_token_seconds.of(name)) for name in config.model_names
+        }
         self._cleanups = BackgroundTasks()
 
     def text_of(self, model: str) -> ModelText:
         """Of a model of this router."""
         return self.further_texts.get(model, self.text)
+
+    def token_times_of(self, model: str) -> TokenTimes:
+        """Of a model of this router."""
+        return self._token_times.get(model) or self._token_times[self.config.served_name]
+
+    def name_of(self, completion: Completion, packed_prompt: bytes) -> bytes:
+        """The request's name at every router of the deployment."""
+        model = completion.served_model
+        further = model if model in self.further_texts else ""
+        return name_of(completion.tenant, completion.request_id, packed_prompt, further)
+
+    def takes_over(self, completion: Completion) -> bool:
+        """Whether the request's ticket proves that another router had admitted it. Raises InvalidRequestError."""
+        packed = pack_tokens(completion.prompt_tokens)
+        return self.tickets.check(completion, self.name_of(completion, packed))
 
     def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:
         """None: requests are not traced here, or this one is not sampled."""

@@ -33,7 +33,7 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
     return [
         calls,
         costs,
-        declared.ITL.show(services.inter_token_seconds),
+        services.inter_token_seconds,
         process.EVENT_LOOP_LAG.show(loop_lag),
         ScrapeCollector(_read_at_a_scrape(services)),
     ]
@@ -84,10 +84,16 @@ def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
 
 
 def _workers(services: Services) -> Counter[tuple[str, ...]]:
-    """With zeros, because an alert on missing workers needs a series."""
-    roles = ("prefill", "decode")
-    count: Counter[tuple[str, ...]] = Counter({(role, lease): 0 for role in roles for lease in _LEASES})
-    count.update((worker.role, worker.lease) for worker in services.members.all)
+    """With zeros, because an alert on missing workers needs a series. Workers of a name that is not served here count as
+    of an unknown model: what they registered is not a label."""
+    models, roles = services.config.model_names, ("prefill", "decode")
+    count: Counter[tuple[str, ...]] = Counter(
+        {(model, role, lease): 0 for model in models for role in roles for lease in _LEASES}
+    )
+    model_of = services.placement.eligibility.model_of
+    for worker in services.members.all:
+        model = model_of(worker) or models[0]
+        count[model if model in models else declared.UNKNOWN_MODEL, worker.role, worker.lease] += 1
     return count
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import BatonError
+from cluster.telemetry.histogram import Histogram, HistogramFamily
 from cluster.telemetry.metrics import declaration
 from cluster.telemetry.metrics import router as declared
 from router.dispatch.dispatcher import RequestDispatcher
@@ -30,45 +32,59 @@ _RETRIES = (
     "InternalError",
     "AdapterMissingError",
 )
-
-
 # Counted at the end of each request
 _TOTALS: tuple[tuple[declaration.Counter, Callable[[Outcome], float]], ...] = (
-    (
-        declared.PREFIX_CACHE_QUERIES,
-        lambda outcome: outcome.usage.prompt_tokens if outcome.timings.attempts else 0,
-    ),
-    (declared.GENERATION_TOKENS, lambda outcome: outcome.usage.completion_tokens),
     (declared.KV_SHIPPED_BYTES, lambda outcome: outcome.timings.kv_bytes_shipped),
     (declared.KV_NOT_SHIPPED_TOKENS, lambda outcome: outcome.timings.not_shipped_tokens),
     (declared.ATTEMPTS, lambda outcome: outcome.timings.attempts),
     (declared.PLACEMENT_CALLS, lambda outcome: outcome.timings.placement_calls),
 )
+# The same by model
+_TOTALS_OF_MODEL: tuple[tuple[declaration.Counter, Callable[[Outcome], float]], ...] = (
+    (declared.PROMPT_TOKENS, lambda outcome: outcome.usage.prompt_tokens),
+    (declared.PREFIX_CACHE_HITS, lambda outcome: outcome.usage.cached_tokens),
+    (
+        declared.PREFIX_CACHE_QUERIES,
+        lambda outcome: outcome.usage.prompt_tokens if outcome.timings.attempts else 0,
+    ),
+    (declared.GENERATION_TOKENS, lambda outcome: outcome.usage.completion_tokens),
+)
+_HISTOGRAMS = (
+    *(declared.E2E, declared.TTFT, declared.TPOT),
+    *(declared.REQUEST_PROMPT_TOKENS, declared.REQUEST_GENERATION_TOKENS),
+)
 
 
 class RouterMetrics:
-    def __init__(self, registry: CollectorRegistry):
+    def __init__(self, registry: CollectorRegistry, models: Sequence[str] = ()):
+        """`models`: the names of those that the router serves."""
         self.registry = registry
         self.tenants = Tenants()
-        self.requests = declared.REQUESTS.create(registry, _OUTCOMES)
-        self.in_flight = declared.REQUESTS_IN_FLIGHT.create(registry)
-        self.retries = declared.RETRIES.create(registry, _RETRIES)
-        self.prompt_tokens = declared.PROMPT_TOKENS.create(registry)
-        self.cached_tokens = declared.PREFIX_CACHE_HITS.create(registry)
-        self._totals = [(metric.create(registry), read) for metric, read in _TOTALS]
-        self.e2e = declared.E2E.create(registry)
-        self.ttft = declared.TTFT.create(registry)
-        self.tpot = declared.TPOT.create(registry)
-        self.prompt_lengths = declared.REQUEST_PROMPT_TOKENS.create(registry)
-        self.output_lengths = declared.REQUEST_GENERATION_TOKENS.create(registry)
-        stages = declared.STAGES.create_family()
-        self._stages = [(f"{stage}_seconds", stages.of(stage)) for stage in _STAGES]
         registry.register(self.tenants)
-        registry.register(stages)
+        series = [(model, outcome) for model in (*models, declared.UNKNOWN_MODEL) for outcome in _OUTCOMES]
+        self.requests = declared.REQUESTS.create(registry, series)
+        self.in_flight = declared.REQUESTS_IN_FLIGHT.create(registry)
+        self.of_models = declared.MODEL_REQUESTS_IN_FLIGHT.create(registry)
+        self.retries = declared.RETRIES.create(registry, _RETRIES)
+        self._totals = [(metric.create(registry), read) for metric, read in _TOTALS]
+        self._totals_of_model = [(metric.create(registry, models), read) for metric, read in _TOTALS_OF_MODEL]
+        self.prompt_tokens, self.cached_tokens, *_ = (counter for counter, _ in self._totals_of_model)
+        families = {one.name: one.create_family() for one in (declared.STAGES, *_HISTOGRAMS)}
+        for family in families.values():
+            registry.register(family)
+        self._families = families
+        self._by_model: dict[str, _OfModel] = {}
+        for model in models:
+            self.of_models.labels(model)
+            self._of(model)
 
-    def overloaded(self, tenant: str) -> None:
-        """A request was refused by a limit of requests in flight or of bytes."""
-        self.requests.labels("overloaded").inc()
+    def refused(self, model: str = declared.UNKNOWN_MODEL) -> None:
+        """A request was refused by what its key allows."""
+        self.requests.labels(model, "refused").inc()
+
+    def overloaded(self, tenant: str, model: str = "") -> None:
+        """A request was refused by a limit of requests in flight or of bytes. `model`: "" before its body is read."""
+        self.requests.labels(model or declared.UNKNOWN_MODEL, "overloaded").inc()
         self.tenants.of(tenant).requests["refused"] += 1
 
     @contextlib.contextmanager
@@ -89,31 +105,59 @@ class RouterMetrics:
         finally:
             tenant.in_flight -= 1
             tenant.requests[result_of(outcome)] += 1
-            self.requests.labels(outcome).inc()
-            self.e2e.observe(time.monotonic() - began, dispatcher.trace_id)
+            self.requests.labels(dispatcher.model, outcome).inc()
+            self._of(dispatcher.model).e2e.observe(time.monotonic() - began, dispatcher.trace_id)
             self._count(dispatcher, dispatcher.outcome)
             dispatcher.finish_trace(outcome)
 
     def _count(self, dispatcher: RequestDispatcher, outcome: Outcome) -> None:
         usage, timings, trace_id = outcome.usage, outcome.timings, dispatcher.trace_id
-        for name, stage in self._stages:
+        model = self._of(dispatcher.model)
+        for name, stage in model.stages:
             stage.observe(getattr(timings, name), trace_id)
         tenant = self.tenants.of(dispatcher.tenant)
         first = dispatcher.first_token_seconds
         if first is not None:
-            self.ttft.observe(first, trace_id)
+            model.ttft.observe(first, trace_id)
             tenant.first_token.observe(first)
             if usage.completion_tokens > 1:
                 seconds = (timings.total_seconds - first) / (usage.completion_tokens - 1)
-                self.tpot.observe(seconds, trace_id)
-        self.prompt_lengths.observe(usage.prompt_tokens)
-        self.output_lengths.observe(usage.completion_tokens)
-        self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_tokens.inc(usage.cached_tokens)
+                model.tpot.observe(seconds, trace_id)
+        model.prompt_lengths.observe(usage.prompt_tokens)
+        model.output_lengths.observe(usage.completion_tokens)
         for total, read in self._totals:
             total.inc(read(outcome))
+        for total, read in self._totals_of_model:
+            total.labels(dispatcher.model).inc(read(outcome))
         tenant.prompt_tokens += usage.prompt_tokens
         tenant.cached_tokens += usage.cached_tokens
         tenant.output_tokens += usage.completion_tokens
         for reason, count in dispatcher.stats.retries.items():
             self.retries.labels(reason).inc(count)
+
+    def _of(self, model: str) -> _OfModel:
+        """`model`: of this router, never a name as a client sent it: each has series of its own."""
+        known = self._by_model.get(model)
+        if known is None:
+            known = self._by_model[model] = _OfModel.of(self._families, model)
+        return known
+
+
+@dataclass(frozen=True)
+class _OfModel:
+    """The histograms of one model."""
+
+    stages: Sequence[tuple[str, Histogram]]  # by field of Timings
+    e2e: Histogram
+    ttft: Histogram
+    tpot: Histogram
+    prompt_lengths: Histogram
+    output_lengths: Histogram
+
+    @classmethod
+    def of(cls, families: Mapping[str, HistogramFamily], model: str) -> _OfModel:
+        stages = families[declared.STAGES.name]
+        return cls(
+            [(f"{stage}_seconds", stages.of(model, stage)) for stage in _STAGES],
+            *(families[one.name].of(model) for one in _HISTOGRAMS),
+        )

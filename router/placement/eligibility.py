@@ -45,8 +45,9 @@ class Eligibility:
         models: Sequence[str] = (),
     ):
         """`unknown`: workers in Redis's sets that the view before lacked. `models`: the names of the router's models, the
-        first of which has the workers that name none; with fewer than two, every worker serves the one."""
+        first of which has the workers that name none; without any, every worker serves the one."""
         self._models = tuple(models) if len(models) > 1 else ("",)
+        self._only = models[0] if len(models) == 1 else ""  # the name of ""
         self.workers = workers
         self.by_name = {worker.name: worker for worker in workers}
         self.unknown = {name: role for name, role in (unknown or {}).items() if name not in self.by_name}
@@ -80,12 +81,19 @@ class Eligibility:
         self._pools: dict[KvGroup | None, _Pool] = {}
 
     def model_of(self, worker: WorkerInfo) -> str:
-        """The name of the model that a worker serves; "" where there is one."""
-        return (worker.served_model or self._models[0]) if len(self._models) > 1 else ""
+        """The name of the model that a worker serves; "" for the only one.
+
+        Where a second model is added, its workers may come while routers of the first one only still serve.
+        """
+        own = worker.served_model
+        if len(self._models) > 1:
+            return own or self._models[0]
+        return own if self._only and own != self._only else ""
 
     def serves(self, worker: WorkerInfo, model: str) -> bool:
         """Whether a worker is of a model of this router."""
-        return len(self._models) == 1 or self.model_of(worker) == (model or self._models[0])
+        asked = model if len(self._models) > 1 else ""
+        return self.model_of(worker) == (asked or self._models[0])
 
     def kv_groups(self, model: str) -> KvGroups:
         """Those of a model of this router."""

@@ -19,7 +19,9 @@ from collections.abc import Iterator
 
 WORD = 8
 STATUS_BYTES = 1024
-MAX_TENANTS = 1 << 16  # with requests in flight in one process; more are refused
+MAX_TENANTS = (
+    1 << 17
+)  # and what they have of one model, with requests in flight in one process; more are refused
 READ_TRIES = 3
 
 
@@ -55,9 +57,9 @@ class SharedMemory:
         self._slot_bytes = _slot_size(tenants)
 
     @classmethod
-    def create(cls, processes: int, max_requests: int) -> SharedMemory:
-        """For `max_requests` in flight: as many tenants can have some at once."""
-        tenants = min(max_requests, MAX_TENANTS)
+    def create(cls, processes: int, holders: int) -> SharedMemory:
+        """`holders`: that can have requests in flight at once."""
+        tenants = min(holders, MAX_TENANTS)
         fd = os.memfd_create("baton-router")
         os.ftruncate(fd, _size(processes, tenants))
         return cls(fd, processes, tenants)

@@ -22,6 +22,7 @@ from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS, SUSPECT_SECONDS
 from cluster.telemetry.metrics import router as declared
 from cluster.telemetry.registry import Registry
+from router.admission.admission import most_holders
 from router.listening import allow_connections, listen_http, refuse_connections, reserve_grpc
 from router.processes.child_process import ChildProcess
 from router.processes.member import drain_limit_seconds, kill_limit_seconds, process_config
@@ -47,7 +48,7 @@ class RouterProcesses:
         self._changed = changed
         self._http = listen_http(config)
         self._grpc = reserve_grpc(config)
-        self._memory = SharedMemory.create(config.processes, config.max_concurrent_requests)
+        self._memory = SharedMemory.create(config.processes, most_holders(config))
         registry = Registry(aliases="none")
         self._restarts = declared.PROCESS_RESTARTS.create(registry)
         self.metrics = MergedMetrics(registry)

@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
@@ -35,11 +36,17 @@ from cluster.security.keys import RateLimits
 from cluster.telemetry.metrics import router as metrics
 from router.placement.script_call import Argument
 from router.quota.scripts import CALL_SECONDS, RETRY_SECONDS, QuotaScripts
+from router.quota.unproven import UnprovenTickets
 from router.quota.unsettled import Unsettled
 
 TAKE_BACK_SECONDS = 0.5  # after a cancelled call; taken back at once, a slow charge could arrive after that
 EXPECTED_OUTPUT_TOKENS = 256  # of one choice, at most: most answers end before their max_tokens
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
+
+
+def holder_of(tenant: str, model: str) -> str:
+    """The owner of a bucket: a tenant, or what it may use of one model. Names are printable."""
+    return f"{tenant}\0{model}" if model else tenant
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class ChargedRequest:
 class QuotaCharge:
     """What one request was charged, for `settle`. Not `certain`: it was charged only if its record in Redis says so."""
 
-    tenant: str
+    tenant: str  # holder_of
     limits: RateLimits
     tokens: int
     request: ChargedRequest
@@ -88,6 +95,7 @@ class Quota:
         self.scripts = QuotaScripts(redis_url, namespace)
         # Tenants without a request left: their limit per minute, and when there is one again.
         self._used_up: dict[str, tuple[int, float]] = {}
+        self.tickets = UnprovenTickets()
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()
@@ -96,28 +104,56 @@ class Quota:
         self.taken_over = metrics.QUOTA_TAKEN_OVER.create(registry)
         self.refused = metrics.QUOTA_REFUSED.create(registry, _LIMITS)
 
-    def check(self, tenant: str, limits: RateLimits) -> None:
+    def check(self, tenant: str, limits: RateLimits, model: str = "") -> None:
         """Refuse a request whose tenant had no request left when it was last asked for, and has none since; before work
-        that a charge can only follow. Raises OverloadedError as `charge` does."""
-        limit, until = self._used_up.get(tenant, (0, 0.0))
-        wait = until - time.monotonic()
-        if wait > 0 and limit == limits.requests_per_minute:
-            raise self._refusal(limits, "requests_per_minute", wait)
+        that a charge can only follow. `model`: as for `charge`. Raises OverloadedError as that does."""
+        wait = self._wait(tenant, limits, model)
+        if wait > 0:
+            raise self._refusal(limits, "requests_per_minute", wait, model)
 
-    def _refusal(self, limits: RateLimits, name: str, wait: float) -> OverloadedError:
+    @contextlib.asynccontextmanager
+    async def check_resumed(
+        self, tenant: str, buckets: Sequence[tuple[RateLimits, str]], seconds: float
+    ) -> AsyncIterator[None]:
+        """`check` for a request with a resume ticket, to be held until the ticket is checked: if it is valid, the
+        request was charged before, and `tickets.proven` must be called. Waits at most `seconds` for others of the
+        tenant. `buckets`: limits, each with its model, as for `charge`. Raises OverloadedError."""
+        wait = max(self._wait(tenant, *one) for one in buckets)
+        if wait <= 0:
+            yield
+            return
+        async with self.tickets.turn(tenant, time.monotonic() + wait, seconds) as may:
+            if not may:
+                for one in buckets:
+                    self.check(tenant, *one)
+            yield
+
+    def _wait(self, tenant: str, limits: RateLimits, model: str = "") -> float:
+        """Seconds until a tenant whose requests are used up has one again; none are: at most 0."""
+        limit, until = self._used_up.get(holder_of(tenant, model), (0, 0.0))
+        return until - time.monotonic() if limit == limits.requests_per_minute else 0.0
+
+    def _refusal(self, limits: RateLimits, name: str, wait: float, model: str) -> OverloadedError:
         self.refused.labels(name).inc()
         limit = getattr(limits, name)
+        of_model = f" for model {model!r}" if model else ""
         return OverloadedError(
-            f"this tenant's {name.replace('_', ' ')} are used up: {limit}",
+            f"this tenant's {name.replace('_', ' ')}{of_model} are used up: {limit}",
             field=name,
             limit=str(limit),
             retry_after_seconds=max(0.001, wait),
         )
 
     async def charge(
-        self, tenant: str, limits: RateLimits, tokens: int, request: ChargedRequest | None = None
+        self,
+        tenant: str,
+        limits: RateLimits,
+        tokens: int,
+        request: ChargedRequest | None = None,
+        model: str = "",
     ) -> QuotaCharge | None:
-        """`tokens`: what the request is expected to use, at all its routers. None: there is nothing to settle.
+        """`tokens`: what the request is expected to use, at all its routers. `model`: the limits are the tenant's on this
+        model. None: there is nothing to settle.
 
         Raises OverloadedError with the limit and the time until there is room again.
         """
@@ -126,7 +162,8 @@ class Quota:
         if not self.scripts.may_ask():
             self.unchecked.inc()
             return None
-        charge = QuotaCharge(tenant, limits, tokens, request or ChargedRequest())
+        holder = holder_of(tenant, model)
+        charge = QuotaCharge(holder, limits, tokens, request or ChargedRequest())
         arguments = (
             limits.requests_per_minute or 0,
             limits.tokens_per_minute or 0,
@@ -137,7 +174,7 @@ class Quota:
             int(charge.request.seconds * 1000),
         )
         try:
-            answer = await self.scripts.charge(tenant, charge.request.name, arguments)
+            answer = await self.scripts.charge(holder, charge.request.name, arguments)
         except asyncio.CancelledError:
             self._background_tasks.spawn(self._take_back(charge))
             raise
@@ -149,9 +186,9 @@ class Quota:
         if which:
             name, wait = _LIMITS[which - 1], wait_milliseconds / 1000
             if name == "requests_per_minute":
-                self._used_up[tenant] = (limits.requests_per_minute or 0, time.monotonic() + wait)
-            raise self._refusal(limits, name, wait)
-        self._used_up.pop(tenant, None)
+                self._used_up[holder] = (limits.requests_per_minute or 0, time.monotonic() + wait)
+            raise self._refusal(limits, name, wait, model)
+        self._used_up.pop(holder, None)
         return charge
 
     async def settle(self, charge: QuotaCharge, use: Use | None) -> None:

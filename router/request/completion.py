@@ -58,6 +58,7 @@ class Completion:
     tenant: str = ""  # the owner of its API key
     weight: float = 1.0  # of the tenant, beside other tenants'
     rate_limits: RateLimits = NO_LIMITS
+    model_rate_limits: RateLimits = NO_LIMITS  # of the tenant on this model, beside those
     # From the client: within its tenant, only requests with the same salt share prefixes
     cache_salt: str = ""
     prefix_scope: str = ""  # requests with the same scope share prefixes

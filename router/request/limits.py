@@ -69,6 +69,10 @@ class FieldLimits:
     def _is_own(self, model: str) -> bool:
         return not model or model == self.served_model or model in self.settings.model_aliases
 
+    def named(self, model: str) -> str:
+        """The name of the adapter, or of the model, that a name of this model means. Raises UnknownModelError."""
+        return model if self.adapter_of(model) else self.served_model
+
     def check_model(self, model: str) -> None:
         """Raises UnknownModelError."""
         self.adapter_of(model)

@@ -159,8 +159,9 @@ def content_size(content: Any) -> int:
         return 0
     size = MESSAGE_CHARACTERS * len(content)
     if size <= INLINE_CHAT_CHARACTERS:
-        texts = (part.get("text") for part in content if isinstance(part, dict))
-        size += sum(len(text) for text in texts if isinstance(text, str))
+        # Whatever a part calls its text: `text`, `refusal`
+        members = (value for part in content if isinstance(part, dict) for value in part.values())
+        size += sum(len(value) for value in members if isinstance(value, str))
     return size
 
 

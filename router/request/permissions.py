@@ -1,14 +1,15 @@
-"""What a key allows: parts of an answer that only admins' keys see (workers, queueing times, placement), and a class of
-priority."""
+"""What a key allows: models, parts of an answer that only admins' keys see (workers, queueing times, placement), and a
+class of priority."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.errors import ForbiddenError
+from cluster.errors import ForbiddenError, UnknownModelError
 from cluster.security.keys import Caller
 from router.placement.types import priority_class_of
 from router.request.completion import Completion
+from router.request.limits import MAX_SHOWN
 from wire import inference_pb2
 
 _CLASSES = ("batch", "normal", "high")  # the lowest first
@@ -35,6 +36,18 @@ def check_allowed(completion: Completion, caller: Caller) -> None:
             "max_priority of the key's entry raises it",
             field="priority",
             limit=caller.max_priority,
+        )
+
+
+def check_model_allowed(caller: Caller, asked: str, named: str) -> None:
+    """`named`: the model or adapter that `asked` is a name of; "" = none that is served.
+
+    Raises UnknownModelError, the same for a model that is not served: a key shows only the models that it allows.
+    """
+    if not named or not caller.may_name(named):
+        shown = asked[:MAX_SHOWN] or "the default"
+        raise UnknownModelError(
+            f"model: {shown!r} does not exist or this API key has no access to it", field="model"
         )
 
 

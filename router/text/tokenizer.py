@@ -236,6 +236,16 @@ class ModelText:
             return self._encode(given, special)
         return await self._pool_for(len(text)).run(tenant, self._encode, given, special)
 
+    async def lengths(
+        self, read: Callable[[], Sequence[str]], characters: int, *, tenant: str = ""
+    ) -> list[int]:
+        """The tokens of each text that `read` returns, on a thread. `characters`: about as many as they have together."""
+
+        def counted() -> list[int]:
+            return list(map(len, self.tokenizer.encode_batch_fast(list(read()), add_special_tokens=False)))
+
+        return await self._pool_for(characters).run(tenant, counted)
+
     async def decode(self, tokens: Sequence[int], *, tenant: str = "") -> str:
         """The text of token ids, special ones included."""
 

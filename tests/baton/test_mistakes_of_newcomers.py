@@ -21,6 +21,8 @@ from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
 from cluster.errors import ConfigError
+from cluster.kubernetes.api import default_files
+from loadgen.reach import why_unreachable
 
 Said = Callable[..., str]
 
@@ -159,10 +161,10 @@ def test_a_port_that_is_taken(flag, taken, model, said):
 
 
 def test_weights_that_are_larger_than_the_memory(model, monkeypatch):
-    """A third of them fits; int8 halves what bf16 takes, and two ranks halve it again."""
+    """Stored in fp32, bf16 halves them, int8 halves that, and two ranks halve it again."""
     stored = (model / "model.safetensors").stat().st_size
     change(model, dtype="bfloat16", torch_dtype="bfloat16")
-    monkeypatch.setattr(UpOptions, "_rank_bytes", {"prefill": stored // 3, "decode": stored // 3})
+    monkeypatch.setattr(UpOptions, "_rank_bytes", {"prefill": stored // 6, "decode": stored // 6})
     ports = {"http_port": 0, "grpc_port": 0}
     with pytest.raises(
         ConfigError, match=r"its weights take at least .* GiB on each of 1 ranks .* smaller model"
@@ -203,6 +205,34 @@ def test_no_kubernetes_cluster(said, monkeypatch, tmp_path):
     assert f"there is no {tmp_path / 'none'}, and this is no pod of one" in said("doctor")
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "a: 1", "\x00"])
+def test_a_file_that_is_no_kubeconfig(text, said, monkeypatch, tmp_path):
+    file = tmp_path / "kubeconfig"
+    file.write_text(text)
+    assert "no way to a cluster: " in said("doctor", "--kubeconfig", str(file))
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    assert "there is no" not in said("doctor")
+
+
+def test_an_empty_variable_is_as_none_for_the_kubeconfig(monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", "")
+    assert default_files() == ["~/.kube/config"]
+
+
+def test_a_host_that_is_no_name(said):
+    assert "no router answers at a..b:5" in said("generate", "hello", "--target", "a..b:5")
+
+
+def test_a_proxy_that_grpc_takes_is_not_gone_round(monkeypatch):
+    for name in ("grpc_proxy", "http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    assert why_unreachable("router.invalid:50051") == ""
+    assert why_unreachable("127.0.0.1:1") and why_unreachable("http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "router.invalid")
+    assert why_unreachable("router.invalid:50051")
+
+
 def test_checks_of_a_start_do_without_torch():
     """Its import alone may take the two seconds that such a sentence may take."""
     command = "import sys, baton.cli.main, baton.local.preflight; sys.exit('torch' in sys.modules)"
@@ -225,3 +255,7 @@ def test_what_a_started_cluster_says(model, tmp_path):
     options = UpOptions(model, certs=certs, router={"api_keys_file": keys})
     words = shlex.split(ready_lines(state, options)[2].removeprefix("try"))
     assert words[1:5] == ["--cacert", str(certs / "ca.pem"), "-H", "authorization: Bearer KEY"]
+    mutual = UpOptions(model, certs=certs, require_client_certs=True)
+    words = shlex.split(ready_lines(state, mutual)[2].removeprefix("try"))
+    own = ["--cert", str(certs / "client.pem"), "--key", str(certs / "client.key")]
+    assert words[1:7] == ["--cacert", str(certs / "ca.pem"), *own]

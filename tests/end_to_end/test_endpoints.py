@@ -360,7 +360,7 @@ def test_health_ready_models_and_metrics(http):
     assert http.get("/v1/models/other").status_code == 404
     http.post("/v1/completions", json={"model": NAME, "prompt": "abc", "max_tokens": 3})
     metrics = http.get("/metrics").text
-    assert 'baton_requests_total{outcome="ok"}' in metrics
+    assert f'baton_requests_total{{model="{NAME}",outcome="ok"}}' in metrics
     assert "baton_time_to_first_token_seconds_count" in metrics
     assert 'baton_placement_cost_seconds_count{term="handoff"}' in metrics
 

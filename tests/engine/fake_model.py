@@ -19,7 +19,7 @@ from engine.lora.loaded import NoAdapters
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES
 from engine.plan import StepPlan, table_rows
-from engine.prompt_scores import Score
+from engine.prompt_scores import Scores
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 
@@ -114,7 +114,7 @@ class FakeRunner:
                 assert buffers.table[item.row, : len(item.block_ids)].tolist() == item.block_ids, item
             assert buffers.table[buffers.null_row].eq(self.num_blocks).all(), "the row of padding"
 
-    def take_scores(self) -> list[list[Score]]:
+    def take_scores(self) -> list[Scores]:
         raise AssertionError("no request asks for log probabilities of its prompt")
 
     def take_pooled(self) -> list[Tensor]:

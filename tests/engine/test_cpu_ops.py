@@ -13,7 +13,7 @@ from numba import cfunc, types
 from torch import Tensor
 
 from engine.layers.linear import PanelLinear
-from engine.model.rope import tables
+from engine.model.rotary import tables
 from engine.ops import cpu_jobs, cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_llvm import integers

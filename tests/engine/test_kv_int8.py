@@ -19,7 +19,7 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.build import load_model
-from engine.model.rope import tables
+from engine.model.rotary import tables
 from engine.ops import cpu_conversion, cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps

@@ -147,24 +147,58 @@ def test_one_rank_that_fails_stops_the_others():
     world.leader.begin(A)
     with pytest.raises(ModelError, match="gone"):
         world.digest()
-    thread = world.ranks[1].reading._thread
+    (thread,) = world.ranks[1].reading._threads
     world.close()
-    assert thread is not None
     thread.join(WAIT_SECONDS)
     assert told == [True] and world.ranks[1].reading.answer().state is State.NOT_READ
 
 
-def test_a_reading_that_never_ends_is_not_joined_by_another(monkeypatch):
+def test_a_rank_does_not_follow_links_out_of_the_directory(tmp_path):
+    """On its own node, whatever the leader finds on that of its own."""
+    (tmp_path / "dir" / "a").mkdir(parents=True)
+    (tmp_path / "dir" / "out").symlink_to(tmp_path)
+    root, world = tmp_path / "dir", World(found(), found())
+    begin = world.ranks[0].reading.begin
+    world.ranks[0].reading.begin = lambda directory, below=None: begin(directory)  # type: ignore[method-assign]
+    for name in ("out", ".", "a/../.."):
+        world.leader.begin(root / name, root)
+        with pytest.raises(ModelError, match=r"rank 1: .* is not below"):
+            world.digest()
+    world.leader.begin(root / "a", root)
+    assert world.digest() == "d"
+    world.close()
+
+
+def test_readings_that_never_end_do_not_add_up(monkeypatch):
+    """Also where the one before has only waited for the one that hangs."""
     monkeypatch.setattr("engine.lora.reading.FORMER_SECONDS", 0.01)
-    never = threading.Event()
-    reading = AdapterReading(lambda directory, stopped: never.wait() and None)  # type: ignore[arg-type,return-value]
+    never, begun = threading.Event(), []
+
+    def hangs(directory: Path, stopped: threading.Event) -> Adapter:
+        begun.append(directory)
+        never.wait()
+        raise OSError
+
+    reading = AdapterReading(hangs)
     reading.begin(A)
-    reading.drop()
-    reading.begin(A)
-    assert reading._thread is not None
-    reading._thread.join(WAIT_SECONDS)
-    assert "still being read" in reading.answer().text
+    for _ in range(4):
+        reading.drop()
+        reading.begin(A)
+        reading._threads[-1].join(WAIT_SECONDS)
+        assert "still being read" in reading.answer().text
+    assert begun == [A]
     never.set()
+
+
+def test_a_rank_without_threads_says_so(monkeypatch):
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reading = AdapterReading(found())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        reading.begin(A)
+    assert reading.answer() == Answer(State.NOT_READ, "can't start new thread")
 
 
 def test_answers_and_orders_travel():
@@ -174,6 +208,6 @@ def test_answers_and_orders_travel():
     read = Answer.all_of(gathered)
     assert read[:2] == given[:2]
     assert read[2].text.startswith("ü" * 200) and len(read[2].text.encode()) < ANSWER_BYTES + 3
-    message = AdapterMessage(Order.READ, 0, "/ä")
+    message = AdapterMessage(Order.READ, 0, "/ä/b", "/ä")
     assert AdapterMessage.of(message.to_bytes()) == message
     assert AdapterMessage.of(b"\1\0\0\0") is None

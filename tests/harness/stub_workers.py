@@ -12,7 +12,8 @@ import asyncio
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import grpc
@@ -187,10 +188,14 @@ def _unary(handler: Any, request: Any) -> Any:
     )
 
 
-def register(redis_url: str, namespace: str, role: Role, worker: LinkedWorker, address: str) -> Registration:
+def register(
+    redis_url: str, namespace: str, role: Role, worker: LinkedWorker, address: str, model: str = ""
+) -> Registration:
+    """`model`: the name that it registers; "" = none."""
+    model_id = f"{MODEL_ID}-{model}" if model else MODEL_ID
     layout = common_pb2.KvLayout(
         wire_version=WIRE_VERSION,
-        model_id=MODEL_ID,
+        model_id=model_id,
         dtype="bfloat16",
         page_size=16,
         num_layers=16,
@@ -203,7 +208,8 @@ def register(redis_url: str, namespace: str, role: Role, worker: LinkedWorker, a
         epoch=worker.epoch,
         slot=0,
         role=role,
-        model_id=MODEL_ID,
+        model_id=model_id,
+        served_model=model,
         address=address,
         metrics_address="",
         link_address=worker.address,
@@ -219,8 +225,13 @@ def register(redis_url: str, namespace: str, role: Role, worker: LinkedWorker, a
 
 
 async def serve(
-    redis_url: str, namespace: str, pairs: int, make: Callable[[], StubWorkers] = StubWorkers
+    redis_url: str,
+    namespace: str,
+    pairs: int,
+    make: Callable[[], StubWorkers] = StubWorkers,
+    models: Sequence[str] = ("",),
 ) -> None:
+    """`models`: names that workers register, `pairs` of each role for each; "" = none."""
     stubs = make()
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(services(stubs))
@@ -228,11 +239,10 @@ async def serve(
     await server.start()
     roles: tuple[Role, Role] = ("prefill", "decode")
     registered = []
-    for role in roles:
-        for number in range(pairs):
-            worker = stubs.add(f"stub-{role}-{number}", secrets.randbits(64) or 1)
-            await worker.start()
-            registered.append(register(redis_url, namespace, role, worker, address))
+    for role, (number, model) in product(roles, enumerate(model for model in models for _ in range(pairs))):
+        worker = stubs.add(f"stub-{role}-{number}", secrets.randbits(64) or 1)
+        await worker.start()
+        registered.append(register(redis_url, namespace, role, worker, address, model))
     sys.stdout.write(address + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)

@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from loadgen import cli
 from loadgen.cli import load
 from tests.harness.stub_inference import StubRouter
 
@@ -53,7 +54,9 @@ def test_questions_come_from_a_file(router: StubRouter, tmp_path: Path) -> None:
     assert router.inference.requests[0].chat.messages[0].content == "first question"
 
 
-def test_nothing_answered_is_a_failure() -> None:
+def test_nothing_answered_is_a_failure(monkeypatch) -> None:
+    """Targets that end after the look at them."""
+    monkeypatch.setattr(cli, "why_unreachable", lambda address: "")
     result = CliRunner().invoke(app, ["--target", "127.0.0.1:1", "--requests", "2"])
     assert result.exit_code == 1
     assert "grpc_unavailable at 127.0.0.1:1" in result.output

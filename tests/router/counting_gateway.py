@@ -11,9 +11,9 @@ from cluster.config.router import RouterConfig
 from router.admission.start_queue import StartQueue
 from router.gateway import RequestGateway
 from router.request.answer_plan import AnswerPlan
-from router.request.validator import Validator
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
+from tests.router.stub_model import stub_model
 
 CONTEXT = 64
 
@@ -21,10 +21,10 @@ CONTEXT = 64
 class Gateway(SimpleNamespace):
     encode, converse, preparing = RequestGateway.encode, RequestGateway.converse, RequestGateway.preparing
     model, models, further = RequestGateway.model, RequestGateway.models, RequestGateway.further
-    check_message = RequestGateway.check_message
-    grammars: Any = None
+    check_message, check_ticket = RequestGateway.check_message, RequestGateway.check_ticket
     _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
-    _rate_limits = RequestGateway._rate_limits
+    _rate_limits, _owned = RequestGateway._rate_limits, RequestGateway._owned
+    counted, _buckets = RequestGateway.counted, RequestGateway._buckets
 
 
 class Text:
@@ -53,10 +53,10 @@ class Text:
         return given, Rendered("".join(message["content"] for message in given.messages))
 
 
-def counting_gateway() -> Any:
+def counting_gateway(config: RouterConfig | None = None) -> Any:
     text: Any = Text()
-    config = RouterConfig(model=Path("/models/m"))
+    config = config or RouterConfig(model=Path("/models/m"))
     admission = SimpleNamespace(starts=StartQueue())
     plans = SimpleNamespace(plan=lambda *given: AnswerPlan())
-    validator = Validator(config, text)
-    return Gateway(text=text, config=config, validator=validator, admission=admission, plans=plans)
+    first = stub_model(config, text, grammars=SimpleNamespace(refusal=""), plans=plans)
+    return Gateway(first=first, text=text, config=config, admission=admission)

@@ -11,7 +11,8 @@ import pytest
 from cluster.errors import AdapterMissingError, InvalidRequestError, ModelError
 from cluster.membership.wanted_adapters import Wanted, check_path, parse
 from engine.lora.loaded import LoadedAdapters
-from worker.adapters import RETRY_SECONDS, AdapterChanges
+from engine.lora.reading import inside
+from worker.adapters import LOOK_SECONDS, RETRY_SECONDS, AdapterChanges
 
 
 class Runner:
@@ -24,9 +25,10 @@ class Runner:
         self.reading: Path | None = None
         self.slow = 0  # questions that are answered with "not yet"
 
-    def begin(self, directory: Path) -> None:
+    def begin(self, directory: Path, below: Path | None = None) -> None:
+        assert below is not None, "calls name directories"
+        self.reading = inside(directory, below)
         self.reads += 1
-        self.reading = directory
 
     def digest(self) -> str | None:
         assert self.reading is not None
@@ -147,7 +149,9 @@ async def test_a_replacement_of_an_idle_one_goes_at_once_with_all_slots_taken(wo
     await world.changes.follow()
     world.wanted = {"x": Wanted("b", "2")}
     await world.changes.follow()
-    assert world.published == [(("fixed", "fixed"), ("x", "a")), (("fixed", "fixed"), ("x", "b"))]
+    alone = ("fixed", "fixed")
+    # Not under its name meanwhile: a router would take the old one for the new.
+    assert world.published == [(alone, ("x", "a")), (alone,), (alone, ("x", "b"))]
 
 
 async def test_files_that_do_not_answer_are_given_up(world, monkeypatch):
@@ -157,6 +161,51 @@ async def test_files_that_do_not_answer_are_given_up(world, monkeypatch):
     await world.changes.follow()
     assert "not read within" in world.changes.refused_text
     assert world.runner.reading is None and world.engine_has == {"fixed"}
+
+
+@pytest.mark.parametrize("then", [{}, {"x": Wanted("b", "2")}])
+async def test_what_was_unloaded_while_it_was_read_is_not_loaded(then, world, monkeypatch):
+    """Neither for a moment, nor in the place of its successor; and others are given up meanwhile."""
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
+    world.in_use = {"fixed"}
+    world.wanted = {"other": Wanted("b", "1")}
+    await world.changes.follow()
+    asked = world.runner.digest
+    world.wanted = {**world.wanted, "x": Wanted("a", "1")}
+
+    def unloaded() -> str | None:
+        world.wanted = then
+        found: str | None = asked()
+        return found
+
+    world.runner.digest = unloaded
+    await world.changes.follow()
+    alone = ("fixed", "fixed")
+    assert world.published == [(alone, ("other", "b")), (alone,)]
+    assert world.runner.reading is None and not world.changes.refusals
+    await world.changes.follow()
+    assert world.changes.pairs == (alone, *((name, one.path) for name, one in then.items()))
+
+
+async def test_slow_files_do_not_keep_others_from_being_unloaded(world, monkeypatch):
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
+    world.wanted = {"x": Wanted("a", "1")}
+    await world.changes.follow()
+    world.wanted = {"y": Wanted("b", "1"), "x": Wanted("a", "1")}
+    world.runner.slow = 4
+    asked, seen = world.runner.digest, []
+
+    def slowly() -> str | None:
+        world.now += LOOK_SECONDS
+        world.wanted.pop("x", None)
+        seen.append(world.published[-1])
+        found: str | None = asked()
+        return found
+
+    world.runner.digest = slowly
+    await world.changes.follow()
+    assert seen[-1] == (("fixed", "fixed"),)
+    assert world.published[-1] == (("fixed", "fixed"), ("y", "b"))
 
 
 async def test_adapters_of_other_models_are_left_to_their_workers(world):
@@ -204,9 +253,7 @@ async def test_what_cannot_be_loaded_is_said_and_tried_again_later(world, tmp_pa
     assert world.reads == 3  # one each, also of that without a slot; none outside the directory
     refused = world.changes.refused_text
     assert refused is not None
-    assert all(
-        part in refused for part in ("gone: is missing", "out: out is not below lora_dir", "max_loras")
-    )
+    assert all(part in refused for part in ("gone: is missing", "/dir/out is not below", "max_loras"))
     assert world.engine_has == {"fixed", "b"}
     (tmp_path / "dir" / "c").mkdir()
     (tmp_path / "dir" / "c" / "digest").write_text("c")

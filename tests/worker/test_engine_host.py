@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import DrainingError
+from cluster.errors import DrainingError, InternalError
 from engine.engine import Engine
+from engine.parallel.group import LostRankError
 from engine.request import EngineRequest, SamplingParams, StepOutput
 from tests.engine.fake_model import FakeRunner, continuation
 from tests.harness.waiting import until
@@ -91,6 +92,29 @@ async def test_a_thread_that_cannot_be_prepared_is_a_failure():
     assert str(failures[0]) == "no such card" and not host.healthy()
     with pytest.raises(DrainingError):
         await asyncio.wait_for(host.call(lambda e: e.steps), 60)
+    await host.stop()
+
+
+async def test_a_rank_that_is_lost_in_a_command_is_a_failure():
+    """As in a step: the others may be in another operation than the leader. What else a command raises is its caller's."""
+    failures: list[BaseException] = []
+    host = EngineHost(
+        FullEngine(),  # type: ignore[arg-type]
+        on_output=lambda output: None,
+        on_failure=failures.append,
+        step_stall_seconds=5.0,
+    )
+    host.start()
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    for error in (InternalError("one request's"), LostRankError("rank 1")):
+        assert not failures
+        with pytest.raises(InternalError, match=str(error)):
+            await asyncio.wait_for(host.call(lambda engine, error=error: fail(error)), 60)  # type: ignore[misc]
+    await until(lambda: bool(failures), "the failure")
+    assert isinstance(failures[0], LostRankError) and not host.healthy()
     await host.stop()
 
 
@@ -219,7 +243,7 @@ def test_a_failed_step_concerns_its_own_requests_or_all(items, blamed):
     assert [name for name in "ab" if make(engine).in_failed_step(name)] == blamed
 
 
-@pytest.mark.parametrize("kind", ["tokens", "prompt_tokens", "done", "evicted_reservations"])
+@pytest.mark.parametrize("kind", ["tokens", "prompts", "done", "evicted_reservations"])
 def test_a_step_with_any_result_is_reported(kind):
     output, seen = StepOutput([], []), []
     getattr(output, kind).append(object())

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import InternalError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
@@ -24,6 +27,7 @@ from kv_transfer.messages import Confirmed, NewEpoch, PeerRank, Wake
 from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import FakeRank, Reports
 from wire.handoff_pb2 import PartData
+from worker.loaded_engine import LoadedEngine
 from worker.ranks import ranks, watch
 from worker.ranks.pipe import KINDS_DIGEST, RankHello, RankPipe, Ready
 from worker.ranks.process import START_SECONDS, RankOutbox, RemoteRank, StartingRank, spawn_rank
@@ -206,23 +210,37 @@ def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
     assert not remote._thread.is_alive() and not reports.failures and not remote.failure
 
 
-def test_a_rank_that_hangs_in_the_warm_up_ends_the_start(monkeypatch):
+@pytest.mark.parametrize("what", ["the warm-up", "reading adapter x"])
+def test_a_rank_that_hangs_before_the_worker_serves_ends_the_start(what, monkeypatch):
     """The watch of a worker that serves does not run yet, and a collective operation has no time-out."""
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.01)
     rank = FakeRank(silent=START_SECONDS - 1)
 
-    class Runner:
-        def warm_up(self, tell: object) -> None:
-            time.sleep(0.2)
-            assert not rank.killed, "it may still come"
-            rank.silent = START_SECONDS
-            wait_for(lambda: rank.killed, 30.0, "the silent rank is killed")
-            raise InternalError("a rank of the group was lost")
+    def operate(*_: object) -> None:
+        time.sleep(0.2)
+        assert not rank.killed, "it may still come"
+        rank.silent = START_SECONDS
+        wait_for(lambda: rank.killed, 30.0, "the silent rank is killed")
+        raise InternalError("a rank of the group was lost")
 
     remote: Any = [rank]
-    runner: Any = Runner()
-    with pytest.raises(SetupError, match="warm-up failed: a rank of the group was lost"):
-        Ranks(runner, [], [], remote, RankWatch(remote, Arrivals())).warm_up(say)
+    config = WorkerConfig(
+        role="decode",
+        engine=EngineConfig(model=Path("/fake"), lora=("x=/x",)),
+        redis_url="redis://none",
+        secret="s" * 16,
+    )
+    loaded: Any = LoadedEngine.__new__(LoadedEngine)
+    runner: Any = SimpleNamespace(warm_up=operate)
+    loaded.engine = SimpleNamespace(adapters=SimpleNamespace(load=operate))
+    loaded.ranks = Ranks(runner, [], [], remote, RankWatch(remote, Arrivals()))
+    health: Any = SimpleNamespace(describe=say)
+    starts = {
+        "the warm-up": lambda: loaded.ranks.warm_up(say),
+        "reading adapter x": lambda: loaded._load_adapters(config.engine, health),
+    }
+    with pytest.raises(SetupError, match=f"{what} failed: a rank of the group was lost"):
+        starts[what]()
 
 
 @pytest.mark.parametrize(

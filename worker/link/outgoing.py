@@ -14,6 +14,7 @@ from worker.link.handle import Handle
 
 PIECE_BYTES = 72  # of a piece of a large token, without its top_logprobs
 ALTERNATIVE_BYTES = 16  # of one of its top_logprobs, at most
+PROMPT_ENTRIES = 512  # log probabilities of prompts in a frame: they become messages there, which takes 1 ms
 ROW_BYTES = 31  # of a row of the columns, at most
 MAX_ROWS = 2048
 MAX_REPLAY_ROWS = MAX_ROWS // 2  # of handles with several tokens due: fresh ones of the others go first
@@ -148,6 +149,7 @@ class _Rows:
     def __init__(self, frame: link_pb2.WorkerFrame, left: int):
         self._frame = frame
         self.left = left  # bytes
+        self._of_prompts = PROMPT_ENTRIES
         self._handles: list[int] = []
         self._choices: list[int] = []
         self._positions: list[int] = []
@@ -181,7 +183,10 @@ class _Rows:
         """At most `most` tokens of each choice."""
         for choice in handle.log.in_order:
             due = min(len(choice.tokens) + choice.first, choice.limit, choice.sent + most)
+            is_prompt = choice is handle.log.prompt
             while choice.sent < due and self.left >= ROW_BYTES:
+                if is_prompt and self._of_prompts <= 0:
+                    return
                 extra = choice.extras.get(choice.sent) if choice.extras else None
                 if extra is None:
                     self._handles.append(handle.number)
@@ -192,7 +197,9 @@ class _Rows:
                 elif not self._extra(handle.number, choice, extra):
                     return
                 choice.sent += 1
-            if choice is handle.log.prompt and choice.sent < choice.end:
+                if is_prompt and extra is not None:
+                    self._of_prompts -= 1 + len(extra.top_logprobs)
+            if is_prompt and choice.sent < choice.end:
                 return
 
     def _extra(self, number: int, choice: ChoiceLog, token: common_pb2.Token) -> bool:

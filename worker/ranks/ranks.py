@@ -7,8 +7,10 @@ leader process                         rank process (one per further rank, perha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +42,22 @@ class Ranks:
     draft: ModelRunner | None = None  # of the draft model
 
     def warm_up(self, tell: Tell) -> None:
-        """Run every kernel once, on all ranks. Raises SetupError if one was lost meanwhile, or was silent too long, or if
-        it takes longer than `warm_up_seconds`."""
+        """Run every kernel once, on all ranks. Raises SetupError, also if it takes longer than `warm_up_seconds`."""
+        with self.starting("the warm-up"):
+            self.runner.warm_up(tell)
+
+    @contextlib.contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """Context of collective operations before the worker serves. Raises SetupError if a rank was lost meanwhile, or
+        was silent too long."""
         over = threading.Event()
         threading.Thread(
-            target=self.watch.kill_silent_until, args=(over, START_SECONDS), name="warm-up-watch", daemon=True
+            target=self.watch.kill_silent_until, args=(over, START_SECONDS), name="start-watch", daemon=True
         ).start()
         try:
-            self.runner.warm_up(tell)
+            yield
         except InternalError as error:
-            raise SetupError(f"the warm-up failed: {error}") from error
+            raise SetupError(f"{what} failed: {error}") from error
         finally:
             over.set()
 

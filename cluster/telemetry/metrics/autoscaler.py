@@ -10,20 +10,36 @@ _OF: tuple[Process, ...] = ("autoscaler",)
 counter, gauge = partial(Counter, _OF), partial(Gauge, _OF)
 
 DESIRED_REPLICAS = gauge(
-    "baton_autoscaling_desired_replicas", "replicas", "Replicas asked of the platform", "pool"
+    "baton_autoscaling_desired_replicas", "replicas", "Replicas asked of the platform", "model", "pool"
 )
-CURRENT_REPLICAS = gauge("baton_autoscaling_current_replicas", "replicas", "Replicas that serve", "pool")
+CURRENT_REPLICAS = gauge(
+    "baton_autoscaling_current_replicas", "replicas", "Replicas that serve", "model", "pool"
+)
 NEEDED_REPLICAS = gauge(
-    "baton_autoscaling_needed_replicas", "replicas", "Replicas for the load, before limits and budget", "pool"
+    "baton_autoscaling_needed_replicas",
+    "replicas",
+    "Replicas for the load, before limits and budget",
+    "model",
+    "pool",
 )
-GPUS_ASKED = gauge("baton_autoscaling_gpus_asked", "GPUs", "GPUs of both pools, draining replicas included")
-GPU_BUDGET = gauge("baton_autoscaling_gpu_budget", "GPUs", "GPUs that both pools may take")
+GPUS_ASKED = gauge("baton_autoscaling_gpus_asked", "GPUs", "GPUs of all pools, draining replicas included")
+GPU_BUDGET = gauge("baton_autoscaling_gpu_budget", "GPUs", "GPUs that all pools may take")
 LEADER = gauge("baton_autoscaling_leader", "0 or 1", "1: this process is the one that acts")
 DECISIONS = counter(
-    "baton_autoscaling_decisions_total", "decisions", "Decisions by what they rest on", "pool", "reason"
+    "baton_autoscaling_decisions_total",
+    "decisions",
+    "Decisions by what they rest on",
+    "model",
+    "pool",
+    "reason",
 )
 CHANGES = counter(
-    "baton_autoscaling_changes_total", "decisions", "Decisions that changed a pool", "pool", "direction"
+    "baton_autoscaling_changes_total",
+    "decisions",
+    "Decisions that changed a pool",
+    "model",
+    "pool",
+    "direction",
 )
 ERRORS = counter(
     "baton_autoscaling_errors_total",

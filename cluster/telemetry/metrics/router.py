@@ -16,10 +16,20 @@ from cluster.telemetry.metrics.declaration import Counter, Distribution, Gauge, 
 _OF: tuple[Process, ...] = ("router",)
 counter, gauge, histogram = partial(Counter, _OF), partial(Gauge, _OF), partial(Distribution, _OF)
 
-# Requests, in vLLM's words where it has one
-REQUESTS = counter("baton_requests_total", "requests", "Requests by how they ended", "outcome")
+UNKNOWN_MODEL = "unknown"
+
+# Requests, in vLLM's words where it has one. `model`: its name at this router, also for its aliases and adapters;
+# UNKNOWN_MODEL where a request ended before its body was read, or named no model of this router
+REQUESTS = counter("baton_requests_total", "requests", "Requests by how they ended", "model", "outcome")
 REQUESTS_IN_FLIGHT = gauge(
     "baton_requests_in_flight", "requests", "Requests now in the router", together="sum"
+)
+MODEL_REQUESTS_IN_FLIGHT = gauge(
+    "baton_model_requests_in_flight",
+    "requests",
+    "Requests of the model now in the router, from the reading of their bodies on",
+    "model",
+    together="sum",
 )
 PROCESSES = gauge("baton_processes", "processes", "Processes of the router that serve", together="sum")
 PROCESS_RESTARTS = counter(
@@ -28,29 +38,35 @@ PROCESS_RESTARTS = counter(
     "Processes of the router that have ended and were replaced",
 )
 REQUESTS_LIMIT = gauge("baton_requests_limit", "requests", "Requests that may be in flight here")
-STAGES = histogram("baton_stage_seconds", "seconds", "Seconds by stage", STAGE_SECONDS, "stage")
-E2E = histogram("baton_e2e_request_latency_seconds", "seconds", "Whole requests", STAGE_SECONDS)
-TTFT = histogram("baton_time_to_first_token_seconds", "seconds", "Time to first token", TOKEN_SECONDS)
+STAGES = histogram("baton_stage_seconds", "seconds", "Seconds by stage", STAGE_SECONDS, "model", "stage")
+E2E = histogram("baton_e2e_request_latency_seconds", "seconds", "Whole requests", STAGE_SECONDS, "model")
+TTFT = histogram(
+    "baton_time_to_first_token_seconds", "seconds", "Time to first token", TOKEN_SECONDS, "model"
+)
 TPOT = histogram(
     "baton_request_time_per_output_token_seconds",
     "seconds",
     "Mean between tokens of a request",
     TOKEN_SECONDS,
+    "model",
 )
-ITL = histogram("baton_inter_token_latency_seconds", "seconds", "Between tokens", TOKEN_SECONDS)
+ITL = histogram("baton_inter_token_latency_seconds", "seconds", "Between tokens", TOKEN_SECONDS, "model")
 REQUEST_PROMPT_TOKENS = histogram(
-    "baton_request_prompt_tokens", "tokens", "Prompt tokens of each request", TOKEN_COUNTS
+    "baton_request_prompt_tokens", "tokens", "Prompt tokens of each request", TOKEN_COUNTS, "model"
 )
 REQUEST_GENERATION_TOKENS = histogram(
-    "baton_request_generation_tokens", "tokens", "Tokens sent for each request", TOKEN_COUNTS
+    "baton_request_generation_tokens", "tokens", "Tokens sent for each request", TOKEN_COUNTS, "model"
 )
-PROMPT_TOKENS = counter("baton_prompt_tokens_total", "tokens", "Prompt tokens")
-GENERATION_TOKENS = counter("baton_router_generation_tokens_total", "tokens", "Tokens sent")
+PROMPT_TOKENS = counter("baton_prompt_tokens_total", "tokens", "Prompt tokens", "model")
+GENERATION_TOKENS = counter("baton_router_generation_tokens_total", "tokens", "Tokens sent", "model")
 PREFIX_CACHE_QUERIES = counter(
-    "baton_router_prefix_cache_queries_total", "tokens", "Prompt tokens of placed requests"
+    "baton_router_prefix_cache_queries_total", "tokens", "Prompt tokens of placed requests", "model"
 )
 PREFIX_CACHE_HITS = counter(
-    "baton_router_prefix_cache_hits_total", "tokens", "Prompt tokens of these that no worker computed"
+    "baton_router_prefix_cache_hits_total",
+    "tokens",
+    "Prompt tokens of these that no worker computed",
+    "model",
 )
 TOKENIZED_CACHE_HITS = counter(
     "baton_tokenized_cache_hits_total", "characters", "Characters of prompts whose tokens were cached"
@@ -90,7 +106,7 @@ TENANT_TTFT = histogram(
 )
 
 # Workers and placement
-WORKERS = gauge("baton_workers", "workers", "Registered workers", "role", "lease")
+WORKERS = gauge("baton_workers", "workers", "Registered workers", "model", "role", "lease")
 WORKERS_DRAINING = gauge("baton_workers_draining", "workers", "Workers that take nothing new", "role")
 WORKERS_SUSPECT = gauge(
     "baton_workers_suspect", "workers", "Workers that have been silent on streams of this router"

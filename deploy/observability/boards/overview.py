@@ -102,7 +102,8 @@ def _autoscaling() -> Row:
 
     def replicas(which: str, legend: str) -> Query:
         return Query(
-            total(f"baton_autoscaling_{which}_replicas", "pool", "", "max"), f"{{{{pool}}}} {legend}"
+            total(f"baton_autoscaling_{which}_replicas", "model, pool", "", "max"),
+            f"{{{{model}}}} {{{{pool}}}} {legend}",
         )
 
     def gpus(which: str, legend: str) -> Query:
@@ -125,8 +126,8 @@ def _autoscaling() -> Row:
             by(
                 "Decisions by reason",
                 "ops",
-                rate("baton_autoscaling_decisions_total", "pool, reason"),
-                "{{pool}} {{reason}}",
+                rate("baton_autoscaling_decisions_total", "model, pool, reason"),
+                "{{model}} {{pool}} {{reason}}",
                 stacked=True,
             ),
         ],

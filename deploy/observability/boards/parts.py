@@ -1,4 +1,4 @@
-"""What boards are made of. `$__rate_interval` and `$namespace` are Grafana's to fill in."""
+"""What boards are made of. `$__rate_interval`, `$namespace` and `$model` are Grafana's to fill in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.telemetry.metrics.catalogue import DECLARED
+
 NS = 'namespace=~"$namespace"'
+MODEL = 'model=~"$model"'
+_OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,14 @@ class Board:
 
 
 def _selector(metric: str, labels: str) -> str:
-    return f"{metric}{{{NS}{',' if labels else ''}{labels}}}"
+    """Of the namespace that is chosen, and of the model, where the metric is one of models."""
+    chosen = [NS, MODEL] if _is_of_models(metric) else [NS]
+    return f"{metric}{{{','.join([*chosen, *([labels] if labels else [])])}}}"
+
+
+def _is_of_models(metric: str) -> bool:
+    names = (metric, *(metric.removesuffix(end) for end in _OF_HISTOGRAMS))
+    return any("model" in DECLARED[name].labels for name in names if name in DECLARED)
 
 
 def rate(metric: str, by: str = "", labels: str = "") -> str:

@@ -43,7 +43,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             try:
                 _check(self._gateway, handler_call_details.invocation_metadata)
             except BatonError as error:
-                self._gateway.metrics.requests.labels("refused").inc()
+                self._gateway.metrics.refused()
                 return _refuse(error)
         return await continuation(handler_call_details)
 

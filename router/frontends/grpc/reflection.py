@@ -33,8 +33,8 @@ class ReflectionService:
         return generic_handler(SERVICE, self.ServerReflectionInfo)
 
     async def ServerReflectionInfo(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as held:
-            answers = self._library.ServerReflectionInfo(self._questions(context, held), context)
+        with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as place:
+            answers = self._library.ServerReflectionInfo(self._questions(context, place.body), context)
             await write_all(answers, context, self._gateway.config)
 
     async def _questions(self, context: Context, held: HeldBytes) -> AsyncGenerator[Any, None]:

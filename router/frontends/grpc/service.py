@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import grpc
+from google.protobuf.message import Message
 from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.security.keys import Caller
-from router.admission.admission import HeldBytes
+from router.admission.admission import Place
 from router.dispatch.turn import Turn
 from router.frontends.grpc.conversation import check_conversation, read_conversation, size_of
 from router.frontends.grpc.gate import Context, caller_of
@@ -22,6 +23,7 @@ from router.frontends.grpc.stream import GenerateStream
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
+from router.request import model_hint
 from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.completion import Completion
 from router.request.fields import read, refuse, wrong
@@ -64,30 +66,44 @@ class InferenceService:
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
-        async with self._admitted(caller, context) as held:
-            raw = await read_message(context, self._gateway.config, held)
+        async with self._admitted(caller, context) as place:
+            raw = await read_message(context, self._gateway.config, place.body)
             self._gateway.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
-            await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
+            await self._turn_to_parse(caller, place, raw, pb.GenerateRequest())
             request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
+            self._gateway.enter_model(place, caller, request.model)
             completion = await self._completion(request, context, caller)
             del request
             del raw
-            held.release()
+            place.body.release()
             with self._gateway.request(completion, caller, arrival=arrival) as dispatcher:
                 stream = GenerateStream(dispatcher, completion, caller)
                 await stream.pass_to(context, self._gateway.config, self._turn)
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, caller: Caller, context: Context) -> AsyncGenerator[HeldBytes, None]:
+    async def _admitted(self, caller: Caller, context: Context) -> AsyncGenerator[Place, None]:
         """Admission.admit. What is refused takes a step of low priority: its client may ask again at once."""
-        with contextlib.ExitStack() as place:
+        with contextlib.ExitStack() as held:
             try:
-                held = place.enter_context(self._gateway.admission.admit(caller, context.peer()))
+                place = held.enter_context(self._gateway.admission.admit(caller, context.peer()))
             except OverloadedError:
                 await self._gateway.low_priority.refuse(caller.tenant)
                 raise
-            yield held
+            yield place
+
+    async def _turn_to_parse(self, caller: Caller, place: Place, raw: bytes, message: Message) -> None:
+        """Wait for the turn of a request whose bytes are there. `message`: an empty one of its kind.
+
+        Raises OverloadedError where its model has no place left.
+        """
+        gateway, expected = self._gateway, ""
+        if gateway.further:
+            hint = model_hint.of_message(raw)
+            expected = await gateway.expect_model(
+                place, caller, hint, lambda: model_hint.message_names(raw, hint, message)
+            )
+        await gateway.admission.starts.turn(caller.tenant, caller.weight, model=expected)
 
     async def _answer(self, response: bytes, context: Context) -> None:
         # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
@@ -103,24 +119,29 @@ class InferenceService:
         options = _options(request, limits)
         if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
-        async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
+        costly = kind != "token_ids" or options.asked_grammar is not None
+        resumed = bool(request.resume_ticket)
+        async with self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly):
             prompt = await self._prompt(request, caller, options.asked_grammar)
             envelope = _envelope(request, context)
             made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
             check_allowed(made, caller)
+            if request.resume_ticket:
+                self._gateway.check_ticket(made, caller)
         return made
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
         and counts as a request."""
         caller = caller_of(self._gateway, context)
-        async with self._admitted(caller, context) as held:
-            raw = await read_message(context, self._gateway.config, held)
+        async with self._admitted(caller, context) as place:
+            raw = await read_message(context, self._gateway.config, place.body)
             self._gateway.check_message(len(raw))
-            await self._gateway.admission.starts.turn(caller.tenant, caller.weight)
-            async with self._gateway.counted(caller):
-                request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
-                del raw
+            await self._turn_to_parse(caller, place, raw, pb.TokenizeRequest())
+            request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
+            del raw
+            self._gateway.enter_model(place, caller, request.model)
+            async with self._gateway.counted(caller, self._gateway.model(request.model).name):
                 self._gateway.model(request.model).validator.limits.check_model(request.model)
                 answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
                 del request
@@ -135,8 +156,8 @@ class InferenceService:
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
-        async with self._admitted(caller, context) as held:
-            await read_message(context, self._gateway.config, held)
+        async with self._admitted(caller, context) as place:
+            await read_message(context, self._gateway.config, place.body)
             await self._gateway.low_priority.step(caller.tenant)
             models = [
                 pb.Model(
@@ -151,6 +172,7 @@ class InferenceService:
                 )
                 for one in self._gateway.models
                 for name, parent in one.names
+                if caller.may_name(name)
             ]
             await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)
 

@@ -22,8 +22,9 @@ from cluster.errors import (
     UnknownModelError,
 )
 from cluster.membership.types import WorkerInfo
-from cluster.membership.wanted_adapters import check_path
+from cluster.membership.wanted_adapters import Wanted, check_path
 from router.gateway import RequestGateway
+from router.request.limits import MAX_SHOWN
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_BODY_BYTES = 16 << 10
@@ -36,27 +37,33 @@ class AdapterCalls:
         self._gateway = gateway
 
     async def load(self, request: Request) -> Response:
-        """Answers once every worker of the first model has loaded it. Workers of other models refuse what does not fit."""
-        body = await _read(request, ("lora_name", "lora_path"))
-        name, limits = body["lora_name"], self._gateway.validator.limits
+        """Answers once every worker of the model has loaded it."""
+        body = await _read(request, ("lora_name", "lora_path"), ("model",))
+        name, gateway = body["lora_name"], self._gateway
         if not is_adapter_name(name):
             raise InvalidRequestError(
                 f"lora_name: letters, digits and . _ / : - (at most {MAX_NAME})", field="lora_name"
             )
-        path = check_path(body["lora_path"])
-        if name in limits.accepted_names or name in limits.adapters():
-            raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
+        path, model = check_path(body["lora_path"]), self._model(body.get("model"))
+        self._check_free(name)
         try:
-            await self._gateway.services.wanted_adapters.add(name, path)
+            await gateway.services.wanted_adapters.add(name, path, self._registered(model))
         except (redis.RedisError, OSError) as error:
             raise UnavailableError("Redis does not answer", retry_after_seconds=1.0) from error
-        await self._wait(lambda worker: name in dict(worker.adapters), f"have loaded {name!r}")
-        self._check_one_digest(name)
-        return JSONResponse({"id": name, "digest": limits.adapters().get(name, "")})
+        await self._wait([model], lambda worker: name in dict(worker.adapters), f"have loaded {name!r}")
+        self._check_one_digest(model, name)
+        loaded = gateway.model(model).validator.limits.adapters()
+        return JSONResponse({"id": name, "digest": loaded.get(name, "")})
 
-    def _check_one_digest(self, name: str) -> None:
+    def _check_free(self, name: str) -> None:
+        """Raises InvalidRequestError if requests may name a model or an adapter so: they would lead to this one."""
+        served = [one.validator.limits for one in self._gateway.models]
+        if name in served[0].accepted_names or any(name in limits.adapters() for limits in served):
+            raise InvalidRequestError(f"lora_name: {name!r} is served already", field="lora_name")
+
+    def _check_one_digest(self, model: str, name: str) -> None:
         """Raises UnavailableError where workers have different files there: requests would meet some of them only."""
-        found = {dict(worker.adapters).get(name) for worker in self._live} - {None}
+        found = {dict(worker.adapters).get(name) for worker in self._live([model])} - {None}
         if len(found) > 1:
             raise UnavailableError(
                 f"lora_path: workers have {len(found)} different adapters there; unload {name!r}, and load it once the "
@@ -66,34 +73,72 @@ class AdapterCalls:
 
     async def unload(self, request: Request) -> Response:
         """Answers once no worker takes requests for it; its running requests go on."""
-        name = (await _read(request, ("lora_name",)))["lora_name"]
+        body = await _read(request, ("lora_name",), ("model",))
+        name, entries = body["lora_name"], self._gateway.services.wanted_adapters
+        asked = self._model(body["model"]) if "model" in body else None
         try:
-            known = await self._gateway.services.wanted_adapters.remove(name)
+            models = self._models_of(await entries.find(name))
+            known = (asked is None or asked in models) and await entries.remove(name)
         except (redis.RedisError, OSError) as error:
             raise UnavailableError("Redis does not answer", retry_after_seconds=1.0) from error
         if not known:
+            of = f" of {asked!r}" if asked is not None else ""
             raise UnknownModelError(
-                "lora_name: no adapter of this name was loaded by a call; those of the workers' settings stay",
+                f"lora_name: no adapter{of} of this name was loaded by a call; those of the workers' settings stay",
                 field="lora_name",
             )
-        await self._wait(
-            lambda worker: name not in dict(worker.adapters), f"have given up {name[:MAX_NAME]!r}"
-        )
+        if models:  # else it was another router's, which sees those workers
+            given_up = f"have given up {name[:MAX_NAME]!r}"
+            await self._wait(models, lambda worker: name not in dict(worker.adapters), given_up)
         return JSONResponse({"id": name})
 
-    @property
-    def _live(self) -> Sequence[WorkerInfo]:
-        """Workers of the first model, whose adapters these calls are about."""
-        services, first = self._gateway.services, self._gateway.config.served_name
-        ready = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
-        return [one for one in ready if services.placement.eligibility.serves(one, first)]
+    def _model(self, asked: str | None) -> str:
+        """The name of the model that a call is about, which may name an alias. Raises InvalidRequestError where it names
+        none of several, UnknownModelError."""
+        config = self._gateway.config
+        served = ", ".join(map(repr, config.model_names))
+        if asked is None:
+            if config.models:
+                raise InvalidRequestError(
+                    f"model: name one of {served}, which this router serves", field="model"
+                )
+            return config.served_name
+        for name, own in config.by_model().items():
+            if asked in (name, *own.model_aliases):
+                return name
+        are = "are" if config.models else "is"
+        raise UnknownModelError(
+            f"model: {asked[:MAX_SHOWN]!r} is not served here; {served} {are}", field="model"
+        )
 
-    async def _wait(self, done: Callable[[WorkerInfo], bool], what: str) -> None:
+    def _registered(self, model: str) -> tuple[str, ...]:
+        """With which names its workers register: none is the first model's. () if there is one model: any is."""
+        config = self._gateway.config
+        if not config.models:
+            return ()
+        return (model, "") if model == config.served_name else (model,)
+
+    def _models_of(self, wanted: Wanted | None) -> list[str]:
+        """This router's models whose workers load it."""
+        names = self._gateway.config.model_names
+        if wanted is None or not wanted.serving:
+            return [*names]
+        registered = {name: self._registered(name) for name in names}
+        return [name for name, own in registered.items() if not own or {*own} & {*wanted.serving}]
+
+    def _live(self, models: Sequence[str]) -> Sequence[WorkerInfo]:
+        """Workers of these models that are ready."""
+        services = self._gateway.services
+        ready = [one for one in services.members.all if (one.state, one.lease) == ("ready", "live")]
+        serves = services.placement.eligibility.serves
+        return [one for one in ready if any(serves(one, model) for model in models)]
+
+    async def _wait(self, models: Sequence[str], done: Callable[[WorkerInfo], bool], what: str) -> None:
         """Raises DeadlineError, UnavailableError."""
         self._gateway.services.check_any_worker()
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
-            workers = self._live
+            workers = self._live(models)
             count = sum(map(done, workers))
             if workers and count == len(workers):
                 return
@@ -106,8 +151,11 @@ class AdapterCalls:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _read(request: Request, names: tuple[str, ...]) -> Mapping[str, str]:
-    """The fields of the body, all text. Raises InvalidRequestError, RequestTooLargeError, CancelledError."""
+async def _read(
+    request: Request, names: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> Mapping[str, str]:
+    """The fields of the body, all text; an optional one may be null. Raises InvalidRequestError,
+    RequestTooLargeError, CancelledError."""
     raw = bytearray()
     try:
         async for piece in request.stream():
@@ -124,9 +172,10 @@ async def _read(request: Request, names: tuple[str, ...]) -> Mapping[str, str]:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
-    for name in names:
+    given = [*names, *(name for name in optional if body.get(name) is not None)]
+    for name in given:
         if not isinstance(body.get(name), str):
             raise InvalidRequestError(f"{name}: is missing, or no text", field=name)
-    if unknown := body.keys() - set(names):
+    if unknown := body.keys() - {*names, *optional}:
         raise InvalidRequestError(f"{sorted(unknown)[0][:80]}: is not a field of this call", field="body")
-    return {name: body[name] for name in names}
+    return {name: body[name] for name in given}

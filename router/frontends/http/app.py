@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,9 @@ from router.request.served_model import ServedModel
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Generation = Callable[[Exchange], Awaitable[Response | None]]  # None: it has streamed its answer
+
+
+MAX_DOCUMENTS = 64  # kept, for keys with different models
 
 
 class Routes(NamedTuple):
@@ -69,6 +72,7 @@ class Views:
         self._gateway = gateway
         self._encoded_models: tuple[list[Mapping[str, str]], dict[str, bytes], bytes] | None = None
         self._document = orjson.dumps(build_document(gateway))
+        self._documents: dict[frozenset[str], bytes] = {}  # by what a key may name
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -84,14 +88,18 @@ class Views:
         return _json({"ready": not why, "why": why, **models}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
-        return _encoded(self._all()[1])
+        caller = caller_of(request)
+        of_name, every = self._all()
+        if caller.models:
+            every = _list([one for name, one in of_name.items() if caller.may_name(name)])
+        return _encoded(every)
 
     async def model(self, request: Request) -> Response:
         asked = request.path_params["model"]
         model = self._gateway.model(asked)
         name = model.name if asked in model.validator.limits.settings.model_aliases else asked
         found = self._all()[0].get(name)
-        if found is None:
+        if found is None or not caller_of(request).may_name(name):
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )
@@ -107,12 +115,27 @@ class Views:
                 shown = _model(one, self._gateway.created_unix_seconds)
                 own = {key: value for key, value in shown.items() if key != "aliases"}
                 models += [shown, *({**own, "id": name, "parent": up} for name, up in one.names[1:])]
-            of_name = {str(model["id"]): orjson.dumps(model) for model in reversed(models)}
-            self._encoded_models = adapters, of_name, orjson.dumps({"object": "list", "data": models})
+            of_name: dict[str, bytes] = {}
+            for model in models:
+                of_name.setdefault(str(model["id"]), orjson.dumps(model))
+            self._encoded_models = adapters, of_name, _list(map(orjson.dumps, models))
         return self._encoded_models[1:]
 
     async def document(self, request: Request) -> Response:
-        return _encoded(self._document)
+        models = caller_of(request).models
+        return _encoded(self._document_for(models) if models else self._document)
+
+    def _document_for(self, models: frozenset[str]) -> bytes:
+        """The document for a key with these models, which names no other one. Made in about 5 ms, and kept."""
+        if models not in self._documents:
+            if len(self._documents) >= MAX_DOCUMENTS:
+                self._documents.clear()
+            gateway = self._gateway
+            names = {name: gateway.model(name).name for name in gateway.first.validator.limits.accepted_names}
+            hidden = {name for name, model in names.items() if model not in models}
+            lists = list(names), [one.name for one in gateway.models]
+            self._documents[models] = orjson.dumps(_without(orjson.loads(self._document), lists, hidden))
+        return self._documents[models]
 
     async def cluster(self, request: Request) -> Response:
         return _json(await _cluster_view(self._gateway))
@@ -253,6 +276,22 @@ def build_routes(gateway: RequestGateway) -> Routes:
     return Routes(generations, App(app, direct))
 
 
+def _without(schema: Any, lists: Collection[list[str]], hidden: Collection[str]) -> Any:
+    """A document whose lists of names, each one of `lists`, lack those that are hidden."""
+    if isinstance(schema, dict):
+        return {key: _without(value, lists, hidden) for key, value in schema.items()}
+    if not isinstance(schema, list):
+        return schema
+    if schema in lists:
+        return [name for name in schema if name not in hidden]
+    return [_without(one, lists, hidden) for one in schema]
+
+
+def _list(models: Iterable[bytes]) -> bytes:
+    """Of encoded models."""
+    return b'{"object":"list","data":[' + b",".join(models) + b"]}"
+
+
 def _guard(endpoint: Endpoint) -> Endpoint:
     async def guarded(request: Request) -> Response:
         try:
@@ -266,7 +305,7 @@ def _guard(endpoint: Endpoint) -> Endpoint:
 def _for_admins(gateway: RequestGateway, endpoint: Endpoint) -> Endpoint:
     async def for_admins(request: Request) -> Response:
         if not caller_of(request).admin:
-            gateway.metrics.requests.labels("refused").inc()
+            gateway.metrics.refused()
             path = request.url.path
             raise ForbiddenError(f"{path}: needs a key with admin: true", field="authorization")
         return await endpoint(request)

@@ -18,7 +18,7 @@ from router.request.json_scan import MAX_COST_PER_BYTE, JsonScan
 SCAN_BYTES = 1 << 16
 
 
-async def _at_once() -> None:
+async def _at_once(raw: bytearray) -> None:
     """No turn to wait for."""
 
 
@@ -27,10 +27,10 @@ async def read_json(
     limits: RequestLimits,
     held: HeldBytes,
     low_priority: LowPriority,
-    turn: Callable[[], Awaitable[None]] = _at_once,
+    turn: Callable[[bytearray], Awaitable[None]] = _at_once,
 ) -> dict[str, Any]:
     """Return the body as an object. It is scanned while it arrives, and parsed only if it is within its limits: the parser
-    holds the interpreter lock, on any thread, while it makes objects. `turn` is awaited before, once the body is there.
+    holds the interpreter lock, on any thread, while it makes objects. `turn` is awaited before, with the whole body.
 
     Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError if the
     client disconnects.
@@ -51,7 +51,7 @@ async def read_json(
                 _scan(scan, raw, limits)
     except ClientDisconnect:
         raise CancelledError("the client disconnected") from None
-    await turn()
+    await turn(raw)
     if scan.seen or _may_exceed(raw, limits):
         _scan(scan, raw, limits)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 from cluster.errors import BatonError
 from router.frontends.http.serving import Form, StreamedAnswer, WholeAnswer
@@ -68,7 +68,7 @@ class _WholeEcho:
     def add(self, deltas: Sequence[Delta]) -> None:
         self._answer.add(self._echo.of(deltas))
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes | Awaitable[bytes]:
+    def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
         return self._answer.body(outcomes)
 
 

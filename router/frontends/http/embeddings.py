@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -10,12 +9,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 from pydantic import Field
-from starlette.responses import Response
 
 from cluster.protocol.pooling import Embedding
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.field_names import renamed
 from router.frontends.http.gate import caller_of
+from router.frontends.http.long_body import Lists
 from router.frontends.http.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
@@ -39,7 +38,6 @@ from router.request.validator import Envelope
 
 _FIELDS = {"prompt": "input"}  # texts are checked as those of completions
 _LEAST_LENGTH = 1e-12  # by which torch's normalisation divides at least
-_SLICE_VALUES = 4096  # encoded at a time, in 0.1 ms
 
 
 class EmbeddingRequest(RequestModel):
@@ -79,8 +77,8 @@ class Embeddings:
         self._serving = serving
         self._gateway = serving.gateway
 
-    async def create(self, request: Exchange) -> Response | None:
-        return await self._serving.serve(request, self._read)
+    async def create(self, request: Exchange) -> None:
+        await self._serving.serve(request, self._read)
 
     async def _read(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
@@ -96,10 +94,10 @@ class Embeddings:
         # Before tokenising: a request that gets no place costs nothing of the quota.
         admit(len(options.input) - 1)
         completions = []
-        async with self._gateway.preparing(caller):
+        async with self._gateway.preparing(caller, model.name):
             for one in options.input:
                 if completions:
-                    await self._serving.start_turn(request)
+                    await self._serving.start_turn(request, model.name)
                 tokens = await self._tokens(model, one, options, caller.tenant)
                 completions.append(model.validator.embedding(tokens, how, envelope, options.priority or 0))
             check_allowed(completions[0], caller)
@@ -177,8 +175,8 @@ class EmbeddingsForm:
             {"object": "embedding", "index": index, "embedding": shown}, option=orjson.OPT_SERIALIZE_NUMPY
         )
 
-    def around(self, outcomes: Sequence[Outcome]) -> tuple[bytes, bytes]:
-        """The JSON before and after the entries of `data`."""
+    def encode(self, entries: Sequence[bytes], outcomes: Sequence[Outcome]) -> list[bytes]:
+        """The answer's JSON, in pieces."""
         tokens = sum(outcome.usage.prompt_tokens for outcome in outcomes)
         cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
         usage = {
@@ -186,31 +184,22 @@ class EmbeddingsForm:
             "total_tokens": tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        after = {"model": self._model, "usage": usage, "baton": baton(outcomes[-1], admin=self._admin)}
-        return b'{"object":"list","data":[', b"]," + orjson.dumps(after)[1:]
+        lists = Lists()
+        shown = {"object": "list", "data": lists.add(entries), "model": self._model, "usage": usage}
+        return lists.encode({**shown, "baton": baton(outcomes[-1], admin=self._admin)})
 
 
 class EmbeddingsAnswer:
-    """Collects the vectors of all inputs, as they came: float32, little-endian."""
+    """Collects the vectors of all inputs, each encoded as it comes."""
 
     def __init__(self, form: EmbeddingsForm, inputs: int):
         self._form = form
-        self._sent = [b""] * inputs
+        self._entries = [b""] * inputs
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             for token in delta.prompt:
-                self._sent[delta.choice] = token.embedding
+                self._entries[delta.choice] = self._form.entry(delta.choice, token.embedding)
 
-    async def body(self, outcomes: Sequence[Outcome]) -> bytes:
-        """Encoded vector by vector, with other work of the event loop between them."""
-        before, after = self._form.around(outcomes)
-        entries, values = [], 0
-        for index, sent in enumerate(self._sent):
-            if values >= _SLICE_VALUES:
-                values = 0
-                await asyncio.sleep(0)
-            self._sent[index] = b""
-            entries.append(self._form.entry(index, sent))
-            values += len(sent) // 4
-        return before + b",".join(entries) + after
+    def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
+        return self._form.encode(self._entries, outcomes)

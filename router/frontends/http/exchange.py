@@ -8,12 +8,15 @@ The protocol keeps uvicorn's cycle for it, so deadlines, pipelining, keep-alive 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
+
+from router.frontends.http.long_body import LongResponse, sliced
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -70,11 +73,16 @@ class Exchange(Request):
     async def send(self, response: Response) -> None:
         """Write it once the client has read the answers before it. Nothing is sent after a stream has begun: the cycle
         then closes the connection."""
-        if self.paused:
-            await self._cycle.flow.drain()
+        await self.sent()
         if not self._cycle.disconnected and not self.begun:
             self._head(response.status_code, response.raw_headers)
-            self._complete(bytes(response.body))
+            parts = response.slices() if isinstance(response, LongResponse) else sliced(bytes(response.body))
+            await self._complete(parts)
+
+    async def sent(self) -> None:
+        """Wait until the client has read what was written, but for what the connection's buffers take, or has left."""
+        if self.paused:
+            await self._cycle.flow.drain()
 
     def begin(self, headers: RawHeaders) -> None:
         if not self._cycle.disconnected:
@@ -86,9 +94,9 @@ class Exchange(Request):
         if not self._cycle.disconnected:
             self._transport.write(self._framed(piece))
 
-    def end(self, piece: bytes) -> None:
+    async def end(self, piece: bytes) -> None:
         if not self._cycle.disconnected:
-            self._complete(self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece)
+            await self._complete(sliced(self._framed(piece) + b"0\r\n\r\n" if self._chunked else piece))
 
     def _framed(self, piece: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
@@ -107,8 +115,18 @@ class Exchange(Request):
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         cycle.transport.write(b"".join(lines))
 
-    def _complete(self, last: bytes) -> None:
+    async def _complete(self, slices: Iterable[bytes | memoryview]) -> None:
+        """Write the end of the answer as its client reads it: the transport holds few slices."""
         cycle = self._cycle
+        last: bytes | memoryview = b""
+        for index, piece in enumerate(slices):
+            if index:
+                cycle.transport.write(last)
+                await asyncio.sleep(0)
+                await self.sent()
+                if cycle.disconnected:
+                    return
+            last = piece
         cycle.transport.write(last)
         cycle.response_complete = True
         cycle.message_event.set()

@@ -31,7 +31,7 @@ GENERATE = frozenset(
         *("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
     }
 )
-_CALLER = "baton.caller"
+CALLER = "baton.caller"
 
 
 class Gate:
@@ -48,13 +48,13 @@ class Gate:
     async def refusal(self, scope: Scope) -> Response | None:
         """What to answer in place of the endpoint. None: the request may go on, and its scope has its caller."""
         try:
-            caller = scope[_CALLER] = self._caller(scope)
+            caller = scope[CALLER] = self._caller(scope)
         except BatonError as error:
             await self._gateway.low_priority.step()
             refusal = error_response(error, scope["path"])
             # The body may still arrive, and is not read.
             refusal.headers["connection"] = "close"
-            self._gateway.metrics.requests.labels("refused").inc()
+            self._gateway.metrics.refused()
             return refusal
         if scope["path"] not in GENERATE:
             await self._gateway.low_priority.step(caller.tenant)
@@ -96,7 +96,7 @@ def _is_bearer(authorization: str, key: str) -> bool:
 
 def caller_of(request: Request) -> Caller:
     """The caller that the gate has authenticated."""
-    caller: Caller = request.scope.get(_CALLER, ANYONE)
+    caller: Caller = request.scope.get(CALLER, ANYONE)
     return caller
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from cluster.security.keys import Caller
 from router.frontends.http.echo import EchoForm
@@ -39,11 +38,11 @@ class Generate:
         self._serving = serving
         self._gateway = serving.gateway
 
-    async def chat(self, request: Exchange) -> Response | None:
-        return await self._serving.serve(request, self._read_chat)
+    async def chat(self, request: Exchange) -> None:
+        await self._serving.serve(request, self._read_chat)
 
-    async def completion(self, request: Exchange) -> Response | None:
-        return await self._serving.serve(request, self._read_completion)
+    async def completion(self, request: Exchange) -> None:
+        await self._serving.serve(request, self._read_completion)
 
     async def _read_chat(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
@@ -52,7 +51,7 @@ class Generate:
         limits = model.validator.limits
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
-        async with self._gateway.preparing(caller):
+        async with self._gateway.preparing(caller, model.name):
             prompt = await self._gateway.converse(
                 lambda: options.conversation(limits),
                 options.size,
@@ -75,7 +74,7 @@ class Generate:
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
         # Before tokenising: a request that gets no place costs nothing of the quota.
         admit(len(options.prompt) - 1)
-        async with self._gateway.preparing(caller):
+        async with self._gateway.preparing(caller, model.name):
             if (asked := options.asked_grammar) is not None:
                 await model.grammars.check(asked, caller.tenant)
             encode = partial(
@@ -88,13 +87,14 @@ class Generate:
             prompts: list[list[int]] = []
             for one in options.prompt:
                 if prompts:
-                    await self._serving.start_turn(request)
+                    await self._serving.start_turn(request, model.name)
                 prompts.append(await encode(one) if isinstance(one, str) else one)
             parsed = self._parsed(CompletionShape, caller, options, prompts, envelope, arrival)
             if not options.echoes:
                 return parsed
             texts = await self._echoed(model, caller, options, parsed)
-            return replace(parsed, form=EchoForm(parsed.form, parsed.completions, texts))
+            shown = sum(len(text.encode()) for text in texts)
+            return replace(parsed, form=EchoForm(parsed.form, parsed.completions, texts), echo_bytes=shown)
 
     async def _echoed(
         self, model: ServedModel, caller: Caller, options: CompletionRequest, parsed: ParsedRequest

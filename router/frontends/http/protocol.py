@@ -83,6 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         # The request that runs or ran last; uvicorn's `cycle` is the one received last.
         self._running: RequestResponseCycle | None = None
         self._exchange: Exchange | None = None  # of the request that runs, if `direct` answers it
+        self._places = 0  # held by requests, of which one may wait for its answer to be read
 
     # --- called by asyncio --------------------------------------------------------------------------------------
 
@@ -272,16 +273,18 @@ class LimitedProtocol(HttpToolsProtocol):
     def _make_room(self) -> None:
         """Become the last of those that make room for further connections."""
         self.waiting.pop(self, None)
-        if self in self.connections:
+        if self in self.connections and not self._places:
             self.waiting[self] = None
 
     @contextlib.contextmanager
     def _keep(self) -> Iterator[None]:
         """Make no room meanwhile."""
         self.waiting.pop(self, None)
+        self._places += 1
         try:
             yield
         finally:
+            self._places -= 1
             self._make_room()
 
     def _disconnect(self) -> None:

@@ -218,9 +218,10 @@ class HttpRequest(GenerationOptions):
 
     @property
     def prompt_alternatives(self) -> int | None:
-        if self.prompt_logprobs is not None and self.stream:
+        if self.prompt_logprobs and self.stream:
             raise refuse("prompt_logprobs", "not with stream")
-        return self.prompt_logprobs
+        # Streams do not show them: 0 is left out, as in vLLM
+        return None if self.stream else self.prompt_logprobs
 
     @property
     def truncates(self) -> bool:

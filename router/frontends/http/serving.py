@@ -14,16 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
-from router.admission.admission import HeldBytes
+from router.admission.admission import Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of, connection_of
+from router.frontends.http.long_body import LongResponse
 from router.frontends.http.protocol import KEEPS
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
+from router.request import model_hint
 from router.request.completion import Completion, Delta, Outcome
 from router.request.validator import MAX_REQUEST_ID
 
@@ -39,8 +41,8 @@ class WholeAnswer(Protocol):
 
     def add(self, deltas: Sequence[Delta]) -> None: ...
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes | Awaitable[bytes]:
-        """JSON; call it once every choice has finished. A large one is awaited: it is made in slices."""
+    def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
+        """JSON in pieces; call it once every choice has finished."""
         ...
 
 
@@ -76,6 +78,7 @@ class ParsedRequest:
     stream: bool
     form: Form
     arrival: Arrival
+    echo_bytes: int = 0  # of the body's fields, held until the answer has ended
 
     @property
     def first_choices(self) -> list[int]:
@@ -95,31 +98,50 @@ class Serving:
         self.gateway = gateway
         self._turn = Turn()
 
-    async def serve(self, request: Exchange, read: Reader) -> Response | None:
-        """Return an answer of known length; None: it was streamed. Raises BatonError before the answer has begun."""
+    async def serve(self, request: Exchange, read: Reader) -> None:
+        """Returns once the client has read the answer, but for what the connection's buffers take. Raises BatonError
+        before the answer has begun."""
         caller, connection = caller_of(request), connection_of(request)
 
         def admit(prompts: int) -> None:
             for _ in range(prompts):
-                held.enter_context(self.gateway.admission.admit(caller, connection))
+                further = held.enter_context(self.gateway.admission.admit(caller, connection))
+                self.gateway.take_of_model(further, caller, place.model)
 
-        async with self.admitted(request) as (held, body_bytes):
-            parsed = await self._read(request, read, body_bytes, admit)
-            body_bytes.release()
+        async with self.admitted(request) as (held, place):
+            # While its client does not read, only the answer's bytes are kept: what it is made of takes many times more.
+            answer = await self._answer(request, read, place, admit)
+            await (request.sent() if answer is None else self.deliver(request, answer, place))
+
+    async def _answer(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> Response | None:
+        """An answer of known length; None: it was streamed."""
+        parsed = await self._read(request, read, place, admit)
+        place.body.keep(parsed.echo_bytes)
+        with contextlib.ExitStack() as running:
             dispatchers = [
-                held.enter_context(self.gateway.request(one, caller, first, parsed.arrival))
+                running.enter_context(self.gateway.request(one, caller_of(request), first, parsed.arrival))
                 for one, first in zip(parsed.completions, parsed.first_choices, strict=True)
             ]
             answer = _stream if parsed.stream else _whole
-            return await answer(request, parsed, dispatchers, self._turn, lambda: self.start_turn(request))
+            return await answer(
+                request, parsed, dispatchers, self._turn, lambda: self.start_turn(request, place.model)
+            )
+
+    async def deliver(self, request: Exchange, answer: Response, place: Place) -> None:
+        """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises
+        OverloadedError before it has begun."""
+        size = answer.size if isinstance(answer, LongResponse) else len(answer.body)
+        place.body.hold_answer(size, place.model)
+        await request.send(answer)
+        await request.sent()
 
     @contextlib.asynccontextmanager
-    async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, HeldBytes]]:
+    async def admitted(self, request: Exchange) -> AsyncIterator[tuple[contextlib.ExitStack, Place]]:
         """A request's place, until its answer has been sent. Raises DrainingError, OverloadedError."""
         caller = caller_of(request)
         with contextlib.ExitStack() as held:
             try:
-                body_bytes = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
+                place = held.enter_context(self.gateway.admission.admit(caller, connection_of(request)))
                 held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
             except DrainingError:
                 await discard_body(request, self.gateway.low_priority, caller.tenant)
@@ -127,24 +149,37 @@ class Serving:
             except OverloadedError:
                 await self.gateway.low_priority.refuse(caller.tenant)
                 raise
-            yield held, body_bytes
+            yield held, place
 
-    async def _read(self, request: Exchange, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
+    async def _read(self, request: Exchange, read: Reader, place: Place, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
         gateway, arrival = self.gateway, Arrival(request.headers.getlist)
 
-        async def turn() -> None:
+        async def turn(raw: bytearray) -> None:
             nonlocal arrival
             arrival = Arrival(request.headers.getlist)  # its body is there
-            await self.start_turn(request)
+            await self.turn_to_parse(request, place, raw)
 
-        body = await read_json(request, gateway.config, held, gateway.low_priority, turn)
+        body = await read_json(request, gateway.config, place.body, gateway.low_priority, turn)
+        gateway.enter_model(place, caller_of(request), body.get("model"))
         return await read(request, body, arrival, admit)
 
-    async def start_turn(self, request: Exchange) -> None:
-        """Wait for the tenant's turn to start a request, or one more prompt of this one."""
+    async def turn_to_parse(self, request: Exchange, place: Place, raw: bytearray) -> None:
+        """Wait for the turn of a request whose body is there. Raises OverloadedError where its model has no place left,
+        CancelledError if its client disconnects."""
+        expected = ""
+        if self.gateway.further:
+            hint = model_hint.of_json(raw)
+            expected = await self.gateway.expect_model(
+                place, caller_of(request), hint, lambda: model_hint.names(raw, hint)
+            )
+        await self.start_turn(request, expected)
+
+    async def start_turn(self, request: Exchange, model: str = "") -> None:
+        """Wait for the tenant's turn to start a request, or one more prompt of this one, among those for `model`."""
         caller = caller_of(request)
-        await self.gateway.admission.starts.turn(caller.tenant, caller.weight, request)
+        model = model if self.gateway.further else ""  # all wait in one queue
+        await self.gateway.admission.starts.turn(caller.tenant, caller.weight, request, model)
 
 
 async def _whole(
@@ -162,9 +197,7 @@ async def _whole(
         "x-request-id": _shown_id(request, parsed),
         **_timing_headers(outcomes[-1], admin=caller_of(request).admin),
     }
-    made = answer.body(outcomes)
-    body = made if isinstance(made, bytes) else await made
-    return Response(body, media_type="application/json", headers=shown)
+    return LongResponse(answer.body(outcomes), media_type="application/json", headers=shown)
 
 
 async def _stream(
@@ -191,9 +224,9 @@ async def _stream(
     except BatonError as error:
         if not request.begun:
             raise
-        request.end(events.failed(error))
+        await request.end(events.failed(error))
     else:
-        request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
+        await request.end(events.end([dispatcher.outcome for dispatcher in dispatchers]))
 
 
 def _shown_id(request: Request, parsed: ParsedRequest) -> str:

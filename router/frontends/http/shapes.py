@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from router.frontends.http.long_body import Lists
 from router.frontends.http.parts import WHOLE_VIEW, ChatView, Collected, delta_fields
 from router.link.token import Token
 from router.request.completion import Completion, Delta, Outcome
@@ -73,7 +74,8 @@ class Answer:
     for half a second.
     """
 
-    def __init__(self, shape: Shape, index: int):
+    def __init__(self, shape: Shape, index: int, prompt: list[bytes] | None = None):
+        """`prompt`: the entries of a choice of the same prompt, which shows them too."""
         self.index = index
         self.finish: str | None = None
         self.token_ids: list[int] = []
@@ -82,7 +84,9 @@ class Answer:
         self._parts = Collected()
         # By field: pieces of its list, as JSON without brackets
         self._logprobs: dict[str, list[bytes]] = {}
-        self._prompt = [b"null"]  # entries of vLLM's prompt_logprobs, as JSON
+        self._shares_prompt = prompt is not None
+        # Entries of vLLM's prompt_logprobs, as JSON
+        self.prompt = [b"null"] if prompt is None else prompt
 
     def message(self) -> dict[str, Any]:
         if self._shape.parsed:
@@ -99,23 +103,22 @@ class Answer:
         for name, values in (self._shape.logprobs(self.index, self._shape.scored(delta)) or {}).items():
             if values:
                 self._logprobs.setdefault(name, []).append(orjson.dumps(values)[1:-1])
-        if self._shape.prompt.alternatives is not None:
+        if self._shape.prompt.alternatives is not None and not self._shares_prompt:
             entries = (self._shape.prompt_entry(token) for token in delta.prompt if token.position)
-            self._prompt += map(orjson.dumps, entries)
+            self.prompt += map(orjson.dumps, entries)
 
-    def prompt_logprobs(self) -> dict[str, Any]:
+    def prompt_logprobs(self, lists: Lists) -> dict[str, Any]:
         """The field, where it is asked for."""
         if self._shape.prompt.alternatives is None:
             return {}
-        return {"prompt_logprobs": orjson.Fragment(b"[" + b",".join(self._prompt) + b"]")}
+        return {"prompt_logprobs": lists.add(self.prompt)}
 
-    def logprobs(self) -> dict[str, Any] | None:
+    def logprobs(self, lists: Lists) -> dict[str, Any] | None:
         """The shape's object for them, with lists that are encoded already."""
         empty = self._shape.logprobs(self.index, ())
         if empty is None:
             return None
-        joined = {name: b"[" + b",".join(pieces) + b"]" for name, pieces in self._logprobs.items()}
-        return empty | {name: orjson.Fragment(json) for name, json in joined.items()}
+        return empty | {name: lists.add(pieces) for name, pieces in self._logprobs.items()}
 
 
 class WholeShape:
@@ -123,16 +126,21 @@ class WholeShape:
 
     def __init__(self, shape: Shape, choices: int):
         self._shape = shape
-        self._answers = [Answer(shape, index) for index in range(choices)]
+        self._answers: list[Answer] = []
+        for index in range(choices):
+            first = index - index % shape.completion.n
+            shared = self._answers[first].prompt if first < index else None
+            self._answers.append(Answer(shape, index, shared))
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             self._answers[delta.choice].add(delta)
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes:
-        choices = [self._shape.choice(answer) for answer in self._answers]
+    def body(self, outcomes: Sequence[Outcome]) -> list[bytes]:
+        lists = Lists()
+        choices = [self._shape.choice(answer, lists) for answer in self._answers]
         whole = self._shape.whole(choices, outcomes)
-        return orjson.dumps(whole | self._shape.of_whole(self._answers[0]))
+        return lists.encode(whole | self._shape.of_whole(self._answers[0], lists))
 
 
 class PromptShown(NamedTuple):
@@ -189,16 +197,16 @@ class Shape:
         before, _, after = orjson.dumps(shown).partition(b'""')
         return before, after
 
-    def choice(self, answer: Answer) -> dict[str, Any]:
+    def choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
         message = answer.message()
-        shown = self._shown(answer.index, message, answer.token_ids, answer.logprobs(), answer.finish)
-        return shown | self.of_choice(answer)
+        shown = self._shown(answer.index, message, answer.token_ids, answer.logprobs(lists), answer.finish)
+        return shown | self.of_choice(answer, lists)
 
-    def of_choice(self, answer: Answer) -> dict[str, Any]:
+    def of_choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
         """Further fields of a whole choice."""
         return {}
 
-    def of_whole(self, answer: Answer) -> dict[str, Any]:
+    def of_whole(self, answer: Answer, lists: Lists) -> dict[str, Any]:
         """Further fields of a whole answer, which are those of its first choice."""
         return {}
 
@@ -254,8 +262,8 @@ class ChatShape(Shape):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def of_whole(self, answer: Answer) -> dict[str, Any]:
-        return answer.prompt_logprobs()
+    def of_whole(self, answer: Answer, lists: Lists) -> dict[str, Any]:
+        return answer.prompt_logprobs(lists)
 
     def message(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -290,8 +298,8 @@ class CompletionShape(Shape):
     chunk_name = "text_completion"
     offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, over all chunks of its stream
 
-    def of_choice(self, answer: Answer) -> dict[str, Any]:
-        return answer.prompt_logprobs()
+    def of_choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
+        return answer.prompt_logprobs(lists)
 
     def message(self, text: str) -> dict[str, Any]:
         return {"text": text}

@@ -78,28 +78,31 @@ class Tokenizing:
         self._serving = serving
         self._gateway = serving.gateway
 
-    async def answer(self, request: Exchange, answer: Answer) -> Response:
-        """Raises BatonError."""
+    async def answer(self, request: Exchange, answer: Answer) -> None:
+        """Returns once the client has read the answer, as Serving.serve. Raises BatonError before it has begun."""
         gateway, caller = self._gateway, caller_of(request)
-        async with self._serving.admitted(request) as (_, held):
+        async with self._serving.admitted(request) as (_, place):
             body = await read_json(
                 request,
                 gateway.config,
-                held,
+                place.body,
                 gateway.low_priority,
-                lambda: self._serving.start_turn(request),
+                lambda raw: self._serving.turn_to_parse(request, place, raw),
             )
+            gateway.enter_model(place, caller, body.get("model"))
             asked_id = request_id(request)
-            async with gateway.counted(caller):
+            async with gateway.counted(caller, gateway.model(body.get("model")).name):
                 made = await answer(body, caller)
             shown = {"x-request-id": request.headers["x-request-id"]} if asked_id else {}
-            return Response(made, media_type="application/json", headers=shown)
+            del body
+            response = Response(made, media_type="application/json", headers=shown)
+            await self._serving.deliver(request, response, place)
 
-    async def tokenize(self, request: Exchange) -> Response:
-        return await self.answer(request, self._tokens)
+    async def tokenize(self, request: Exchange) -> None:
+        await self.answer(request, self._tokens)
 
-    async def detokenize(self, request: Exchange) -> Response:
-        return await self.answer(request, self._text)
+    async def detokenize(self, request: Exchange) -> None:
+        await self.answer(request, self._text)
 
     async def _tokens(self, body: Mapping[str, Any], caller: Caller) -> bytes:
         model = self._gateway.model(body.get("model"))

@@ -13,7 +13,7 @@ from worker.request_counts import RequestCounts
 
 
 class RegisteredWorker:
-    def __init__(self, redis_url: str, namespace: str, role: Role, name: str):
+    def __init__(self, redis_url: str, namespace: str, role: Role, name: str, model: str = ""):
         info = WorkerInfo(
             worker_id=name,
             epoch=1,
@@ -27,6 +27,7 @@ class RegisteredWorker:
             host="here",
             max_model_len=4096,
             blocks_total=100,
+            served_model=model,
         )
         self._status = WorkerStatus()
         self.registration = Registration(redis_url, namespace, info, status=lambda: self._status)

@@ -19,11 +19,13 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaler.autoscaler import Autoscaler
+from baton.autoscaler.autoscaler import Autoscaler, FurtherModel
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import Decision
 from baton.autoscaler.leader import Leadership
+from baton.autoscaler.platforms.base import PlatformPool
 from baton.autoscaler.platforms.kubernetes import StatefulSets, connect
+from baton.cli.autoscale import AutoscaleConfig
 from cluster.config.worker import Role
 from cluster.errors import SetupError, UnavailableError
 from tests.baton.autoscaler.registered import RegisteredWorker, decode_status, prefill_status
@@ -91,6 +93,59 @@ def rig(server: ApiServer, redis_url: str, namespace: str, tmp_path: Path) -> It
     made.close()
 
 
+class Sets:
+    """A platform with a target for each role."""
+
+    def __init__(self) -> None:
+        self.targets: dict[Role, int] = {"prefill": 1, "decode": 1}
+
+    def read(self, role: Role) -> PlatformPool:
+        return PlatformPool(self.targets[role])
+
+    def scale(self, role: Role, replicas: int, seen: PlatformPool) -> None:
+        self.targets[role] = replicas
+
+    def close(self) -> None:
+        pass
+
+
+def test_each_model_grows_by_its_own_load_and_objectives_within_one_budget(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="baton.autoscaler")
+    first, second = Sets(), Sets()
+    config, now = CONFIG.model_copy(update={"gpu_budget": 6}), 1000.0
+    further = FurtherModel("second", config.model_copy(update={"ttft_objective_seconds": 1.0}), second)
+    scaler = Autoscaler(
+        *(config, redis_url, namespace, first, CollectorRegistry(), lambda: now),
+        model="first",
+        further=[further],
+    )
+    quiet = RegisteredWorker(redis_url, namespace, "prefill", "p0")  # one that names no model
+    busy = RegisteredWorker(redis_url, namespace, "prefill", "p1", model="second")
+    decoders = [RegisteredWorker(redis_url, namespace, "decode", f"d{i}", ("", "second")[i]) for i in (0, 1)]
+    gone = RegisteredWorker(redis_url, namespace, "prefill", "p2", model="removed")
+    for _ in range(12):
+        now += config.interval_seconds
+        quiet.publish(**prefill_status(now - 1000.0, 0.05))
+        gone.publish(**prefill_status(now - 1000.0, 9.0))
+        busy.publish(**prefill_status(now - 1000.0, 9.0))
+        for one in decoders:
+            one.publish(**decode_status(now - 1000.0, 4.0))
+        scaler.step()
+    assert first.targets == {"prefill": 1, "decode": 1}
+    assert second.targets == {"prefill": 3, "decode": 1}, "as the budget allows"
+    assert any("model=second pool=prefill from=1 to=2" in line for line in caplog.messages)
+    assert scaler.metrics._asked._value.get() == 6
+    assert scaler.metrics._current.labels("first", "prefill")._value.get() == 1, "without the removed model's"
+
+
+def test_no_two_pools_are_one_stateful_set() -> None:
+    small = {"name": "small", "stateful_sets": {"prefill": "small-prefill"}}
+    with pytest.raises(ValueError, match="stateful_sets: baton-decode is two pools'"):
+        AutoscaleConfig.model_validate({"served_model_name": "large", "models": [small], "gpu_budget": 4})
+
+
 def test_load_grows_the_stateful_set_and_logs_the_reason(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="baton.autoscaler")
     for _ in range(8):
@@ -99,10 +154,10 @@ def test_load_grows_the_stateful_set_and_logs_the_reason(rig: Rig, caplog: pytes
     assert rig.replicas("decode") == 1
     line = next(one for one in caplog.messages if "pool=prefill from=1 to=2" in one)
     assert re.search(r"ready=1 needed=\d+\.\d+ reason=prefill_load tokens_per_second=[\d.]+", line)
-    assert rig.metric("desired_replicas", pool="prefill") == rig.replicas("prefill")
-    assert rig.metric("current_replicas", pool="prefill") == 1
-    assert rig.metric("decisions_total", pool="prefill", reason="prefill_load") >= 1
-    assert rig.metric("changes_total", pool="prefill", direction="up") >= 1
+    assert rig.metric("desired_replicas", model="", pool="prefill") == rig.replicas("prefill")
+    assert rig.metric("current_replicas", model="", pool="prefill") == 1
+    assert rig.metric("decisions_total", model="", pool="prefill", reason="prefill_load") >= 1
+    assert rig.metric("changes_total", model="", pool="prefill", direction="up") >= 1
     assert rig.metric("leader") == 1
 
 
@@ -114,7 +169,7 @@ def test_a_steady_cluster_is_not_changed(rig: Rig) -> None:
         rig.step()
     after = [rig.server.object("StatefulSet", name)["metadata"]["resourceVersion"] for name in NAMES.values()]
     assert after == before
-    assert rig.metric("decisions_total", pool="decode", reason="steady") > 10
+    assert rig.metric("decisions_total", model="", pool="decode", reason="steady") > 10
 
 
 def test_a_size_set_by_hand_is_changed_slowly(rig: Rig) -> None:
@@ -137,7 +192,7 @@ def test_replicas_that_fit_nowhere_are_given_back(rig: Rig) -> None:
     for _ in range(12):
         rig.step(requests_per_second=3.0)
     assert rig.replicas("prefill") == 1
-    assert rig.metric("decisions_total", pool="prefill", reason="unschedulable") >= 1
+    assert rig.metric("decisions_total", model="", pool="prefill", reason="unschedulable") >= 1
 
 
 def test_replicas_that_load_are_waited_for(rig: Rig) -> None:
@@ -150,7 +205,7 @@ def test_replicas_that_load_are_waited_for(rig: Rig) -> None:
             rig.server.create(starting_pod(f"b-prefill-{ordinal}"))
         pods = asked
     assert asked >= 2
-    assert rig.metric("decisions_total", pool="prefill", reason="unschedulable") == 0
+    assert rig.metric("decisions_total", model="", pool="prefill", reason="unschedulable") == 0
 
 
 WAITS = {"waiting": {"reason": "ContainerCreating"}}
@@ -348,7 +403,7 @@ def test_the_command_scales_and_shows_its_metrics(
         address = json.loads(ready.read_text())["metrics"]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-        assert 'baton_autoscaling_desired_replicas{pool="prefill"}' in text
+        assert 'baton_autoscaling_desired_replicas{model="",pool="prefill"}' in text
         process.send_signal(signal.SIGTERM)
         assert process.wait(20.0) == 0
         assert "reason=prefill_load" in (tmp_path / "log").read_text()

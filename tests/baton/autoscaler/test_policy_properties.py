@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,18 +118,28 @@ claims = st.builds(
 )
 
 
-@given(first=claims, second=claims, spare=st.integers(0, 20), may_move=st.booleans())
-def test_sharing_out(first: Claim, second: Claim, spare: int, may_move: bool) -> None:
-    budget = first.gpus_held(first.before) + second.gpus_held(second.before) + spare
-    shares = share_out(budget, (first, second), may_move)
-    held = first.gpus_held(shares[0].target) + second.gpus_held(shares[1].target)
+@given(all_claims=st.lists(claims, min_size=2, max_size=6), spare=st.integers(0, 20), may_move=st.booleans())
+def test_sharing_out(all_claims: list[Claim], spare: int, may_move: bool) -> None:
+    """Of one model's two pools, and of several models'."""
+    budget = sum(one.gpus_held(one.before) for one in all_claims) + spare
+    shares = share_out(budget, all_claims, may_move)
+    held = sum(one.gpus_held(share.target) for one, share in zip(all_claims, shares, strict=True))
     assert held <= budget
-    for claim, share in zip((first, second), shares, strict=True):
+    for claim, share in zip(all_claims, shares, strict=True):
         assert share.target <= max(claim.before, claim.want.target)
         assert share.target >= min(claim.before, claim.want.target, claim.least)
-    wanted = first.gpus_held(first.want.target) + second.gpus_held(second.want.target)
-    if wanted <= budget:
-        assert [share.target for share in shares] == [first.want.target, second.want.target]
+    if sum(one.gpus_held(one.want.target) for one in all_claims) <= budget:
+        assert [share.target for share in shares] == [one.want.target for one in all_claims]
+
+
+def test_the_model_furthest_from_its_need_gets_the_next_replica_and_may_get_one_of_anothers() -> None:
+    def claim(before: int, needed: int) -> Claim:
+        return Claim("decode", Want(needed, Reason.DECODE_LOAD), before, before, 0, 1, needed, 0, 1)
+
+    quiet, busy, busiest = claim(3, 3), claim(2, 4), claim(2, 8)
+    assert [one.target for one in share_out(9, [quiet, busy, busiest], False)] == [3, 2, 4]
+    idle = replace(quiet, needed=1, want=Want(3, Reason.STEADY))
+    assert [one.target for one in share_out(7, [idle, busy, busiest], True)] == [2, 2, 2]
 
 
 @given(offered=st.floats(0, 40), service=st.floats(0.05, 5), wait=st.floats(0.05, 20))

@@ -40,8 +40,8 @@ def test_a_new_policy_takes_the_port_over_and_decides_meanwhile(caplog: pytest.L
     pools = contexts(PrefillPool=2, DecodePool=1)
     old = policy(port)
     old(pools)
-    assert 'baton_autoscaling_desired_replicas{pool="prefill"} 2.0' in scrape(port)
-    assert 'baton_autoscaling_decisions_total{pool="decode",reason="no_data"} 1.0' in scrape(port)
+    assert 'baton_autoscaling_desired_replicas{model="",pool="prefill"} 2.0' in scrape(port)
+    assert 'baton_autoscaling_decisions_total{model="",pool="decode",reason="no_data"} 1.0' in scrape(port)
     with caplog.at_level(logging.INFO, "ray.serve"):
         new = policy(port)
         pools["PrefillPool"].target_num_replicas = 3
@@ -49,7 +49,7 @@ def test_a_new_policy_takes_the_port_over_and_decides_meanwhile(caplog: pytest.L
         assert new(pools)[0] == {"PrefillPool": 3, "DecodePool": 1}
         del old
         new(pools)
-    assert 'baton_autoscaling_desired_replicas{pool="prefill"} 3.0' in scrape(port)
+    assert 'baton_autoscaling_desired_replicas{model="",pool="prefill"} 3.0' in scrape(port)
     said = [record.getMessage() for record in caplog.records]
     assert sum("cannot serve the autoscaler's metrics" in line for line in said) == 1
     assert any("pool=prefill" in line and "reason=no_data" in line for line in said)

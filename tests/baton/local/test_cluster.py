@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -58,10 +59,12 @@ def test_a_router_that_dies_again_before_it_serves_keeps_its_addresses(cluster):
         assert ports() == (4001, 4002)
 
 
-def test_the_state_file_never_holds_the_password_of_redis(cluster):
+def test_the_state_file_is_its_owners_and_never_holds_the_password_of_redis(cluster):
     cluster._redis_url = "redis://user:p4ssw0rd@127.0.0.1:1"
     cluster._written = ClusterState("h", "g", RedisState("before", None), [], [], [], 1, "logs")
+    cluster._options.state_file.touch(mode=0o644)  # of an earlier start
     assert cluster.watch() == []
+    assert stat.S_IMODE(cluster._options.state_file.stat().st_mode) == 0o600
     text = cluster._options.state_file.read_text()
     assert "redis://***@127.0.0.1:1" in text and "p4ssw0rd" not in text
 
@@ -126,6 +129,16 @@ def test_each_model_has_workers_of_its_own_and_a_name_at_every_router():
     ]
     assert [len(config.engine.lora) for _, config in started] == [1, 1, 0, 0, 1, 0]
     assert all(config.engine.model == MODEL for _, config in started)
+
+
+@pytest.mark.parametrize(("slots", "kept"), [({"max_loras": 3}, (3, Path("/a"))), ({}, (0, None))])
+def test_calls_may_load_adapters_of_each_model_where_slots_are_set(slots, kept):
+    engine = {"kv_memory_bytes": 1 << 20, "lora": ["x=/a/x"], **slots}
+    given = {"pool": "process", "worker": {"lora_dir": "/a", "engine": engine}}
+    up = UpOptions(MODEL, also=(f"second={MODEL}",), **given)
+    configs = [up.worker_config(role, model=model) for role, model in up.workers]
+    assert [len(one.engine.lora) for one in configs] == [1, 0, 1, 0]
+    assert [(one.engine.max_loras, one.lora_dir) for one in configs[1::2]] == [kept, kept]
 
 
 def test_workers_share_the_memory_with_those_of_other_models(monkeypatch):

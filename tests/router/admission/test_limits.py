@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from starlette.requests import Request
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
-from cluster.security.keys import Caller, RateLimits
+from cluster.security.keys import Caller, ModelLimits, RateLimits
 from router.admission import descriptors
-from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
+from router.admission.admission import FREE_BYTES, MODEL_HOLDER, Admission, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService
@@ -24,7 +25,8 @@ from router.frontends.http.generate import Generate
 from router.frontends.http.serving import Serving
 from router.gateway import RequestGateway
 from router.quota.quota import Use
-from router.request.validator import OTHER_BYTES, Validator
+from router.request.validator import OTHER_BYTES
+from tests.router.stub_model import stub_model
 from wire import inference_pb2 as pb
 
 MIB = 1 << 20
@@ -32,6 +34,45 @@ MIB = 1 << 20
 
 def budget(limit: int, tenant_limit: int) -> ByteBudget:
     return ByteBudget(limit, tenant_limit, lambda tenant: None)
+
+
+def test_bytes_of_a_model_return_to_zero_in_any_order() -> None:
+    """Bodies that grow, what answers repeat, and answers: no model takes more than its share, none keeps any."""
+    draw, models = random.Random(7), ("a", "b")
+    bodies = ByteBudget(8 * MIB, 8 * MIB, lambda tenant: None, model_limit=4 * MIB)
+    counted = bodies._tenants
+    for _ in range(300):
+        held = [bodies.hold("t") for _ in range(3)]
+        for _ in range(12):
+            one, size = draw.choice(held), draw.randrange(5 * MIB)
+            calls = (
+                lambda one=one, size=size: one.grow_to(size),
+                lambda one=one: one.of_model(draw.choice(models)),
+                lambda one=one, size=size: one.keep(size),
+                lambda one=one, size=size: one.hold_answer(size, draw.choice(models)),
+                one.release,
+            )
+            with contextlib.suppress(OverloadedError):
+                draw.choice(calls)()
+            assert all(0 <= counted.here(MODEL_HOLDER + model) <= 4 * MIB for model in models)
+        for one in held:
+            one.release()
+        assert bodies.held == 0 and not any(counted.here(MODEL_HOLDER + model) for model in models)
+
+
+def test_an_answer_takes_the_place_of_its_body_and_fits_an_empty_budget() -> None:
+    bodies = budget(3 * MIB, MIB)
+    one, other = bodies.hold("a"), bodies.hold("a")
+    one.grow_to(MIB // 2)
+    one.hold_answer(FREE_BYTES)
+    assert bodies.held == 0
+    one.hold_answer(20 * MIB)
+    assert bodies.held == MIB, "as many as the tenant may have"
+    with pytest.raises(OverloadedError):
+        other.hold_answer(FREE_BYTES + 1)
+    bodies.hold("b").hold_answer(MIB)
+    one.release()
+    assert bodies.held == MIB - FREE_BYTES
 
 
 def held_by(bodies: ByteBudget) -> tuple[int, int]:
@@ -78,6 +119,24 @@ def test_a_body_that_grows_is_counted_once() -> None:
     assert held_by(bodies) == (0, 0)
 
 
+def test_what_an_answer_repeats_of_a_body_stays_counted() -> None:
+    bodies = budget(1000, 1000)
+    held, other = bodies.hold("a"), bodies.hold("b")
+    held.grow_to(FREE_BYTES + 600)
+    held.keep(FREE_BYTES + 100)
+    assert bodies.held == 100
+    held.keep(FREE_BYTES + 150)  # numbers may be longer than in the body
+    other.grow_to(FREE_BYTES + 850)
+    with pytest.raises(OverloadedError):
+        held.keep(FREE_BYTES + 151)
+    assert bodies.held == 1000
+    for one in (held, other):
+        one.keep(0)
+    assert held_by(bodies) == (0, 0)
+    held.release()
+    assert held_by(bodies) == (0, 0)
+
+
 def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
     bodies = budget(1000, 100)
     bodies.hold("a").grow_to(FREE_BYTES + 100)
@@ -87,9 +146,8 @@ def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
 
 
 def test_a_body_of_the_largest_size_fits_under_any_settings() -> None:
-    config: Any = SimpleNamespace(
-        max_body_bytes=8 * MIB, max_body_bytes_in_flight=MIB, max_body_bytes_in_flight_per_tenant=MIB
-    )
+    sizes = {"max_body_bytes_in_flight": MIB, "max_body_bytes_in_flight_per_tenant": MIB}
+    config: Any = SimpleNamespace(max_body_bytes=8 * MIB, **sizes, models=())
     ByteBudget.of(config, lambda tenant: None).hold("a").grow_to(8 * MIB)
 
 
@@ -105,14 +163,14 @@ def gateway() -> RequestGateway:
     )
     made.low_priority = LowPriority()
     made.admission = Admission(made.config, lambda tenant: None)
-    made.admission._bodies = budget(8 * MIB, 8 * MIB)
+    made.admission.bodies = budget(8 * MIB, 8 * MIB)
     return made
 
 
 def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
     for _ in range(10):
-        with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as held:
-            held.grow_to(MIB)
+        with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as place:
+            place.body.grow_to(MIB)
             raise KeyError
     admission = gateway.admission
     assert (admission.in_flight, len(admission._tenants._taken), len(admission._connections._taken)) == (
@@ -120,7 +178,7 @@ def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gatewa
         0,
         0,
     )
-    assert held_by(admission._bodies) == (0, 0)
+    assert held_by(admission.bodies) == (0, 0)
 
 
 @pytest.mark.parametrize(("places", "own", "share"), [(4, 0, 2), (5, 0, 2), (1, 0, 1), (4, 3, 3)])
@@ -229,10 +287,9 @@ def dispatching(gateway: RequestGateway) -> RequestGateway:
     )
 
     def request(*_: Any, **__: Any) -> Any:
-        raise DispatchedError(gateway.admission._bodies.held, gateway.admission.in_flight)
+        raise DispatchedError(gateway.admission.bodies.held, gateway.admission.in_flight)
 
-    gateway.text, gateway.validator = text, Validator(gateway.config, text)
-    gateway.grammars = gateway.plans = SimpleNamespace()  # type: ignore[assignment]
+    gateway.first = stub_model(gateway.config, text, grammars=SimpleNamespace(refusal=""))
     gateway.request = request  # type: ignore[method-assign]
     gateway.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
     return gateway
@@ -253,7 +310,7 @@ async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
     with pytest.raises(DispatchedError) as caught:
         await Generate(Serving(dispatching)).completion(request)
     assert caught.value.args == (0, prompts)
-    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
+    assert (dispatching.admission.in_flight, dispatching.admission.bodies.held) == (0, 0)
 
 
 class Call:
@@ -287,7 +344,7 @@ async def test_a_message_is_free_when_it_is_dispatched(dispatching: RequestGatew
     with pytest.raises(DispatchedError) as caught:
         await InferenceService(dispatching).Generate(context, context)
     assert caught.value.args == (0, 1)
-    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
+    assert (dispatching.admission.in_flight, dispatching.admission.bodies.held) == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
@@ -298,7 +355,7 @@ async def test_a_message_beyond_every_length_is_refused_unparsed(
     context: Any = Context(b"\xff" * (5 * CONTEXT + OTHER_BYTES + MIB))
     with pytest.raises(ContextLengthError):
         await getattr(InferenceService(dispatching), method)(context, context)
-    assert dispatching.admission._bodies.held == 0
+    assert dispatching.admission.bodies.held == 0
 
 
 async def test_the_list_of_models_takes_a_place_and_counts_its_message(dispatching: RequestGateway) -> None:
@@ -358,19 +415,33 @@ async def test_a_request_that_no_worker_sees_is_charged_once_and_settled_without
     calls: list[tuple[Any, ...]] = []
 
     class Quota:
-        async def charge(self, tenant: str, limits: RateLimits, tokens: int) -> str:
-            calls.append(("charge", tenant, limits, tokens))
-            return "charge 1"
+        async def charge(self, tenant: str, limits: RateLimits, tokens: int, *, model: str) -> str:
+            calls.append(("charge", tenant, limits, tokens, model))
+            if model == "full":
+                raise OverloadedError("of this model")
+            return f"charge {model}"
 
-        async def settle(self, charge: str, use: Use) -> None:
+        async def settle(self, charge: str, use: Use | None) -> None:
             calls.append(("settle", charge, use))
 
     gateway = object.__new__(RequestGateway)
     gateway.services = SimpleNamespace(quota=Quota())  # type: ignore[assignment]
     gateway.config = RouterConfig(model=Path("m"), tokens_per_minute_per_tenant=7)
+    of_model = ModelLimits(requests_per_minute=2)
+    caller = Caller("acme", rate_limits=RateLimits(3, 5), model_limits={"m": of_model, "full": of_model})
+    of_all, of_one = ("charge", "acme", RateLimits(3, 5), 0, ""), ("charge", "acme", RateLimits(2), 0, "m")
     with contextlib.suppress(ContextLengthError):
-        async with gateway.counted(Caller("acme", rate_limits=RateLimits(3, 5))):
+        async with gateway.counted(caller, "other"):
             assert len(calls) == 1
             if fails:
                 raise ContextLengthError("too long")
-    assert calls == [("charge", "acme", RateLimits(3, 5), 0), ("settle", "charge 1", Use(0, 0))]
+    assert calls == [of_all, ("settle", "charge ", Use(0, 0))]
+    calls.clear()
+    async with gateway.counted(caller, "m"):
+        assert calls == [of_all, of_one]
+    assert calls[2:] == [("settle", "charge ", Use(0, 0)), ("settle", "charge m", Use(0, 0))]
+    calls.clear()
+    with pytest.raises(OverloadedError):
+        async with gateway.counted(caller, "full"):
+            pass
+    assert calls[-1] == ("settle", "charge ", None), "refused by the second: not counted by the first"

@@ -21,11 +21,11 @@ class Started:
         self.starts = starts
         self.order: list[str] = []
 
-    def ask(self, tenant: str, weight: float = 1.0) -> asyncio.Task[None]:
-        return asyncio.create_task(self._ask(tenant, weight))
+    def ask(self, tenant: str, weight: float = 1.0, model: str = "") -> asyncio.Task[None]:
+        return asyncio.create_task(self._ask(tenant, weight, model))
 
-    async def _ask(self, tenant: str, weight: float) -> None:
-        await self.starts.turn(tenant, weight)
+    async def _ask(self, tenant: str, weight: float, model: str) -> None:
+        await self.starts.turn(tenant, weight, model=model)
         self.order.append(tenant)
 
 
@@ -33,7 +33,6 @@ async def idle(starts: StartQueue) -> None:
     await turns(3)
     starts.check_integrity()
     assert not len(starts) and not starts._counting, "nothing is left of the requests"
-    assert not starts._queue._ahead
 
 
 async def test_a_request_on_a_quiet_router_does_not_wait() -> None:
@@ -53,6 +52,19 @@ async def test_a_tenant_with_many_requests_delays_anothers_by_one_each() -> None
     assert started.order[:8] == ["greedy", "greedy", "other", "third", *2 * ["greedy", "other"]]
     await turns(200)
     assert all(task.done() for task in tasks)
+    await idle(starts)
+
+
+async def test_models_take_turns_and_of_each_model_its_tenants() -> None:
+    """Without keys, or with one tenant, a surging model's requests would all start first."""
+    starts = StartQueue(lambda: 0.0)
+    started = Started(starts)
+    surge = [started.ask("greedy", model="surging") for _ in range(100)]
+    tasks = [started.ask("late", model="surging"), *[started.ask("other", model="quiet") for _ in range(3)]]
+    await turns(10)
+    assert started.order[:7] == ["greedy", "greedy", "other", "late", "other", "greedy", "other"]
+    await turns(100)
+    assert all(task.done() for task in (*surge, *tasks))
     await idle(starts)
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config.router import RouterConfig
-from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError
+from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError, UnreadableAnswerError
 from cluster.membership.topology import Location
 from router.dispatch import dispatcher
 from router.dispatch.attempt import Attempt, Broken, Complete, Ended, Source
@@ -199,7 +199,9 @@ class World:
             "link_max_version": 1,
         }
         self.p, self.d = (
-            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, role=role, **facts)
+            SimpleNamespace(
+                worker_id=name, address=name, epoch=1, name=name, role=role, served_model="", **facts
+            )
             for name, role in (("p", "prefill"), ("d", "decode"))
         )
         members: Any = SimpleNamespace(all=[self.p, self.d])
@@ -308,3 +310,49 @@ async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(t
     assert running.complete
     await world.services.finish(5.0)
     assert world.attempts[0].closed, "its workers are told"
+
+
+class _Parser:
+    """Fails at its third piece, or where a resumed answer is read again."""
+
+    called = False
+
+    def __init__(self) -> None:
+        self.fed = 0
+
+    def feed(self, pieces: Any) -> Any:
+        self.fed += 1
+        if self.fed == 3:
+            raise AttributeError("a fault of the parser")
+        return []
+
+    def end(self) -> Any:
+        return []
+
+
+@pytest.mark.parametrize("resumed", [0, 4])
+async def test_a_parser_that_fails_ends_its_request_alone(text, monkeypatch, caplog, resumed):
+    """No attempt follows, no worker is blamed, and the link's callback raises nothing."""
+    world = World(text, [])
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    source: Any = SimpleNamespace(marker_ids=(), parser=_Parser, name="failing")
+    prompt = list(range(3, 3 + PROMPT))
+    resume = [token(PROMPT + index).token_id for index in range(resumed)]
+    sampling = common_pb2.SamplingParams(max_tokens=NEW)
+    completion = Completion("r", "m", prompt, sampling, answer_format=source, resume_tokens=resume)
+    world.services.tickets.check = lambda *_: True  # type: ignore[method-assign]
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+
+    async def take_all() -> None:
+        while await deltas.take():
+            pass
+
+    with pytest.raises(UnreadableAnswerError, match="AttributeError"):
+        await asyncio.wait_for(take_all(), 10)
+    await world.services.finish(5.0)
+    assert "a fault of the parser" in caplog.text
+    assert len(world.attempts) == (0 if resumed else 1)
+    assert all((one.closed or one.has_ended) and one.playing.done() for one in world.attempts)
+    assert world.released == [one.transfer_id for one in world.attempts]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from cluster.protocol.link import prompt_window_of
+from router.dispatch.attempt import Attempt, Broken, Source
 from router.dispatch.prompt_stream import EmbeddingStream, PromptStream
 from wire import common_pb2
-from worker.attempt_log import AttemptLog
 
 PROMPT = [5, 6, 7, 8]
 
@@ -54,20 +59,6 @@ def test_nothing_comes_behind_the_prompts_end():
     assert streams.came == [1, 2, 3] and len(streams.broken) == 1
 
 
-def test_a_workers_log_keeps_the_whole_prompt_and_sends_it_first():
-    count = 2000  # more than a window
-    sampling = common_pb2.SamplingParams(max_tokens=1, prompt_logprobs=True)
-    spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * count), sampling=sampling, first_choice=3, n=2)
-    log = AttemptLog.of(spec, lambda: None)
-    for position in range(1, count):
-        log.add(5, position, 0, common_pb2.Token(choice=5, position=position, rank=1))
-    assert not log.full
-    assert [one.choice for one in log.in_order] == [5, 3, 4]
-    assert log.resume([count, count, 7], [2 * count, 2 * count, count])
-    assert log.prompt is not None and log.prompt.sent == 7
-    assert not log.resume([count, count], [2 * count] * 2)
-
-
 def embedding(size: int = 8, position: int = 1, choice: int = 1) -> common_pb2.Token:
     return common_pb2.Token(choice=choice, position=position, embedding=bytes(size))
 
@@ -86,8 +77,74 @@ def test_an_embedding_comes_once_over_all_attempts():
     assert len(broken) == 3 and len(came) == 1
 
 
-def test_a_workers_log_sends_the_embedding_first_and_does_not_pause():
-    sampling = common_pb2.SamplingParams(max_tokens=1, pooling=common_pb2.POOLING_MEAN)
-    log = AttemptLog.of(common_pb2.GenerateSpec(prompt_tokens=bytes(4), sampling=sampling), lambda: None)
-    log.add(1, 1, 0, embedding())
-    assert [one.choice for one in log.in_order] == [1, 0] and log.may_send and not log.full
+class PromptAttempt:
+    """An attempt that has one choice, the prompt's being 1, and whose client reads when `drained` is called."""
+
+    def __init__(self, tokens: int, seen: int = 1):
+        nothing: Any = None
+        placed: Any = SimpleNamespace(prefill=None, decode=SimpleNamespace(worker_id="d"))
+        self.stream = PromptStream([0] * tokens, lambda token: None)
+        self.stream.next_position = seen  # an earlier attempt brought what is before
+        self.credits: list[tuple[int, int]] = []
+        self.waiting: list[Callable[[], None]] = []
+        sampling = common_pb2.SamplingParams(max_tokens=1, prompt_logprobs=True, prompt_top_logprobs=20)
+        self.attempt = Attempt(
+            request_id="r",
+            spec=common_pb2.GenerateSpec(prompt_tokens=bytes(4 * tokens), n=1, sampling=sampling),
+            placed=placed,
+            channels=nothing,
+            links=nothing,
+            choices=[SimpleNamespace(index=0, next_position=tokens, finish=None)],  # type: ignore[list-item]
+            admission_seconds=1.0,
+            take=lambda token, _: True,
+            when_drained=self.waiting.append,
+            prompt=self.stream,
+        )
+        handle: Any = SimpleNamespace(credit=lambda choice, limit: self.credits.append((choice, limit)))
+        self.attempt._handles[Source.DECODE] = handle
+
+    def came(self, first: int, end: int) -> None:
+        for position in range(first, end):
+            self.attempt.came(Source.DECODE, common_pb2.Token(choice=1, position=position, rank=1))
+
+    def drained(self) -> None:
+        calls, self.waiting = self.waiting[:], []
+        self.attempt.when_drained = self.waiting.append
+        for call in calls:
+            call()
+
+
+@pytest.mark.parametrize("seen", [1, 500])
+async def test_a_prompt_has_credit_as_far_as_its_client_has_read(seen):
+    """Also where a second attempt repeats what the client has: the worker begins at position 1 all the same."""
+    window = prompt_window_of(20)
+    made = PromptAttempt(4 * window, seen)
+    made.came(1, 1 + window)
+    assert made.credits == [] and made.attempt.limits()[-1] == 1 + window
+    made.drained()
+    assert made.credits == [(1, 1 + 2 * window)]
+    made.came(1 + window, 1 + 2 * window)
+    made.drained()
+    assert made.credits[1:] == [(1, 1 + 3 * window)]
+    assert made.stream.next_position == max(seen, 1 + 2 * window)
+
+
+async def test_a_second_attempt_whose_link_breaks_goes_on_where_it_was():
+    """Behind what the first one brought its worker has no credit: asked to go on there, it would send nothing more."""
+    window = prompt_window_of(20)
+    made = PromptAttempt(4 * window, 3 * window)
+    made.came(1, 11)
+    assert made.attempt.positions()[-1] == 11 <= made.attempt.limits()[-1]
+    assert made.stream.next_position == 3 * window
+
+
+async def test_a_worker_that_sends_a_prompt_beyond_its_credit_loses_the_attempt():
+    window = prompt_window_of(20)
+    made = PromptAttempt(4 * window)
+    made.came(1, 3 + window)
+    (broken,) = await made.attempt.events.take()
+    assert (
+        isinstance(broken, Broken)
+        and "the limit is" in str(broken.error)
+        and made.stream.next_position == 1 + window
+    )

@@ -11,9 +11,10 @@ import pytest
 from cluster.errors import CancelledError, InternalError
 from router.dispatch.dispatcher import PIECE_SECONDS
 from router.dispatch.turn import Turn
-from router.frontends.answer_queue import AnswerQueue
+from router.frontends.answer_queue import ENTRIES_AT_ONCE, AnswerQueue
 from router.request.completion import Delta
 from tests.harness.waiting import until
+from wire import common_pb2
 
 
 class StubExchange:
@@ -176,3 +177,26 @@ async def test_a_writer_that_fails_ends_it(answer: Answer) -> None:
     with pytest.raises(ValueError, match="header"):
         await answer.over()
     assert answer.dispatcher.stopped
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_log_probabilities_are_written_over_several_turns(ends):
+    """Also what is left at the end, and no grant before all is written."""
+    answer = Answer()
+    top = [common_pb2.TokenLogprob(token_id=i) for i in range(20)]
+    token = common_pb2.Token(position=1, top_logprobs=top)
+    drained: list[int] = []
+    for number in range(100):
+        answer.queue.add(Delta(0, str(number), (), prompt=(token,)))
+    answer.queue.when_drained(lambda: drained.append(sum(map(len, answer.written))))
+    if ends:
+        answer.queue.end()
+        await answer.over()
+    else:
+        await until(lambda: bool(drained), "the queue is drained")
+        assert drained == [100]
+    assert [text for one in answer.written for text in one] == [str(number) for number in range(100)]
+    assert max(map(len, answer.written)) <= ENTRIES_AT_ONCE // 21 + 1
+    if not ends:
+        answer.queue.end()
+        await answer.over()

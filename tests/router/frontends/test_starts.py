@@ -70,7 +70,7 @@ async def test_each_prompt_takes_a_turn_when_it_is_read_and_when_it_is_dispatche
     """64 prompts of one request would make as long a turn of the loop as 64 requests."""
     asked = []
 
-    async def turn(tenant: str, weight: float, client: Client | None = None) -> None:
+    async def turn(tenant: str, weight: float, client: Client | None = None, model: str = "") -> None:
         asked.append((tenant, weight))
 
     monkeypatch.setattr(gateway.admission.starts, "turn", turn)

@@ -83,9 +83,14 @@ def test_a_router_is_ready_while_it_can_serve_a_model() -> None:
     assert eligibility().missing_role() == "decode"
 
 
-def test_one_model_has_every_worker_whatever_its_name() -> None:
-    view = Eligibility([A, B], "fallback", models=("first",))
-    assert chosen(view, "first") == {"aa", "bb"}
+def test_one_model_has_the_workers_that_name_it_or_none() -> None:
+    """Workers of a second model may come before the routers that serve it."""
+    own = worker("decode", 2, "cc", "first")
+    view = Eligibility([A, B, own], "fallback", models=("first",))
+    assert chosen(view, "first") == chosen(view, "") == {"aa", "cc"}
+    assert view.serves(own, "first") and not view.serves(B, "first") and not view.missing_roles()
+    assert Eligibility([B], "fallback", models=("first",)).missing_role() == "decode"
+    assert chosen(Eligibility([A, B], "fallback"), "") == {"aa", "bb"}
 
 
 def test_models_share_no_prefixes() -> None:
@@ -105,7 +110,6 @@ def test_a_worker_serves_one_model() -> None:
     view = eligibility(A, B)
     assert [view.serves(A, name) for name in MODELS] == [True, False]
     assert [view.serves(B, name) for name in MODELS] == [False, True]
-    assert Eligibility([B], "fallback", models=("first",)).serves(B, "first")
 
 
 def config(**settings: object) -> RouterConfig:

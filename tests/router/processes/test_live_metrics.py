@@ -13,12 +13,11 @@ import httpx
 import pytest
 
 from baton.processes.ports import free_ports
-from tests.harness.router_group import RouterGroup, grown, parse, run_group
+from tests.harness.router_group import RouterGroup, answered, grown, parse, run_group
 from tests.harness.waiting import until, wait_for
 from tests.observability.scraped import differences
 
 AT_ONCE = ("bench.probes.token_stubs", "--pairs", "1", "--gap", "0.001")
-OK = "baton_requests_total", (("outcome", "ok"),)
 
 
 @pytest.fixture
@@ -48,13 +47,14 @@ async def test_the_sum_is_that_of_the_processes_in_the_form_of_one_router(
     await ask(group, 20)
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient() as client:
-        own = [parse((await client.get(f"{url}/metrics/{index}")).text)[OK] for index in (0, 1)]
+        own = [answered(parse((await client.get(f"{url}/metrics/{index}")).text)) for index in (0, 1)]
         merged = (await client.get(f"{url}/metrics")).text
         assert (await client.get(f"{url}/ready")).json()["router"] == "group"
         assert (await client.get(f"{url}/live")).status_code == 200
     assert sum(own) == 20 and all(own), own
-    assert parse(merged)[OK] == 20
-    assert differences(merged, "router") == []
+    assert answered(parse(merged)) == 20
+    found = differences(merged, "router")
+    assert found == [], "\n".join(found)
     await until(lambda: group.view()["requests"] == 20, "all are counted")
 
 
@@ -77,13 +77,13 @@ async def test_no_counter_falls_while_processes_die(group: RouterGroup) -> None:
     for index in (0, 1):
         await ask(group, 10)
         enough = 10 * (index + 1) - 10
-        await until(lambda least=enough: seen[-1][OK] >= least or watching.done(), "it is shown")
+        await until(lambda least=enough: answered(seen[-1]) >= least or watching.done(), "it is shown")
         before = group.signal(index, signal.SIGKILL)
         await until(lambda i=index, b=before: group.pids()[i] not in (0, b) or watching.done(), "replaced")
     await ask(group, 5)
     over.set()
     await watching
-    assert 5 <= seen[-1][OK] <= 25, "none is counted twice"
+    assert 5 <= answered(seen[-1]) <= 25, "none is counted twice"
     assert seen[-1]["baton_process_restarts_total", ()] == 2
 
 

@@ -23,8 +23,10 @@ class Process:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = declared.REQUESTS.create(self.registry, ("ok",))
-        self.ttft = declared.TTFT.create(self.registry)
+        self.requests = declared.REQUESTS.create(self.registry, [("m", "ok")])
+        family = declared.TTFT.create_family()
+        self.registry.register(family)
+        self.ttft = family.of("m")
         self.in_flight = declared.REQUESTS_IN_FLIGHT.create(self.registry)
         self.redis_up = declared.REDIS_UP.create(self.registry)
         self.workers = declared.WORKERS.create(self.registry)
@@ -39,12 +41,12 @@ class Process:
         return snapshots.decode(json.loads(json.dumps(snapshots.encode(self.registry.collect()))))
 
     def serve(self, requests: int) -> None:
-        self.requests.labels("ok").inc(requests)
+        self.requests.labels("m", "ok").inc(requests)
         for _ in range(requests):
             self.ttft.observe(0.3, "trace")
 
 
-OK = "baton_requests_total", (("outcome", "ok"),)
+OK = "baton_requests_total", (("model", "m"), ("outcome", "ok"))
 IN_FLIGHT = "baton_requests_in_flight", ()
 
 
@@ -73,21 +75,21 @@ async def test_counters_and_histograms_are_added(
     pair[1].serve(3)
     samples = await shown(merged)
     assert samples[OK] == 5
-    assert samples["baton_time_to_first_token_seconds_count", ()] == 5
-    assert samples["baton_time_to_first_token_seconds_sum", ()] == pytest.approx(1.5)
-    assert samples["baton_time_to_first_token_seconds_bucket", (("le", "0.25"),)] == 0
-    assert samples["baton_time_to_first_token_seconds_bucket", (("le", "0.5"),)] == 5
+    assert samples["baton_time_to_first_token_seconds_count", (("model", "m"),)] == 5
+    assert samples["baton_time_to_first_token_seconds_sum", (("model", "m"),)] == pytest.approx(1.5)
+    assert samples["baton_time_to_first_token_seconds_bucket", (("le", "0.25"), ("model", "m"))] == 0
+    assert samples["baton_time_to_first_token_seconds_bucket", (("le", "0.5"), ("model", "m"))] == 5
 
 
 async def test_gauges_are_combined_as_declared(merged: MergedMetrics, pair: tuple[Process, Process]) -> None:
     for process, (in_flight, up, workers) in zip(pair, [(2, 1, 4), (3, 0, 4)], strict=True):
         process.in_flight.set(in_flight)
         process.redis_up.set(up)
-        process.workers.labels("decode", "live").set(workers)
+        process.workers.labels("m", "decode", "live").set(workers)
     samples = await shown(merged)
     assert samples[IN_FLIGHT] == 5
     assert samples["baton_router_redis_up", ()] == 0
-    assert samples["baton_workers", (("lease", "live"), ("role", "decode"))] == 4
+    assert samples["baton_workers", (("lease", "live"), ("model", "m"), ("role", "decode"))] == 4
 
 
 async def test_what_a_process_that_ended_had_counted_stays(
@@ -122,7 +124,7 @@ async def test_a_sum_does_not_fall_by_rounding(merged: MergedMetrics) -> None:
     merged.ended(processes[0])
     assert grown(await shown(merged)) == grown(before)
     processes[1].ttft.observe(1.0)
-    key = "baton_time_to_first_token_seconds_sum", ()
+    key = "baton_time_to_first_token_seconds_sum", (("model", "m"),)
     assert (await shown(merged))[key] == pytest.approx(1.6)
 
 
@@ -158,15 +160,15 @@ async def test_a_series_of_one_process_alone_is_shown_in_order(
     merged: MergedMetrics, pair: tuple[Process, Process]
 ) -> None:
     """Series that only the second process has do not stand between the parts of others."""
-    pair[0].requests.labels("ok").inc()
-    pair[1].requests.labels("InternalError").inc()
+    pair[0].requests.labels("m", "ok").inc()
+    pair[1].requests.labels("m", "InternalError").inc()
     for accept in ("", "application/openmetrics-text"):
         body, _ = await merged.encoded(accept)
         names = [
             line.split("{")[0] for line in body.decode().splitlines() if line.startswith("baton_requests_")
         ]
         assert names, accept
-    assert (await shown(merged))["baton_requests_total", (("outcome", "InternalError"),)] == 1
+    assert (await shown(merged))["baton_requests_total", (("model", "m"), ("outcome", "InternalError"))] == 1
 
 
 def test_the_newest_exemplar_is_shown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -17,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.config.router import RouterConfig
 from cluster.errors import OverloadedError
-from cluster.security.keys import Caller
-from router.admission.admission import FREE_BYTES, Admission
+from cluster.security.keys import Caller, ModelLimits
+from router.admission.admission import FREE_BYTES, Admission, most_holders
 from router.admission.tally import ALL, Tallies
 from router.processes.memory import Fence, Figure, SharedMemory
 from router.processes.tallies import SharedTotal, key_of, shared_tallies
@@ -69,12 +70,12 @@ def test_bytes_of_bodies_are_limited_over_all_processes_and_by_tenant() -> None:
         max_body_bytes_in_flight_per_tenant=0,
     )
     with first.admit(Caller(tenant="a")) as one, second.admit(Caller(tenant="b")) as other:
-        one.grow_to(FREE_BYTES + 60)
+        one.body.grow_to(FREE_BYTES + 60)
         with pytest.raises(OverloadedError, match="this router"):
-            other.grow_to(FREE_BYTES + 41)
-        other.grow_to(FREE_BYTES + 40)
+            other.body.grow_to(FREE_BYTES + 41)
+        other.body.grow_to(FREE_BYTES + 40)
     with first.admit(Caller(tenant="a")) as one:
-        one.grow_to(FREE_BYTES + 100)
+        one.body.grow_to(FREE_BYTES + 100)
 
 
 def test_a_tenants_bytes_are_limited_over_all_processes() -> None:
@@ -82,18 +83,18 @@ def test_a_tenants_bytes_are_limited_over_all_processes() -> None:
         SharedMemory.create(2, 8), max_body_bytes=100, max_body_bytes_in_flight_per_tenant=100
     )
     with first.admit(Caller(tenant="a")) as one, second.admit(Caller(tenant="a")) as other:
-        one.grow_to(FREE_BYTES + 60)
+        one.body.grow_to(FREE_BYTES + 60)
         with pytest.raises(OverloadedError, match="this tenant"):
-            other.grow_to(FREE_BYTES + 41)
-        other.grow_to(FREE_BYTES + 40)
+            other.body.grow_to(FREE_BYTES + 41)
+        other.body.grow_to(FREE_BYTES + 40)
 
 
 def test_a_tenant_takes_no_cell_once_nothing_of_it_is_in_flight() -> None:
     memory = SharedMemory.create(2, 2)
     first, _ = admissions(memory, max_concurrent_requests=2, max_concurrent_requests_per_tenant=1)
     for number in range(10):
-        with first.admit(Caller(tenant=f"t{number}")) as held:
-            held.grow_to(FREE_BYTES + 1)
+        with first.admit(Caller(tenant=f"t{number}")) as place:
+            place.body.grow_to(FREE_BYTES + 1)
     assert [memory.slot(0).key(cell) for cell in range(2)] == [0, 0]
 
 
@@ -125,6 +126,21 @@ def test_a_process_takes_its_place_before_it_reads_the_others() -> None:
     first = SharedTotal(memory, 0, Figure.IN_FLIGHT, Between(lambda: sums.append(second.add(ALL, 1))))
     sums.append(first.add(ALL, 1))
     assert sums == [2, 2], "each sees the other"
+
+
+def test_every_tenant_has_a_cell_for_what_it_takes_of_a_model() -> None:
+    """As many tenants as requests, each with a limit on the model of its request."""
+    own = {"name": "two", "model": "/models/two"}
+    settings: Any = {"max_concurrent_requests": 4, "models": (own,)}
+    holders = most_holders(RouterConfig(model=Path("/models/m"), **settings))
+    (admission,) = admissions(SharedMemory.create(1, holders), **settings)
+    limits = {name: ModelLimits(max_concurrent_requests=1) for name in ("m", "two")}
+    with contextlib.ExitStack() as held:
+        for i, model in enumerate(("m", "m", "two", "two")):
+            place = held.enter_context(admission.admit(Caller(f"t{i}", model_limits=limits)))
+            place.of_model(model)
+            place.body.grow_to(FREE_BYTES + 1)
+    assert len(admission._tenants._taken) == 0
 
 
 def test_more_tenants_than_cells_are_refused() -> None:
@@ -255,8 +271,8 @@ def test_of_processes_that_reach_for_the_last_place_one_has_it_at_most() -> None
 
 def hold(memory: SharedMemory, ready: Any) -> None:
     (own, _) = admissions(memory, max_concurrent_requests=2)
-    with own.admit(Caller(tenant="a")) as held:
-        held.grow_to(FREE_BYTES + 100)
+    with own.admit(Caller(tenant="a")) as place:
+        place.body.grow_to(FREE_BYTES + 100)
         ready.put(True)
         signal.pause()
 

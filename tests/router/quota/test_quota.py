@@ -33,6 +33,21 @@ async def test_requests_are_counted_over_all_routers(routers):
     assert await routers[0].charge("another", limits, 5) is not None
 
 
+async def test_a_tenants_requests_for_one_model_are_counted_apart(routers):
+    one, two = routers
+    limits = RateLimits(requests_per_minute=1)
+    charge = await one.charge("t", limits, 5, model="a")
+    with pytest.raises(OverloadedError, match="requests per minute for model 'a' are used up: 1"):
+        await two.charge("t", limits, 5, model="a")
+    with pytest.raises(OverloadedError, match="for model 'a'"):
+        two.check("t", limits, "a")
+    two.check("t", limits)
+    for others in ("b", ""):
+        assert await two.charge("t", limits, 5, model=others) is not None
+    await one.settle(charge, None)
+    assert await one.charge("t", limits, 5, model="a") is not None
+
+
 async def test_tokens_are_charged_by_estimate_and_settled_by_use(routers):
     one, two = routers
     limits = RateLimits(tokens_per_minute=1000)

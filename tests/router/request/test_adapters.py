@@ -72,7 +72,7 @@ def test_a_load_that_gave_workers_different_files_is_no_success():
         placement = SimpleNamespace(eligibility=SimpleNamespace(serves=lambda worker, model: True))
         services = SimpleNamespace(members=members, placement=placement)
         gateway: Any = SimpleNamespace(services=services, config=SimpleNamespace(served_name="m"))
-        AdapterCalls(gateway)._check_one_digest("a")
+        AdapterCalls(gateway)._check_one_digest("m", "a")
 
     check(OLD, OLD)
     with pytest.raises(UnavailableError, match="2 different"):

@@ -27,7 +27,7 @@ from router.observe.traces import Arrival
 from router.request.completion import Completion
 from router.request.fields import read
 from router.request.options import GenerationOptions
-from router.request.validator import OTHER_BYTES, TOKEN_ID_BYTES, Validator
+from router.request.validator import OTHER_BYTES, TOKEN_ID_BYTES
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
 from tests.router.counting_gateway import CONTEXT, counting_gateway
@@ -56,10 +56,10 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(gateway):
 
 
 @pytest.mark.parametrize("most_bytes", [None, 3, 1000])
-async def test_a_text_has_a_limit_of_its_own(gateway, most_bytes):
+async def test_a_text_has_a_limit_of_its_own(most_bytes):
     """Where the context's is higher, or unknown, or does not count because the prompt is truncated."""
+    gateway = counting_gateway(RouterConfig(model=Path("/models/m"), max_text_bytes=100))
     gateway.text.most_bytes = most_bytes
-    gateway.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=100), gateway.text)
     for short in ("a" * 100, "é" * 50):
         assert await gateway.encode(short) == [1]
     gateway.text.encoded.clear()
@@ -74,9 +74,9 @@ async def test_a_text_has_a_limit_of_its_own(gateway, most_bytes):
 
 @pytest.mark.parametrize("most_bytes", [None, 3])
 @pytest.mark.parametrize("truncated", [False, True])
-async def test_contents_have_the_limit_of_a_text_before_they_are_rendered(gateway, most_bytes, truncated):
+async def test_contents_have_the_limit_of_a_text_before_they_are_rendered(most_bytes, truncated):
+    gateway = counting_gateway(RouterConfig(model=Path("/models/m"), max_text_bytes=200))
     gateway.text.most_bytes = most_bytes
-    gateway.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=200), gateway.text)
     made: list[Any] = []
 
     async def encode(*given: Any, **named: Any) -> list[int]:
@@ -109,8 +109,8 @@ async def test_a_text_does_not_wait_for_its_thread_for_ever(gateway):
 
 async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway):
     class UsedUp:
-        def check(self, tenant: str, limits: RateLimits) -> None:
-            assert (tenant, limits.requests_per_minute) == ("few", 1)
+        def check(self, tenant: str, limits: RateLimits, model: str) -> None:
+            assert (tenant, limits.requests_per_minute, model) == ("few", 1, "")
             raise OverloadedError("used up", field="requests_per_minute")
 
     few = Caller(tenant="few", rate_limits=RateLimits(1, None))
@@ -126,9 +126,6 @@ async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway
                 request, body, ARRIVAL, lambda prompts: None
             )
     assert not gateway.text.encoded and not gateway.text.rendered
-    # One that another router may have charged is charged once it is tokenised, if its ticket is not valid.
-    await service._completion(pb.GenerateRequest(text="abc", resume_ticket=b"x"), context, few)
-    assert gateway.text.encoded == ["abc"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
@@ -176,7 +173,7 @@ async def test_more_messages_than_tokens_are_not_rendered(gateway):
         return pb.GenerateRequest(chat=pb.ChatMessages(messages=messages))
 
     await service._completion(chat(CONTEXT - 1), context, ANYONE)
-    limits = gateway.validator.limits
+    limits = gateway.first.validator.limits
     read_request(ChatCompletionRequest, {"messages": many(CONTEXT - 1)}, limits)
     assert gateway.text.rendered == 1
     with pytest.raises(ContextLengthError):
@@ -211,7 +208,7 @@ async def test_prompts_of_token_ids_are_measured_first(gateway):
     assert len(await prompts(["a"] * most)) == most
     # What is to be cut may be longer than the context.
     longer = {"prompt": [[1] * 2 * CONTEXT], "truncate_prompt_tokens": CONTEXT // 2}
-    asked = read_request(CompletionRequest, longer, gateway.validator.limits)
+    asked = read_request(CompletionRequest, longer, gateway.first.validator.limits)
     assert asked.prompt == longer["prompt"]
     assert len((await completions(gateway, longer))[0].prompt_tokens) == CONTEXT // 2
 
@@ -255,7 +252,7 @@ class UnreadObject(Mapping[str, Any]):
     ],
 )
 def test_lists_of_options_are_counted_before_they_are_read(gateway, field, limit, entries):
-    limits = gateway.validator.limits
+    limits = gateway.first.validator.limits
     most = getattr(gateway.config, limit)
     with pytest.raises(Walked):
         read(GenerationOptions, {field: entries(most)}, limits)
@@ -267,12 +264,12 @@ def test_lists_of_options_are_counted_before_they_are_read(gateway, field, limit
 
 def test_a_message_longer_than_any_that_fits_is_refused_unparsed(gateway):
     most = max(3 * (CONTEXT - 1), TOKEN_ID_BYTES * CONTEXT) + OTHER_BYTES
-    gateway.validator.check_message(most)
+    gateway.first.validator.check_message(most)
     with pytest.raises(ContextLengthError) as caught:
-        gateway.validator.check_message(most + 1)
+        gateway.first.validator.check_message(most + 1)
     assert caught.value.field == "message"
     gateway.text.most_bytes = None
-    gateway.validator.check_message(most + 1)
+    gateway.first.validator.check_message(most + 1)
 
 
 async def test_a_text_that_is_far_too_long_is_not_copied(gateway):

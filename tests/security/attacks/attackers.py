@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import ClientTls
+from tests.security.attacks.endpoints import ENDPOINTS, PATHS
 from wire import inference_pb2, inference_pb2_grpc
 
 BODY = 8 << 20
@@ -33,6 +35,9 @@ SILENT = 4100
 IDLE_STREAMS = 260
 WATCHES = 64
 TOKENIZES = 6
+COUNTS = 6
+UNREAD = 40
+CALLS = 4
 PAUSE_SECONDS = 0.5  # of a key's client between two requests
 AGAIN_SECONDS = 5.0  # until what was closed is opened again
 # Few bytes, many tokens: 64 prompts of 16 choices with 20 alternatives a token.
@@ -43,6 +48,19 @@ LARGE_ANSWER = {
     "logprobs": 5,
     "ignore_eos": True,
 }
+# 49 bytes of text each in the demo model: 12 MB for 100 KB.
+ECHO = {"prompt": [[3864] * 4000] * 4, "n": 16, "echo": True, "max_tokens": 0}
+# As much text as the demo model's context takes.
+MORE: dict[str, dict[str, object]] = {
+    "count": {},
+    "tokenize": {"return_token_strs": True},
+    "tokenize a chat": {},
+    "detokenize": {"tokens": [3864] * 4000},
+}
+COUNTED = [
+    (ENDPOINTS[name].path, ENDPOINTS[name].body("a word and " * 1000, **more)) for name, more in MORE.items()
+]
+ADAPTER_CALLS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 
 
@@ -62,12 +80,17 @@ class Attackers:
             attack
             for name, begin in {
                 "large-body": lambda: [self._large_body(shape) for shape in _shapes()[:LARGE_BODIES]],
-                "held-body": lambda: [self._held_body() for _ in range(HELD_BODIES)],
+                "held-body": lambda: [
+                    self._held_body(path) for path in itertools.islice(itertools.cycle(PATHS), HELD_BODIES)
+                ],
                 "silent": lambda: [self._silent() for _ in range(SILENT)],
                 "http2": lambda: [self._idle_http2() for _ in range(IDLE_STREAMS)],
                 "watch": lambda: [self._watches()],
                 "tokenize": lambda: [self._tokenize()],
+                "count": lambda: [self._count() for _ in range(COUNTS)],
                 "large-answer": lambda: [self._large_answer()],
+                "unread-answer": lambda: [self._unread_answer() for _ in range(UNREAD)],
+                "adapters": lambda: [self._adapters() for _ in range(CALLS)],
             }.items()
             if not only or name in only
             for attack in begin()
@@ -111,15 +134,15 @@ class Attackers:
             return await _status(reader)
 
     async def _large_body(self, body: bytes) -> None:
-        path = "/v1/chat/completions"
-        await self._again("large body", lambda: self._post(self.first, path, body), PAUSE_SECONDS)
+        paths = itertools.cycle(PATHS)
+        await self._again("large body", lambda: self._post(self.first, next(paths), body), PAUSE_SECONDS)
 
-    async def _held_body(self) -> None:
+    async def _held_body(self, path: str) -> None:
         piece = bytes(64 << 10)
 
         async def attack() -> str:
             async with self._connected(self.port) as (reader, writer):
-                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self.first}\r\n"
+                head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self.first}\r\n"
                 writer.write(f"{head}content-length: {BODY}\r\n\r\n".encode())
                 answered = asyncio.create_task(_status(reader))
                 try:
@@ -194,6 +217,29 @@ class Attackers:
                 return "answered"
 
             await asyncio.gather(*(self._again("tokenize", attack, PAUSE_SECONDS) for _ in range(TOKENIZES)))
+
+    async def _count(self) -> None:
+        asked = itertools.cycle(COUNTED)
+        await self._again("count", lambda: self._post(self.second, *next(asked)), PAUSE_SECONDS)
+
+    async def _unread_answer(self) -> None:
+        body = json.dumps(ECHO).encode()
+
+        async def attack() -> str:
+            async with self._connected(self.port) as (reader, writer):
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self.second}\r\n"
+                writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                answered = await _status(reader)
+                if answered == "200":
+                    writer.transport.pause_reading()  # type: ignore[attr-defined]
+                    await asyncio.sleep(AGAIN_SECONDS)
+                return answered
+
+        await self._again("unread answer", attack, PAUSE_SECONDS)
+
+    async def _adapters(self) -> None:
+        paths, body = itertools.cycle(ADAPTER_CALLS), b'{"lora_name":"a","lora_path":"a"}'
+        await self._again("adapters", lambda: self._post(self.second, next(paths), body), PAUSE_SECONDS)
 
     async def _large_answer(self) -> None:
         body = json.dumps(LARGE_ANSWER).encode()

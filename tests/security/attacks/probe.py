@@ -12,7 +12,8 @@ import psutil
 
 
 class Probe(threading.Thread):
-    """Asks for `/live` again and again; `longest` is the longest wait for an answer, in seconds.
+    """Asks for `/live` again and again; `longest` is the longest wait for an answer, in seconds. It measures once `begun`
+    is set: making a client and its connection takes longer than many an attack.
 
     With the router's `pid`, `most_work` is the most processor time that its event loop took during one wait: unlike the
     wait it does not grow where other processes want the processors.
@@ -23,6 +24,7 @@ class Probe(threading.Thread):
         self._http = http
         self._pid = pid
         self._done = threading.Event()
+        self.begun = threading.Event()
         self.longest = 0.0
         self.most_work = 0.0
 
@@ -30,6 +32,7 @@ class Probe(threading.Thread):
         with httpx.Client(base_url=self._http, timeout=60) as client:
             client.get("/live")
             while not self._done.wait(0.005):
+                self.begun.set()
                 began, worked = time.monotonic(), self._loop_seconds()
                 client.get("/live")
                 self.longest = max(self.longest, time.monotonic() - began)
@@ -50,6 +53,7 @@ def probed(http: str, pid: int | None = None) -> Iterator[Probe]:
     probe = Probe(http, pid)
     probe.start()
     try:
+        assert probe.begun.wait(60), "the router answers no probe"
         yield probe
     finally:
         probe.stop()

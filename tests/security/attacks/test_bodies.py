@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -21,6 +23,7 @@ from cluster.errors import OverloadedError
 from router.frontends.grpc.message import QUICK_SECONDS
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
+from tests.security.attacks.endpoints import CHATS, ENDPOINTS, PATHS, param
 from tests.security.attacks.probe import probed
 
 MIB = 1 << 20
@@ -87,7 +90,8 @@ def keyed() -> bytes:
     return ("{" + ",".join(f'"{i}":1' for i in range(600_000)) + "}").encode()
 
 
-BODIES: dict[str, Callable[[], bytes]] = {
+MESSAGE, PART = '{"role":"user","content":""},', '{"type":"text","text":""},'
+BODIES: dict[str, Callable[[], bytes]] = {  # the endpoint's name first, where it is not that of completions
     "lists": lambda: filled('{"prompt":"a","metadata":[', "[],", "]}"),
     "objects": lambda: filled('{"prompt":"a","metadata":[', "{},", "]}"),
     "members": lambda: filled('{"prompt":"a","metadata":[', '{"a":1},', "]}"),
@@ -95,12 +99,27 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "token ids": lambda: filled('{"prompt":[', "1,", "]}"),
     "ids to be cut": lambda: filled('{"truncate_prompt_tokens":4,"prompt":[', "1,", "]}"),
     "one value": lambda: filled('{"prompt":"a","seed":[', "[],", "]}"),
-    "messages": lambda: filled('{"messages":[', '{"role":"user","content":""},', "]}"),
-    "parts": lambda: filled('{"messages":[{"role":"user","content":[', '{"type":"text","text":""},', "]}]}"),
-    "items": lambda: filled('{"input":[', '{"role":"user","content":""},', "]}"),
-    "parts of an item": lambda: filled(
-        '{"input":[{"role":"user","content":[', '{"type":"input_text","text":""},', "]}]}"
+    "chat: messages": lambda: filled('{"messages":[', MESSAGE, "]}"),
+    "chat: parts": lambda: filled('{"messages":[{"role":"user","content":[', PART, "]}]}"),
+    "chat: tools": lambda: filled('{"messages":[],"tools":[', '{"type":"function"},', "]}"),
+    "response: items": lambda: filled('{"input":[', MESSAGE, "]}"),
+    "response: parts": lambda: filled('{"input":[{"role":"user","content":[', PART, "]}]}"),
+    "response: calls": lambda: filled('{"input":[', '{"type":"function_call"},', "]}"),
+    "response: include": lambda: filled('{"input":"a","include":[', "[],", "]}"),
+    "message: messages": lambda: filled('{"max_tokens":1,"messages":[', MESSAGE, "]}"),
+    "message: system": lambda: filled('{"messages":[],"system":[', PART, "]}"),
+    "message: results": lambda: filled(
+        '{"messages":[{"role":"user","content":[{"type":"tool_result","content":[', PART, "]}]}]}"
     ),
+    "message: input": lambda: filled(
+        '{"messages":[{"role":"assistant","content":[{"type":"tool_use","input":{"a":[', "{},", "]}}]}]}"
+    ),
+    "message: schema": lambda: filled('{"messages":[],"tools":[{"input_schema":{"enum":[', "[],", "]}}]}"),
+    "count: messages": lambda: filled('{"messages":[', MESSAGE, "]}"),
+    "tokenize: prompt": lambda: filled('{"prompt":[', "[],", "]}"),
+    "tokenize a chat: messages": lambda: filled('{"messages":[', MESSAGE, "]}"),
+    "detokenize: ids": lambda: filled('{"tokens":[', "1,", "]}"),
+    "detokenize: lists": lambda: filled('{"tokens":[', "[],", "]}"),
     "stop strings": lambda: filled('{"prompt":"a","stop":[', '"",', "]}"),
     "stop objects": lambda: filled('{"prompt":"a","stream_options":{"a":[', "{},", "]}}"),
     "deep": lambda: filled('{"prompt":"a","metadata":', "[", ""),
@@ -112,13 +131,12 @@ def test_a_body_of_many_elements_is_refused_and_the_loop_goes_on(
     name: str, router: Router, acme: str
 ) -> None:
     """Each was parsed: up to 0.25 s of the loop and 380 MiB."""
-    path = {"messages": "chat/completions", "parts": "chat/completions"}.get(name, "completions")
-    path = "responses" if "item" in name else path
+    path = ENDPOINTS[name.partition(":")[0] if ":" in name else "completion"].path
     with probed(router.http) as probe:
-        answer = httpx.post(
-            f"{router.http}/v1/{path}", content=BODIES[name](), headers=bearer(acme), timeout=60
-        )
-    assert (answer.status_code, answer.json().get("error", {}).get("param")) == (400, "body"), answer.text
+        answer = httpx.post(f"{router.http}{path}", content=BODIES[name](), headers=bearer(acme), timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("the body "), (
+        answer.text
+    )
     assert probe.longest < STALL_SECONDS
 
 
@@ -138,15 +156,35 @@ def test_the_costliest_body_blocks_the_loop_briefly(element: str, router: Router
     assert min(found) < STALL_SECONDS
 
 
+@pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("size", [SIZE - 300, 2 * MIB - 300])
-def test_beginnings_of_special_tokens_do_not_stop_the_loop(size: int, router: Router, acme: str) -> None:
+def test_beginnings_of_special_tokens_do_not_stop_the_loop(
+    size: int, name: str, router: Router, acme: str
+) -> None:
     """Each special token was tried at each place of a content: 6 to 12 s for 8 MiB."""
     begin = "<|reserved_special_token_"
-    body = {"messages": [{"role": "user", "content": begin * (size // len(begin))}], "max_tokens": 1}
+    asked = ENDPOINTS[name]
+    body = asked.body(begin * (size // len(begin)))
     with probed(router.http) as probe:
-        answer = httpx.post(f"{router.http}/v1/chat/completions", json=body, headers=bearer(acme), timeout=60)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
+        answer = httpx.post(f"{router.http}{asked.path}", content=body, headers=bearer(acme), timeout=60)
+    assert (answer.status_code, param(answer)) == (400, asked.field), answer.text
     assert probe.longest < STALL_SECONDS
+
+
+MAX_WORK = 0.06  # seconds of the loop, most of them to parse the body
+
+
+def test_a_refusal_s_text_is_rendered_on_a_thread(router: Router, acme: str) -> None:
+    """Only parts of the type text were counted: 2 MiB of special tokens' texts took 0.12 s of the event loop."""
+    part = {"type": "refusal", "refusal": "<|reserved_special_token_7|>" * (2 * MIB // 28)}
+    body = {"input": [{"role": "assistant", "content": [part]}, {"role": "user", "content": "a"}]}
+    found = []
+    for _ in range(3):  # the best of them: threads that render take turns with the loop
+        with probed(router.http, router.pid) as probe:
+            answer = httpx.post(f"{router.http}/v1/responses", json=body, headers=bearer(acme), timeout=60)
+        assert answer.status_code == 400, answer.text
+        found.append(probe.most_work)
+    assert min(found) < MAX_WORK
 
 
 def nested(field: int, inner: bytes) -> bytes:
@@ -207,9 +245,11 @@ def test_an_unknown_field_s_name_is_cut(router: Router, acme: str) -> None:
 
 
 @contextlib.contextmanager
-def begun(router: Router, key: str, sent: int = 0, size: int = SIZE) -> Iterator[socket.socket]:
+def begun(
+    router: Router, key: str, sent: int = 0, size: int = SIZE, path: str = "/v1/completions"
+) -> Iterator[socket.socket]:
     """A request of which the head and `sent` bytes of the body arrive."""
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {size}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {size}\r\n\r\n"
     with socket.create_connection(router.address, timeout=30) as sock:
         sock.sendall(head.encode())
         with contextlib.suppress(OSError):  # refused meanwhile
@@ -255,17 +295,18 @@ def wait_free(router: Router, key: str) -> None:
     wait_for(lambda: ask(router, key).status_code == 200, 30, "a place is free")
 
 
-@pytest.mark.parametrize("occupy", [begun, silent_call])
+@pytest.mark.parametrize("occupy", [*(partial(begun, path=path) for path in PATHS), silent_call])
 def test_a_place_is_taken_by_the_head(occupy: Any, router: Router, single: str, ops: str) -> None:
     """The tenant may have one request: while its body is on its way, the next head is refused."""
     wait_free(router, single)
     with occupy(router, single):
         wait_for(lambda: in_flight(router, ops) == 1, 30, "the place is taken")
-        with begun(router, single) as second:
-            answer = b""
-            while b"}" not in answer:
-                answer += second.recv(1 << 16) or b"}"
-        assert answer.startswith(b"HTTP/1.1 429") and b'"param":"tenant"' in answer
+        for path in PATHS:
+            with begun(router, single, path=path) as second:
+                answer = b""
+                while b"}" not in answer:
+                    answer += second.recv(1 << 16) or b"}"
+            assert answer.startswith(b"HTTP/1.1 429") and b"this tenant has 1 requests" in answer
         with silent_call(router, single) as call, pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -277,8 +318,8 @@ def test_many_bodies_at_once_are_held_within_the_budget(router: Router, acme: st
     process = psutil.Process(router.pid)
     before = process.memory_info().rss
     with contextlib.ExitStack() as stack:
-        for _ in range(40):
-            stack.enter_context(begun(router, acme, 7 * MIB))
+        for path, _ in zip(itertools.cycle(PATHS), range(40), strict=False):
+            stack.enter_context(begun(router, acme, 7 * MIB, path=path))
         grown = process.memory_info().rss - before
         assert grown < 60 * MIB, f"{grown / MIB:.0f} MiB"  # it was 40 x 7
         refused = ask(router, acme, "a" * 4 * MIB)

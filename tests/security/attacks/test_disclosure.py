@@ -1,4 +1,5 @@
-"""An error that a client reads names no worker, no address and no part of the code, whatever its source."""
+"""An error that a client reads names no worker, no address and no part of the code, whatever its source; and no endpoint
+or adapter tells a tenant what another one has sent."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cluster import errors
@@ -13,7 +15,12 @@ from cluster.config.router import RouterConfig
 from router.dispatch.attempt import Source
 from router.dispatch.retry_policy import RetryPolicy
 from router.text.tokenizer import ModelText
+from tests.end_to_end.conftest import run_cluster
+from tests.harness.adapters import make_adapter
+from tests.harness.router import KeyFile
 from tests.router.dispatch.test_engine_failures import Failing, run
+from tests.security.attacks.endpoints import ENDPOINTS
+from tests.security.attacks.together import FLAGS, MODEL
 
 INSIDE = "decode-7 at 10.0.0.3:5001 in /srv/engine.py"
 INTERNAL: list[type[errors.BatonError]] = [
@@ -56,3 +63,40 @@ def test_an_exception_of_the_engine_shows_its_class_only() -> None:
 def test_errors_of_the_request_are_shown() -> None:
     error = errors.EngineRequestError("min_tokens forbids every token")
     assert error.public_text == error.message
+
+
+def cached_tokens(answer: Any) -> int:
+    """Of a usage in the form of any endpoint."""
+    usage = answer["usage"]
+    if "cache_read_input_tokens" in usage:
+        return int(usage["cache_read_input_tokens"] or 0)
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+@pytest.mark.long
+def test_a_prompt_is_cached_for_its_tenant_and_its_adapter_only(tmp_path: Path) -> None:
+    """Whatever endpoint sends it, under the model's name or an adapter's."""
+    keys = KeyFile(tmp_path / "keys.yaml")
+    mine, probing = keys.add("mine"), keys.add("probing")
+    flags = [*FLAGS, "--api-keys-file", str(keys.path)]
+    for seed, name in enumerate(("one", "two")):
+        flags += ["--lora", f"{name}={make_adapter(tmp_path / name, MODEL, seed=seed)}"]
+    with run_cluster(tmp_path / "cluster", MODEL, *flags) as cluster:
+
+        def cached(key: str, endpoint: str, text: str, model: str) -> int:
+            one, headers = ENDPOINTS[endpoint], {"authorization": f"Bearer {key}"}
+            answer = httpx.post(
+                f"{cluster.http}{one.path}", content=one.body(text, model=model), headers=headers, timeout=60
+            )
+            assert answer.status_code == 200, answer.text
+            return cached_tokens(answer.json())
+
+        for endpoint in (name for name, one in ENDPOINTS.items() if one.streams):
+            text = f"def {endpoint}(a, b): return a + b  # " * 20
+            assert cached(mine, endpoint, text, "one") == 0
+            # Within some requests: a worker that stood still for a moment is avoided for one.
+            assert any(cached(mine, endpoint, text, "one") > 50 for _ in range(5)), endpoint
+            assert cached(probing, endpoint, text, "one") == 0
+            for other in ("two", ""):
+                assert cached(mine, endpoint, text, other) == 0

@@ -10,6 +10,7 @@ from baton.client import Client
 from cluster.errors import ForbiddenError
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
+from tests.security.attacks.endpoints import ENDPOINTS, param
 
 NUMBERS = {"high": 7, "normal": 0, "batch": -3}
 
@@ -29,7 +30,13 @@ def test_a_request_above_its_keys_class_is_refused_over_http_and_grpc(
             answer = httpx.post(f"{router.http}/v1/completions", json=body, headers=headers, timeout=30)
             assert answer.status_code == (200 if fits else 403), answer.text
             if not fits:
-                assert answer.json()["error"]["param"] == "priority"
+                assert param(answer) == "priority"
+        for one in ENDPOINTS.values():
+            raw = one.body(priority=asked)
+            if one.streams:
+                answer = httpx.post(f"{router.http}{one.path}", content=raw, headers=headers, timeout=30)
+                assert answer.status_code == (200 if fits else 403), answer.text
+                assert fits or param(answer) == "priority"
         with Client(router.grpc, api_key=key) as client:
             if fits:
                 assert client.generate("abc", max_tokens=2, priority=number).choices

@@ -16,6 +16,7 @@ from baton.client import Client, Message
 from cluster.errors import ContextLengthError, OverloadedError
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
+from tests.security.attacks.endpoints import ENDPOINTS, param
 from tests.security.attacks.together import MODEL
 from wire import inference_pb2, inference_pb2_grpc
 
@@ -65,6 +66,19 @@ def test_it_counts_against_the_quota(router: Router, keys: KeyFile) -> None:
         with pytest.raises(OverloadedError) as caught:
             client.tokenize("abc")
         assert caught.value.field == "requests_per_minute"
+
+
+def test_each_endpoint_that_counts_is_charged(router: Router, keys: KeyFile) -> None:
+    """One request of the quota each, also one that is refused."""
+    headers = {"authorization": f"Bearer {known(router, keys.add('counts', requests_per_minute=8))}"}
+    asked = [one for one in ENDPOINTS.values() if not one.streams]
+    statuses = []
+    for body in (lambda one: one.body(), lambda one: one.body(unknown=1), lambda one: one.body()):
+        for one in asked:
+            answer = httpx.post(f"{router.http}{one.path}", content=body(one), headers=headers, timeout=30)
+            statuses.append(answer.status_code)
+    assert statuses == [200] * 4 + [400] * 4 + [429] * 4
+    assert param(answer) == "requests_per_minute"
 
 
 def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
@@ -125,7 +139,7 @@ def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Ro
                 return True
             return False
 
-        wait_for(refused, 5, "the place is taken")
+        wait_for(refused, 30, "the place is taken")
         wait_for(lambda: not refused(), 10, "the place is free")
 
 
@@ -146,7 +160,7 @@ def test_a_client_that_leaves_its_answers_unread_writes_no_exception(router: Rou
                     return True
                 return False
 
-            wait_for(refused, 5, "the place is taken")
+            wait_for(refused, 30, "the place is taken")
             sock.recv(1 << 16)  # settings
             sock.recv(1 << 16)  # the answer's head: its message is being written
         wait_for(lambda: not _refused(router, key), 30, "the place is free")

@@ -12,9 +12,12 @@ import httpx
 import psutil
 import pytest
 
+from router.frontends.http.gate import GENERATE
 from router.frontends.http.protocol import MAX_REFUSED
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
+from tests.security.attacks.endpoints import ENDPOINTS, PATHS
+from tests.security.attacks.test_places import in_flight
 
 LIMIT = 60
 PAGE = b"GET /ui/style.css HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -26,11 +29,23 @@ POSTS = 36
 CONNECTIONS = 25
 GROWN_MIB = 10  # it was 48
 STREAM_KIB = 512
+MAX_BODY = 1 << 20  # also all that one tenant may have of bodies and unread answers
+# More than 1.5 MB; the kernel and the router's buffer take 0.4 of it.
+LARGE = b'{"prompt":[5],"n":8,"max_tokens":740,"ignore_eos":true,"logprobs":20}'
+HEAD = b"POST %s HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
-    return {"max_http_connections": LIMIT}
+    return {
+        "max_http_connections": LIMIT,
+        "max_body_bytes": MAX_BODY,
+        "max_body_bytes_in_flight_per_tenant": 0,
+    }
+
+
+def test_every_endpoint_is_in_the_table() -> None:
+    assert {*PATHS} == GENERATE
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +112,47 @@ def test_requests_behind_an_unread_answer_hold_few_bytes(router: Router, key: st
     assert grown < GROWN_MIB, f"{grown} MiB"
 
 
-def test_streams_that_are_not_read_hold_few_bytes(router: Router, key: str) -> None:
+def test_whole_answers_that_are_not_read_are_counted(router: Router, keys: KeyFile, key: str) -> None:
+    """They had no place and no budget: an echo of 100 KB had 12 MiB held on each connection of a key."""
+    many, ops = keys.add("many"), keys.add("ops", admin=True)
+    headers, url = {"authorization": f"Bearer {many}"}, f"{router.http}/v1/completions"
+    wait_for(lambda: ask(router, many) == ask(router, ops) == ask(router, key) == 200, 30, "known")
+    with unread(router, 1, HEAD % (b"/v1/completions", many.encode(), len(LARGE)) + LARGE):
+
+        def refused() -> bool:
+            answer = httpx.post(url, content=LARGE, headers=headers, timeout=30)
+            return answer.status_code == 429 and answer.json()["error"]["param"] == "body"
+
+        wait_for(refused, 10, "no room is left for a second one")
+        assert in_flight(router, ops) == 1
+        assert ask(router, many) == 200, "short answers are not counted"
+        assert httpx.post(
+            url, content=LARGE, headers={"authorization": f"Bearer {key}"}, timeout=30
+        ).is_success
+    wait_for(lambda: in_flight(router, ops) == 0, 10, "it is free")
+    assert httpx.post(url, content=LARGE, headers=headers, timeout=30).is_success
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        one if one == "completion" else pytest.param(one, marks=pytest.mark.long)
+        for one, endpoint in ENDPOINTS.items()
+        if endpoint.streams
+    ],
+)
+def test_streams_that_are_not_read_hold_few_bytes(name: str, router: Router, key: str) -> None:
     """The router grants a stream's worker no further token while its client does not read."""
     wait_for(lambda: ask(router, key) == 200, 30, "the key is known")
     most = httpx.get(f"{router.http}/v1/models", headers={"authorization": f"Bearer {key}"}).json()
     tokens = most["data"][0]["max_model_len"] - 8
-    body = b'{"prompt":[5],"stream":true,"max_tokens":%d,"logprobs":5}' % tokens
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d\r\n\r\n"
-    )
+    asked = ENDPOINTS[name]
+    most_tokens = "max_output_tokens" if name == "response" else "max_tokens"
+    more = {"completion": {"logprobs": 5}, "chat": {"logprobs": True, "top_logprobs": 5}}.get(name, {})
+    body = asked.body("a", stream=True, ignore_eos=True, **{most_tokens: tokens}, **more)
     process = psutil.Process(router.pid)
     before = process.memory_info().rss
-    with unread(router, CONNECTIONS, head % (key.encode(), len(body)) + body):
+    with unread(router, CONNECTIONS, HEAD % (asked.path.encode(), key.encode(), len(body)) + body):
         time.sleep(1.0)
         grown = (process.memory_info().rss - before) >> 10
         assert ask(router, key) == 200

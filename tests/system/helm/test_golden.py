@@ -17,7 +17,7 @@ from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("cpu-demo", "rdma-mtls", "multi-node", "external", "kuberay", "autoscaling")
+NAMES = ("cpu-demo", "rdma-mtls", "multi-node", "external", "kuberay", "autoscaling", "several models")
 
 
 def _from_a_file(one: Manifest) -> bool:
@@ -38,7 +38,7 @@ def _told(name: str, renderer: Renderer) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_renderings_equal_the_committed_ones(name: str, renderer: Renderer) -> None:
-    file = GOLDEN / f"{name}.yaml"
+    file = GOLDEN / f"{name.replace(' ', '-')}.yaml"
     told = _told(name, renderer)
     if os.environ.get("BATON_WRITE_GOLDEN"):
         GOLDEN.mkdir(exist_ok=True)

@@ -36,9 +36,9 @@ def _ports(rule: dict[str, Any]) -> list[Ports]:
 def _listened(rendered: Rendered, pod: Pod) -> list[Ports]:
     """What a pod's processes listen on: container ports, NIXL's range, Ray's workers' range."""
     found = [Ports(port, port) for port in pod.ports.values()]
-    role = pod.component.removesuffix("-ranks")
-    if role in ("prefill", "decode"):
-        config = yaml.safe_load(rendered.named("ConfigMap", f"t-baton-{role}")["data"]["worker.yaml"])
+    workers = pod.component.removesuffix("-ranks")
+    if workers.partition("-")[0] in ("prefill", "decode"):  # behind it the name of a further model
+        config = yaml.safe_load(rendered.named("ConfigMap", f"t-baton-{workers}")["data"]["worker.yaml"])
         first, _, last = config["transfer"]["port_range"].partition("-")
         found.append(Ports(int(first), int(last)))
     for container in pod.containers:

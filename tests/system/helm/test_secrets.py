@@ -317,7 +317,7 @@ def test_each_component_holds_the_password_of_its_own_user_only(name: str, rende
                 used |= {one["key"] for one in references if one and one["name"] == "t-baton"}
             if pod.component == "redis" or "BATON_REDIS_URL" not in env:
                 continue
-            user = own.get(pod.component, pod.component)
+            user = own.get(pod.component.partition("-")[0], pod.component)  # prefill-MODEL, decode-MODEL
             if "REDIS_PASSWORD" in env:
                 reference = env["REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"]
                 assert reference["key"].endswith((f"redis-{user}-password", user))

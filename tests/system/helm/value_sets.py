@@ -24,6 +24,24 @@ MORE: dict[str, ValueSet] = {
     "autoscaling": ValueSet(
         values={"autoscaling": {"enabled": True}, "router": {"autoscaling": {"enabled": True}}}
     ),
+    "several models": ValueSet(
+        values={
+            "model": {"source": "pvc://weights/large", "servedName": "large"},
+            "autoscaling": {"enabled": True, "prefill": {"maxReplicas": 4}},
+            "models": [
+                {
+                    "name": "small",
+                    "aliases": ["small-latest"],
+                    "maxConcurrentRequests": 200,
+                    "model": {"source": "pvc://weights/small", "maxModelLen": 4096},
+                    "prefill": {"gpus": 1, "port": 50152},
+                    "decode": {"kvMemoryBytes": 1073741824},
+                    "autoscaling": {"ttftSeconds": 0.5, "decode": {"maxReplicas": 2}},
+                },
+                {"name": "hub", "model": {"source": "hf://org/hub@main"}, "prefill": {"probe": "grpc"}},
+            ],
+        }
+    ),
     "autoscaling by the operator's Ray": ValueSet(
         values={"autoscaling": {"enabled": True}, "ray": {"mode": "kuberay"}}, apis=KUBERAY
     ),

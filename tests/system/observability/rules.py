@@ -62,6 +62,7 @@ def dashboard_queries() -> Iterator[Shown]:
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel.get("targets", ()):
                 expr = target["expr"].replace("$__rate_interval", WINDOW).replace("$namespace", ".*")
+                expr = expr.replace("$model", ".*")
                 yield Shown(f"{file.stem}: {panel['title']}: {target['expr']}", expr)
 
 

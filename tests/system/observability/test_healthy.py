@@ -112,5 +112,5 @@ def test_vllm_names_show_the_same(healthy: Watched) -> None:
             'vllm:time_to_first_token_seconds_bucket{le="+Inf"}',
         ),
     ):
-        assert healthy.prometheus.query(f"{theirs} - ignoring(model_name) {ours} == 0"), theirs
+        assert healthy.prometheus.query(f"{theirs} - ignoring(model_name, model) {ours} == 0"), theirs
     assert healthy.prometheus.query('vllm:request_queue_time_seconds_count{model_name!=""} > 0')

@@ -4,6 +4,7 @@
 {{- range $role := list "prefill" "decode" }}
 {{- include "baton.checkPool" (dict "root" $ "role" $role "pool" (index $.Values $role)) }}
 {{- end }}
+{{- include "baton.checkModels" . }}
 {{- include "baton.checkUpgrade" . }}
 {{- include "baton.checkLayouts" . }}
 {{- include "baton.checkConfigs" . }}

@@ -25,6 +25,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- if ne (int $router.processes) 1 }}{{- $_ := set $config "processes" (int $router.processes) }}{{- end }}
 {{- if $router.listenAddress }}{{- $_ := set $config "host" $router.listenAddress }}{{- end }}
 {{- if include "baton.apiKeysOn" . }}{{- $_ := set $config "api_keys_file" (printf "/etc/baton/keys/%s" .Values.apiKeys.key) }}{{- end }}
+{{- if .Values.models }}{{- $_ := set $config "models" (include "baton.routerModels" . | fromJsonArray) }}{{- end }}
 {{- $config = merge $config (include "baton.tlsFields" . | fromYaml) -}}
 {{- if .Values.tls.enabled }}
 {{- if .Values.tls.publicSecret }}
@@ -77,6 +78,7 @@ tls_ca: /etc/baton/tls/ca.crt
       "transport" $transfer.transport "require_transport" $transfer.requireTransport
       "ring_bytes" (int64 $transfer.ringBytes) "ring_max_bytes" (int64 $transfer.ringMaxBytes)
       "port_range" (printf "%d-%d" (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last))) -}}
+{{- with $root.key }}{{- $_ := set $config "served_model_name" . }}{{- end }}
 {{- if $transfer.slotBytes }}{{- $_ := set $config.transfer "slot_bytes" (int64 $transfer.slotBytes) }}{{- end }}
 {{- if include "baton.asksExits" . }}{{- $_ := set $config "peer_exits" "kubernetes" }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $config "ray_address" (printf "%s:%d" (include "baton.rayHead" $root) (int $root.Values.ray.ports.gcs)) }}{{- end }}
@@ -179,7 +181,15 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- end }}
 {{- end -}}
 
-{{- /* `baton autoscale`. */ -}}
+{{- /* Takes root, role. */ -}}
+{{- define "baton.poolLimits" -}}
+{{- $bounds := index .root.Values.autoscaling .role -}}
+{{- toYaml (dict
+    "min_replicas" (int $bounds.minReplicas) "max_replicas" (int $bounds.maxReplicas)
+    "gpus_per_replica" (max 1 (int (index .root.Values .role).gpus))
+    "startup_seconds" (int ($bounds.startupSeconds | default .root.Values.model.loadSeconds))) -}}
+{{- end -}}
+
 {{- /* The policy of both pools: of `baton autoscale`, or inside Ray Serve. */ -}}
 {{- define "baton.autoscalerConfig" -}}
 {{- $scaling := .Values.autoscaling -}}
@@ -196,12 +206,23 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $_ := set $config "metrics_host" "0.0.0.0" }}
 {{- end }}
 {{- range $role := list "prefill" "decode" }}
-{{- $pool := index $.Values $role }}
-{{- $bounds := index $scaling $role }}
-{{- $_ := set $config $role (dict
-    "min_replicas" (int $bounds.minReplicas) "max_replicas" (int $bounds.maxReplicas)
-    "gpus_per_replica" (max 1 (int $pool.gpus))
-    "startup_seconds" (int ($bounds.startupSeconds | default $.Values.model.loadSeconds))) }}
+{{- $_ := set $config $role (include "baton.poolLimits" (dict "root" $ "role" $role) | fromYaml) }}
+{{- end }}
+{{- $all := dict }}
+{{- include "baton.modelRoots" (dict "root" . "into" $all) }}
+{{- $further := list }}
+{{- range $one := rest $all.roots }}
+{{- $pools := dict "name" $one.key "ttft_objective_seconds" $one.Values.autoscaling.ttftSeconds "itl_objective_seconds" $one.Values.autoscaling.itlSeconds }}
+{{- $sets := dict }}
+{{- range $role := list "prefill" "decode" }}
+{{- $_ := set $sets $role (printf "%s-%s" (include "baton.base" $one) (include "baton.component" (dict "root" $one "role" $role))) }}
+{{- $_ := set $pools $role (include "baton.poolLimits" (dict "root" $one "role" $role) | fromYaml) }}
+{{- end }}
+{{- $further = append $further (set $pools "stateful_sets" $sets) }}
+{{- end }}
+{{- if $further }}
+{{- $_ := set $config "served_model_name" (include "baton.servedName" .) }}
+{{- $_ := set $config "models" $further }}
 {{- end }}
 {{- toYaml (mergeOverwrite $config $scaling.config) -}}
 {{- end -}}

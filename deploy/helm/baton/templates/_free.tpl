@@ -6,7 +6,7 @@
 {{- $names := dict "namespace" "the release's name and namespace" "otlp_endpoint" "observability.otlpEndpoint" -}}
 {{- $router := dict
     "host" "router.listenAddress" "http_port" "router.httpPort" "grpc_port" "router.grpcPort" "metrics_port" "router.metricsPort"
-    "processes" "router.processes" "router_id" "nothing: it is the pod's name" "model" "model.source" "served_model_name" "model.servedName"
+    "processes" "router.processes" "router_id" "nothing: it is the pod's name" "model" "model.source" "served_model_name" "model.servedName" "models" "models"
     "max_model_len" "model.maxModelLen" "page_size" "model.pageSize" "local_prefill" "router.localPrefill"
     "share_prefixes_across_tenants" "router.sharePrefixesAcrossTenants" "drain_seconds" "router.drainSeconds"
     "drain_delay_seconds" "router.drainDelaySeconds" "max_connection_seconds" "router.maxConnectionSeconds"
@@ -16,7 +16,7 @@
 {{- $worker := dict
     "role" "the pool's own name" "port" (printf "%s.port" $role) "link_port" (printf "%s.linkPort" $role) "metrics_port" (printf "%s.metricsPort" $role)
     "drain_seconds" (printf "%s.drainSeconds" $role) "step_stall_seconds" (printf "%s.livenessSeconds" $role) "ray_address" "ray"
-    "load_seconds" "model.loadSeconds"
+    "load_seconds" "model.loadSeconds" "served_model_name" "models"
     "engine.model" "model.source" "engine.dtype" (printf "%s.dtype" $role)
     "engine.quantization" "model.quantization" "engine.kv_dtype" "model.kvDtype" "engine.device" (printf "%s.gpus" $role)
     "engine.max_model_len" "model.maxModelLen" "engine.page_size" "model.pageSize"
@@ -45,7 +45,8 @@
 {{- $scaling := dict
     "metrics_port" "autoscaling.metricsPort" "metrics_host" "nothing: it is the pod's address" "host" "nothing: it is the pod's address"
     "gpu_budget" "autoscaling.gpuBudget" "ttft_objective_seconds" "autoscaling.ttftSeconds" "itl_objective_seconds" "autoscaling.itlSeconds"
-    "scale_to_zero" "autoscaling.scaleToZero" "kubernetes_namespace" "the release's namespace" "stateful_sets" "the release's name" -}}
+    "scale_to_zero" "autoscaling.scaleToZero" "kubernetes_namespace" "the release's namespace" "stateful_sets" "the release's name"
+    "models" "models" "served_model_name" "model.servedName" -}}
 {{- range $role := list "prefill" "decode" }}
 {{- $_ := set $scaling (printf "%s.min_replicas" $role) (printf "autoscaling.%s.minReplicas" $role) }}
 {{- $_ := set $scaling (printf "%s.max_replicas" $role) (printf "autoscaling.%s.maxReplicas" $role) }}

@@ -113,9 +113,9 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- $rest := trimPrefix (printf "%s://" (include "baton.modelScheme" .)) .Values.model.source -}}
 {{- if eq (include "baton.modelScheme" .) "pvc" -}}
 {{- $parts := splitn "/" 2 $rest -}}
-{{- printf "/models/%s" ($parts._1 | default "") | trimSuffix "/" -}}
+{{- printf "/%s/%s" (include "baton.modelsVolume" .) ($parts._1 | default "") | trimSuffix "/" -}}
 {{- else if eq (include "baton.modelScheme" .) "hf" -}}
-{{- printf "/models/%s" (index (splitList "@" $rest) 0 | replace "/" "--") -}}
+{{- printf "/%s/%s" (include "baton.modelsVolume" .) (index (splitList "@" $rest) 0 | replace "/" "--") -}}
 {{- else -}}
 {{- $rest -}}
 {{- end -}}

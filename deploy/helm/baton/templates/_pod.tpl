@@ -72,20 +72,20 @@ runtimeClassName: {{ . }}
 {{- $scheme := include "baton.modelScheme" . -}}
 {{- $claim := .Values.model.huggingFace.cacheClaim -}}
 {{- if eq $scheme "pvc" }}
-- name: models
+- name: {{ include "baton.modelsVolume" . }}
   persistentVolumeClaim: {claimName: {{ index (splitList "/" (trimPrefix "pvc://" .Values.model.source)) 0 }}, readOnly: true}
 {{- else if and (eq $scheme "hf") $claim }}
-- name: models
+- name: {{ include "baton.modelsVolume" . }}
   persistentVolumeClaim: {claimName: {{ $claim }}}
 {{- else if eq $scheme "hf" }}
-- name: models
+- name: {{ include "baton.modelsVolume" . }}
   emptyDir: {sizeLimit: {{ .Values.model.huggingFace.sizeLimit }}}
 {{- end }}
 {{- end -}}
 
 {{- define "baton.modelMount" -}}
 {{- if ne (include "baton.modelScheme" .) "file" }}
-- {name: models, mountPath: /models, readOnly: true}
+- {name: {{ include "baton.modelsVolume" . }}, mountPath: /{{ include "baton.modelsVolume" . }}, readOnly: true}
 {{- end }}
 {{- end -}}
 
@@ -93,7 +93,7 @@ runtimeClassName: {{ . }}
 {{- define "baton.modelFetch" -}}
 {{- if eq (include "baton.modelScheme" .root) "hf" }}
 {{- $hub := .root.Values.model.huggingFace }}
-- name: fetch
+- name: fetch{{ with .root.key }}-{{ . }}{{ end }}
   image: {{ .image }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [baton, fetch, {{ .root.Values.model.source | quote }}, --out, {{ include "baton.modelPath" .root }}, --endpoint, {{ $hub.endpoint | quote }}]
@@ -116,7 +116,7 @@ runtimeClassName: {{ . }}
     requests: {cpu: 500m, memory: 256Mi}
     limits: {memory: 1Gi}
   volumeMounts:
-    - {name: models, mountPath: /models}
+    - {name: {{ include "baton.modelsVolume" .root }}, mountPath: /{{ include "baton.modelsVolume" .root }}}
     - {name: tmp, mountPath: /tmp}
 {{- end }}
 {{- end -}}

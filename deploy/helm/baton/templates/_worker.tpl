@@ -20,7 +20,7 @@
 - {name: ray, mountPath: /tmp/ray}
 {{- end }}
 {{- include "baton.secretMounts" . }}
-{{- if include "baton.asksApi" (dict "root" .root "role" .component) }}
+{{- if include "baton.asksApi" (dict "root" .root "role" (.workers | default .component)) }}
 - {name: account, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
 {{- end }}
 {{- end -}}
@@ -38,7 +38,7 @@
 {{- end }}
 {{- end }}
 {{- include "baton.secretVolumes" . }}
-{{- if include "baton.asksApi" (dict "root" .root "role" .component) }}
+{{- if include "baton.asksApi" (dict "root" .root "role" (.workers | default .component)) }}
 {{- /* The account's token as Kubernetes would mount it, but into the worker's container only. */}}
 - name: account
   projected:

@@ -89,13 +89,13 @@ class WholeMessage(_Answer):
     def add(self, deltas: Sequence[Delta]) -> None:
         self._add(deltas)
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes:
+    def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
         self._content.end()
         outcome = outcomes[-1]
         usage = {**_usage(outcome), "service_tier": "standard"}
         shown = baton(outcome, admin=self._form.admin)
         message = self._form.message(content=self._content.done, **self._ending(), usage=usage, baton=shown)
-        return orjson.dumps(message)
+        return [orjson.dumps(message)]
 
 
 class MessageEvents(_Answer):

@@ -51,17 +51,19 @@ class Messages:
         shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
         request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
         try:
-            return await self._serving.serve(request, self._reader(shown_id))
+            await self._serving.serve(request, self._reader(shown_id))
         except Exception as error:
             return _failure(error, request, shown_id)
+        return None
 
     async def count_tokens(self, request: Exchange) -> Response | None:
         shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
         request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
         try:
-            return await self._tokenizing.answer(request, self._counted)
+            await self._tokenizing.answer(request, self._counted)
         except Exception as error:
             return _failure(error, request, shown_id)
+        return None
 
     def _reader(self, shown_id: str) -> Reader:
         async def read(
@@ -72,7 +74,7 @@ class Messages:
             options = read_request(MessagesRequest, body, model.validator.limits)
             envelope = Envelope(request_id(request) or shown_id, options.model, options.cache_salt or "")
             with renamed(_NAMES, _PARTS):
-                async with gateway.preparing(caller):
+                async with gateway.preparing(caller, model.name):
                     prompt = await self._prompt(options, options.asked_grammar, caller, envelope.cache_salt)
                     room = model.validator.limits.max_model_len - len(prompt.tokens)
                     if fills := 0 < room < options.max_tokens:

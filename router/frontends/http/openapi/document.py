@@ -59,6 +59,11 @@ _REQUESTS = (
     *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest),
     *(CountTokensRequest, EmbeddingRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
 )
+_OF_MODEL: dict[str, Schema] = {
+    "model": optional(
+        text(description="the adapter's model; needed to load one where the router serves several")
+    )
+}
 _REQUEST_ID: Schema = {
     "name": "x-request-id",
     "in": "header",
@@ -82,7 +87,7 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
         },
         "paths": _paths(gateway),
         "components": {
-            "schemas": {**request_schemas(gateway.validator.limits), **answer_schemas(gateway)},
+            "schemas": {**request_schemas(gateway.first.validator.limits), **answer_schemas(gateway)},
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
@@ -122,7 +127,7 @@ def request_schemas(limits: FieldLimits) -> dict[str, Schema]:
 
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
     limits = {name: getattr(gateway.config, name) for name in _OTHER_LIMITS}
-    return {"max_model_len": gateway.validator.limits.max_model_len, **limits}
+    return {"max_model_len": gateway.first.validator.limits.max_model_len, **limits}
 
 
 def _paths(gateway: RequestGateway) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
             "post": _post(
                 *(
                     "loadAdapter",
-                    "Load an adapter at all workers (an admin's key)",
+                    "Load an adapter at all workers of a model (an admin's key)",
                     ref("LoadedAdapter"),
                     keys,
                 ),
@@ -165,12 +170,14 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
                     "lora_name": text(minLength=1),
                     "lora_path": text(minLength=1, description="below lora_dir"),
                 },
+                _OF_MODEL,
             )
         },
         "/v1/unload_lora_adapter": {
             "post": _post(
                 *("unloadAdapter", "Unload such an adapter (an admin's key)", ref("UnloadedAdapter"), keys),
                 {"lora_name": text(minLength=1)},
+                _OF_MODEL,
             )
         },
         "/metrics": {"get": _metrics(keys)},
@@ -272,9 +279,12 @@ def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dic
     }
 
 
-def _post(name: str, summary: str, schema: Schema, keys: bool, fields: dict[str, Schema]) -> dict[str, Any]:
+def _post(
+    name: str, summary: str, schema: Schema, keys: bool, fields: dict[str, Schema], further: dict[str, Schema]
+) -> dict[str, Any]:
     made = _get(name, summary, schema, keys, 403, *_GENERATE)
-    body = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    properties = fields | further
+    body = {"type": "object", "properties": properties, "required": [*fields], "additionalProperties": False}
     return made | {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
 
 

@@ -62,8 +62,8 @@ class WholeResponse(_Output):
     def add(self, deltas: Sequence[Delta]) -> None:
         self._add(deltas)
 
-    def body(self, outcomes: Sequence[Outcome]) -> bytes:
-        return orjson.dumps(self._end(outcomes)[1])
+    def body(self, outcomes: Sequence[Outcome]) -> Sequence[bytes]:
+        return [orjson.dumps(self._end(outcomes)[1])]
 
 
 class ResponseEvents(_Output):

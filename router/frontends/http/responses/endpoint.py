@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from starlette.responses import Response
 
 from cluster.security.keys import Caller
 from router.frontends.http.exchange import Exchange
@@ -16,7 +14,7 @@ from router.frontends.http.requests import read_request
 from router.frontends.http.responses.answer import ResponseForm
 from router.frontends.http.responses.request import ResponseRequest
 from router.frontends.http.responses.shape import ResponseShape
-from router.frontends.http.responses.truncation import MAX_CUTS, without_oldest
+from router.frontends.http.responses.truncation import MAX_CUTS, Turns
 from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
@@ -35,8 +33,8 @@ class Responses:
         self._serving = serving
         self._gateway = serving.gateway
 
-    async def create(self, request: Exchange) -> Response | None:
-        return await self._serving.serve(request, self._read)
+    async def create(self, request: Exchange) -> None:
+        await self._serving.serve(request, self._read)
 
     async def _read(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
@@ -46,30 +44,26 @@ class Responses:
         options = read_request(ResponseRequest, body, model.validator.limits)
         envelope = Envelope(request_id(request), options.model, options.cache_salt or "")
         with renamed(_NAMES, _PARTS):
-            async with gateway.preparing(caller):
+            async with gateway.preparing(caller, model.name):
                 prompt = await self._prompt(options, caller, envelope.cache_salt)
                 completion = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
                 check_allowed(completion, caller)
         shape = ResponseShape.of(options, completion, model.text, admin=caller.admin)
-        return ParsedRequest([completion], bool(options.stream), ResponseForm(shape), arrival)
+        form = ResponseForm(shape)
+        return ParsedRequest([completion], bool(options.stream), form, arrival, len(shape.echo))
 
     async def _prompt(self, options: ResponseRequest, caller: Caller, cache_salt: str) -> ChatPrompt:
-        """Render and tokenise the conversation, shortened where it may be. Raises InvalidRequestError,
-        ContextLengthError."""
-        model = self._gateway.model(options.model)
+        """Render and tokenise the conversation, shortened where it may be. Raises InvalidRequestError, ContextLengthError,
+        and OverloadedError where the quota has no request for the shortened one."""
+        gateway = self._gateway
+        model = gateway.model(options.model)
         limits, shortens = model.validator.limits, options.truncation == "auto"
         room = max(1, limits.max_model_len - (options.max_output_tokens or 1))
-        given: list[Conversation] = []  # as they were rendered
+        turns: Turns | None = None  # as they were rendered
+        characters = 0
 
-        def read() -> Conversation:
-            if given:
-                given.append(without_oldest(given[-1], len(prompt.tokens), room))
-            else:
-                given.append(options.to_conversation(limits))
-            return given[-1]
-
-        async def converse() -> ChatPrompt:
-            return await self._gateway.converse(
+        async def converse(read: Callable[[], Conversation]) -> ChatPrompt:
+            return await gateway.converse(
                 read,
                 options.size,
                 options.asked_grammar,
@@ -79,9 +73,25 @@ class Responses:
                 cache_salt=cache_salt,
             )
 
-        prompt = await converse()
-        for _ in range(MAX_CUTS if shortens else 0):
-            if len(prompt.tokens) <= room or (len(given) > 1 and given[-1] is given[-2]):
+        def first() -> Conversation:
+            nonlocal turns, characters
+            given = options.to_conversation(limits)
+            if shortens:
+                turns, characters = Turns(given), given.characters
+            return given
+
+        prompt = await converse(first)
+        if turns is None or len(prompt.tokens) <= room:
+            return prompt
+        lengths = await gateway.lengths(turns.texts, characters, model=model.name, tenant=caller.tenant)
+        for _ in range(MAX_CUTS):
+            shorter = turns.without_oldest(lengths, len(prompt.tokens), room)
+            if shorter is None:
                 break
-            prompt = await converse()
+            lengths = [lengths[0], *lengths[1 + len(turns) - len(shorter) :]]
+            turns = shorter
+            async with gateway.counted(caller, model.name):  # it costs as another request's preparation
+                prompt = await converse(turns.conversation)
+            if len(prompt.tokens) <= room:
+                break
         return prompt

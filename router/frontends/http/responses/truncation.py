@@ -8,42 +8,58 @@ from typing import Any
 
 from router.text.contents import texts
 from router.text.conversation import Conversation
-from router.text.tokenizer import MESSAGE_CHARACTERS
 
-MAX_CUTS = 4  # times that a conversation is shortened and rendered again
-_MARGIN = 0.95  # characters per token differ between turns
-
-
-def without_oldest(conversation: Conversation, tokens: int, room: int) -> Conversation:
-    """Leave out turns, the oldest first, until about `room` of the conversation's `tokens` are left. A turn begins with a
-    user's message. Instructions before the first turn and the last turn are kept; if there is nothing else, the same
-    conversation is returned.
-    """
-    first, *turns = list(_turns(conversation.messages))
-    if len(turns) < 2:
-        return conversation
-    sizes = [_size(turn) for turn in (first, *turns)]
-    left = sum(sizes)
-    target = left * room / tokens * _MARGIN
-    dropped = 0
-    while dropped < len(turns) - 1 and (left > target or not dropped):
-        dropped += 1
-        left -= sizes[dropped]
-    return replace(
-        conversation, messages=[*first, *(message for turn in turns[dropped:] for message in turn)]
-    )
+MAX_CUTS = 2  # times that a conversation is shortened and rendered again; each counts as a request
+_MARGIN = 0.95  # the template's own tokens are not measured
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """What precedes the first user's message, and the turns."""
-    turn: list[Mapping[str, Any]] = []
+class Turns:
+    """A conversation in parts: what precedes the first user's message, and the turns, which begin with one each."""
+
+    def __init__(self, conversation: Conversation):
+        self._conversation = conversation
+        self._first, *self._turns = list(_parts(conversation.messages))
+
+    def texts(self) -> list[str]:
+        """A text of each part, for its length in tokens. Tools are always shown, reasoning mostly of the last turn."""
+        tools = [one.for_template() for one in self._conversation.tools]
+        earlier = [[_without_reasoning(one) for one in turn] for turn in self._turns[:-1]]
+        return ["\n".join(texts(part)) for part in ([*self._first, *tools], *earlier, *self._turns[-1:])]
+
+    def without_oldest(self, lengths: Sequence[int], tokens: int, room: int) -> Turns | None:
+        """Leave out turns, the oldest first and one at least, until about `room` of the rendered conversation's `tokens`
+        are left. What precedes the turns and the last turn are kept; None: there is nothing else.
+
+        `lengths`: of `texts`, in tokens.
+        """
+        if len(self._turns) < 2:
+            return None
+        left = sum(lengths)
+        target = left * room / tokens * _MARGIN
+        dropped = 0
+        while dropped < len(self._turns) - 1 and (left > target or not dropped):
+            dropped += 1
+            left -= lengths[dropped]
+        kept = [message for turn in self._turns[dropped:] for message in turn]
+        return Turns(replace(self._conversation, messages=[*self._first, *kept]))
+
+    def conversation(self) -> Conversation:
+        return self._conversation
+
+    def __len__(self) -> int:
+        """Of parts."""
+        return 1 + len(self._turns)
+
+
+def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    part: list[Mapping[str, Any]] = []
     for message in messages:
         if message["role"] == "user":
-            yield turn
-            turn = []
-        turn.append(message)
-    yield turn
+            yield part
+            part = []
+        part.append(message)
+    yield part
 
 
-def _size(turn: Sequence[Mapping[str, Any]]) -> int:
-    return MESSAGE_CHARACTERS * len(turn) + sum(map(len, texts(turn)))
+def _without_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in message.items() if name != "reasoning_content"}

@@ -19,11 +19,10 @@ from router.dispatch.batch_queue import BatchQueue
 from router.gateway import RequestGateway
 from router.http_endpoint import HttpEndpoint
 from router.observe.traces import Arrival
-from router.request.answer_plan import AnswerPlans, NoFormats
+from router.request.answer_plan import Formats
 from router.request.completion import Completion, Delta, Outcome
-from router.request.grammars import GrammarChecks
-from router.request.validator import Validator
 from router.text.tokenizer import ModelText
+from tests.router.stub_model import NO_FORMATS, stub_model
 from wire import common_pb2, inference_pb2
 
 # The prompts of bodies and messages that set options only
@@ -71,14 +70,11 @@ class StubDispatcher:
 class StubGateway(RequestGateway):
     """`accepted` lists the completions that would have been dispatched."""
 
-    def __init__(self, text: ModelText, settings: dict[str, Any]):
+    def __init__(self, text: ModelText, settings: dict[str, Any], formats: Formats = NO_FORMATS):
         self.config = RouterConfig(
             model=DEMO, served_model_name="tiny", secret="x" * 16, http_port=0, **settings
         )
-        self.text = text
-        self.validator = Validator(self.config, text)
-        self.grammars = GrammarChecks(text.tokenizer_json(), text.vocab_size, (2,))
-        self.plans = AnswerPlans(NoFormats(), self.grammars.refusal)
+        self.first = stub_model(self.config, text, formats=formats)
         self.low_priority = LowPriority()
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0
@@ -95,7 +91,10 @@ class StubGateway(RequestGateway):
         arrival: Arrival | None = None,
     ) -> Iterator[StubDispatcher]:
         self.accepted.append(completion)
-        yield StubDispatcher(completion, first_shown)
+        yield self.dispatcher(completion, first_shown)
+
+    def dispatcher(self, completion: Completion, first_shown: int) -> StubDispatcher:
+        return StubDispatcher(completion, first_shown)
 
 
 @contextlib.asynccontextmanager

@@ -76,7 +76,9 @@ def read_whole(bench: RouterBench) -> None:
 def tokens_taken(bench: RouterBench) -> int:
     """By the router from its workers, without the first one of each choice."""
     with urllib.request.urlopen(f"{bench.http}/metrics", timeout=60) as answer:
-        (count,) = re.findall(r"^baton_inter_token_latency_seconds_count (\S+)", answer.read().decode(), re.M)
+        (count,) = re.findall(
+            r"^baton_inter_token_latency_seconds_count\{\S+ (\S+)", answer.read().decode(), re.M
+        )
     return int(float(count))
 
 

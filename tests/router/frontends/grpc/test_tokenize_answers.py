@@ -33,6 +33,7 @@ def service(most: int) -> InferenceService:
 
     gateway.encode = encode
     gateway.admission.starts.turn = AsyncMock()
+    gateway.further = {}
     gateway.counted.return_value.__aexit__.return_value = False
     gateway.admission.admit.return_value.__exit__.return_value = False
     return InferenceService(gateway)

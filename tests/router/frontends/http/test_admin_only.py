@@ -92,6 +92,10 @@ BODIES: list[tuple[str, Any, int, str]] = [
     (LOAD, {"lora_name": "a", "lora_path": "/a"}, 400, "lora_path"),
     (LOAD, {"lora_name": "tiny", "lora_path": "a"}, 400, "lora_name"),
     (LOAD, {"lora_name": "a", "lora_path": "a", "load_inplace": True}, 400, "body"),
+    (LOAD, {"lora_name": "a", "lora_path": "a", "model": "other"}, 404, "model"),
+    (LOAD, {"lora_name": "a", "lora_path": "a", "model": 1}, 400, "model"),
+    (UNLOAD, {"lora_name": "never", "model": "other"}, 404, "model"),
+    (UNLOAD, {"lora_name": "never", "model": "tiny"}, 404, "lora_name"),
     (UNLOAD, {"lora_name": "never"}, 404, "lora_name"),
 ]
 

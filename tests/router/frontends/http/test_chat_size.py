@@ -15,7 +15,7 @@ def many(count: int, content: Any = "") -> list[dict[str, Any]]:
 def test_the_size_of_a_conversation():
     size = chat_size
     assert size(many(2, "abc")) == 2 * (MESSAGE_CHARACTERS + 3)
-    assert size(many(1, [{"type": "text", "text": "abc"}] * 2)) == MESSAGE_CHARACTERS * 3 + 6
+    assert size(many(1, [{"type": "text", "text": "abc"}] * 2)) == MESSAGE_CHARACTERS * 3 + 2 * len("textabc")
     few = INLINE_CHAT_CHARACTERS // MESSAGE_CHARACTERS
     for long in (many(few + 1), many(1, "x" * INLINE_CHAT_CHARACTERS), many(1, [{}] * few)):
         assert size(long) > INLINE_CHAT_CHARACTERS

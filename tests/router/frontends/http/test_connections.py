@@ -76,7 +76,7 @@ class Server:
             exchange.begin(())
             one, two = [piece async for piece in _pieces()]
             exchange.write(one)
-            exchange.end(two)
+            await exchange.end(two)
         else:
             await exchange.send(PlainTextResponse("answered"))
 

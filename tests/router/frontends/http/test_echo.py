@@ -87,7 +87,7 @@ def test_prompt_only_work_needs_no_decode_worker():
         ({"max_tokens": 0, "min_tokens": 1}, InvalidRequestError, "min_tokens"),
         ({"max_tokens": 2, "logprobs": 0}, UnsupportedFieldError, "max_tokens"),
         ({"max_tokens": 2, "prompt_logprobs": 0, "echo": False}, UnsupportedFieldError, "max_tokens"),
-        ({"max_tokens": 1, "prompt_logprobs": 0, "stream": True}, InvalidRequestError, "prompt_logprobs"),
+        ({"max_tokens": 1, "prompt_logprobs": 1, "stream": True}, InvalidRequestError, "prompt_logprobs"),
         ({"max_tokens": 0, "logprobs": 20, "n": 100}, InvalidRequestError, "max_tokens"),
         ({"max_tokens": 7, "n": 100}, InvalidRequestError, "max_tokens"),
     ],
@@ -98,6 +98,12 @@ def test_what_is_refused(body, error, field):
     assert raised.value.field == field
 
 
+def test_no_alternatives_in_a_stream_are_left_out():
+    """As in vLLM."""
+    made = completion(max_tokens=2, prompt_logprobs=0, stream=True, echo=False)
+    assert not made.sampling.prompt_logprobs and made.sampling.max_tokens == 2
+
+
 def test_an_echoed_prompt_counts_among_the_answers_entries():
     assert completion(max_tokens=6, n=100).n == 100
 
@@ -105,7 +111,7 @@ def test_an_echoed_prompt_counts_among_the_answers_entries():
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_an_echoed_prompt_has_its_log_probabilities(client, max_tokens):
     """As lm-eval asks and reads them."""
-    prompts = [[40, 41, 42], [43] * 70]
+    prompts = [[40, 41, 42], [43] * 600]  # the second is longer than a window
     answer = client.completions.create(
         model=NAME, prompt=prompts, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
     )

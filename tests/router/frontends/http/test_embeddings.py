@@ -16,6 +16,7 @@ from cluster.protocol.pooling import Embedding, Pooling
 from router.frontends.http.openapi.document import build_document
 from router.request.completion import Delta, Outcome
 from router.text.tokenizer import ModelText
+from tests.harness.waiting import wait_for
 from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, StubGateway
 from tests.router.frontends.http.responses.conftest import serving
 from wire import common_pb2, inference_pb2
@@ -58,14 +59,14 @@ def gateway() -> Iterator[VectorGateway]:
     made = VectorGateway(text, {"max_prompts": 4, "max_answer_entries": 100})
     with serving(made) as made.url:
         yield made
-    made.grammars.close()
+    made.first.grammars.close()
     text.close()
 
 
 @pytest.fixture
 def client(gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
     gateway.accepted.clear()
-    monkeypatch.setattr(gateway.text, "embedding", HOW)
+    monkeypatch.setattr(gateway.first.text, "embedding", HOW)
     with httpx.Client(base_url=gateway.url, timeout=60) as made:
         yield made
 
@@ -90,7 +91,7 @@ def test_each_input_has_its_vector_of_length_one(gateway, client):
         if isinstance(given, list) and isinstance(given[0], list):
             assert asked == several
         elif isinstance(given, str):
-            assert asked == [gateway.text.tokenizer.encode(given).ids]
+            assert asked == [gateway.first.text.tokenizer.encode(given).ids]
         assert [one["index"] for one in answer["data"]] == list(range(len(asked)))
         for tokens, one in zip(asked, answer["data"], strict=True):
             # float32 has 24 bits
@@ -130,7 +131,9 @@ def test_base64_has_the_same_floats(client):
 def test_a_vector_is_cut_and_then_normalised(gateway, client, monkeypatch):
     cut = ask(client, input=[5], dimensions=4)["data"][0]["embedding"]
     np.testing.assert_allclose(cut, unit(vector_of([5])[:4]), rtol=2**-22)
-    monkeypatch.setattr(gateway.text, "embedding", Embedding(Pooling.MEAN, DIMENSIONS, normalised=False))
+    monkeypatch.setattr(
+        gateway.first.text, "embedding", Embedding(Pooling.MEAN, DIMENSIONS, normalised=False)
+    )
     (one,) = ask(client, input=[5])["data"]
     assert np.array_equal(np.array(one["embedding"], dtype="<f4"), vector_of([5]))
 
@@ -175,7 +178,7 @@ def test_refusals_name_their_fields(gateway, client, monkeypatch):
         assert (answer.status_code, error["param"]) == (400, field), (body, error)
         assert said in error["message"], error
     assert client.post("/v1/embeddings", json={"input": "a", "model": "other"}).status_code == 404
-    monkeypatch.setattr(gateway.text, "embedding", Embedding(Pooling.MEAN, 50, normalised=True))
+    monkeypatch.setattr(gateway.first.text, "embedding", Embedding(Pooling.MEAN, 50, normalised=True))
     answer = client.post("/v1/embeddings", json={"input": ["a", "b", "c"]})
     assert "3 inputs x 50 dimensions exceed 100" in answer.text
     answer = client.post("/v1/embeddings", json={"input": "a", "dimensions": 4})
@@ -184,7 +187,7 @@ def test_refusals_name_their_fields(gateway, client, monkeypatch):
 
 
 def test_a_model_without_pooling_says_why(gateway, client, monkeypatch):
-    monkeypatch.setattr(gateway.text, "embedding", None)
+    monkeypatch.setattr(gateway.first.text, "embedding", None)
     error = client.post("/v1/embeddings", json={"input": "a"}).json()["error"]
     assert error["param"] == "model" and "no modules.json" in error["message"]
     listed = client.get("/v1/models/tiny").json()
@@ -192,7 +195,7 @@ def test_a_model_without_pooling_says_why(gateway, client, monkeypatch):
 
 
 def test_a_base_model_generates_nothing(gateway, client, monkeypatch):
-    monkeypatch.setattr(gateway.text, "has_head", False)
+    monkeypatch.setattr(gateway.first.text, "has_head", False)
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -208,7 +211,8 @@ def test_each_input_takes_a_place(gateway, client, monkeypatch):
     own = gateway.request
     monkeypatch.setattr(gateway, "request", lambda *a: (seen.append(gateway.admission.in_flight), own(*a))[1])
     ask(client, input=["a", "b", "c"])
-    assert seen == [3, 3, 3] and gateway.admission.in_flight == 0
+    assert seen == [3, 3, 3]
+    wait_for(lambda: gateway.admission.in_flight == 0, 5, "places end when the client has read")
 
 
 def test_the_document_describes_request_and_answer(gateway, client):

@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http.exchange import Exchange
+from router.frontends.http.long_body import SLICE_BYTES
 from router.frontends.http.protocol import limited
 from tests.harness.waiting import until
 from tests.router.frontends.http.cycles import EveryRequest
@@ -166,7 +167,7 @@ async def test_an_answer_pauses_until_its_client_has_read(served: Served) -> Non
                 while not noted.resumed_times:
                     await loop.sock_recv(client, 65536)
                 assert not noted.exchange.paused
-                noted.exchange.end(b"the end")
+                await noted.exchange.end(b"the end")
                 left = b""
                 while not left.endswith(b"the end\r\n0\r\n\r\n"):
                     left = left[-100:] + await loop.sock_recv(client, 65536)
@@ -269,3 +270,31 @@ async def test_an_answer_waits_until_those_before_it_are_read(served: Served) ->
                 while left > 0:
                     left -= len(await loop.sock_recv(client, 1 << 20))
             assert served.begun == requests
+
+
+async def test_a_long_answer_is_written_as_its_client_reads(served: Served) -> None:
+    """With TLS one write would be encrypted as a whole, and pause nothing."""
+    body, transports, ended = b"x" * 3_000_000, list[asyncio.Transport](), asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        transports.append(exchange._transport)
+        await exchange.send(Response(body))
+        await exchange.sent()
+        ended.set()
+
+    served.answer = answer
+    loop = asyncio.get_running_loop()
+    async with served.serving() as address:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, address)
+            await loop.sock_sendall(client, GET)
+            await until(lambda: transports, "it is answered", 5)
+            await asyncio.sleep(0.05)
+            assert 0 < transports[0].get_write_buffer_size() <= SLICE_BYTES + 65536 and not ended.is_set()
+            left = len(body)
+            async with asyncio.timeout(20):
+                while left > 0:
+                    left -= len(await loop.sock_recv(client, 1 << 20))
+                await ended.wait()

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
+import httpx
 import pytest
+from starlette.requests import Request
 
-from cluster.errors import UnknownModelError
+from cluster.errors import InvalidRequestError, OverloadedError, UnknownModelError
+from cluster.security.keys import ANYONE, Caller, ModelLimits
+from router.frontends.http.adapters import AdapterCalls
 from router.frontends.http.app import Views
+from router.frontends.http.gate import CALLER
+from router.request import model_hint
 from router.request.served_model import further_models
-from router.request.validator import Validator
 from router.text.tokenizer import ModelText
-from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
+from tests.harness.waiting import until
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
+from tests.router.stub_model import stub_model
+from wire import inference_pb2 as pb
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +54,14 @@ def test_each_model_has_its_own_limits(gateway: StubGateway) -> None:
     assert gateway.model("").validator.limits.max_model_len > 33
 
 
+def asked(name: str, caller: Caller = ANYONE) -> Any:
+    request = Request({"type": "http", "path_params": {"model": name}})
+    request.scope[CALLER] = caller
+    return request
+
+
 async def test_all_models_are_listed(gateway: StubGateway) -> None:
-    views, asked = Views(gateway), lambda name: type("Asked", (), {"path_params": {"model": name}})()
+    views = Views(gateway)
     listed = (await views.models(asked(""))).body
     assert b'"id":"tiny"' in listed and b'"id":"second"' in listed and b'"aliases":["two"]' in listed
     assert b'"id":"second"' in (await views.model(asked("two"))).body
@@ -52,10 +71,17 @@ async def test_all_models_are_listed(gateway: StubGateway) -> None:
 
 def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: StubGateway) -> None:
     loaded = {"first": {"mine": "0" * 32, "both": "1" * 32}, "second": {"theirs": "2" * 32, "both": "3" * 32}}
-    with_adapters = StubGateway(gateway.text, {"models": gateway.config.models})
-    with_adapters.validator = Validator(with_adapters.config, gateway.text, lambda: loaded["first"])
-    texts = {"second": gateway.text}
+    with_adapters = StubGateway(gateway.first.text, {"models": gateway.config.models})
+    with_adapters.first = stub_model(
+        with_adapters.config, gateway.first.text, adapters=lambda: loaded["first"]
+    )
+    texts = {"second": gateway.first.text}
     with_adapters.further = further_models(with_adapters.config, texts, lambda name: lambda: loaded[name])
+    calls = AdapterCalls(cast(Any, with_adapters))
+    for taken in ("mine", "theirs", "tiny", "second"):
+        with pytest.raises(InvalidRequestError, match="served already"):
+            calls._check_free(taken)
+    calls._check_free("new")
     found = {name: with_adapters.model(name) for name in ("mine", "theirs", "both", "none")}
     assert {name: model.name for name, model in found.items()} == {
         "mine": "tiny",
@@ -66,3 +92,165 @@ def test_an_adapter_leads_to_the_model_whose_workers_have_loaded_it(gateway: Stu
     assert found["theirs"].validator.limits.adapter_of("theirs") == "2" * 32
     with pytest.raises(UnknownModelError):
         found["mine"].validator.limits.check_model("theirs")
+
+
+def two_models(gateway: StubGateway, caller: Caller | None = None, **settings: Any) -> StubGateway:
+    """`caller`: of every request; None: there are no keys."""
+    made = StubGateway(gateway.first.text, {"models": gateway.config.models, **settings})
+    made.further = further_models(made.config, {"second": gateway.first.text})
+    made.metrics = MagicMock()
+    made.services = MagicMock()
+    if caller is not None:
+        made.keys = SimpleNamespace(on=True, check=lambda given: caller)  # type: ignore[assignment]
+    return made
+
+
+async def test_a_surging_model_leaves_another_half_of_the_places(gateway: StubGateway) -> None:
+    """Also before the bodies are parsed: those beyond the model's places are refused without a turn."""
+    here = two_models(gateway, max_concurrent_requests=8)
+    starts = here.admission.starts
+    starts._counting = True  # none starts until it is let go
+    async with (
+        served(here) as url,
+        httpx.AsyncClient(base_url=url) as client,
+        contextlib.AsyncExitStack() as end,
+    ):
+        end.callback(starts._next_turn)  # a failed test ends too
+
+        def ask(**body: Any) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(client.post("/v1/completions", json={**body, "prompt": "a"}))
+
+        surge = [ask(model="tiny") for _ in range(12)]
+        await until(lambda: sum(one.done() for one in surge) == 8, "all others are refused")
+        assert here.admission.in_flight == len(starts) == 4
+        # An inner name misleads the order of turns only.
+        quiet = [*(ask(model="two") for _ in range(3)), ask(tools=[{"model": "tiny"}], model="second")]
+        await until(lambda: len(starts) == 8, "they wait too")
+        starts._next_turn()
+        assert [(await one).status_code for one in quiet] == [200, 200, 200, 400]
+        assert sorted([(await one).status_code for one in surge]) == [*4 * [200], *8 * [429]]
+    assert (
+        here.admission.in_flight == here.admission.in_model("tiny") == here.admission.in_model("second") == 0
+    )
+    assert len(here.admission._tenants._taken) == 0
+    here.metrics.overloaded.assert_called_with("", "tiny")  # type: ignore[attr-defined]
+
+
+async def test_a_key_leads_to_its_models_only(gateway: StubGateway) -> None:
+    here = two_models(gateway, Caller(tenant="t", models=frozenset({"second"})))
+    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == ["second"]
+        assert [(await client.get(f"/v1/models/{name}")).status_code for name in ("two", "tiny")] == [
+            200,
+            404,
+        ]
+        asked = {}
+        for path, body in (
+            ("completions", {"prompt": "a"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("responses", {"input": "a"}),
+            ("messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ):
+            for name in ("second", "two", "tiny", "no", ""):
+                answer = await client.post(f"/v1/{path}", json={"model": name, **body})
+                asked[path, name] = answer.status_code
+                shown = answer.text
+        assert {key for key, status in asked.items() if status == 200} == {
+            (path, name) for path, _ in asked for name in ("second", "two")
+        }
+        assert set(asked.values()) == {200, 404} and "the default" in shown
+        refused = await client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+        unknown = await client.post("/v1/completions", json={"model": "none", "prompt": "a"})
+        assert (
+            refused.json()["error"]["message"].replace("tiny", "none") == unknown.json()["error"]["message"]
+        )
+        assert (await client.post("/tokenize", json={"model": "tiny", "prompt": "a"})).status_code == 404
+        document = (await client.get("/openapi.json")).text
+        assert '"tiny"' not in document and '"enum":["second","two"]' in document
+
+
+async def test_a_full_model_is_not_shown_to_keys_without_it(gateway: StubGateway) -> None:
+    """Nor do their requests take its places while they wait for their turn."""
+    caller = Caller(tenant="t", models=frozenset({"second"}))
+    here = two_models(gateway, caller, max_concurrent_requests=2)
+    assert await here.expect_model(MagicMock(), caller, "tiny", lambda: True) == ""
+    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+        with here.admission.admit() as place:
+            place.of_model("tiny")
+            answers = [
+                await client.post("/v1/completions", json={"model": name, "prompt": "a"})
+                for name in ("tiny", "none")
+            ]
+    assert [one.status_code for one in answers] == [404, 404]
+
+
+async def test_a_message_is_refused_before_it_is_parsed_only_if_it_names_the_full_model(
+    gateway: StubGateway,
+) -> None:
+    """Serialisers may write another field first, and of a field that occurs twice the last counts."""
+    here = two_models(gateway, max_concurrent_requests=2)
+    second = pb.GenerateRequest(model="second").SerializeToString()
+    tiny = pb.GenerateRequest(model="tiny").SerializeToString()
+    text = pb.GenerateRequest(text="a").SerializeToString()
+    refused = {}
+    with here.admission.admit() as full:
+        full.of_model("tiny")
+        for raw in (
+            tiny,
+            text,
+            text + second,
+            tiny + second,
+            text + tiny,
+            b"\x0a\x04tiny\xff",
+            tiny + b"x" * 65536,
+        ):
+            place, hint = MagicMock(), model_hint.of_message(raw)
+            place.of_model.side_effect = OverloadedError("full")
+            try:
+                is_right = partial(model_hint.message_names, raw, hint, pb.GenerateRequest())
+                await here.expect_model(place, ANYONE, hint, is_right)
+                refused[raw] = False
+            except OverloadedError:
+                refused[raw] = True
+    assert [*refused.values()] == [True, True, False, False, False, False, False]
+
+
+async def test_further_prompts_that_their_model_has_no_place_for_are_counted(gateway: StubGateway) -> None:
+    here = two_models(gateway, max_concurrent_requests=4)
+    async with served(here) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/completions", json={"model": "second", "prompt": ["a", "b", "c"]})
+    assert answer.status_code == 429 and here.admission.in_flight == 0
+    here.metrics.overloaded.assert_called_once_with("", "second")  # type: ignore[attr-defined]
+
+
+async def test_a_key_has_limits_of_a_model_beside_those_of_all(gateway: StubGateway) -> None:
+    limits = {"second": ModelLimits(max_concurrent_requests=1)}
+    here = two_models(gateway, Caller(tenant="t", model_limits=limits))
+    with here.admission.admit() as one, here.admission.admit() as other:
+        one._caller = other._caller = caller = Caller(tenant="t", model_limits=limits)
+        here.enter_model(one, caller, "two")
+        with pytest.raises(OverloadedError, match="this tenant has 1 requests in flight for model 'second'"):
+            here.enter_model(other, caller, "second")
+        here.enter_model(other, caller, "tiny")
+        here.enter_model(one, caller, "tiny")
+        here.enter_model(other, caller, "second")
+    assert len(here.admission._tenants._taken) == 0
+
+
+def test_bodies_of_one_model_take_at_most_half_of_the_budget(gateway: StubGateway) -> None:
+    mib = 1 << 20
+    here = two_models(gateway, max_body_bytes=mib, max_body_bytes_in_flight=4 * mib)
+    with contextlib.ExitStack() as held:
+        places = [held.enter_context(here.admission.admit()) for _ in range(4)]
+        for place in places:
+            place.body.grow_to(mib)
+        for place in places[:2]:
+            place.of_model("tiny")
+        with pytest.raises(OverloadedError, match="this model has 2097152 bytes"):
+            places[2].of_model("tiny")
+        places[3].of_model("second")
+        places[1].leave_model()  # with its body
+        places[1].of_model("second")
+        places[2].of_model("tiny")
+    assert here.admission.bodies.held == len(here.admission.bodies._tenants) == 0

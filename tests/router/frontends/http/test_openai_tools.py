@@ -14,7 +14,6 @@ import pytest
 from cluster.grammar.spec import GrammarSpec
 from router.dispatch.choice import ChoiceStream
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
-from router.request.answer_plan import AnswerPlans
 from router.request.completion import Outcome
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway, served
@@ -97,10 +96,8 @@ class Dispatcher:
 
 
 class Gateway(StubGateway):
-    @contextlib.contextmanager
-    def request(self, completion, caller=None, first_shown=0, arrival=None):
-        self.accepted.append(completion)
-        yield Dispatcher(completion, first_shown)
+    def dispatcher(self, completion, first_shown):
+        return Dispatcher(completion, first_shown)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +109,9 @@ def text():
 
 @pytest.fixture
 async def gateway(text):
-    made = Gateway(text, {})
-    made.plans = AnswerPlans(Formats(), "")
+    made = Gateway(text, {}, Formats())
     yield made
-    made.grammars.close()
+    made.first.grammars.close()
 
 
 @contextlib.asynccontextmanager
@@ -139,7 +135,7 @@ async def test_a_call_and_its_result(gateway):
         assert answer.usage.completion_tokens_details.reasoning_tokens == 1
         history = [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "<|im_end|>"}]
         await chat.create(**{**ASK, "messages": [*ASK["messages"], *history]}, tools=TOOLS)
-    special = gateway.text.tokenizer.token_to_id("<|im_end|>")
+    special = gateway.first.text.tokenizer.token_to_id("<|im_end|>")
     first, second = gateway.accepted
     assert first.grammar is None
     assert second.prompt_tokens.count(special) <= 3, "the result's text is no end of a turn"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from router.frontends.http.events import Events
+from router.frontends.http.long_body import Lists
 from router.frontends.http.parts import WHOLE_VIEW, ChatView
 from router.frontends.http.requests import StreamOptions
 from router.frontends.http.shapes import Answer, ChatShape
@@ -85,7 +86,7 @@ def whole(answer, view=WHOLE_VIEW, finish="tool_calls"):
     collected = Answer(made, 0)
     for delta in deltas(answer, finish):
         collected.add(delta)
-    return json.loads(json.dumps(made.choice(collected)))
+    return json.loads(json.dumps(made.choice(collected, Lists())))
 
 
 def test_a_whole_answer_has_calls_and_reasoning():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.request.answer_plan import AnswerPlans
 from router.request.completion import Delta
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, served
@@ -37,10 +35,9 @@ class ScoringDispatcher(StubDispatcher):
 
 
 class ScoringGateway(Gateway):
-    @contextlib.contextmanager
-    def request(self, completion, caller=None, first_shown=0, arrival=None):
+    def dispatcher(self, completion, first_shown):
         made = ScoringDispatcher if completion.sampling.prompt_logprobs else Dispatcher
-        yield made(completion, first_shown)
+        return made(completion, first_shown)
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +55,14 @@ def test_every_client_has_a_recording_and_a_lock() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_requests_of_a_client_are_accepted(file: Path, text: ModelText) -> None:
     requests = REQUESTS[file]
-    gateway = ScoringGateway(text, {})
-    gateway.plans = AnswerPlans(Formats(), "")
+    gateway = ScoringGateway(text, {}, Formats())
     async with served(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
         for request in requests:
             answer = await client.post(request["path"], json={**request["body"], "model": "tiny"})
             refused = _refused(request)
             assert answer.status_code == (400 if refused else 200), (request, answer.text)
             assert refused in answer.text
-    gateway.grammars.close()
+    gateway.first.grammars.close()
 
 
 def _refused(request: dict) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from router.frontends.http.long_body import Lists
 from router.frontends.http.shapes import Answer, ChatShape, CompletionShape
 from router.request.completion import Completion, Delta
 from router.text.tokenizer import ModelText
@@ -44,12 +45,17 @@ def shape(kind, text):
     return kind(completion, text, 0, "id", False)
 
 
+def shown(made, answer):
+    lists = Lists()
+    return orjson.loads(b"".join(lists.encode(made.choice(answer, lists))))
+
+
 def whole(made, tokens):
     """Log probabilities of a whole answer whose tokens came in two deltas and an empty one."""
     answer = Answer(made, 0)
     for part in (tokens[:2], (), tokens[2:]):
         answer.add(Delta(0, "", tuple(part)))
-    return orjson.loads(orjson.dumps(made.choice(answer)))["logprobs"]
+    return shown(made, answer)["logprobs"]
 
 
 @pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
@@ -57,9 +63,7 @@ def test_a_whole_answer_shows_what_its_stream_shows(kind, text, tokens):
     at_once = kind(shape(kind, text).completion, text, 0, "id", False).logprobs(0, tokens)
     assert whole(shape(kind, text), tokens) == orjson.loads(orjson.dumps(at_once))
     nothing = shape(kind, text)
-    assert orjson.loads(orjson.dumps(nothing.choice(Answer(nothing, 0))))["logprobs"] == nothing.logprobs(
-        0, ()
-    )
+    assert shown(nothing, Answer(nothing, 0))["logprobs"] == nothing.logprobs(0, ())
 
 
 def test_the_bytes_of_a_chats_tokens_make_the_character(text, tokens):

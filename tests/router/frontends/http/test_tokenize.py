@@ -21,9 +21,9 @@ def client(scripted):
 
 def test_a_text_there_and_back(scripted, client):
     made = client.post("/tokenize", json={"model": "tiny", "prompt": "Once upon a time"}).json()
-    assert made["tokens"] == scripted.text.tokenizer.encode("Once upon a time").ids
+    assert made["tokens"] == scripted.first.text.tokenizer.encode("Once upon a time").ids
     assert made["count"] == len(made["tokens"]) and made["token_strs"] is None
-    assert made["max_model_len"] == scripted.validator.limits.max_model_len
+    assert made["max_model_len"] == scripted.first.validator.limits.max_model_len
     plain = client.post(
         "/tokenize",
         json={"prompt": "Once upon a time", "add_special_tokens": False, "return_token_strs": True},
@@ -79,9 +79,9 @@ def test_they_take_a_place_and_are_counted(scripted, client, monkeypatch):
     seen = []
     counted = type(scripted).counted
 
-    def counting(self, caller):
+    def counting(self, caller, model):
         seen.append(self.admission.in_flight)
-        return counted(self, caller)
+        return counted(self, caller, model)
 
     monkeypatch.setattr(type(scripted), "counted", counting)
     client.post("/tokenize", json={"prompt": "a"})

@@ -22,6 +22,7 @@ def dispatcher(**how: Any) -> Any:
     told: list[str] = []
     return SimpleNamespace(
         tenant="t",
+        model="m",
         trace_id="",
         first_token_seconds=None,
         outcome=outcome,
@@ -47,9 +48,11 @@ def test_streams_are_counted_by_their_end(ended: dict[str, Any], outcome: str, r
     one = dispatcher(**ended)
     with metrics.request(one):
         pass
-    assert metrics.requests.labels(outcome)._value.get() == 1
+    assert metrics.requests.labels("m", outcome)._value.get() == 1
     counted = metrics.tenants.of("t").requests
     assert {name: count for name, count in counted.items() if count} == {result: 1}
+    labels = {"tenant": "t", "result": result}
+    assert metrics.registry.get_sample_value("baton_tenant_requests_total", labels) == 1, "it is scraped"
     assert one.told == [outcome]
     assert metrics.tenants.of("t").in_flight == 0
 
@@ -59,5 +62,5 @@ def test_errors_before_the_first_byte_are_counted_too() -> None:
     one = dispatcher()
     with pytest.raises(UnavailableError), metrics.request(one):
         raise UnavailableError("no worker is there")
-    assert metrics.requests.labels("UnavailableError")._value.get() == 1
+    assert metrics.requests.labels("m", "UnavailableError")._value.get() == 1
     assert one.told == ["UnavailableError"]

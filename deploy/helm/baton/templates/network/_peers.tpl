@@ -30,6 +30,9 @@
 {{- if or $.Values.ray.joinWorkers $spans (eq $.Values.ray.mode "kuberay") }}{{ $nodes = append $nodes $role }}{{ end }}
 {{- if $spans }}{{ $nodes = append $nodes (printf "%s-ranks" $role) }}{{ end }}
 {{- end }}
+{{- if .Values.ray.joinWorkers }}
+{{- range slice (include "baton.workerComponents" . | fromJsonArray) 2 }}{{ $nodes = append $nodes . }}{{ end }}
+{{- end }}
 {{- end }}
 {{- toJson $nodes -}}
 {{- end -}}

@@ -46,7 +46,7 @@ def test_a_whole_answer_with_a_call_and_the_next_turn(scripted, client):
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
     turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     client.messages.create(**{**ASK, "messages": [*ASK["messages"], *turns]}, tools=[WEATHER])
-    prompt = scripted.text.tokenizer.decode(scripted.accepted[1].prompt_tokens)
+    prompt = scripted.first.text.tokenizer.decode(scripted.accepted[1].prompt_tokens)
     assert "12 degrees" in prompt and "I look it up." in prompt
 
 

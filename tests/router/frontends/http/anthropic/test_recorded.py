@@ -91,7 +91,9 @@ def client(scripted):
 
 
 def shown(scripted, index=-1):
-    return scripted.text.tokenizer.decode(scripted.accepted[index].prompt_tokens, skip_special_tokens=False)
+    return scripted.first.text.tokenizer.decode(
+        scripted.accepted[index].prompt_tokens, skip_special_tokens=False
+    )
 
 
 def test_recorded_requests(scripted, client):
@@ -132,7 +134,7 @@ def test_an_agents_max_tokens_ends_at_the_context(scripted, client):
     scripted.script([], "length")
     answer = client.post("/v1/messages", json={**AGENT, "stream": False})
     (completion,) = scripted.accepted
-    context = scripted.validator.limits.max_model_len
+    context = scripted.first.validator.limits.max_model_len
     assert completion.sampling.max_tokens == context - len(completion.prompt_tokens) < 32_000
     assert answer.json()["stop_reason"] == "model_context_window_exceeded"
     text = shown(scripted)

@@ -12,10 +12,8 @@ import pytest
 
 from cluster.errors import BatonError
 from cluster.grammar.spec import GrammarSpec
-from cluster.security.keys import ANYONE, Caller
-from router.observe.traces import Arrival
 from router.request.answer_parts import Part
-from router.request.answer_plan import AnswerPlans, NoFormats
+from router.request.answer_plan import NoFormats
 from router.request.completion import Completion, Delta, Outcome
 from router.request.grammars import ANY_OBJECT
 from router.text.conversation import Conversation
@@ -50,16 +48,8 @@ class ScriptedGateway(StubGateway):
         self.parts, self.finish, self.error, self.stop_string = parts, finish, error, stop_string
         self.accepted.clear()
 
-    @contextlib.contextmanager
-    def request(  # type: ignore[override]
-        self,
-        completion: Completion,
-        caller: Caller = ANYONE,
-        first_shown: int = 0,
-        arrival: Arrival | None = None,
-    ) -> Iterator[StubDispatcher]:
-        self.accepted.append(completion)
-        yield ScriptedDispatcher(completion, self)
+    def dispatcher(self, completion: Completion, first_shown: int) -> StubDispatcher:
+        return ScriptedDispatcher(completion, self)
 
 
 class ScriptedDispatcher(StubDispatcher):
@@ -107,10 +97,9 @@ def serving(gateway: StubGateway) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def scripted() -> Iterator[ScriptedGateway]:
     text = ModelText(DEMO)
-    gateway = ScriptedGateway(text, {})
-    gateway.plans = AnswerPlans(ScriptedFormats(), gateway.grammars.refusal)
+    gateway = ScriptedGateway(text, {}, ScriptedFormats())
     with serving(gateway) as url:
         gateway.url = f"{url}/v1"
         yield gateway
-    gateway.grammars.close()
+    gateway.first.grammars.close()
     text.close()

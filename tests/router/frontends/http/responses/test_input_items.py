@@ -11,7 +11,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.frontends.http.responses.input_items import encrypted, items_size, read_items
 from router.frontends.http.responses.tools import read_choice, read_tools
-from router.frontends.http.responses.truncation import without_oldest
+from router.frontends.http.responses.truncation import Turns
 from router.request.limits import FieldLimits
 from router.text.conversation import Conversation, Tool
 
@@ -144,6 +144,8 @@ def test_size_counts_texts_and_stops_at_the_limit():
     assert items_size("a" * 1000, None) > 1000
     assert items_size([user("a" * 1000)], "b" * 500) > 1500
     assert items_size([{"role": "user", "content": [{"type": "input_text", "text": "a" * 900}]}], None) > 900
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "a" * 900}]}
+    assert items_size([refusal], None) > 900
     assert items_size([CALL | {"arguments": "x" * 700}], None) > 700
     many = items_size([user("a" * 10_000)] * 1000, None)
     assert many < 10_000 * 1000
@@ -151,20 +153,25 @@ def test_size_counts_texts_and_stops_at_the_limit():
 
 
 def test_the_oldest_turns_are_left_out():
-    turns = [user("x" * 100), assistant("y" * 100)] * 4
+    turns = [user("x" * 100), assistant("y" * 100, reasoning_content="z" * 900)] * 4
     system = {"role": "system", "content": "s"}
-    given = Conversation([system, *turns])
-    shorter = without_oldest(given, tokens=400, room=200).messages
-    assert shorter[0] == system and shorter[1]["role"] == "user"
-    assert 0 < len(shorter) < len(turns)
-    alone = Conversation([system, user("x" * 1000)])
-    assert without_oldest(alone, tokens=400, room=200) is alone
-    # It always gets shorter, until one turn is left
-    lengths = [len(given.messages)]
-    while (shortened := without_oldest(given, tokens=400, room=399)) is not given:
-        given = shortened
-        lengths.append(len(given.messages))
-    assert lengths == sorted(set(lengths), reverse=True) and lengths[-1] == 3
+    given = Turns(Conversation([system, *turns]))
+    lengths = [20, 100, 100, 100, 100]
+    shorter = given.without_oldest(lengths, tokens=420, room=220)
+    assert shorter is not None and shorter.conversation().messages == [system, *turns[6:]]
+    assert len(given) == 5 and len(shorter) == 2
+    assert shorter.without_oldest(lengths[:2], tokens=420, room=200) is None, "the last turn is kept"
+    # It always gets shorter
+    left = given.without_oldest(lengths, tokens=420, room=419)
+    assert left is not None and len(left) == 4
+
+
+def test_turns_are_measured_as_templates_show_them():
+    """Tools are always there, and reasoning in the last turn only."""
+    messages = [user("a"), assistant("b", reasoning_content="early"), user("c"), assistant("d")]
+    messages[-1]["reasoning_content"] = "late"
+    first, earlier, last = Turns(Conversation(messages, [Tool("look", "up")])).texts()
+    assert "look" in first and "early" not in earlier and "late" in last
 
 
 TOOLS: list[dict[str, Any]] = [

@@ -81,7 +81,7 @@ def test_a_call_and_its_result(scripted, client):
     second = client.responses.create(model="tiny", input=items, tools=[WEATHER], tool_choice="none")
     assert second.output_text == "12 degrees in Bern"
     (accepted,) = scripted.accepted
-    shown = scripted.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
+    shown = scripted.first.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
     assert shown.index("Bern?") < shown.index("I look it up.") < shown.index("12 degrees")
 
 

@@ -14,12 +14,14 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.errors import OverloadedError
+from cluster.errors import OverloadedError, UnavailableError
 from cluster.security.keys import Caller
+from router.admission import admission
 from router.frontends.http.openapi.document import build_document
 from router.frontends.http.responses import endpoint
 from router.request.answer_parts import ContentText
-from tests.router.frontends.http.responses.conftest import ScriptedGateway
+from tests.harness.waiting import wait_for
+from tests.router.frontends.http.responses.conftest import ScriptedDispatcher, ScriptedGateway
 from tests.router.frontends.http.responses.record import RECORDED
 
 NAMES = [json.loads(line)[0] for line in RECORDED.read_text().splitlines()]
@@ -195,7 +197,7 @@ def test_refusals_name_their_fields(gateway):
 
 
 def test_a_long_conversation_is_shortened_where_it_may_be(gateway):
-    context = gateway.validator.limits.max_model_len
+    context = gateway.first.validator.limits.max_model_len
     turn = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "word " * 100}]
     body = {
         "input": [*turn * (context // 100), {"role": "user", "content": "the last"}],
@@ -207,8 +209,34 @@ def test_a_long_conversation_is_shortened_where_it_may_be(gateway):
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     (accepted,) = gateway.accepted
     assert context // 2 < len(accepted.prompt_tokens) <= context - 9
-    shown = gateway.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
+    shown = gateway.first.text.tokenizer.decode(accepted.prompt_tokens, skip_special_tokens=False)
     assert "first" in shown and "the last" in shown
+
+
+def test_a_shortened_conversation_is_rendered_twice_and_each_time_counts(gateway, monkeypatch):
+    """Though its last turns have far more tokens per character than those that are left out."""
+    context = gateway.first.validator.limits.max_model_len
+    old, new = "word " * (context // 20), "\u16a0" * (context // 30)
+    turns = [{"role": "user", "content": text} for text in (*[old] * 40, *[new] * 8, "the last")]
+    made: list[str] = []
+    chat, counted = gateway.first.text.chat, gateway.counted
+
+    async def rendered(*given: Any, **named: Any) -> Any:
+        made.append("rendered")
+        return await chat(*given, **named)
+
+    def charged(caller: Caller, model: str) -> Any:
+        made.append("charged")
+        return counted(caller, model)
+
+    monkeypatch.setattr(gateway.first.text, "chat", rendered)
+    monkeypatch.setattr(gateway, "counted", charged)
+    gateway.accepted.clear()
+    (kept,) = _post(gateway, {"input": turns, "max_output_tokens": 9, "truncation": "auto"})
+    assert kept.status_code == 200, kept.text
+    assert made == ["rendered", "charged", "rendered"]
+    (accepted,) = gateway.accepted
+    assert context // 2 < len(accepted.prompt_tokens) <= context - 9
 
 
 def test_the_document_describes_requests_answers_and_events(gateway):
@@ -245,6 +273,28 @@ def test_a_request_takes_a_place_and_gives_it_back(gateway, monkeypatch):
     monkeypatch.undo()
     (served,) = _post(gateway, {"input": "a"})
     assert served.status_code == 200 and gateway.admission.in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [None, UnavailableError("gone")])
+def test_what_the_answer_repeats_counts_as_its_body_until_it_ends(gateway, monkeypatch, stream, error):
+    during: list[int] = []
+    start, bodies = ScriptedDispatcher.start, gateway.admission.bodies
+
+    def started(dispatcher: Any, deltas: Any) -> None:
+        during.append(bodies.held)
+        start(dispatcher, deltas)
+
+    monkeypatch.setattr(ScriptedDispatcher, "start", started)
+    gateway.script([ContentText("a")], error=error)
+    monkeypatch.setattr(admission, "FREE_BYTES", 1000)
+    text = "word " * 400
+    for body in ({"input": "a", "instructions": text}, {"input": text}):
+        _post(gateway, body | {"stream": stream})
+        # The client has the answer a moment before the router knows that
+        wait_for(lambda: bodies.held == 0, 10, "the answer has ended")
+    assert 1000 < during[0] < 2000, "the instructions are shown again, the input is not"
+    assert during[1:] == [0]
 
 
 def _post_full(gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:

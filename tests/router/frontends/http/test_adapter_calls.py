@@ -1,0 +1,162 @@
+"""Calls that load and unload adapters at a router of several models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from cluster.errors import InvalidRequestError, UnknownModelError
+from cluster.membership.types import WorkerInfo
+from cluster.membership.wanted_adapters import Wanted
+from router.frontends.http.adapters import AdapterCalls
+from router.request.adapters import LoadedAdapters
+from router.request.served_model import further_models
+from router.text.tokenizer import ModelText
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
+from tests.router.request.test_adapters import workers
+from tests.router.stub_model import stub_model
+
+DIGEST = "1" * 32
+
+
+class Cluster:
+    """Two models, "tiny" and "second", with a worker each, which load at once what is for them."""
+
+    def __init__(self, text: ModelText, *, several: bool = True):
+        second = {"name": "second", "model": DEMO, "aliases": ["two"]}
+        self.gateway: Any = StubGateway(text, {"models": [second] if several else []})
+        self.entries: dict[str, Wanted] = {}
+        self.served = ("", "second")
+        members = SimpleNamespace(all=[])
+        self.members = members
+        serves = self._serves if several else lambda worker, model: True
+        services: Any = SimpleNamespace(
+            members=members,
+            placement=SimpleNamespace(eligibility=SimpleNamespace(serves=serves)),
+            wanted_adapters=self,
+            check_any_worker=lambda: None,
+        )
+        self.gateway.services = services
+
+        def of(model: str) -> LoadedAdapters:
+            return LoadedAdapters(lambda: members.all, lambda one: serves(one, model))
+
+        self.gateway.first = stub_model(self.gateway.config, text, adapters=of("tiny"))
+        self.gateway.further = further_models(self.gateway.config, {"second": text}, of)
+        self.follow()
+
+    def _serves(self, worker: WorkerInfo, model: str) -> bool:
+        return (worker.served_model or "tiny") == model
+
+    def follow(self) -> None:
+        pairs = [
+            tuple((name, DIGEST) for name, one in self.entries.items() if one.is_for(served))
+            for served in self.served
+        ]
+        self.members.all = [
+            replace(one, served_model=served)
+            for one, served in zip(workers(*pairs), self.served, strict=True)
+        ]
+
+    async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> None:
+        self.entries[name] = Wanted(path, "tag", tuple(serving))
+        self.follow()
+
+    async def find(self, name: str) -> Wanted | None:
+        return self.entries.get(name)
+
+    async def remove(self, name: str) -> bool:
+        found = self.entries.pop(name, None)
+        self.follow()
+        return found is not None
+
+    @property
+    def loaded(self) -> dict[str, list[str]]:
+        return {one.served_model: [name for name, _ in one.adapters] for one in self.members.all}
+
+    async def call(self, what: str, **body: Any) -> Any:
+        async def stream() -> AsyncIterator[bytes]:
+            yield orjson.dumps(body)
+
+        request: Any = SimpleNamespace(stream=stream)
+        return orjson.loads((await getattr(AdapterCalls(self.gateway), what)(request)).body)
+
+
+@pytest.fixture(scope="module")
+def text() -> Iterator[ModelText]:
+    made = ModelText(DEMO)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for the wrong workers fails at once."""
+    monkeypatch.setattr("router.frontends.http.adapters.WAIT_SECONDS", -1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "loaded"),
+    [
+        ("tiny", {"": ["a"], "second": []}),
+        ("second", {"": [], "second": ["a"]}),
+        ("two", {"": [], "second": ["a"]}),
+    ],
+)
+async def test_the_workers_of_the_model_that_is_named_load_it(text, model, loaded):
+    cluster = Cluster(text)
+    answer = await cluster.call("load", lora_name="a", lora_path="p", model=model)
+    assert answer == {"id": "a", "digest": DIGEST}
+    assert cluster.loaded == loaded
+    for named in ("tiny", "second"):  # a name is of one adapter, whatever its model
+        with pytest.raises(InvalidRequestError, match="served already"):
+            await cluster.call("load", lora_name="a", lora_path="p", model=named)
+    assert await cluster.call("unload", lora_name="a") == {"id": "a"}
+    assert cluster.loaded == {"": [], "second": []}
+
+
+async def test_loading_at_a_router_of_several_models_names_one(text):
+    cluster = Cluster(text)
+    for body in ({}, {"model": None}):
+        with pytest.raises(InvalidRequestError, match="'tiny', 'second'") as caught:
+            await cluster.call("load", lora_name="a", lora_path="p", **body)
+        assert caught.value.field == "model" and not cluster.entries
+    for unknown in ("", "no", "x" * 10_000):
+        with pytest.raises(UnknownModelError, match="'tiny', 'second' are") as caught:
+            await cluster.call("load", lora_name="a", lora_path="p", model=unknown)
+        assert caught.value.field == "model" and len(caught.value.message) < 200
+    await cluster.call("load", lora_name="a", lora_path="p", model="second")
+    with pytest.raises(
+        UnknownModelError, match="model: 'a' is not served"
+    ):  # an adapter's name is no model's
+        await cluster.call("load", lora_name="b", lora_path="p", model="a")
+
+
+async def test_an_adapter_of_another_model_is_not_unloaded(text):
+    cluster = Cluster(text)
+    await cluster.call("load", lora_name="a", lora_path="p", model="second")
+    with pytest.raises(UnknownModelError, match="no adapter of 'tiny'"):
+        await cluster.call("unload", lora_name="a", model="tiny")
+    assert cluster.loaded == {"": [], "second": ["a"]}
+    assert await cluster.call("unload", lora_name="a", model="two") == {"id": "a"}
+
+
+async def test_another_routers_adapter_is_unloaded_without_waiting_for_workers(text):
+    cluster = Cluster(text)
+    await cluster.add("a", "p", ("third",))
+    assert await cluster.call("unload", lora_name="a") == {"id": "a"}
+    assert not cluster.entries
+
+
+async def test_a_router_of_one_model_needs_no_name(text):
+    """Its workers may register with any."""
+    cluster = Cluster(text, several=False)
+    await cluster.call("load", lora_name="a", lora_path="p")
+    await cluster.call("load", lora_name="b", lora_path="p", model="tiny")
+    assert cluster.loaded == {"": ["a", "b"], "second": ["a", "b"]}
+    assert await cluster.call("unload", lora_name="a", model="tiny") == {"id": "a"}

@@ -1,0 +1,106 @@
+"""Log probabilities of a prompt in a worker's log: packed, sent in bounded frames, within the router's credit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cluster.protocol.link import prompt_window_of
+from engine.prompt_scores import Scores
+from engine.request import PromptEmbedding, PromptOutput
+from wire import common_pb2
+from worker.attempt_log import AttemptLog
+from worker.link import outgoing
+from worker.link.handle import Handle, HandleState
+from worker.link.outgoing import Outgoing
+
+COUNT, TOP = 2000, 20
+WINDOW = prompt_window_of(TOP)
+
+
+def scores(count: int, alternatives: int = TOP) -> Scores:
+    ids = np.arange(count * (1 + alternatives), dtype=np.uint32).reshape(count, -1)
+    return Scores(np.full(count, 9, np.uint32), ids, (ids / -64).astype(np.float32))  # exact in 32 bits
+
+
+def log_of(alternatives: int = TOP) -> AttemptLog:
+    sampling = common_pb2.SamplingParams(max_tokens=1, prompt_logprobs=True, prompt_top_logprobs=alternatives)
+    return AttemptLog.of(
+        common_pb2.GenerateSpec(prompt_tokens=bytes(4 * COUNT), sampling=sampling, n=2), lambda: None
+    )
+
+
+class Link:
+    """The link of one handle."""
+
+    def __init__(self, log: AttemptLog):
+        self.out = Outgoing()
+        self.handle = Handle((1, 1), b"t" * 16, common_pb2.GenerateSpec())
+        self.handle.log = log
+        self.handle.to(HandleState.OPEN)
+        self.largest = 0
+
+    def sent(self) -> list[common_pb2.Token]:
+        """What is due, in frames."""
+        self.out.due(self.handle)
+        tokens: list[common_pb2.Token] = []
+        while not self.out.empty:
+            frame, _ = self.out.next_frame()
+            extras = [one.token for one in frame.extras]
+            self.largest = max(self.largest, sum(1 + len(one.top_logprobs) for one in extras))
+            tokens += extras
+        return tokens
+
+
+def test_a_prompt_is_sent_within_its_credit_and_in_small_frames():
+    log = log_of()
+    log.add_prompt_output(PromptOutput("r", 1, scores(1000)))
+    log.add_prompt_output(PromptOutput("r", 1001, scores(COUNT - 1001)))
+    assert not log.full and log.prompt is not None
+    link, positions = Link(log), []
+    while sent := link.sent():
+        assert len(sent) <= WINDOW
+        positions += [one.position for one in sent]
+        assert log.credit(2, positions[-1] + 1 + WINDOW) or positions[-1] + 1 == COUNT
+    assert positions == list(range(1, COUNT))
+    assert link.largest <= outgoing.PROMPT_ENTRIES + TOP
+    assert log.all_sent
+    # What is acknowledged is not kept
+    assert len(log.prompt.tokens) <= WINDOW and len(log.prompt.packed._packed) <= 1
+
+
+def test_a_token_of_the_prompt_is_what_the_engine_reported():
+    log = log_of(2)
+    log.add_prompt_output(PromptOutput("r", 1, scores(3, 2)))
+    second = Link(log).sent()[1]
+    assert (second.choice, second.position, second.token_id, second.rank) == (2, 2, 3, 9)
+    assert second.logprob == -3 / 64
+    assert [(one.token_id, one.logprob) for one in second.top_logprobs] == [(4, -4 / 64), (5, -5 / 64)]
+
+
+def test_a_prompt_goes_on_at_the_position_that_a_new_link_asks_for():
+    log = log_of()
+    log.add_prompt_output(PromptOutput("r", 1, scores(COUNT - 1)))
+    link = Link(log)
+    link.sent()
+    assert log.resume([COUNT, COUNT, 7], [2 * COUNT, 2 * COUNT, 1 + WINDOW])
+    assert next(iter(link.sent())).position == 7
+
+
+def test_scores_that_leave_a_gap_are_refused():
+    log = log_of()
+    with pytest.raises(ValueError, match="position 2 of the prompt came, 1 was next"):
+        log.add_prompt_output(PromptOutput("r", 2, scores(1)))
+
+
+def test_an_embedding_is_sent_before_the_token_that_ends_its_attempt_and_pauses_nothing():
+    sampling = common_pb2.SamplingParams(max_tokens=1, pooling=common_pb2.POOLING_MEAN)
+    log = AttemptLog.of(common_pb2.GenerateSpec(prompt_tokens=bytes(4), sampling=sampling), lambda: None)
+    made = PromptEmbedding("r", 7, b"12345678")
+    log.add_prompt_output(made)
+    log.add(0, 1, 5)
+    assert [one.choice for one in log.in_order] == [1, 0] and log.may_send and not log.full and log.count == 2
+    with pytest.raises(ValueError, match="an embedding came"):
+        log.add_prompt_output(made)
+    (sent,) = Link(log).sent()  # the other is a row of its frame
+    assert (sent.choice, sent.position, sent.token_id, sent.embedding) == (1, 1, 7, b"12345678")
