@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.errors import ContextLengthError
+from cluster.errors import ContextLengthError, UnsupportedFieldError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import HASH_BYTES
 from cluster.protocol.first_token import ends_with_first_token
@@ -30,6 +30,7 @@ class SpecLimits:
     vocab_size: int
     max_choices: int
     max_model_len: int
+    generates: bool = True  # False: a base model without an output head
 
 
 Call = prefill_pb2.PrefillRunRequest | decode_pb2.DecodeRunRequest
@@ -70,16 +71,19 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     _check_sampling(spec.sampling, limits.vocab_size)
     if spec.sampling.prompt_logprobs and not ends_with_first_token(spec):
         raise invalid("prompt_logprobs", "needs max_tokens of at most 1")
-    _check_pooling(spec)
+    _check_pooling(spec, limits)
     if spec.HasField("grammar"):
         grammar_from_wire(spec.grammar)
         if spec.sampling.stop_token_ids:
             raise invalid("stop_token_ids", "would end an answer where its grammar does not")
 
 
-def _check_pooling(spec: common_pb2.GenerateSpec) -> None:
+def _check_pooling(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     sampling = spec.sampling
     if not sampling.pooling:
+        if not limits.generates:
+            what = f"model: {limits.model_id} is a base model, without an output head: it generates nothing"
+            raise UnsupportedFieldError(what, field="model")
         return
     if sampling.pooling not in common_pb2.Pooling.values():
         raise invalid("pooling", f"{sampling.pooling} is unknown")

@@ -68,9 +68,9 @@ def architecture(raw: Mapping[str, Any]) -> str:
     return BASES.get(name, name)
 
 
-def has_head(raw: Mapping[str, Any]) -> bool:
-    """False: a base model, from which nothing can be generated."""
-    return _stored_name(raw) not in BASES
+def is_base(raw: Mapping[str, Any]) -> bool:
+    """A model without an output head, by its architecture."""
+    return _stored_name(raw) in BASES
 
 
 def _stored_name(raw: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.errors import ModelError
 from cluster.protocol import model_limits
+from cluster.protocol.output_head import MODULES
 
 
 class Pooling(IntEnum):
@@ -46,7 +47,6 @@ _OF_KEY = {
     "pooling_mode_max_tokens": Pooling.MAX,
 }
 _MODE = "pooling_mode"
-_MODULES = "modules.json"
 _SETTINGS = "sentence_bert_config.json"  # of the transformer, by sentence-transformers
 _MAX_MODULES = 16
 _MAX_DIMENSIONS = 1024  # entries of matryoshka_dimensions
@@ -72,20 +72,20 @@ class Embedding:
         try:
             return cls._read(directory, config)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{directory}: embeddings: {error!r}", field=_MODULES) from error
+            raise ModelError(f"{directory}: embeddings: {error!r}", field=MODULES) from error
 
     @classmethod
     def _read(cls, directory: Path, config: Mapping[str, Any]) -> Embedding | None:
-        if not (directory / _MODULES).exists():
+        if not (directory / MODULES).exists():
             return None
-        modules = json.loads(model_limits.text_of(directory / _MODULES))
+        modules = json.loads(model_limits.text_of(directory / MODULES))
         if not isinstance(modules, list) or not 0 < len(modules) <= _MAX_MODULES:
-            raise ModelError(f"{_MODULES} is no list of up to {_MAX_MODULES} modules", field=_MODULES)
+            raise ModelError(f"{MODULES} is no list of up to {_MAX_MODULES} modules", field=MODULES)
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
         if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
             raise ModelError(
-                f"{_MODULES}: {', '.join(kinds)[:200]}: only Transformer, Pooling and perhaps Normalize are computed",
-                field=_MODULES,
+                f"{MODULES}: {', '.join(kinds)[:200]}: only Transformer, Pooling and perhaps Normalize are computed",
+                field=MODULES,
             )
         pooling, dimensions = _pooling(_object(directory / _inside(str(modules[1]["path"])) / "config.json"))
         if dimensions != (hidden := model_limits.text_part(config).get("hidden_size")):
@@ -101,7 +101,7 @@ def _inside(path: str) -> PurePosixPath:
     """Raises ModelError: a module's files are in the model's directory."""
     found = PurePosixPath(path)
     if found.is_absolute() or ".." in found.parts:
-        raise ModelError(f"{_MODULES}: path {path[:200]!r} leads out of the directory", field=_MODULES)
+        raise ModelError(f"{MODULES}: path {path[:200]!r} leads out of the directory", field=MODULES)
     return found
 
 

@@ -129,7 +129,9 @@ class Validator:
         return Completion(
             **self._common(envelope),
             prompt_tokens=self._tokens("input", prompt),
-            sampling=common_pb2.SamplingParams(max_tokens=1, ignore_eos=True, pooling=how.pooling.value),
+            sampling=common_pb2.SamplingParams(
+                max_tokens=1, ignore_eos=True, pooling=common_pb2.Pooling.ValueType(how.pooling)
+            ),
             prompt_only=True,
             embedding_dimensions=how.dimensions,
             priority=priority,

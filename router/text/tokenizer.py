@@ -13,7 +13,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
-from cluster.protocol import model_limits
+from cluster.protocol import model_limits, output_head
 from cluster.protocol.pooling import Embedding
 from router.text.bound import most_bytes
 from router.text.byte_table import make_byte_table
@@ -105,7 +105,7 @@ class ModelText:
         self.max_position_embeddings = model_limits.context_tokens(config)
         self.vocab_size = model_limits.vocab_size(config) or self.tokenizer.get_vocab_size()
         self._eos = model_limits.text_part(config).get("eos_token_id", config.get("eos_token_id"))
-        self.has_head = model_limits.has_head(config)  # False: the model generates nothing
+        self.has_head = output_head.has_head(config, directory)  # False: the model generates nothing
         self.embedding: Embedding | None = None
         self.embedding_refusal = ""  # why the model makes no embeddings
         self._read_embedding(directory, config)

@@ -45,6 +45,7 @@ from router.request.options import (
     Priority,
     ReasoningEffort,
     TokenId,
+    TruncatePromptTokens,
 )
 from router.request.tools import (
     MAX_KWARGS,
@@ -106,21 +107,6 @@ AskedPriority: TypeAlias = Annotated[
     Priority | None, BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None)
 ]
 CacheSalt: TypeAlias = Annotated[str, Length(1, MAX_CACHE_SALT)] | None
-
-
-def _truncation(value: object, info: ValidationInfo) -> int | None:
-    context = limits_of(info).max_model_len
-    if value is None or (type(value) is int and (value == -1 or 1 <= value <= context)):
-        return value
-    raise wrong(f"must be -1 or 1 … {context}")
-
-
-TruncatePromptTokens: TypeAlias = Annotated[
-    int | None,
-    PlainValidator(
-        _truncation, Annotated[int, late(minimum=1, maximum="max_model_len")] | Literal[-1] | None
-    ),
-]
 
 
 def _best_of(value: object, info: ValidationInfo) -> None:
