@@ -70,16 +70,18 @@ async def read_inputs(
 async def _tokens(
     gateway: RequestGateway,
     model: ServedModel,
-    given: str | list[int],
+    given: str | Sequence[int],
     options: EmbeddingOptions,
     tenant: str,
     cache_salt: str,
 ) -> Sequence[int]:
-    tokens = given
-    if isinstance(tokens, str):
+    tokens: Sequence[int]
+    if not isinstance(given, str):
+        tokens = given
+    else:
         with renamed(_FIELDS, ()):
             tokens = await gateway.encode(
-                tokens,
+                given,
                 model=model.name,
                 special=options.add_special_tokens is not False,
                 truncated=options.truncate_prompt_tokens is not None,

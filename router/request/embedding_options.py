@@ -21,7 +21,7 @@ class EmbeddingOptions(RequestModel):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="where tokens are left out; default: left, the input's end is kept"
     )
-    input: list[str | list[int]]
+    input: Sequence[str | Sequence[int]]
     dimensions: Annotated[int, Within(1, 2**31 - 1)] | None = Field(
         None, description="of shorter vectors, where the checkpoint declares them (Matryoshka)"
     )

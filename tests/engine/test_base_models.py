@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.errors import ModelError
+from cluster.protocol import output_head
 from cluster.protocol.model_limits import BASES
 from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES
@@ -49,3 +50,33 @@ def test_a_base_models_head_is_its_embedding(tmp_path, base):
         whole = LayerWeights(read(tmp_path, BASES[base]), checkpoint, 0, 1)
         with pytest.raises(ModelError, match=r"lm_head\.weight"):
             whole.head(slice(0, 64), embedding)
+    assert not config.generates
+
+
+def has_heads(directory: Path, **more: object) -> tuple[bool, bool]:
+    """As the worker and the router see it."""
+    config = read(directory, "Qwen3ForCausalLM", **more)
+    raw = json.loads((directory / "config.json").read_text())
+    assert output_head.has_head(raw, directory) == config.generates
+    return config.generates, config.tie_embeddings
+
+
+def test_an_embedding_model_whose_head_is_neither_stored_nor_tied_generates_nothing(tmp_path):
+    """Qwen3-Embedding-8B: a whole model's architecture."""
+    weights = {"embed_tokens.weight": torch.ones(2, 2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert has_heads(tmp_path) == (True, False)  # not for embeddings: its load fails
+    (tmp_path / "modules.json").write_text("[]")
+    assert has_heads(tmp_path) == (False, True)
+    assert has_heads(tmp_path, tie_word_embeddings=True) == (True, True)
+    index = tmp_path / "model.safetensors.index.json"
+    for head, wanted in (({}, (False, True)), ({"lm_head.weight": "b"}, (True, False))):
+        index.write_text(json.dumps({"weight_map": {"embed_tokens.weight": "a", **head}}))
+        assert has_heads(tmp_path) == wanted
+    index.write_text("[")
+    assert has_heads(tmp_path) == (True, False)  # for the reader of the weights to say
+    index.unlink()
+    save_file({**weights, "lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    assert has_heads(tmp_path) == (True, False)
+    (tmp_path / "model.safetensors").unlink()
+    assert has_heads(tmp_path) == (True, False)  # a router's directory needs no weights

@@ -22,26 +22,35 @@ from router.request.validator import Envelope
 from wire import inference_pb2 as pb
 
 
-def _inputs(value: Sequence[pb.EmbedInput], info: ValidationInfo) -> list[str | list[int]]:
-    """Lists of ids are copied once they have been counted."""
+def _inputs(value: Sequence[pb.EmbedInput], info: ValidationInfo) -> list[str | Sequence[int]]:
+    """Lists of ids are counted, and not copied: of a longer one that is to be truncated as much as fits the context."""
     limits = limits_of(info)
     most = limits.settings.max_prompts
     if len(value) > most:
         raise wrong(f"at most {most} at once", most)
     truncates = info.data.get("truncate_prompt_tokens") is not None
-    made: list[str | list[int]] = []
+    kept = (
+        slice(limits.max_model_len)
+        if info.data.get("truncation_side") == "right"
+        else slice(-limits.max_model_len, None)
+    )
+    made: list[str | Sequence[int]] = []
     for one in value:
         kind = one.WhichOneof("input")
         if kind is None:
             raise wrong("each entry must have text or token_ids")
-        if kind == "token_ids" and not truncates:
+        if kind == "text":
+            made.append(one.text)
+        elif truncates:
+            made.append(one.token_ids.ids[kept])
+        else:
             limits.check_lengths(len(one.token_ids.ids), prompt="input")
-        made.append(one.text if kind == "text" else list(one.token_ids.ids))
+            made.append(one.token_ids.ids)
     return made
 
 
 class GrpcEmbedding(EmbeddingOptions):
-    input: Annotated[list[str | list[int]], PlainValidator(_inputs)]
+    input: Annotated[list[str | Sequence[int]], PlainValidator(_inputs)]
 
 
 class EmbedCall:
@@ -58,9 +67,8 @@ class EmbedCall:
         self._gateway, self._caller, self._turn = gateway, caller, turn
         self._admit, self._next_turn = admit, next_turn
 
-    async def answer(self, request: pb.EmbedRequest, seconds: float | None, arrival: Arrival) -> bytes:
-        """The serialised answer. `seconds`: until the client's deadline. Raises BatonError."""
-        completions, vectors = await self._read(request, seconds)
+    async def answer(self, completions: Sequence[Completion], vectors: Vectors, arrival: Arrival) -> bytes:
+        """The serialised answer. Raises BatonError."""
         gateway, caller = self._gateway, self._caller
         made = _Vectors(vectors, len(completions))
         with contextlib.ExitStack() as running:
@@ -79,9 +87,8 @@ class EmbedCall:
         )
         return b"".join([*made.encoded, rest.SerializeToString()])
 
-    async def _read(
-        self, request: pb.EmbedRequest, seconds: float | None
-    ) -> tuple[list[Completion], Vectors]:
+    async def read(self, request: pb.EmbedRequest, seconds: float | None) -> tuple[list[Completion], Vectors]:
+        """`seconds`: until the client's deadline. Raises BatonError."""
         model = self._gateway.model(request.model)
         limits = model.validator.limits
         limits.check_model(request.model)

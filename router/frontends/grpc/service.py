@@ -101,8 +101,10 @@ class InferenceService:
                     lambda count: gateway.admit_further(held, place, caller, context.peer(), count),
                     lambda: self._start_turn(caller, place.model),
                 )
-                answer = await call.answer(request, context.time_remaining(), arrival)
+                completions, vectors = await call.read(request, context.time_remaining())
                 del request
+                place.body.release()
+                answer = await call.answer(completions, vectors, arrival)
                 place.body.hold_answer(len(answer), place.model)
                 await self._answer(answer, context)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,53 +13,26 @@ import pytest
 
 from cluster.protocol.pooling import Embedding, Pooling
 from router.frontends.http.openapi.document import build_document
-from router.request.completion import Delta, Outcome
-from router.text.tokenizer import ModelText
 from tests.harness.waiting import wait_for
-from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, StubGateway
 from tests.router.frontends.http.responses.conftest import serving
-from wire import common_pb2, inference_pb2
-
-DIMENSIONS = 8
-HOW = Embedding(Pooling.MEAN, DIMENSIONS, normalised=True, max_tokens=20, shorter=(4, DIMENSIONS))
-
-
-def vector_of(tokens: list[int]) -> np.ndarray:
-    return np.random.default_rng(tokens).standard_normal(DIMENSIONS).astype("<f4") * 3
-
-
-class VectorDispatcher(StubDispatcher):
-    tokens: list[int]
-
-    def start(self, deltas: Any) -> None:
-        token = common_pb2.Token(position=1, embedding=vector_of(self.tokens).tobytes())
-        deltas.add(Delta(self._first, "", (), prompt=(token,)))
-        deltas.add(Delta(self._first, "x", (common_pb2.Token(token_id=5),), "length"))
-        deltas.end()
-
-
-class VectorGateway(StubGateway):
-    url = ""
-
-    @contextlib.contextmanager
-    def request(self, completion, caller=None, first_shown=0, arrival=None):  # type: ignore[override]
-        self.accepted.append(completion)
-        made = VectorDispatcher(completion, first_shown)
-        made.tokens = completion.prompt_tokens
-        usage = inference_pb2.Usage(prompt_tokens=len(made.tokens), cached_tokens=1)
-        made.outcome = Outcome(usage, inference_pb2.Timings())
-        yield made
+from tests.router.frontends.vector_gateway import (
+    DIMENSIONS,
+    HOW,
+    VectorGateway,
+    close,
+    unit,
+    vector_gateway,
+    vector_of,
+)
+from wire import common_pb2
 
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[VectorGateway]:
-    text = ModelText(DEMO)
-    text.embedding = HOW
-    made = VectorGateway(text, {"max_prompts": 4, "max_answer_entries": 100})
+    made = vector_gateway({"max_prompts": 4, "max_answer_entries": 100})
     with serving(made) as made.url:
         yield made
-    made.first.grammars.close()
-    text.close()
+    close(made)
 
 
 @pytest.fixture
@@ -75,10 +47,6 @@ def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
     answer = client.post("/v1/embeddings", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def unit(vector: np.ndarray) -> np.ndarray:
-    return vector / np.linalg.norm(vector.astype(np.float64))
 
 
 def test_each_input_has_its_vector_of_length_one(gateway, client):
