@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.protocol.model_limits import BASES
 from tests.harness.checkpoints import reference_model
+from tests.harness.embedding_files import write_embedding_files
 
 
 def make_embedding_model(
@@ -21,18 +22,7 @@ def make_embedding_model(
     shutil.copytree(source, target)
     own = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**own, **config}))
-    kinds = ["Transformer", "Pooling", "Normalize"][: 3 if normalised else 2]
-    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [
-        {"idx": i, "name": str(i), "path": paths[kind], "type": f"sentence_transformers.models.{kind}"}
-        for i, kind in enumerate(kinds)
-    ]
-    (target / "modules.json").write_text(json.dumps(modules))
-    (target / "1_Pooling").mkdir()
-    keys = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken", "max": "max_tokens"}
-    pooling: dict[str, Any] = {"word_embedding_dimension": own["hidden_size"]}
-    pooling |= {f"pooling_mode_{key}": name == mode for name, key in keys.items()}
-    (target / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    write_embedding_files(target, mode, normalised=normalised)
     return target
 
 

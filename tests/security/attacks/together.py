@@ -29,6 +29,7 @@ from baton.client import ClientTls
 from baton.local.certs import make_certs
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.cluster import Cluster
+from tests.harness.embedding_files import with_embeddings
 from tests.harness.router import KeyFile
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -199,7 +200,8 @@ def run(title: str, *, mutual_tls: bool) -> Outcome:
         if certs:
             make_certs(certs, [], 2)
             flags += ["--certs", str(certs)]
-        with run_cluster(directory / "cluster", MODEL, *flags) as cluster:
+        with_embeddings(MODEL, directory / "model")
+        with run_cluster(directory / "cluster", directory / "model", *flags) as cluster:
             return asyncio.run(measure(cluster, title, named, certs))
 
 
