@@ -188,8 +188,8 @@ class RequestLimits(Frozen):
         256 << 20,
         ge=0,
         description="bodies of requests not yet dispatched, and what answers repeat of them, over HTTP and gRPC, and "
-        "whole answers of HTTP and of Embed not yet read; the first 64 KiB of each don't count, and a gRPC message that takes long to "
-        "arrive counts as max_body_bytes",
+        "whole answers of HTTP and of Embed not yet read; the first 64 KiB of each don't count, and a gRPC message that "
+        "takes long to arrive counts as max_body_bytes",
     )
     max_body_bytes_in_flight_per_tenant: Bytes = Field(
         64 << 20, ge=0, description="the same for one tenant; 0 = one body of max_body_bytes"
