@@ -106,7 +106,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         for prompt in output.prompts:
             if (attempt := self.by_engine_id.get(prompt.request_id)) is not None:
                 try:
-                    attempt.log.add_scores(prompt.position, prompt.scores)
+                    attempt.log.add_prompt_output(prompt)
                 except Exception as error:
                     self._attempt_failed(attempt, error)
         if output.tokens:

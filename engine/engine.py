@@ -83,6 +83,10 @@ class Runner(Protocol):
         """Those of the scored items of the last step, in order."""
         ...
 
+    def take_pooled(self) -> list[Tensor]:
+        """Of the pooled items of the last step, in order: float32 [hidden]."""
+        ...
+
 
 def overlaps(asked: str, device: torch.device, ranks: int) -> bool:
     """Whether steps are launched ahead. Other ranks would need the tokens, which the leader draws."""
@@ -271,7 +275,9 @@ class Engine:
         for sequence in decision.scheduled:
             sequence.blocks_in_row = len(sequence.blocks)
         scores = self._runner.take_scores() if any(item.scored for item in plan.items) else []
-        return Flight(decision, plan, self._outputs.begin(decision, plan, logits), output, logits, scores)
+        pooled = self._runner.take_pooled() if any(item.pooled for item in plan.items) else []
+        pending = self._outputs.begin(decision, plan, logits)
+        return Flight(decision, plan, pending, output, logits, scores, pooled)
 
     def _prepare_masks(self, decision: StepDecision) -> None:
         scheduled = decision.scheduled

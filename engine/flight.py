@@ -29,6 +29,7 @@ class Flight:
     output: StepOutput
     logits: Tensor  # [tokens of the plan that want them, vocab]
     scores: list[Scores] = field(default_factory=list)  # of the plan's scored items
+    pooled: list[Tensor] = field(default_factory=list)  # of the plan's pooled items
     # Its sequences have been advanced by their token, which is -1 - i until the host has read entry i of `pending`.
     followed: bool = False
     # Sequences whose token before this step was drawn again: it has computed a wrong token for them.

@@ -9,11 +9,21 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
+from cluster.protocol.pooling import Pooling
 from engine.flight import Flight
 from engine.grammar_masks import GrammarMasks
 from engine.next_tokens import Draws, PendingTokens, StopLimits
 from engine.plan import StepPlan
-from engine.request import EngineStats, PromptChunk, PromptOutput, RequestDone, StepOutput, TokenOutput
+from engine.pooling import joined, vector
+from engine.request import (
+    EngineStats,
+    PromptChunk,
+    PromptEmbedding,
+    PromptOutput,
+    RequestDone,
+    StepOutput,
+    TokenOutput,
+)
 from engine.sampling.base import Sampler
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
@@ -68,6 +78,8 @@ class OutputProcessor:
         output, pending = flight.output, flight.pending
         if flight.scores:
             self._report_prompts(flight)
+        if flight.pooled:
+            self._pool_prompts(flight)
         for sequence, count in flight.decision.scheduled.items():
             if not flight.keeps(sequence):  # it has left, or another choice of its request has failed
                 continue
@@ -92,6 +104,20 @@ class OutputProcessor:
                     request_id = sequence.request.request_id
                     flight.output.prompts.append(PromptOutput(request_id, sequence.next_scored, new))
                     sequence.next_scored += len(new)
+            except EngineRequestError as error:
+                self._fail(sequence, error, flight.output)
+
+    def _pool_prompts(self, flight: Flight) -> None:
+        """Pool the step's chunks of prompts. The embeddings of those that are complete precede their first tokens."""
+        pooled = [(s, item) for s, item in flight.decision.own_items(flight.plan) if item.pooled]
+        for (sequence, item), part in zip(pooled, flight.pooled, strict=True):
+            if not flight.keeps(sequence):
+                continue
+            sequence.pooled = whole = joined(item.pooling, sequence.pooled, part)
+            if item.begin + item.pooled < sequence.num_prompt:
+                continue
+            try:
+                flight.output.prompts.append(embedding(sequence, item.pooling, whole))
             except EngineRequestError as error:
                 self._fail(sequence, error, flight.output)
 
@@ -212,6 +238,13 @@ class OutputProcessor:
             self._scheduler.park(request_id)
         else:
             self._scheduler.remove(request_id)
+
+
+def embedding(sequence: Sequence, kind: Pooling, whole: Tensor) -> PromptEmbedding:
+    """Raises EngineRequestError if it is not finite."""
+    request = sequence.request
+    made = vector(kind, whole, sequence.num_prompt)
+    return PromptEmbedding(request.request_id, request.prompt_tokens[-1], made)
 
 
 def request_done(

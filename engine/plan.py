@@ -8,6 +8,8 @@ from typing import Protocol
 
 import msgspec
 
+from cluster.protocol.pooling import Pooling
+
 
 class PlanItem(msgspec.Struct, frozen=True, gc=False):  # a struct: 256 of them in 0.1 ms
     """The tokens of one sequence that this step computes.
@@ -30,6 +32,8 @@ class PlanItem(msgspec.Struct, frozen=True, gc=False):  # a struct: 256 of them 
     scored: int = 0  # so many of the first tokens: the log probability of the token after each is wanted
     alternatives: int = 0  # and so many of the largest
     following: int = 0  # the token after the last one, where that is scored
+    pooled: int = 0  # so many of the first tokens are pooled to the prompt's embedding
+    pooling: Pooling = Pooling.NONE
 
     @property
     def end(self) -> int:

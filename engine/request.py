@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import EngineRequestError
 from cluster.grammar.spec import GrammarSpec
+from cluster.protocol.pooling import Pooling
 
 if TYPE_CHECKING:
     from engine.prompt_scores import Scores
@@ -52,6 +53,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False  # of the prompt's tokens: no cached prefix is used until all are reported
     prompt_top_logprobs: int = 0
+    pooling: Pooling = Pooling.NONE  # of the prompt's hidden states to its embedding
 
 
 SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -111,6 +113,15 @@ class PromptOutput:
 
 
 @dataclass(frozen=True)
+class PromptEmbedding:
+    """The embedding of a whole prompt."""
+
+    request_id: str
+    token_id: int  # the prompt's last
+    vector: bytes  # float32, little-endian
+
+
+@dataclass(frozen=True)
 class PromptChunk:
     """The tokens that one step computed of a prompt, or of output that an earlier attempt sent; monotonic seconds."""
 
@@ -138,7 +149,7 @@ class StepOutput:
     done: list[RequestDone]
     evicted_reservations: list[str] = field(default_factory=list)  # growth needs their blocks: abort them
     began: float = 0.0  # monotonic seconds
-    prompts: list[PromptOutput] = field(default_factory=list)  # before `tokens`
+    prompts: list[PromptOutput | PromptEmbedding] = field(default_factory=list)  # before `tokens`
 
 
 @dataclass(frozen=True)

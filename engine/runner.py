@@ -24,6 +24,7 @@ from engine.ops.base import LayerOps
 from engine.ops.team import KernelTeam, Team
 from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan, table_rows
+from engine.pooling import pool
 from engine.prompt_scores import Scores, score
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
@@ -83,6 +84,7 @@ class ModelRunner:
         self._decode_jobs = _decode_jobs(model, self._buffers)
         self._graphs = self._make_graphs(recorder) if recorder else None
         self._scores: list[Scores] = []
+        self._pooled: list[Tensor] = []
 
     def _can_record(self) -> bool:
         return self._decoder.capturable and self._attention.capturable
@@ -130,6 +132,11 @@ class ModelRunner:
         scores, self._scores = self._scores, []
         return scores
 
+    def take_pooled(self) -> list[Tensor]:
+        """Of the pooled items of the last step, in order: float32 [hidden]."""
+        pooled, self._pooled = self._pooled, []
+        return pooled
+
     @torch.inference_mode()
     def serve(self) -> None:
         """Run the leader's plans on another rank, until the leader stops the group."""
@@ -152,9 +159,9 @@ class ModelRunner:
     def _run(self, delta: StepDelta, drawn: Tensor | None = None) -> Tensor:
         for source, target in delta.copies.tolist():
             self.kv_cache[target].copy_(self.kv_cache[source])
-        # What was recorded has no adapters, and neither that nor what was listed scores a prompt.
-        adapted, scored = bool(len(delta.adapters)), bool(len(delta.scored))
-        plain = not adapted and not scored
+        # What was recorded has no adapters, and neither that nor what was listed scores or pools a prompt.
+        adapted, computed = bool(len(delta.adapters)), bool(len(delta.scored) or len(delta.pooled))
+        plain = not adapted and not computed
         if self._adapters is not None:
             self._adapters.step.begin(delta.adapters, delta.counts)
         if plain and self._graphs is not None and self._graphs.takes(delta):
@@ -163,13 +170,13 @@ class ModelRunner:
             return self._graphs.run(delta, drawn)
         step = self._buffers
         step.load(delta, drawn)
-        listed = self._decode_jobs if not scored and not delta.exports else None
+        listed = self._decode_jobs if not computed and not delta.exports else None
         if listed is not None and listed.takes(step):
             return listed.run(adapted)
         return self._compute(delta)
 
     def _compute(self, delta: StepDelta | None = None) -> Tensor:
-        """The step in the buffers, operation by operation. `delta`: where it may have prompts to score."""
+        """The step in the buffers, operation by operation. `delta`: where it may have prompts to score or to pool."""
         step, sink = self._buffers, self._export_sink
         self._ops.begin(step.positions, step.slots)
         self._attention.begin(step)
@@ -185,6 +192,8 @@ class ModelRunner:
         hidden = self._decoder.forward(step.tokens, self._ops, attention)
         if delta is not None and len(delta.scored):
             self._scores = score(self._decoder, hidden, step.tokens, delta)
+        if delta is not None and len(delta.pooled) and self._group.rank == 0:
+            self._pooled = pool(hidden, delta)
         return self._decoder.logits(hidden[step.logit_rows])
 
     def warm_up(self, tell: Tell = warm_up.say) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.plan import StepPlan
 
 Ints = NDArray[np.int32]
-_WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1, 4)  # numbers in one entry of each array, in order
+_WIDTHS = (1, 1, 1, 1, 1, 3, 1, 2, 1, 4, 3)  # numbers in one entry of each array, in order
 
 
 def _ints(numbers: list[int]) -> Ints:
@@ -36,6 +36,7 @@ class StepDelta(NamedTuple):
     copies: Ints  # [n, 2]: source, target
     adapters: Ints  # of each item, the slot of its adapter or 0; empty if none has one
     scored: Ints  # [n, 4]: item, its tokens that are scored, alternatives, the token after its last one
+    pooled: Ints  # [n, 3]: item, its tokens that are pooled, how (Pooling)
     exports: list[tuple[int, str]]  # item and its request's id
 
     @classmethod
@@ -63,6 +64,14 @@ class StepDelta(NamedTuple):
                     for number in (index, item.scored, item.alternatives, item.following)
                 ]
             ).reshape(-1, 4),
+            _ints(
+                [
+                    number
+                    for index, item in enumerate(items)
+                    if item.pooled
+                    for number in (index, item.pooled, item.pooling)
+                ]
+            ).reshape(-1, 3),
             [(index, item.request_id) for index, item in enumerate(items) if item.export],
         )
 

@@ -83,7 +83,7 @@ class Prefilling:
             if attempt is None or attempt.prefilled.done():
                 continue
             try:
-                attempt.log.add_scores(prompt.position, prompt.scores)
+                attempt.log.add_prompt_output(prompt)
             except Exception as error:
                 attempt.prefilled.set_exception(engine_request_error(error))
         for token in output.tokens:

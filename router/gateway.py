@@ -81,6 +81,14 @@ class RequestGateway:
             self.metrics.overloaded(caller.tenant, model)
             raise
 
+    def admit_further(
+        self, held: contextlib.ExitStack, place: Place, caller: Caller, connection: str, count: int
+    ) -> None:
+        """Take, until `held` closes, a place for each further prompt of a request. Raises OverloadedError."""
+        for _ in range(count):
+            further = held.enter_context(self.admission.admit(caller, connection))
+            self.take_of_model(further, caller, place.model)
+
     async def expect_model(
         self, place: Place, caller: Caller, hint: str, is_right: Callable[[], bool]
     ) -> str:

@@ -19,6 +19,36 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """none is made"""
+    POOLING_MEAN: _Pooling.ValueType  # 1
+    """the mean of all positions"""
+    POOLING_CLS: _Pooling.ValueType  # 2
+    """the first position"""
+    POOLING_LAST_TOKEN: _Pooling.ValueType  # 3
+    POOLING_MAX: _Pooling.ValueType  # 4
+    """the largest value of each dimension"""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Which hidden states, after the final norm, make the embedding of a prompt."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""none is made"""
+POOLING_MEAN: Pooling.ValueType  # 1
+"""the mean of all positions"""
+POOLING_CLS: Pooling.ValueType  # 2
+"""the first position"""
+POOLING_LAST_TOKEN: Pooling.ValueType  # 3
+POOLING_MAX: Pooling.ValueType  # 4
+"""the largest value of each dimension"""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -118,6 +148,7 @@ class SamplingParams(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy"""
     top_k: _builtins.int
@@ -144,6 +175,8 @@ class SamplingParams(_message.Message):
     """report log probabilities of the prompt's tokens: see Token.choice"""
     prompt_top_logprobs: _builtins.int
     """and so many of the most probable tokens at each position"""
+    pooling: Global___Pooling.ValueType
+    """make an embedding of the prompt: see Token.embedding"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -168,10 +201,11 @@ class SamplingParams(_message.Message):
         top_logprobs: _builtins.int = ...,
         prompt_logprobs: _builtins.bool = ...,
         prompt_top_logprobs: _builtins.int = ...,
+        pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompt_top_logprobs", b"prompt_top_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pooling", b"pooling", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompt_top_logprobs", b"prompt_top_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,8 +377,9 @@ class Token(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """first_choice + n: a token of the prompt, from position 1 on (prompt_logprobs)"""
+    """first_choice + n: a token of the prompt, from position 1 on (prompt_logprobs), or its embedding, at position 1"""
     position: _builtins.int
     token_id: _builtins.int
     logprob: _builtins.float
@@ -353,6 +388,8 @@ class Token(_message.Message):
     """set on the choice's last token"""
     rank: _builtins.int
     """of a prompt's token: its place by log probability; 1 = the largest"""
+    embedding: _builtins.bytes
+    """of the prompt (SamplingParams.pooling): little-endian float32, not normalised"""
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(
@@ -365,10 +402,11 @@ class Token(_message.Message):
         top_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         finish: Global___FinishReason.ValueType = ...,
         rank: _builtins.int = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish", b"finish", "logprob", b"logprob", "position", b"position", "rank", b"rank", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "embedding", b"embedding", "finish", b"finish", "logprob", b"logprob", "position", b"position", "rank", b"rank", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

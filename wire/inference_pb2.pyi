@@ -813,6 +813,154 @@ class TokenizeResponse(_message.Message):
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
+class EmbedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUT_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """as of GenerateRequest"""
+    dimensions: _builtins.int
+    """of shorter vectors, where the checkpoint declares them"""
+    truncate_prompt_tokens: _builtins.int
+    """tokens of each input that are kept; -1: as many as the model takes"""
+    truncation_side: _builtins.str
+    """left (default): the input's end is kept | right: its beginning"""
+    add_special_tokens: _builtins.bool
+    """to texts; default true"""
+    priority: _builtins.int
+    """above 0 high, 0 normal (default), below 0 batch"""
+    request_id: _builtins.str
+    """empty = the router makes one"""
+    @_builtins.property
+    def input(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        input: _abc.Iterable[Global___EmbedInput] | None = ...,
+        dimensions: _builtins.int | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: _builtins.str = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        priority: _builtins.int | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "dimensions", b"dimensions", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "dimensions", b"dimensions", "input", b"input", "model", b"model", "priority", b"priority", "request_id", b"request_id", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    model: _builtins.str
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """of each input, in order"""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """of all inputs"""
+
+    @_builtins.property
+    def timings(self) -> Global___Timings:
+        """of the last input"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: Global___Usage | None = ...,
+        timings: Global___Timings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
 class ListModelsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -859,6 +1007,9 @@ class Model(_message.Message):
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    EMBEDS_ONLY_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    EMBEDDING_REASON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_model_len: _builtins.int
     created_unix_seconds: _builtins.int
@@ -872,6 +1023,14 @@ class Model(_message.Message):
     """empty = answers are not parsed for reasoning"""
     parent: _builtins.str
     """of an adapter: the model that it changes"""
+    embeds_only: _builtins.bool
+    """a base model without an output head: Generate is refused"""
+    embedding_reason: _builtins.str
+    """why"""
+    @_builtins.property
+    def embedding(self) -> Global___ModelEmbedding:
+        """unset: Embed is refused"""
+
     def __init__(
         self,
         *,
@@ -883,11 +1042,45 @@ class Model(_message.Message):
         tool_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
         parent: _builtins.str = ...,
+        embeds_only: _builtins.bool = ...,
+        embedding: Global___ModelEmbedding | None = ...,
+        embedding_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "id", b"id", "max_model_len", b"max_model_len", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason", "tool_parser", b"tool_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "embedding", b"embedding", "embedding_reason", b"embedding_reason", "embeds_only", b"embeds_only", "id", b"id", "max_model_len", b"max_model_len", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "structured_output_reason", b"structured_output_reason", "tool_parser", b"tool_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ModelEmbedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALISED_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    dimensions: _builtins.int
+    pooling: _builtins.str
+    """mean | cls | last_token | max"""
+    normalised: _builtins.bool
+    """vectors have length 1"""
+    max_tokens: _builtins.int
+    """of one input"""
+    def __init__(
+        self,
+        *,
+        dimensions: _builtins.int = ...,
+        pooling: _builtins.str = ...,
+        normalised: _builtins.bool = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "max_tokens", b"max_tokens", "normalised", b"normalised", "pooling", b"pooling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelEmbedding: _TypeAlias = ModelEmbedding  # noqa: Y015

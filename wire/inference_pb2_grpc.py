@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=wire_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=wire_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/baton.v1.Inference/Embed',
+                request_serializer=wire_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=wire_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/baton.v1.Inference/Tokenize',
                 request_serializer=wire_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -57,6 +62,13 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Streams the tokens of a completion. The first event carries the request's identity and seed; the last one
         carries usage and timings.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Vectors of texts, from a model whose checkpoint says how they are pooled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +93,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=wire_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=wire_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=wire_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=wire_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -120,6 +137,33 @@ class Inference:
             '/baton.v1.Inference/Generate',
             wire_dot_inference__pb2.GenerateRequest.SerializeToString,
             wire_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Embed',
+            wire_dot_inference__pb2.EmbedRequest.SerializeToString,
+            wire_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

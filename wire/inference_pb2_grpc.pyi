@@ -35,6 +35,8 @@ class InferenceStub:
     """Streams the tokens of a completion. The first event carries the request's identity and seed; the last one
     carries usage and timings.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Vectors of texts, from a model whose checkpoint says how they are pooled."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
 
@@ -45,6 +47,8 @@ class InferenceAsyncStub(InferenceStub):
     """Streams the tokens of a completion. The first event carries the request's identity and seed; the last one
     carries usage and timings.
     """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Vectors of texts, from a model whose checkpoint says how they are pooled."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
 
@@ -58,6 +62,14 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Streams the tokens of a completion. The first event carries the request's identity and seed; the last one
         carries usage and timings.
         """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Vectors of texts, from a model whose checkpoint says how they are pooled."""
 
     @_abc_1.abstractmethod
     def Tokenize(

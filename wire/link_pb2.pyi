@@ -359,7 +359,9 @@ Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
 
 @_typing.final
 class HandleToken(_message.Message):
-    """A token that is larger than half of a frame comes in pieces, each with some of its top_logprobs, between other entries."""
+    """A token that is larger than half of a frame comes in pieces, each with some of its top_logprobs, or of the bytes of its
+    embedding, between other entries.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -369,7 +371,7 @@ class HandleToken(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     first: _builtins.int
-    """how many of its top_logprobs earlier pieces have brought"""
+    """how many top_logprobs, or bytes, earlier pieces have brought"""
     more: _builtins.bool
     """another piece follows"""
     @_builtins.property

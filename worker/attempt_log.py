@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cluster.protocol.link import WINDOW_TOKENS, prompt_window_of, window_of
+from engine.request import PromptEmbedding, PromptOutput
 from wire import common_pb2
 from worker.prompt_tokens import PromptTokens
 
@@ -30,7 +31,7 @@ class ChoiceLog:
         self.tokens: list[int] = []
         self.extras: dict[int, common_pb2.Token] = {}  # tokens that are more than an id, by position
         self.sent = position  # the next one to send
-        self.part = 0  # top_logprobs of the token at `sent` that have been sent: a large one goes in pieces
+        self.part = 0  # top_logprobs, or bytes, of the token at `sent` that have been sent: a large one goes in pieces
         self.limit = position + window  # positions below it may be sent
 
     @property
@@ -77,6 +78,14 @@ class PromptLog(ChoiceLog):
         self.packed.add(position, scores)
         self.tokens += scores.token_ids[:, 0].tolist()
 
+    def add_embedding(self, token_id: int, vector: bytes) -> None:
+        """As the one token, at position 1. Raises ValueError if there is one."""
+        if self.end != self.first:
+            raise ValueError(f"an embedding came, position {self.end} of the prompt was next")
+        token = common_pb2.Token(choice=self.choice, position=self.first, token_id=token_id, embedding=vector)
+        self.extras[self.first] = token
+        self.tokens.append(token_id)
+
 
 class AttemptLog:
     """Choices `first_choice` … of one attempt, whose next token has `position`, and the attempt's end."""
@@ -88,7 +97,7 @@ class AttemptLog:
         self._first_choice = first_choice
         window = window_of(choices)
         self.choices = [ChoiceLog(first_choice + i, position, window) for i in range(choices)]
-        # The last of `choices`, where log probabilities of the prompt are wanted
+        # The last of `choices`, where log probabilities of the prompt are wanted, or its embedding
         self.prompt: PromptLog | None = None
         self._changed = changed
         self.end_event: common_pb2.AttemptEnd | None = None
@@ -100,7 +109,7 @@ class AttemptLog:
         """For an attempt at `spec`: its tokens so far, counted in bytes of 4, give the position of the next one."""
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
         log = cls(spec.first_choice, max(1, spec.n), position, changed)
-        if spec.sampling.prompt_logprobs:
+        if spec.sampling.prompt_logprobs or spec.sampling.pooling:
             log.add_prompt(spec.sampling.prompt_top_logprobs)
         return log
 
@@ -110,12 +119,16 @@ class AttemptLog:
         self.prompt = PromptLog(self._first_choice + len(self.choices), window)
         self.choices.append(self.prompt)
 
-    def add_scores(self, position: int, scores: Scores) -> None:
-        """Add tokens of the prompt, from `position` on. Raises ValueError unless that is the next one."""
+    def add_prompt_output(self, output: PromptOutput | PromptEmbedding) -> None:
+        """Add tokens of the prompt, or its embedding. Raises ValueError unless that comes next."""
         if self.prompt is None:
-            raise ValueError("no log probabilities of the prompt are wanted")
-        self.prompt.add(position, scores)
-        self.count += len(scores)
+            raise ValueError("nothing of the prompt is wanted")
+        before = self.prompt.end
+        if isinstance(output, PromptEmbedding):
+            self.prompt.add_embedding(output.token_id, output.vector)
+        else:
+            self.prompt.add(output.position, output.scores)
+        self.count += self.prompt.end - before
         if not self.is_due:
             self._changed()
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import unpack_tokens
+from cluster.protocol.pooling import Pooling
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
@@ -36,7 +37,7 @@ def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
     values = {name: getattr(params, name) for name in _SAMPLING}
     unset_is_1 = {name: values[name] or 1.0 for name in ("top_p", "repetition_penalty")}
     lists = {"stop_token_ids": tuple(params.stop_token_ids), "logit_bias": dict(params.logit_bias)}
-    return SamplingParams(**{**values, **unset_is_1, **lists})
+    return SamplingParams(**{**values, **unset_is_1, **lists, "pooling": Pooling(params.pooling)})
 
 
 def request_from_wire(

@@ -71,6 +71,7 @@ class WorkerIdentity:
             vocab_size=self.runner.model_config.vocab_size,
             max_choices=config.max_batch_requests,
             max_model_len=config.max_model_len or self.runner.model_config.max_model_len,
+            generates=self.runner.model_config.generates,
         )
 
     def check_epoch(self, epoch: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.errors import ContextLengthError
+from cluster.errors import ContextLengthError, UnsupportedFieldError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import HASH_BYTES
 from cluster.protocol.names import ADAPTER_DIGEST, check_name, check_transfer_id, invalid
@@ -29,6 +29,7 @@ class SpecLimits:
     vocab_size: int
     max_choices: int
     max_model_len: int
+    generates: bool = True  # False: a base model without an output head
 
 
 Call = prefill_pb2.PrefillRunRequest | decode_pb2.DecodeRunRequest
@@ -67,10 +68,25 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)
+    _check_pooling(spec, limits)
     if spec.HasField("grammar"):
         grammar_from_wire(spec.grammar)
         if spec.sampling.stop_token_ids:
             raise invalid("stop_token_ids", "would end an answer where its grammar does not")
+
+
+def _check_pooling(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
+    sampling = spec.sampling
+    if not sampling.pooling:
+        if not limits.generates:
+            what = f"model: {limits.model_id} is a base model, without an output head: it generates nothing"
+            raise UnsupportedFieldError(what, field="model")
+        return
+    if sampling.pooling not in common_pb2.Pooling.values():
+        raise invalid("pooling", f"{sampling.pooling} is unknown")
+    if spec.n > 1 or spec.output_tokens or sampling.prompt_logprobs or not ends_with_first_token(spec):
+        what = "needs n and max_tokens of at most 1, without output_tokens and prompt_logprobs"
+        raise invalid("pooling", what)
 
 
 def _check_length(spec: common_pb2.GenerateSpec, limit: int) -> None:

@@ -17,7 +17,7 @@ import orjson
 from baton.safe_files import beside, create
 from cluster.errors import ConfigError
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINE_BYTES = 64 << 20
 MAX_ID_CHARS = 512
 SHOWN_FAULTS = 10

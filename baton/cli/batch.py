@@ -44,8 +44,9 @@ def batch(
     """Send a file of requests in OpenAI's batch format, and write the answers to another.
 
     A line of INPUT: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}; also
-    /v1/completions and /v1/responses. Every line is checked before any is sent. Requests have the class batch unless
-    the body says otherwise. The same command again goes on where a run ended: what OUTPUT answers is not sent.
+    /v1/completions, /v1/responses and /v1/embeddings. Every line is checked before any is sent. Requests have the
+    class batch unless the body says otherwise. The same command again goes on where a run ended: what OUTPUT answers is
+    not sent.
 
     Exit code 1: some requests failed; OUTPUT says why.
     """

@@ -84,6 +84,9 @@ class _Runner:
     def take_scores(self) -> list[Scores]:
         return []
 
+    def take_pooled(self) -> list[torch.Tensor]:
+        return []
+
     def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
         from engine.step_delta import StepDelta
 

@@ -188,8 +188,8 @@ class RequestLimits(Frozen):
         256 << 20,
         ge=0,
         description="bodies of requests not yet dispatched, and what answers repeat of them, over HTTP and gRPC, and "
-        "whole answers of HTTP not yet read; the first 64 KiB of each don't count, and a gRPC message that takes long to "
-        "arrive counts as max_body_bytes",
+        "whole answers of HTTP and of Embed not yet read; the first 64 KiB of each don't count, and a gRPC message that "
+        "takes long to arrive counts as max_body_bytes",
     )
     max_body_bytes_in_flight_per_tenant: Bytes = Field(
         64 << 20, ge=0, description="the same for one tenant; 0 = one body of max_body_bytes"
@@ -201,7 +201,9 @@ class RequestLimits(Frozen):
         description="one prompt that is text; tokenising takes about 200 bytes of memory for each",
     )
     max_choices: Count = Field(16, ge=1, description="answers per prompt (n)")
-    max_prompts: Count = Field(64, ge=1, description="prompts of one completion request")
+    max_prompts: Count = Field(
+        64, ge=1, description="prompts of one completion request, or inputs of one for embeddings"
+    )
     max_stop_strings: Count = Field(16, ge=1, description="entries of stop")
     max_stop_string_characters: Count = Field(1024, ge=1, description="characters of one string in stop")
     max_stop_token_ids: Count = Field(64, ge=0, description="entries of stop_token_ids")

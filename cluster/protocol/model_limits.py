@@ -11,6 +11,13 @@ from cluster.errors import ModelError
 
 # Architectures of models for several media whose text part is served: text_config describes it.
 WRAPPERS = frozenset({"Gemma3ForConditionalGeneration"})
+# Models without an output head, by the architecture that has one: sentence-transformers saves these.
+BASES = {
+    "LlamaModel": "LlamaForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+}
 # Hugging Face's defaults by architecture, for configurations without the key: published ones of Gemma 3 have neither.
 _CONTEXTS = {
     "MistralForCausalLM": 131_072,
@@ -56,6 +63,17 @@ def check_file(file: Path) -> int:
 
 
 def architecture(raw: Mapping[str, Any]) -> str:
+    """That with an output head, also of a base model."""
+    name = _stored_name(raw)
+    return BASES.get(name, name)
+
+
+def is_base(raw: Mapping[str, Any]) -> bool:
+    """A model without an output head, by its architecture."""
+    return _stored_name(raw) in BASES
+
+
+def _stored_name(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "none"
 

@@ -10,7 +10,8 @@ from cluster.errors import WireVersionError
 # 5: a request may have a grammar, which its workers must not leave out.
 # 6: tools, reasoning and parsed parts; a request may be for an adapter, which its workers must not leave out.
 # 7: log probabilities of a prompt are sent within the router's credit.
-WIRE_VERSION = 7
+# 8: a request may be for an embedding, which its workers must not leave out.
+WIRE_VERSION = 8
 
 
 def check_wire_version(version: int, worker_id: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelError
-from cluster.protocol import model_limits
+from cluster.protocol import model_limits, output_head
 from engine.model import experts, keys, rope
 from engine.model.experts import ExpertConfig
 from engine.model.families import ACTIVATIONS, CLAMPED_SWIGLU, FAMILIES, SILU, WRAPPER_KEYS, Family
@@ -67,6 +67,7 @@ class ModelConfig:
     swiglu_limit: float = 0.0  # of the clamped SwiGLU: gate and up are clamped to it
     experts: ExpertConfig | None = None
     quantization: StoredFormat | None = None  # of stored matrices
+    generates: bool = True  # False: it has no output head, and makes embeddings only
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
@@ -223,6 +224,7 @@ class _Reader:
         stored = self._raw.get("dtype") or self._raw.get("torch_dtype")
         stored = stored or self._text.get("dtype") or self._text.get("torch_dtype") or family.stored_dtype
         full, local = self._ropes()
+        generates = output_head.has_head(self._raw, self._directory)
         return ModelConfig(
             family=family,
             vocab_size=vocab,
@@ -234,7 +236,8 @@ class _Reader:
             head_dim=self.get("head_dim") or need("hidden_size") // heads,
             max_model_len=self._longest,
             rope=full,
-            tie_embeddings=bool(self.get("tie_word_embeddings")),
+            # Without a head no token is shown, but one is drawn: of the embedding
+            tie_embeddings=bool(self.get("tie_word_embeddings")) or not generates,
             attention_bias=bias,
             output_bias=bias and family.output_bias,
             mlp_bias=family.mlp_bias and bool(self.get("mlp_bias")),
@@ -246,6 +249,7 @@ class _Reader:
             qk_norm=family.qk_norm if normed else "",
             experts=experts.read(self._text, self.get, family.experts, layers) if family.experts else None,
             quantization=quantization,
+            generates=generates,
             **scales,
         )
 

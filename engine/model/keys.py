@@ -30,6 +30,8 @@ COSMETIC_KEYS = frozenset({
     "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
     "forced_bos_token_id", "forced_eos_token_id", "bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
     "dtype", "torch_dtype", "eos_token_id",
+    # Shorter embeddings, which the router cuts.
+    "is_matryoshka", "matryoshka_dimensions",
 })  # fmt: skip
 # Cosmetic for `check`, but part of the model id.
 _NAMES = frozenset({"architectures", "model_type"})

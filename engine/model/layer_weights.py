@@ -17,8 +17,8 @@ from engine.model.weights import Checkpoint
 from engine.ops.codes import CodedWeight
 
 # Where a checkpoint's tensors begin: text models, and the text part of models for several media, as Hugging Face writes
-# it now and wrote it before.
-PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+# it now and wrote it before; base models.
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _COMPARED_ROWS = 4096
 

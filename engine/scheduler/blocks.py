@@ -37,7 +37,7 @@ class Blocks:
     def needs(self, waiting: Sequence) -> tuple[list[int], int]:
         """The cached blocks that a waiting sequence takes, and the number of all that it needs."""
         tokens = len(waiting.tokens)
-        if waiting.unscored:  # each position is computed
+        if waiting.needs_each_position:
             return [], self.count(tokens)
         return self._prefixes.match(waiting.hashes[: (tokens - 1) // self._page]), self.count(tokens)
 

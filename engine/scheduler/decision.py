@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.plan import BlockCopy, PlanItem, StepPlan
 from engine.scheduler.sequence import Sequence
@@ -40,6 +41,7 @@ class StepDecision:
                 blocks_in_row=s.blocks_in_row,
                 adapter=_slot(s, slots),
                 **_scored(s, count),
+                **_pooled(s, count),
             )
             for s, count in self.scheduled.items()
         ]
@@ -77,6 +79,13 @@ def _scored(s: Sequence, count: int) -> dict[str, int]:
     rows = max(0, min(count, s.num_prompt - 1 - s.num_computed))
     following = s.tokens[end] if end < len(s.tokens) else 0
     return {"scored": rows, "alternatives": sampling.prompt_top_logprobs, "following": following}
+
+
+def _pooled(s: Sequence, count: int) -> dict[str, Any]:
+    """Which of the item's tokens are pooled: those of the prompt."""
+    if not (pooling := s.request.sampling.pooling):
+        return {}
+    return {"pooled": max(0, min(count, s.num_prompt - s.num_computed)), "pooling": pooling}
 
 
 def _slot(sequence: Sequence, slots: Mapping[str, int] | None) -> int:

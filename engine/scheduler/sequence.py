@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
+from torch import Tensor
+
 from cluster.state_machine import StateMachine
 from engine.request import EngineRequest, PromptChunk
 
@@ -71,6 +73,7 @@ class Sequence:
     blocks_in_row: int = 0  # leading blocks that the row holds
     cached_tokens: int = 0
     next_scored: int = 1  # position of the next token of the prompt whose log probability is reported
+    pooled: Tensor | None = None  # of the prompt's computed chunks: float32 [hidden]
     prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False
     extra_seat: bool = False  # admitted to a full batch
@@ -116,7 +119,7 @@ class Sequence:
         """Wait again, with nothing computed; its blocks have been freed."""
         self.num_computed = self.registered_blocks = 0
         self.preempted_at = len(self.tokens)
-        self.extra_seat, self.found = False, None
+        self.extra_seat, self.found, self.pooled = False, None, None
         self.machine.to(SequenceState.WAITING)
 
     @property
@@ -127,6 +130,11 @@ class Sequence:
     def unscored(self) -> bool:
         """Log probabilities of tokens of its prompt are still to be reported."""
         return self.request.sampling.prompt_logprobs and self.next_scored < self.num_prompt
+
+    @property
+    def needs_each_position(self) -> bool:
+        """Its whole prompt must be computed: no cached prefix is used."""
+        return self.unscored or self.request.sampling.pooling.needs_each_position
 
     @property
     def num_prompt(self) -> int:

@@ -30,7 +30,7 @@ from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.channels import Channels
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.held_answer import HeldAnswer
-from router.dispatch.prompt_stream import PromptCredit, PromptStream
+from router.dispatch.prompt_stream import EmbeddingStream, PromptCredit, PromptStream
 from router.link.handle import LinkHandle
 from router.link.links import Links, no_message
 from router.link.token import Token
@@ -61,7 +61,8 @@ class Attempt:
     when_drained: Callable[[Callable[[], None]], None]
     # Called when the prompt must be computed, though its log probabilities have not all come
     prefilled: Callable[[Attempt], None] = lambda _: None
-    prompt: PromptStream | None = None  # where log probabilities of the prompt are wanted
+    # Where log probabilities of the prompt are wanted, or its embedding
+    prompt: PromptStream | EmbeddingStream | None = None
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)  # have reported their end

@@ -1,4 +1,4 @@
-"""The prompt's tokens with their log probabilities, as the client has seen them so far."""
+"""The prompt's tokens with their log probabilities, as the client has seen them so far; or its embedding."""
 
 from __future__ import annotations
 
@@ -40,6 +40,30 @@ class PromptStream:
             )
         elif position == wanted:
             self.next_position = position + 1
+            self._forward(token)
+        return True
+
+
+class EmbeddingStream:
+    """Forwards the prompt's embedding, which one attempt sends whole: those of further attempts are dropped."""
+
+    limit = 2  # it has position 1
+
+    def __init__(self, dimensions: int, forward: Callable[[Token], None]):
+        self._bytes, self._forward = 4 * dimensions, forward
+        self.next_position = 1
+
+    def takes(self, token: Token, choice: int, broken: Callable[[BatonError], None]) -> bool:
+        """As PromptStream.takes. `broken`: the first token came without an embedding, or it has another length."""
+        if token.choice != choice:
+            if self.next_position < self.limit:
+                broken(PeerLostError("a token came before the embedding of its prompt"))
+            return self.next_position < self.limit
+        if token.position != 1 or len(token.embedding) != self._bytes:
+            size = len(token.embedding)
+            broken(PeerLostError(f"an embedding of {size} bytes came at {token.position}, not {self._bytes}"))
+        elif self.next_position == 1:
+            self.next_position = self.limit
             self._forward(token)
         return True
 

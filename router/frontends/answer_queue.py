@@ -13,6 +13,7 @@ from router.dispatch.turn import Turn
 from router.request.completion import Delta
 
 ENTRIES_AT_ONCE = 512  # tokens and alternatives written in one turn of the event loop: about 1 ms
+EMBEDDING_BYTES = 256  # of a vector, which take as long as an entry
 
 
 class Outlet(Protocol):
@@ -158,5 +159,7 @@ def count_at_once(deltas: Sequence[Delta]) -> int:
         if left <= 0:
             return count
         left -= 1 + sum(len(token.top_logprobs) for token in delta.tokens)
-        left -= sum(1 + len(token.top_logprobs) for token in delta.prompt)
+        left -= sum(
+            1 + len(token.top_logprobs) + len(token.embedding) // EMBEDDING_BYTES for token in delta.prompt
+        )
     return len(deltas)

@@ -10,6 +10,8 @@ from cluster.errors import BatonError
 from router.link.token import Token
 from wire import common_pb2, link_pb2
 
+MAX_EMBEDDING_BYTES = 4 << 20  # of pieces that are joined: no model has as many dimensions
+
 
 class Reader(Protocol):
     """The attempt's side of a handle. Called on the router's event loop; an exception ends the attempt."""
@@ -79,12 +81,14 @@ class LinkHandle:
         is dropped."""
         token = self._pieces.pop(piece.token.choice, None)
         if piece.first:
-            if token is None or (token.position, len(token.top_logprobs)) != (
-                piece.token.position,
-                piece.first,
-            ):
+            if token is None or token.position != piece.token.position:
+                return None
+            if len(token.embedding or token.top_logprobs) != piece.first:
                 return None
             token.top_logprobs.extend(piece.token.top_logprobs)
+            if len(token.embedding) + len(piece.token.embedding) > MAX_EMBEDDING_BYTES:
+                return None
+            token.embedding += piece.token.embedding
         else:
             token = common_pb2.Token()
             token.CopyFrom(piece.token)

@@ -21,6 +21,7 @@ class PlainToken(_Row):
     logprob = 0.0
     top_logprobs: tuple[common_pb2.TokenLogprob, ...] = ()
     rank = 0
+    embedding = b""
     finish = common_pb2.FINISH_REASON_UNSPECIFIED
 
 

@@ -51,6 +51,7 @@ class Completion:
     n: int = 1
     # No token is generated for the client: workers draw one, which ends the attempt at the prompt's worker
     prompt_only: bool = False
+    embedding_dimensions: int = 0  # of the vector that workers make, where `sampling.pooling` asks for one
     stop: tuple[str, ...] = ()
     include_stop_text: bool = False
     priority: int = 0
@@ -84,7 +85,7 @@ class Delta(NamedTuple):
     stop_string: str | None = None  # that ended the choice
     prompt: tuple[
         Token, ...
-    ] = ()  # tokens of the prompt with their log probabilities, but for the one at position 0
+    ] = ()  # tokens of the prompt with their log probabilities, but for the one at position 0; or its embedding
 
 
 @dataclass(frozen=True)

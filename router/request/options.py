@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
-from router.request.fields import AtMost, Length, RequestModel, Within, late, wrong
+from router.request.fields import AtMost, Length, RequestModel, Within, late, limits_of, wrong
 from router.request.grammars import AskedGrammar
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -34,6 +34,13 @@ def _token_key(key: object) -> object:
     return int(key)
 
 
+def _truncation(value: object, info: ValidationInfo) -> int | None:
+    context = limits_of(info).max_model_len
+    if value is None or (type(value) is int and (value == -1 or 1 <= value <= context)):
+        return value
+    raise wrong(f"must be -1 or 1 … {context}")
+
+
 def _one_or_many(value: object) -> object:
     if isinstance(value, str):
         return [value] if value else []
@@ -42,6 +49,12 @@ def _one_or_many(value: object) -> object:
     return value
 
 
+TruncatePromptTokens: TypeAlias = Annotated[
+    int | None,
+    PlainValidator(
+        _truncation, Annotated[int, late(minimum=1, maximum="max_model_len")] | Literal[-1] | None
+    ),
+]
 TokenKey: TypeAlias = Annotated[
     int, BeforeValidator(_token_key), WithJsonSchema({"type": "string", "pattern": TOKEN_KEY})
 ]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cluster.config.router import RouterConfig
+from cluster.errors import UnsupportedFieldError
+from cluster.protocol.pooling import Embedding
 from router.request.adapters import Adapters, no_adapters
 from router.request.answer_formats import formats_of
 from router.request.answer_plan import AnswerPlans
@@ -32,6 +34,15 @@ class ServedModel:
     def name(self) -> str:
         """What answers show, also where a request names an alias."""
         return self.validator.limits.served_model
+
+    @property
+    def embedding(self) -> Embedding:
+        """How embeddings are made. Raises UnsupportedFieldError saying why the model makes none."""
+        if self.text.embedding is None:
+            raise UnsupportedFieldError(
+                f"model: {self.name} makes no embeddings: {self.text.embedding_refusal}", field="model"
+            )
+        return self.text.embedding
 
     @property
     def names(self) -> list[tuple[str, str]]:

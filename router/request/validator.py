@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnsupportedFieldError
+from cluster.protocol.pooling import Embedding
 from router.request.adapters import Adapters, no_adapters
 from router.request.answer_plan import AnswerPlan
 from router.request.completion import Completion
@@ -64,6 +65,11 @@ class Validator:
         plan: AnswerPlan | None = None,
     ) -> Completion:
         """`plan`: of a conversation. Raises InvalidRequestError or ContextLengthError."""
+        if not self._text.has_head:
+            raise UnsupportedFieldError(
+                f"model: {self.limits.served_model} is a base model, without an output head: it generates nothing",
+                field="model",
+            )
         self.limits.check_lengths(len(prompt), len(envelope.resume_tokens))
         tokens = self._tokens("prompt", prompt)
         if not tokens:
@@ -82,7 +88,6 @@ class Validator:
         prompt_only = not sampling.max_tokens
         if prompt_only:
             sampling = _for_prompt_only(sampling)
-        longest = self._config.request_seconds
         plan = plan or AnswerPlan(grammar=options.asked_grammar)
         grammar = plan.grammar
         if grammar is not None:
@@ -92,12 +97,8 @@ class Validator:
                         f"{name}: not with {grammar.field}: it could end an answer that does not match yet",
                         field=name,
                     )
-        adapter = self.limits.adapter_of(envelope.model)
         return Completion(
-            request_id=self._request_id(envelope.request_id),
-            model=envelope.model if adapter else self.limits.served_model,
-            adapter=adapter,
-            served_model=self.limits.served_model,
+            **self._common(envelope),
             prompt_tokens=tokens,
             sampling=sampling,
             grammar=None if grammar is None or prompt_only else grammar.spec.to_wire(),
@@ -107,13 +108,61 @@ class Validator:
             stop=() if prompt_only else tuple(options.stop or ()),
             include_stop_text=bool(options.include_stop_text),
             priority=options.priority or 0,
-            cache_salt=envelope.cache_salt,
             resume_tokens=resumed,
             resume_ticket=envelope.resume_ticket,
             reconnects=envelope.reconnects,
-            explain=envelope.explain,
-            deadline_seconds=min(longest, envelope.deadline_seconds or longest),
         )
+
+    def embedding(
+        self, prompt: Sequence[int], how: Embedding, envelope: Envelope, priority: int = 0
+    ) -> Completion:
+        """The request for the embedding of one `input`. Raises InvalidRequestError or ContextLengthError."""
+        longest, setting = self.longest_input(how)
+        if len(prompt) > longest:
+            raise ContextLengthError(
+                f"input: {len(prompt)} tokens exceed the {longest} of {setting}",
+                field="input",
+                limit=str(longest),
+            )
+        if not prompt:
+            raise refuse("input", "is empty; at least one token is needed", 1)
+        return Completion(
+            **self._common(envelope),
+            prompt_tokens=self._tokens("input", prompt),
+            sampling=common_pb2.SamplingParams(
+                max_tokens=1, ignore_eos=True, pooling=common_pb2.Pooling.ValueType(how.pooling)
+            ),
+            prompt_only=True,
+            embedding_dimensions=how.dimensions,
+            priority=priority,
+        )
+
+    def longest_input(self, how: Embedding) -> tuple[int, str]:
+        """Tokens of the longest text that is embedded, and what bounds it. One token of the context is left: workers draw
+        one, which ends the attempt."""
+        context = self.limits.max_model_len - 1
+        if how.max_tokens is None or how.max_tokens > context:
+            return context, "max_model_len - 1"
+        return how.max_tokens, "max_seq_length"
+
+    def check_embeddings(self, inputs: int, how: Embedding) -> None:
+        """Bound the vectors of one request. Raises InvalidRequestError."""
+        most = self._config.max_answer_entries
+        if inputs * how.dimensions > most:
+            raise refuse("input", f"{inputs} inputs x {how.dimensions} dimensions exceed {most}", most)
+
+    def _common(self, envelope: Envelope) -> dict[str, Any]:
+        """The fields that requests of each kind have. Raises InvalidRequestError."""
+        adapter, longest = self.limits.adapter_of(envelope.model), self._config.request_seconds
+        return {
+            "request_id": self._request_id(envelope.request_id),
+            "model": envelope.model if adapter else self.limits.served_model,
+            "adapter": adapter,
+            "served_model": self.limits.served_model,
+            "cache_salt": envelope.cache_salt,
+            "explain": envelope.explain,
+            "deadline_seconds": min(longest, envelope.deadline_seconds or longest),
+        }
 
     def check_text(self, text: str, *, truncated: bool = False) -> None:
         """Refuse a text before it is tokenised: one that cannot fit the context, unless it is to be `truncated`, and one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import jinja2
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
-from cluster.protocol import model_limits
+from cluster.protocol import model_limits, output_head
+from cluster.protocol.pooling import Embedding
 from router.text.bound import most_bytes
 from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
@@ -23,6 +25,7 @@ from router.text.pieces import TokenPieces
 from router.text.templates import MARK_NAME, searched_texts, template_environment
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
+log = logging.getLogger(__name__)
 # Text up to this length is encoded on the event loop, in about 0.2 ms; a thread would cost a request 0.2 to 0.3 ms.
 INLINE_CHARACTERS = 1024
 INLINE_TOKENS = 1024  # as many are decoded on the event loop
@@ -102,6 +105,10 @@ class ModelText:
         self.max_position_embeddings = model_limits.context_tokens(config)
         self.vocab_size = model_limits.vocab_size(config) or self.tokenizer.get_vocab_size()
         self._eos = model_limits.text_part(config).get("eos_token_id", config.get("eos_token_id"))
+        self.has_head = output_head.has_head(config, directory)  # False: the model generates nothing
+        self.embedding: Embedding | None = None
+        self.embedding_refusal = ""  # why the model makes no embeddings
+        self._read_embedding(directory, config)
         self.generation = _read(directory / "generation_config.json")
         settings = _read(directory / "tokenizer_config.json")
         self._special = {
@@ -118,6 +125,17 @@ class ModelText:
         self._long = FairThreads(1, "tokenize-long")
         # One thread: rendering holds the interpreter lock.
         self._rendering = FairThreads(1, "render")
+
+    def _read_embedding(self, directory: Path, config: Mapping[str, Any]) -> None:
+        """A model whose embeddings are refused can still generate."""
+        try:
+            self.embedding = Embedding.read(directory, config)
+        except ModelError as error:
+            self.embedding_refusal = error.message
+            log.warning("%s makes no embeddings: %s", directory, error.message)
+        else:
+            if self.embedding is None:
+                self.embedding_refusal = "its checkpoint has no modules.json, which says how they are pooled"
 
     @staticmethod
     def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

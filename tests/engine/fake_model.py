@@ -117,6 +117,9 @@ class FakeRunner:
     def take_scores(self) -> list[Scores]:
         raise AssertionError("no request asks for log probabilities of its prompt")
 
+    def take_pooled(self) -> list[Tensor]:
+        raise AssertionError("no request asks for an embedding")
+
     def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Reads and writes the cache by the follower's buffers alone."""
         self._load(plan, drawn)

@@ -18,7 +18,12 @@ from tests.fuzz.test_http import exchange
 from tests.harness.router import Router
 from wire import inference_pb2 as pb
 
-METHODS = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest, "ListModels": pb.ListModelsRequest}
+METHODS = {
+    "Generate": pb.GenerateRequest,
+    "Embed": pb.EmbedRequest,
+    "Tokenize": pb.TokenizeRequest,
+    "ListModels": pb.ListModelsRequest,
+}
 CLEAN = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -13,10 +13,12 @@ import secrets
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
 import grpc
+import numpy as np
 
 from cluster.config.worker import Role
 from cluster.errors import BatonError
@@ -37,7 +39,9 @@ KV_BYTES_PER_TOKEN = 32768
 class StubWorkers:
     """Both roles of all workers of this process. An attempt's tokens are made when its Run is taken in."""
 
-    def __init__(self) -> None:
+    def __init__(self, dimensions: int = 0) -> None:
+        """`dimensions`: of the vectors that it makes."""
+        self.dimensions = dimensions
         self.workers: dict[int, LinkedWorker] = {}  # by epoch
         self._running: dict[bytes, asyncio.Task[None]] = {}
 
@@ -87,6 +91,8 @@ class StubWorkers:
         except BatonError as error:
             log.end(common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_ABORTED, error=error.to_wire()))
             return
+        if request.spec.sampling.pooling:
+            add(log, vector_of(request.spec, self.dimensions))
         for token in (*prompt_of(request.spec), *tokens_of(request.spec, 1)):
             add(log, token)
         log.end(done(report))
@@ -155,8 +161,14 @@ def prompt_of(spec: common_pb2.GenerateSpec) -> Iterator[common_pb2.Token]:
         )
 
 
+def vector_of(spec: common_pb2.GenerateSpec, dimensions: int) -> common_pb2.Token:
+    """The prompt's embedding: 1, 2, …"""
+    values = np.arange(1, dimensions + 1, dtype="<f4").tobytes()
+    return common_pb2.Token(choice=spec.first_choice + 1, position=1, token_id=TOKEN_ID, embedding=values)
+
+
 def add(log: AttemptLog, token: common_pb2.Token) -> None:
-    whole = token.finish or token.top_logprobs or token.rank
+    whole = token.finish or token.top_logprobs or token.rank or token.embedding
     log.add(token.choice, token.position, token.token_id, token if whole else None)
 
 
@@ -263,5 +275,7 @@ if __name__ == "__main__":
     parser.add_argument("--redis-url", required=True)
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--pairs", type=int, default=4, help="workers of each role")
+    parser.add_argument("--dimensions", type=int, default=0, help="of embeddings")
     given = parser.parse_args()
-    asyncio.run(serve(given.redis_url, given.namespace, given.pairs))
+    made = partial(StubWorkers, given.dimensions)
+    asyncio.run(serve(given.redis_url, given.namespace, given.pairs, made))

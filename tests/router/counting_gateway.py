@@ -33,6 +33,7 @@ class Text:
     vocab_size, max_position_embeddings = 300, CONTEXT
     generation: Mapping[str, Any] = MappingProxyType({})
     most_bytes: int | None = 3
+    has_head: bool = True
 
     def __init__(self) -> None:
         self.encoded: list[str] = []

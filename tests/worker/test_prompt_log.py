@@ -7,6 +7,7 @@ import pytest
 
 from cluster.protocol.link import prompt_window_of
 from engine.prompt_scores import Scores
+from engine.request import PromptEmbedding, PromptOutput
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.link import outgoing
@@ -53,8 +54,8 @@ class Link:
 
 def test_a_prompt_is_sent_within_its_credit_and_in_small_frames():
     log = log_of()
-    log.add_scores(1, scores(1000))
-    log.add_scores(1001, scores(COUNT - 1001))
+    log.add_prompt_output(PromptOutput("r", 1, scores(1000)))
+    log.add_prompt_output(PromptOutput("r", 1001, scores(COUNT - 1001)))
     assert not log.full and log.prompt is not None
     link, positions = Link(log), []
     while sent := link.sent():
@@ -70,7 +71,7 @@ def test_a_prompt_is_sent_within_its_credit_and_in_small_frames():
 
 def test_a_token_of_the_prompt_is_what_the_engine_reported():
     log = log_of(2)
-    log.add_scores(1, scores(3, 2))
+    log.add_prompt_output(PromptOutput("r", 1, scores(3, 2)))
     second = Link(log).sent()[1]
     assert (second.choice, second.position, second.token_id, second.rank) == (2, 2, 3, 9)
     assert second.logprob == -3 / 64
@@ -79,7 +80,7 @@ def test_a_token_of_the_prompt_is_what_the_engine_reported():
 
 def test_a_prompt_goes_on_at_the_position_that_a_new_link_asks_for():
     log = log_of()
-    log.add_scores(1, scores(COUNT - 1))
+    log.add_prompt_output(PromptOutput("r", 1, scores(COUNT - 1)))
     link = Link(log)
     link.sent()
     assert log.resume([COUNT, COUNT, 7], [2 * COUNT, 2 * COUNT, 1 + WINDOW])
@@ -89,7 +90,7 @@ def test_a_prompt_goes_on_at_the_position_that_a_new_link_asks_for():
 def test_scores_that_leave_a_gap_are_refused():
     log = log_of()
     with pytest.raises(ValueError, match="position 2 of the prompt came, 1 was next"):
-        log.add_scores(2, scores(1))
+        log.add_prompt_output(PromptOutput("r", 2, scores(1)))
 
 
 class Frames:
@@ -114,7 +115,7 @@ class Frames:
 
 def test_an_answers_plain_tokens_come_behind_its_prompt():
     log = log_of(2)
-    log.add_scores(1, scores(5, 2))
+    log.add_prompt_output(PromptOutput("r", 1, scores(5, 2)))
     for position in (COUNT, COUNT + 1):
         for choice in (0, 1):
             log.add(choice, position, 7)
@@ -125,7 +126,7 @@ def test_an_answers_plain_tokens_come_behind_its_prompt():
 
 def test_an_answer_waits_for_a_prompt_without_credit_and_no_frame_is_sent_meanwhile():
     log = log_of()
-    log.add_scores(1, scores(COUNT - 1))
+    log.add_prompt_output(PromptOutput("r", 1, scores(COUNT - 1)))
     log.add(0, COUNT, 7)
     frames = Frames(log)
     assert log.prompt is not None
@@ -134,3 +135,16 @@ def test_an_answer_waits_for_a_prompt_without_credit_and_no_frame_is_sent_meanwh
     while log.credit(2, log.prompt.sent + WINDOW):
         found += frames.read()
     assert found[-1] == (0, COUNT) and log.all_sent
+
+
+def test_an_embedding_is_sent_before_the_token_that_ends_its_attempt_and_pauses_nothing():
+    sampling = common_pb2.SamplingParams(max_tokens=1, pooling=common_pb2.POOLING_MEAN)
+    log = AttemptLog.of(common_pb2.GenerateSpec(prompt_tokens=bytes(4), sampling=sampling), lambda: None)
+    made = PromptEmbedding("r", 7, b"12345678")
+    log.add_prompt_output(made)
+    log.add(0, 1, 5)
+    assert [one.choice for one in log.in_order] == [1, 0] and log.may_send and not log.full and log.count == 2
+    with pytest.raises(ValueError, match="an embedding came"):
+        log.add_prompt_output(made)
+    (sent,) = Link(log).sent()  # the other is a row of its frame
+    assert (sent.choice, sent.position, sent.token_id, sent.embedding) == (1, 1, 7, b"12345678")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.names import check_transfer_id
 from wire import common_pb2
@@ -97,3 +98,29 @@ def test_how_to_sample_is_checked_too(field, value):
 def test_a_transfer_id_has_its_length(length):
     with pytest.raises(InvalidRequestError):
         check_transfer_id(bytes(length))
+
+
+def test_a_worker_without_an_output_head_refuses_generation():
+    base = dataclasses.replace(LIMITS, generates=False)
+    check_spec(spec({"pooling": 1, "max_tokens": 1}), base)
+    for sampling in ({"max_tokens": 1}, {"max_tokens": 1, "prompt_logprobs": True}):
+        check_spec(spec(sampling), LIMITS)
+        with pytest.raises(UnsupportedFieldError, match="base model") as caught:
+            check_spec(spec(sampling), base)
+        assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more"),
+    [
+        ({"pooling": 1, "max_tokens": 2}, {}),
+        ({"pooling": 1, "max_tokens": 1}, {"n": 2}),
+        ({"pooling": 1, "max_tokens": 1, "prompt_logprobs": True}, {}),
+        ({"pooling": 99, "max_tokens": 1}, {}),
+    ],
+)
+def test_an_embedding_is_of_a_prompt_alone(sampling, more):
+    check_spec(spec({"pooling": 1, "max_tokens": 1}), LIMITS)
+    with pytest.raises(InvalidRequestError) as raised:
+        check_spec(spec(sampling, **more), LIMITS)
+    assert raised.value.field == "pooling"

@@ -132,6 +132,7 @@ class Outgoing:
 
 
 def _without_alternatives(token: common_pb2.Token) -> common_pb2.Token:
+    """Without its embedding too."""
     return common_pb2.Token(
         choice=token.choice,
         position=token.position,
@@ -213,13 +214,15 @@ class _Rows:
             self._frame.extras.append(link_pb2.HandleToken(handle=number, token=token))
             self.left -= size + ENTRY_BYTES
             return True
-        count = (min(self.left, REPLAY_BYTES) - PIECE_BYTES) // ALTERNATIVE_BYTES
+        room = min(self.left, REPLAY_BYTES) - PIECE_BYTES
+        count = room if token.embedding else room // ALTERNATIVE_BYTES
         if count <= 0:
             return False
-        first, alternatives = choice.part, token.top_logprobs
-        entry = self._frame.extras.add(handle=number, first=first, more=first + count < len(alternatives))
+        first, size = choice.part, len(token.embedding or token.top_logprobs)
+        entry = self._frame.extras.add(handle=number, first=first, more=first + count < size)
         entry.token.CopyFrom(_without_alternatives(token))
-        entry.token.top_logprobs.extend(alternatives[first : first + count])
+        entry.token.embedding = token.embedding[first : first + count]
+        entry.token.top_logprobs.extend(token.top_logprobs[first : first + count])
         self.left -= entry.ByteSize() + ENTRY_BYTES
         choice.part = first + count if entry.more else 0
         return not entry.more

@@ -17,6 +17,7 @@ from router.admission.admission import Place
 from router.dispatch.services import Identity
 from router.dispatch.turn import Turn
 from router.frontends.grpc.conversation import check_conversation, read_conversation, size_of
+from router.frontends.grpc.embed import EmbedCall
 from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
@@ -32,6 +33,7 @@ from router.request.grammars import AskedGrammar, json_spec
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed
+from router.request.served_model import ServedModel
 from router.request.validator import Envelope
 from wire import common_pb2
 from wire import inference_pb2 as pb
@@ -68,7 +70,7 @@ class InferenceService:
         self._turn = Turn()
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        return generic_handler(SERVICE, self.Generate, self.Tokenize, self.ListModels)
+        return generic_handler(SERVICE, self.Generate, self.Embed, self.Tokenize, self.ListModels)
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
@@ -86,6 +88,31 @@ class InferenceService:
             with self._gateway.request(completion, caller, 0, arrival, identity) as dispatcher:
                 stream = GenerateStream(dispatcher, completion, caller)
                 await stream.pass_to(context, self._gateway.config, self._turn)
+
+    async def Embed(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        """Vectors of the inputs. Each takes a place, a turn, and counts as a request."""
+        caller, gateway = caller_of(self._gateway, context), self._gateway
+        async with self._admitted(caller, context) as place:
+            raw = await read_message(context, gateway.config, place.body)
+            arrival = Arrival(lambda name: _values(context, name))
+            await self._turn_to_parse(caller, place, raw, pb.EmbedRequest())
+            request = await parse(pb.EmbedRequest(), raw, gateway.low_priority, caller.tenant)
+            del raw
+            gateway.enter_model(place, caller, request.model)
+            with contextlib.ExitStack() as held:
+                call = EmbedCall(
+                    gateway,
+                    caller,
+                    self._turn,
+                    lambda count: gateway.admit_further(held, place, caller, context.peer(), count),
+                    lambda: self._start_turn(caller, place.model),
+                )
+                completions, vectors = await call.read(request, context.time_remaining())
+                del request
+                place.body.release()
+                answer = await call.answer(completions, vectors, arrival)
+                place.body.hold_answer(len(answer), place.model)
+                await self._answer(answer, context)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, caller: Caller, context: Context) -> AsyncGenerator[Place, None]:
@@ -109,7 +136,12 @@ class InferenceService:
             expected = await gateway.expect_model(
                 place, caller, hint, lambda: model_hint.message_names(raw, hint, message)
             )
-        await gateway.admission.starts.turn(caller.tenant, caller.weight, model=expected)
+        await self._start_turn(caller, expected)
+
+    async def _start_turn(self, caller: Caller, model: str) -> None:
+        """Wait for the tenant's turn to start a request, or one more input of this one, among those for `model`."""
+        model = model if self._gateway.further else ""  # all wait in one queue
+        await self._gateway.admission.starts.turn(caller.tenant, caller.weight, model=model)
 
     async def _answer(self, response: bytes, context: Context) -> None:
         # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
@@ -179,6 +211,9 @@ class InferenceService:
                     structured_output_reason=one.grammars.refusal,
                     tool_parser=one.plans.tool_parser,
                     reasoning_parser=one.plans.reasoning_parser,
+                    embeds_only=not one.text.has_head,
+                    embedding=_embedding(one),
+                    embedding_reason=one.text.embedding_refusal,
                 )
                 for one in self._gateway.models
                 for name, parent in one.names
@@ -208,6 +243,18 @@ class InferenceService:
             return ChatPrompt(request.token_ids.ids, AnswerPlan(grammar=asked))
         tokens = await self._gateway.encode(request.text, model=request.model, tenant=caller.tenant)
         return ChatPrompt(tokens, AnswerPlan(grammar=asked))
+
+
+def _embedding(model: ServedModel) -> pb.ModelEmbedding | None:
+    how = model.text.embedding
+    if how is None:
+        return None
+    return pb.ModelEmbedding(
+        dimensions=how.dimensions,
+        pooling=how.pooling.name.lower(),
+        normalised=how.normalised,
+        max_tokens=model.validator.longest_input(how)[0],
+    )
 
 
 def _values(context: Context, name: str) -> list[str]:

@@ -20,6 +20,7 @@ from cluster.telemetry.exposition import encode
 from router.frontends.http.adapters import LOAD, UNLOAD, AdapterCalls
 from router.frontends.http.anthropic.endpoint import Messages
 from router.frontends.http.anthropic.errors import is_messages, messages_error_response
+from router.frontends.http.embeddings import Embeddings
 from router.frontends.http.errors import error_body, failure_response
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import ADMIN, GENERATE, caller_of
@@ -215,10 +216,20 @@ def _model(served: ServedModel, created: int) -> dict[str, Any]:
         "structured_output": not served.grammars.refusal,
         "tools": {"parser": served.plans.tool_parser or None},
         "reasoning": {"parser": served.plans.reasoning_parser or None},
+        "generation": served.text.has_head,
+        **_embedding(served),
     }
     reason = {"structured_output_reason": served.grammars.refusal} if served.grammars.refusal else {}
     aliases = served.validator.limits.settings.model_aliases
     return {**shown, **reason, **({"aliases": aliases} if aliases else {})}
+
+
+def _embedding(served: ServedModel) -> dict[str, Any]:
+    how = served.text.embedding
+    if how is None:
+        return {"embedding": None, "embedding_reason": served.text.embedding_refusal}
+    shown = {"dimensions": how.dimensions, "pooling": how.pooling.name.lower(), "normalised": how.normalised}
+    return {"embedding": {**shown, "max_tokens": served.validator.longest_input(how)[0]}}
 
 
 def build_routes(gateway: RequestGateway) -> Routes:
@@ -232,6 +243,7 @@ def build_routes(gateway: RequestGateway) -> Routes:
         ("POST", "/v1/responses"): Responses(serving).create,
         ("POST", "/v1/messages"): messages.create,
         ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
+        ("POST", "/v1/embeddings"): Embeddings(serving).create,
         ("POST", "/tokenize"): tokenizing.tokenize,
         ("POST", "/detokenize"): tokenizing.detokenize,
     }

@@ -28,7 +28,7 @@ ADMIN = frozenset(
 GENERATE = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+        *("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
     }
 )
 CALLER = "baton.caller"

@@ -45,6 +45,7 @@ from router.request.options import (
     Priority,
     ReasoningEffort,
     TokenId,
+    TruncatePromptTokens,
 )
 from router.request.tools import (
     MAX_KWARGS,
@@ -108,13 +109,6 @@ AskedPriority: TypeAlias = Annotated[
 CacheSalt: TypeAlias = Annotated[str, Length(1, MAX_CACHE_SALT)] | None
 
 
-def _truncation(value: object, info: ValidationInfo) -> int | None:
-    context = limits_of(info).max_model_len
-    if value is None or (type(value) is int and (value == -1 or 1 <= value <= context)):
-        return value
-    raise wrong(f"must be -1 or 1 … {context}")
-
-
 def _best_of(value: object, info: ValidationInfo) -> None:
     """Choosing n of more candidates is not supported."""
     if value is not None and not same_json(value, info.data.get("n") or 1):
@@ -135,12 +129,7 @@ class HttpRequest(GenerationOptions):
     model_config = CLOSED
     error_names: ClassVar[Mapping[str, str]] = {"max_completion_tokens": "max_tokens"}
 
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        PlainValidator(
-            _truncation, Annotated[int, late(minimum=1, maximum="max_model_len")] | Literal[-1] | None
-        ),
-    ] = Field(
+    truncate_prompt_tokens: TruncatePromptTokens = Field(
         None,
         description="keeps only this many tokens of the prompt's end; -1: as many as leave room for max_tokens",
     )
@@ -235,7 +224,7 @@ class HttpRequest(GenerationOptions):
 
 def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
     """A text, token ids, or a list of either."""
-    limits = limits_of(info)
+    limits, name = limits_of(info), info.field_name or "prompt"
     most = limits.settings.max_prompts
     truncates = info.data.get("truncate_prompt_tokens") is not None
     if isinstance(value, str):
@@ -243,21 +232,22 @@ def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
     if not isinstance(value, list) or not value:
         raise wrong("must be text, token ids, or a list of either")
     if len(value) > most and not truncates:  # token ids, or too many
-        limits.check_lengths(len(value))
+        limits.check_lengths(len(value), prompt=name)
     if set(map(type, value)) == {int}:
         return [value]
     if len(value) > most:
         raise wrong(f"at most {most} at once", most)
     for one in value:
         if isinstance(one, list) and not truncates:
-            limits.check_lengths(len(one))
+            limits.check_lengths(len(one), prompt=name)
         if not (isinstance(one, str) or (isinstance(one, list) and set(map(type, one)) <= {int})):
             raise wrong("a list must hold texts or token ids")
     return value
 
 
 _Tokens: TypeAlias = Annotated[list[TokenId], late(minItems=1, maxItems="room")]
-_Prompts: TypeAlias = Annotated[list[str | _Tokens], late(minItems=1, maxItems="max_prompts")]
+_Several: TypeAlias = Annotated[list[str | _Tokens], late(minItems=1, maxItems="max_prompts")]
+Prompts: TypeAlias = Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Several)]
 
 
 class CompletionRequest(HttpRequest):
@@ -269,9 +259,7 @@ class CompletionRequest(HttpRequest):
         None, description="0, with echo only: the prompt is computed, and no token is generated"
     )
     echo: Flag = Field(None, description="the prompt's text before the answer's")
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
-        description="text, token ids, or several of either"
-    )
+    prompt: Prompts = Field(description="text, token ids, or several of either")
 
     @property
     def echoes(self) -> bool:

@@ -120,9 +120,7 @@ class Serving:
 
         def admit(prompts: int, repeated: int) -> None:
             place.body.check_room(repeated, place.model)
-            for _ in range(prompts):
-                further = held.enter_context(self.gateway.admission.admit(caller, connection))
-                self.gateway.take_of_model(further, caller, place.model)
+            self.gateway.admit_further(held, place, caller, connection, prompts)
 
         async with self.admitted(request) as (held, place):
             # While its client does not read, only the answer's bytes are kept: what it is made of takes many times more.

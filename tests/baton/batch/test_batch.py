@@ -100,7 +100,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def test_answers_are_lines_of_openai_s_form(stub: Stub, tmp_path: Path) -> None:
-    paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
     source = write(tmp_path / "in", *(line(path, path) for path in paths), line("high", priority="high"), "")
     stub.reply = lambda body, _: (
         (400, {}, {"error": {"message": "no"}})
@@ -110,8 +110,8 @@ def test_answers_are_lines_of_openai_s_form(stub: Stub, tmp_path: Path) -> None:
     command = ["batch", str(source), str(tmp_path / "out"), "--url", stub.url, "--api-key", "k"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
-    assert "3 of 4 requests succeeded, 1 failed" in result.output
-    assert "9 prompt tokens, 6 answer tokens" in result.output
+    assert "4 of 5 requests succeeded, 1 failed" in result.output
+    assert "12 prompt tokens, 8 answer tokens" in result.output
     made = read(tmp_path / "out")
     for path in paths:
         answer = made[path]
@@ -120,12 +120,12 @@ def test_answers_are_lines_of_openai_s_form(stub: Stub, tmp_path: Path) -> None:
         assert answer == {"custom_id": path, "response": response, "error": None}
     assert made["high"]["response"]["status_code"] == 400 and made["high"]["error"] is None
     assert {one[0] for one in stub.seen} == set(paths) and {one[2] for one in stub.seen} == {"Bearer k"}
-    assert sorted(one[1]["priority"] for one in stub.seen) == ["batch", "batch", "batch", "high"]
+    assert sorted(one[1]["priority"] for one in stub.seen) == [*["batch"] * 4, "high"]
     # The failure again, and then nothing is left
     stub.reply = lambda body, _: (200, {}, {})
-    assert CliRunner().invoke(app, command).exit_code == 1 and len(stub.seen) == 4
+    assert CliRunner().invoke(app, command).exit_code == 1 and len(stub.seen) == 5
     assert CliRunner().invoke(app, [*command, "--retry-failed"]).exit_code == 0
-    assert len(stub.seen) == 5 and len(read(tmp_path / "out")) == 4
+    assert len(stub.seen) == 6 and len(read(tmp_path / "out")) == 5
 
 
 def test_a_run_goes_on_after_a_half_written_line(stub: Stub, tmp_path: Path) -> None:

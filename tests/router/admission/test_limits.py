@@ -311,7 +311,12 @@ CONTEXT = 100_000
 @pytest.fixture
 def dispatching(gateway: RequestGateway) -> RequestGateway:
     text: Any = SimpleNamespace(
-        vocab_size=300, max_position_embeddings=CONTEXT, generation={}, most_bytes=3, max_model_len=CONTEXT
+        vocab_size=300,
+        max_position_embeddings=CONTEXT,
+        generation={},
+        most_bytes=3,
+        max_model_len=CONTEXT,
+        has_head=True,
     )
 
     def request(*_: Any, **__: Any) -> Any:

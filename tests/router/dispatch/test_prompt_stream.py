@@ -11,7 +11,7 @@ import pytest
 from cluster.protocol.link import prompt_window_of
 from router.dispatch.attempt import Attempt
 from router.dispatch.attempt_events import Broken, Source
-from router.dispatch.prompt_stream import PromptStream
+from router.dispatch.prompt_stream import EmbeddingStream, PromptStream
 from wire import common_pb2
 
 PROMPT = [5, 6, 7, 8]
@@ -58,6 +58,24 @@ def test_nothing_comes_behind_the_prompts_end():
     streams = Streams()
     assert all(streams.take(position) for position in (1, 2, 3, 4))
     assert streams.came == [1, 2, 3] and len(streams.broken) == 1
+
+
+def embedding(size: int = 8, position: int = 1, choice: int = 1) -> common_pb2.Token:
+    return common_pb2.Token(choice=choice, position=position, embedding=bytes(size))
+
+
+def test_an_embedding_comes_once_over_all_attempts():
+    came: list[common_pb2.Token] = []
+    broken: list[str] = []
+    stream = EmbeddingStream(2, came.append)
+
+    def take(token: common_pb2.Token) -> bool:
+        return stream.takes(token, 1, lambda error: broken.append(str(error)))
+
+    assert take(embedding(choice=0)) and take(embedding(size=12)) and take(embedding(position=0))
+    assert len(broken) == 3 and not came
+    assert take(embedding()) and take(embedding()) and not take(embedding(choice=0))
+    assert len(broken) == 3 and len(came) == 1
 
 
 class PromptAttempt:

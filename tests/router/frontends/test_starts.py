@@ -134,7 +134,7 @@ def call(message: bytes) -> Any:
     return context
 
 
-@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+@pytest.mark.parametrize("method", ["Generate", "Embed", "Tokenize"])
 async def test_a_grpc_call_waits_before_its_message_is_parsed(method: str, gateway: StubGateway) -> None:
     starts = held(gateway)
     serve = getattr(InferenceService(gateway), method)
@@ -152,7 +152,7 @@ async def test_a_grpc_call_waits_before_its_message_is_parsed(method: str, gatew
     assert len(starts) == gateway.admission.in_flight == 0
 
 
-@pytest.mark.parametrize("method", ["Generate", "Tokenize", "ListModels"])
+@pytest.mark.parametrize("method", ["Generate", "Embed", "Tokenize", "ListModels"])
 async def test_a_grpc_call_that_is_refused_takes_a_step_of_low_priority(
     method: str, gateway: StubGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from router.link.connection import ENTRIES_A_TURN
 from router.link.identity import RouterIdentity
 from tests.harness.waiting import until
@@ -117,11 +119,14 @@ async def test_an_attempt_that_is_no_longer_read_is_cancelled_at_its_worker(pair
     assert pair.links.unread() >= 1
 
 
-async def test_a_token_in_pieces_is_joined_and_begins_again_behind_a_break(pair):
+@pytest.mark.parametrize("large", ["top_logprobs", "embedding"])
+async def test_a_token_in_pieces_is_joined_and_begins_again_behind_a_break(pair, large):
     one = pair.read()
     await pair.up()
     token = common_pb2.Token(position=PROMPT, token_id=5, logprob=-1.0)
-    for number in range(30_000):
+    if large == "embedding":
+        token.embedding = bytes(range(251)) * 1600
+    for number in range(30_000 if large == "top_logprobs" else 0):
         token.top_logprobs.add(token_id=number, logprob=-float(number))
     came: list[common_pb2.Token] = []
     take = one.token

@@ -31,7 +31,7 @@ def workers(*adapters: tuple[tuple[str, str], ...]) -> list[WorkerInfo]:
 
 
 def completion(model: str, known: dict[str, str]) -> Completion:
-    text: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64, generation={})
+    text: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64, generation={}, has_head=True)
     config = RouterConfig(model="base", secret="x" * 16)  # type: ignore[arg-type]
     validator = Validator(config, text, lambda: known)
     validator.limits.check_model(model)

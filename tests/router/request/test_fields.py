@@ -94,6 +94,7 @@ def test_workers_get_every_option_that_concerns_them() -> None:
     sampling = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
     routers_own = {"n", "stop", "include_stop_text", "priority"}
     of_endpoints = {"top_logprobs", "prompt_logprobs", "prompt_top_logprobs"}  # names differ
+    of_endpoints |= {"pooling"}  # chosen by /v1/embeddings
     assert sampling - of_endpoints == set(GenerationOptions.model_fields) - routers_own
     assert set(DEFAULTS) < sampling
 

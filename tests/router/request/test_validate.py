@@ -41,7 +41,7 @@ CONFIG = RouterConfig(
 
 def validator(generation: dict[str, Any] | None = None, **config: Any) -> Validator:
     text: Any = SimpleNamespace(
-        vocab_size=VOCAB, max_position_embeddings=CONTEXT, generation=generation or {}
+        vocab_size=VOCAB, max_position_embeddings=CONTEXT, generation=generation or {}, has_head=True
     )
     return Validator(CONFIG.model_copy(update=config), text)
 

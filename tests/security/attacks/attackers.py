@@ -60,6 +60,7 @@ MORE: dict[str, dict[str, object]] = {
     "tokenize": {"return_token_strs": True},
     "tokenize a chat": {},
     "detokenize": {"tokens": [3864] * 4000},
+    "embedding": {"input": [[3864] * 4000] * 8},
 }
 COUNTED = [
     (ENDPOINTS[name].path, ENDPOINTS[name].body("a word and " * 1000, **more)) for name, more in MORE.items()

@@ -1,4 +1,4 @@
-"""Every endpoint that generates or tokenises, with a short request: attacks on what endpoints share meet each of them."""
+"""Every endpoint that generates, embeds or tokenises, with a short request: attacks on what they share meet each."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Endpoint:
     made: Callable[[str], dict[str, Any]]
     field: str = "prompt"  # that errors name for a text that is too long; "" = it takes none
     streams: bool = False
+    dispatched: bool = False  # a worker serves it
 
     def body(self, text: str = "abc", **more: Any) -> bytes:
         return json.dumps(self.made(text) | more).encode()
@@ -24,14 +25,27 @@ def _chat(text: str) -> dict[str, Any]:
 
 
 ENDPOINTS = {
-    "completion": Endpoint("/v1/completions", lambda text: {"prompt": text, "max_tokens": 2}, streams=True),
-    "chat": Endpoint("/v1/chat/completions", lambda text: _chat(text) | {"max_tokens": 2}, streams=True),
+    "completion": Endpoint(
+        "/v1/completions", lambda text: {"prompt": text, "max_tokens": 2}, streams=True, dispatched=True
+    ),
+    "chat": Endpoint(
+        "/v1/chat/completions", lambda text: _chat(text) | {"max_tokens": 2}, streams=True, dispatched=True
+    ),
     "response": Endpoint(
-        "/v1/responses", lambda text: {"input": text, "max_output_tokens": 2}, "input", streams=True
+        "/v1/responses",
+        lambda text: {"input": text, "max_output_tokens": 2},
+        "input",
+        streams=True,
+        dispatched=True,
     ),
     "message": Endpoint(
-        "/v1/messages", lambda text: _chat(text) | {"max_tokens": 2}, "messages", streams=True
+        "/v1/messages",
+        lambda text: _chat(text) | {"max_tokens": 2},
+        "messages",
+        streams=True,
+        dispatched=True,
     ),
+    "embedding": Endpoint("/v1/embeddings", lambda text: {"input": text}, "input", dispatched=True),
     "count": Endpoint("/v1/messages/count_tokens", _chat, "messages"),
     "tokenize": Endpoint("/tokenize", lambda text: {"prompt": text}),
     "tokenize a chat": Endpoint("/tokenize", _chat),

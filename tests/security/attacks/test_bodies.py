@@ -115,6 +115,9 @@ BODIES: dict[str, Callable[[], bytes]] = {  # the endpoint's name first, where i
         '{"messages":[{"role":"assistant","content":[{"type":"tool_use","input":{"a":[', "{},", "]}}]}]}"
     ),
     "message: schema": lambda: filled('{"messages":[],"tools":[{"input_schema":{"enum":[', "[],", "]}}]}"),
+    "embedding: ids": lambda: filled('{"input":[', "1,", "]}"),
+    "embedding: inputs": lambda: filled('{"input":[', '"",', "]}"),
+    "embedding: lists": lambda: filled('{"input":[', "[],", "]}"),
     "count: messages": lambda: filled('{"messages":[', MESSAGE, "]}"),
     "tokenize: prompt": lambda: filled('{"prompt":[', "[],", "]}"),
     "tokenize a chat: messages": lambda: filled('{"messages":[', MESSAGE, "]}"),
@@ -195,6 +198,7 @@ EMPTY_FIELDS = 500_000  # longer messages are refused by their length
 MESSAGES: dict[str, tuple[str, bytes]] = {
     "chat messages": ("Generate", nested(4, b"\x0a\x00" * EMPTY_FIELDS)),
     "stop strings": ("Generate", nested(5, b"\x5a\x00" * EMPTY_FIELDS)),
+    "inputs": ("Embed", b"\x12\x00" * EMPTY_FIELDS),
     "tokenize": ("Tokenize", nested(3, b"\x0a\x00" * EMPTY_FIELDS)),
 }
 

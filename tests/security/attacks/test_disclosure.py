@@ -17,6 +17,7 @@ from router.dispatch.retry_policy import RetryPolicy
 from router.text.tokenizer import ModelText
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.adapters import make_adapter
+from tests.harness.embedding_files import with_embeddings
 from tests.harness.router import KeyFile
 from tests.router.dispatch.test_engine_failures import Failing, run
 from tests.security.attacks.endpoints import ENDPOINTS
@@ -82,7 +83,8 @@ def test_a_prompt_is_cached_for_its_tenant_and_its_adapter_only(tmp_path: Path) 
     flags = [*FLAGS, "--api-keys-file", str(keys.path)]
     for seed, name in enumerate(("one", "two")):
         flags += ["--lora", f"{name}={make_adapter(tmp_path / name, MODEL, seed=seed)}"]
-    with run_cluster(tmp_path / "cluster", MODEL, *flags) as cluster:
+    with_embeddings(MODEL, tmp_path / "model", "lasttoken")  # which alone takes cached prefixes
+    with run_cluster(tmp_path / "cluster", tmp_path / "model", *flags) as cluster:
 
         def cached(key: str, endpoint: str, text: str, model: str) -> int:
             one, headers = ENDPOINTS[endpoint], {"authorization": f"Bearer {key}"}
@@ -92,7 +94,7 @@ def test_a_prompt_is_cached_for_its_tenant_and_its_adapter_only(tmp_path: Path) 
             assert answer.status_code == 200, answer.text
             return cached_tokens(answer.json())
 
-        for endpoint in (name for name, one in ENDPOINTS.items() if one.streams):
+        for endpoint in (name for name, one in ENDPOINTS.items() if one.dispatched):
             text = f"def {endpoint}(a, b): return a + b  # " * 20
             assert cached(mine, endpoint, text, "one") == 0
             # Within some requests: a worker that stood still for a moment is avoided for one.

@@ -33,7 +33,7 @@ def test_a_request_above_its_keys_class_is_refused_over_http_and_grpc(
                 assert param(answer) == "priority"
         for one in ENDPOINTS.values():
             raw = one.body(priority=asked)
-            if one.streams:
+            if one.dispatched:
                 answer = httpx.post(f"{router.http}{one.path}", content=raw, headers=headers, timeout=30)
                 assert answer.status_code == (200 if fits else 403), answer.text
                 assert fits or param(answer) == "priority"

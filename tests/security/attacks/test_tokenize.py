@@ -71,7 +71,7 @@ def test_it_counts_against_the_quota(router: Router, keys: KeyFile) -> None:
 def test_each_endpoint_that_counts_is_charged(router: Router, keys: KeyFile) -> None:
     """One request of the quota each, also one that is refused."""
     headers = {"authorization": f"Bearer {known(router, keys.add('counts', requests_per_minute=8))}"}
-    asked = [one for one in ENDPOINTS.values() if not one.streams]
+    asked = [one for one in ENDPOINTS.values() if not one.dispatched]
     statuses = []
     for body in (lambda one: one.body(), lambda one: one.body(unknown=1), lambda one: one.body()):
         for one in asked:
@@ -118,12 +118,18 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
 
 UNREAD = {
     "baton.v1.Inference/Tokenize": inference_pb2.TokenizeRequest(text="\u017b#" * 20_000).SerializeToString(),
+    "baton.v1.Inference/Embed": inference_pb2.EmbedRequest(
+        input=[inference_pb2.EmbedInput(text="a")]
+    ).SerializeToString(),
     "baton.v1.Inference/ListModels": b"",
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": b"\x3a\x00",  # list_services
 }
 
 
-@pytest.mark.parametrize("method", UNREAD)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(one, marks=pytest.mark.long) if one.endswith("/Embed") else one for one in UNREAD],
+)
 def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Router, keys: KeyFile) -> None:
     key = known(router, keys.add(f"unread {method}", max_concurrent_requests=1))
     message = UNREAD[method]

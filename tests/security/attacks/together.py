@@ -22,6 +22,7 @@ from rich.table import Table
 from baton.local.certs import make_certs
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.cluster import Cluster
+from tests.harness.embedding_files import with_embeddings
 from tests.harness.router import KeyFile
 from tests.security.attacks.pairs import REST_SECONDS, STEP_SECONDS, PairRunner, Pairs, mean
 from tests.security.attacks.tenant import p99
@@ -78,7 +79,8 @@ def attacked_cluster(*, mutual_tls: bool) -> Iterator[tuple[Cluster, list[str], 
         if certs:
             make_certs(certs, [], 2)
             flags += ["--certs", str(certs)]
-        with run_cluster(directory / "cluster", MODEL, *flags) as cluster:
+        with_embeddings(MODEL, directory / "model")
+        with run_cluster(directory / "cluster", directory / "model", *flags) as cluster:
             yield cluster, named, certs
 
 

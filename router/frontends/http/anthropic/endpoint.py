@@ -10,6 +10,7 @@ import orjson
 from starlette.responses import Response
 
 from cluster.security.keys import Caller
+from router.frontends.field_names import renamed
 from router.frontends.http.anthropic.answer import MessageForm
 from router.frontends.http.anthropic.errors import messages_error_response, new_request_id
 from router.frontends.http.anthropic.request import (
@@ -19,7 +20,6 @@ from router.frontends.http.anthropic.request import (
 )
 from router.frontends.http.errors import error_headers, typed
 from router.frontends.http.exchange import Exchange
-from router.frontends.http.field_names import renamed
 from router.frontends.http.gate import caller_of
 from router.frontends.http.requests import read_request
 from router.frontends.http.serving import Admit, ParsedRequest, Reader, Serving, request_id

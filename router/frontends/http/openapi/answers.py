@@ -41,6 +41,7 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "ChatCompletionChunk": _chunk("chat.completion.chunk", _chat_delta()),
         "Completion": _answer("text_completion", _completion_choice(one_of(["stop", "length"]))),
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
+        "Embeddings": _embeddings(),
         **response_schemas(),
         **message_schemas(),
         "Model": record(
@@ -57,11 +58,18 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
                     {"parser": optional(text(description="of tool calls; null: requests may have no tools"))}
                 ),
                 "reasoning": record({"parser": optional(text(description="null: reasoning stays content"))}),
+                "generation": BOOLEAN,
+                "embedding": optional(
+                    record(
+                        {"dimensions": COUNT, "pooling": text(), "normalised": BOOLEAN, "max_tokens": COUNT}
+                    )
+                ),
+                "embedding_reason": text(description="the reason, if embedding is null"),
                 "parent": text(description="of an adapter: the model that it changes"),
             },
             [
                 *("id", "object", "created", "owned_by", "max_model_len", "structured_output"),
-                *("tools", "reasoning"),
+                *("tools", "reasoning", "generation", "embedding"),
             ],
         ),
         "ModelList": record({"object": one_of(["list"]), "data": array(ref("Model"))}),
@@ -95,6 +103,22 @@ def _usage() -> Schema:
         },
         ["prompt_tokens", "completion_tokens", "total_tokens"],
         description="usage so far, in chunks before the last; without details",
+    )
+
+
+def _embeddings() -> Schema:
+    vector = either(array(NUMBER), text(contentEncoding="base64", description="float32, little-endian"))
+    entry = record({"object": one_of(["embedding"]), "index": COUNT, "embedding": vector})
+    cached = record({"cached_tokens": COUNT})
+    usage = record({"prompt_tokens": COUNT, "total_tokens": COUNT, "prompt_tokens_details": cached})
+    return record(
+        {
+            "object": one_of(["list"]),
+            "data": array(entry),
+            "model": text(),
+            "usage": usage,
+            "baton": ref("Baton"),
+        }
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 
 from router.frontends.http.anthropic.request import CountTokensRequest, MessagesRequest
+from router.frontends.http.embeddings import EmbeddingRequest
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema, ready_schema
 from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest
@@ -50,12 +51,13 @@ _SUMMARIES = {
     "response": "Complete a conversation of items; nothing is stored",
     "message": "Complete a conversation, as Anthropic's clients ask for it",
     "countMessageTokens": "Count the tokens of a conversation, as Anthropic's clients ask for it",
+    "embedding": "Embed texts",
     "tokenize": "Tokenise a text or a conversation",
     "detokenize": "The text of tokens",
 }
 _REQUESTS = (
     *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest),
-    *(CountTokensRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
+    *(CountTokensRequest, EmbeddingRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
 )
 _OF_MODEL: dict[str, Schema] = {
     "model": optional(
@@ -137,6 +139,7 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         "/v1/responses": {"post": _streaming("response", "Response", keys)},
         "/v1/messages": {"post": _messages(keys)},
         "/v1/messages/count_tokens": {"post": _of_messages(_count_tokens(keys))},
+        "/v1/embeddings": {"post": _asked("embedding", ref("EmbeddingRequest"), ref("Embeddings"), keys)},
         "/tokenize": {"post": _tokenize(keys)},
         "/detokenize": {"post": _asked("detokenize", ref("DetokenizeRequest"), ref("Text"), keys)},
         "/v1/models": {"get": _get("models", "The served model", ref("ModelList"), keys)},

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.security.keys import Caller
+from router.frontends.field_names import renamed
 from router.frontends.http.exchange import Exchange
-from router.frontends.http.field_names import renamed
 from router.frontends.http.gate import caller_of
 from router.frontends.http.requests import read_request
 from router.frontends.http.responses.answer import ResponseForm

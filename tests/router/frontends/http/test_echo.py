@@ -19,7 +19,9 @@ from tests.router.frontends.http.conftest import NAME, events_of
 from wire import common_pb2
 
 CONFIG = RouterConfig(model="m", secret="x" * 16, max_answer_entries=1000, max_choices=100)
-TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64, generation={}, most_bytes=None)
+TEXT: Any = SimpleNamespace(
+    vocab_size=100, max_position_embeddings=64, generation={}, most_bytes=None, has_head=True
+)
 
 
 def completion(**body):

@@ -1,0 +1,99 @@
+"""Embeddings as both frontends make them: requests of the inputs, and vectors of what workers send."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.protocol.pooling import Embedding
+from cluster.security.keys import Caller
+from router.frontends.field_names import renamed
+from router.gateway import RequestGateway
+from router.request.completion import Completion, Outcome
+from router.request.embedding_options import EmbeddingOptions
+from router.request.permissions import check_allowed
+from router.request.served_model import ServedModel
+from router.request.validator import Envelope
+from wire import inference_pb2
+
+_FIELDS = {"prompt": "input"}  # texts are checked as those of completions
+_LEAST_LENGTH = 1e-12  # by which torch's normalisation divides at least
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """How the vectors of one request are made of those that workers send."""
+
+    how: Embedding
+    dimensions: int
+
+    def of(self, sent: bytes) -> npt.NDArray[np.float32]:
+        """float32 [dimensions] of a worker's bytes: cut, and then normalised if the checkpoint says so."""
+        made: npt.NDArray[Any] = np.frombuffer(sent, dtype="<f4")[: self.dimensions]
+        if self.how.normalised:
+            made = made / max(float(np.linalg.norm(made.astype(np.float64))), _LEAST_LENGTH)
+        return np.ascontiguousarray(made, dtype="<f4")
+
+
+async def read_inputs(
+    gateway: RequestGateway,
+    model: ServedModel,
+    options: EmbeddingOptions,
+    envelope: Envelope,
+    caller: Caller,
+    *,
+    admit: Callable[[int], None],
+    next_turn: Callable[[], Awaitable[None]],
+) -> tuple[list[Completion], Vectors]:
+    """One completion for each input. `admit` takes places for further ones, `next_turn` is awaited before each of them is
+    tokenised. Raises BatonError."""
+    how = model.embedding
+    vectors = Vectors(how, options.dimensions_of(how))
+    model.validator.check_embeddings(len(options.input), how)
+    # Before tokenising: a request that gets no place costs nothing of the quota.
+    admit(len(options.input) - 1)
+    completions: list[Completion] = []
+    async with gateway.preparing(caller, model.name):
+        for one in options.input:
+            if completions:
+                await next_turn()
+            tokens = await _tokens(gateway, model, one, options, caller.tenant, envelope.cache_salt)
+            completions.append(model.validator.embedding(tokens, how, envelope, options.priority or 0))
+        check_allowed(completions[0], caller)
+    return completions, vectors
+
+
+async def _tokens(
+    gateway: RequestGateway,
+    model: ServedModel,
+    given: str | Sequence[int],
+    options: EmbeddingOptions,
+    tenant: str,
+    cache_salt: str,
+) -> Sequence[int]:
+    tokens: Sequence[int]
+    if not isinstance(given, str):
+        tokens = given
+    else:
+        with renamed(_FIELDS, ()):
+            tokens = await gateway.encode(
+                given,
+                model=model.name,
+                special=options.add_special_tokens is not False,
+                truncated=options.truncate_prompt_tokens is not None,
+                tenant=tenant,
+                cache_salt=cache_salt,
+            )
+    return options.kept(tokens, model.validator.longest_input(model.embedding)[0])
+
+
+def usage_of(outcomes: Sequence[Outcome]) -> inference_pb2.Usage:
+    """Of all inputs."""
+    return inference_pb2.Usage(
+        prompt_tokens=sum(outcome.usage.prompt_tokens for outcome in outcomes),
+        cached_tokens=sum(outcome.usage.cached_tokens for outcome in outcomes),
+    )
