@@ -11,6 +11,7 @@ import numpy as np
 from cluster.errors import ContextLengthError, UnsupportedFieldError
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import HASH_BYTES
+from cluster.protocol.first_token import ends_with_first_token
 from cluster.protocol.names import ADAPTER_DIGEST, check_name, check_transfer_id, invalid
 from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS

@@ -71,7 +71,7 @@ class StepDecision:
         self.copies.pop(sequence, None)
 
 
-def _scored(s: Sequence, count: int) -> dict[str, int]:
+def _scored(s: Sequence, count: int) -> dict[str, Any]:
     """Which of the item's tokens are scored: those before a token of the prompt."""
     sampling, end = s.request.sampling, s.num_computed + count
     if not s.unscored:

@@ -114,7 +114,7 @@ class RequestDispatcher:
 
     @property
     def _lacks_prompt(self) -> bool:
-        """Log probabilities of the prompt are still to come: the answer waits for them."""
+        """Log probabilities of the prompt, or its embedding, are still to come: the answer waits for them."""
         return self._prompt is not None and not self._prompt.complete
 
     @property

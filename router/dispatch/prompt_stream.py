@@ -53,16 +53,20 @@ class EmbeddingStream:
         self._bytes, self._forward = 4 * dimensions, forward
         self.next_position = 1
 
+    @property
+    def complete(self) -> bool:
+        return self.next_position >= self.limit
+
     def takes(self, token: Token, choice: int, broken: Callable[[BatonError], None]) -> bool:
         """As PromptStream.takes. `broken`: the first token came without an embedding, or it has another length."""
         if token.choice != choice:
-            if self.next_position < self.limit:
+            if not self.complete:
                 broken(PeerLostError("a token came before the embedding of its prompt"))
-            return self.next_position < self.limit
+            return not self.complete
         if token.position != 1 or len(token.embedding) != self._bytes:
             size = len(token.embedding)
             broken(PeerLostError(f"an embedding of {size} bytes came at {token.position}, not {self._bytes}"))
-        elif self.next_position == 1:
+        elif not self.complete:
             self.next_position = self.limit
             self._forward(token)
         return True

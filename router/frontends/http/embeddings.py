@@ -69,7 +69,7 @@ class Embeddings:
             options,
             envelope,
             caller,
-            admit=admit,
+            admit=lambda further: admit(further, 0),
             next_turn=lambda: self._serving.start_turn(request, model.name),
         )
         form = EmbeddingsForm(
