@@ -119,7 +119,8 @@ class Sequence:
         """Wait again, with nothing computed; its blocks have been freed."""
         self.num_computed = self.registered_blocks = 0
         self.preempted_at = len(self.tokens)
-        self.extra_seat, self.found, self.pooled = False, None, None
+        self.extra_seat, self.found = False, None
+        self.pooled = None
         self.machine.to(SequenceState.WAITING)
 
     @property
