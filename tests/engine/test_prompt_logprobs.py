@@ -10,7 +10,7 @@ import torch
 
 from engine import prompt_scores
 from engine.engine import Engine
-from engine.request import EngineRequest, PromptOutput, SamplingParams
+from engine.request import EngineRequest, PromptOutput, SamplingParams, StepOutput
 from engine.runner import ModelRunner
 from tests.engine.ranks import engine_of, make_engine, runners
 from tests.harness.checkpoints import prompt_ids, reference_logits
@@ -21,6 +21,10 @@ PROMPT = prompt_ids(70)
 WITHIN = 1e-4  # as the logits in test_parity.py
 
 
+def scores_of(output: StepOutput) -> list[PromptOutput]:
+    return [one for one in output.prompts if isinstance(one, PromptOutput)]
+
+
 def scored(engine: Engine, *requests: EngineRequest) -> dict[str, list[PromptOutput]]:
     for request in requests:
         engine.add(request)
@@ -28,7 +32,7 @@ def scored(engine: Engine, *requests: EngineRequest) -> dict[str, list[PromptOut
     waiting = set(found)
     while waiting:
         output = engine.step()
-        for one in output.prompts:
+        for one in scores_of(output):
             found[one.request_id].append(one)
         for done in output.done:
             assert done.error is None
@@ -89,14 +93,14 @@ def test_two_ranks_give_those_of_one(checkpoint):
 def test_a_preempted_prompt_reports_each_token_once(checkpoint):
     engine = make_engine(checkpoint("llama"), max_batch_tokens=16)
     engine.add(EngineRequest("r", PROMPT, SCORED))
-    first = engine.step().prompts + engine.step().prompts
+    first = scores_of(engine.step()) + scores_of(engine.step())
     from engine.scheduler.decision import StepDecision
 
     (sequence,) = engine._scheduler.requests["r"]
     engine._scheduler._preempt(sequence, StepDecision())
     rest: list[PromptOutput] = []
     while engine._scheduler.requests:
-        rest += engine.step().prompts
+        rest += scores_of(engine.step())
     assert sum(len(one.scores) for one in first) == 32
     assert_scores(checkpoint("llama"), PROMPT, first + rest)
 
@@ -124,7 +128,7 @@ def test_choices_that_are_computed_again_report_no_prompt_and_use_what_is_cached
         engine._scheduler._preempt(sequence, StepDecision())
     while engine._scheduler.requests:
         outputs.append(engine.step())
-    assert_scores(checkpoint("llama"), PROMPT, [one for output in outputs for one in output.prompts])
+    assert_scores(checkpoint("llama"), PROMPT, [one for output in outputs for one in scores_of(output)])
     tokens = [(one.choice, one.position) for output in outputs for one in output.tokens]
     assert sorted(tokens) == [(choice, len(PROMPT) + i) for choice in range(2) for i in range(6)]
     assert engine.stats().prompt_tokens_cached >= 64

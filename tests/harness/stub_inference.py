@@ -80,6 +80,9 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         text = request.text or " ".join(turn.content for turn in request.chat.messages)
         return pb.TokenizeResponse(token_ids=[len(word) for word in text.split()])
 
+    def Embed(self, request: pb.EmbedRequest, context: grpc.ServicerContext) -> pb.EmbedResponse:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "no vectors")
+
     def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.ServicerContext
     ) -> pb.ListModelsResponse:

@@ -118,7 +118,7 @@ def test_vectors_beside_generations_on_two_ranks_and_over_grpc(mixed: Mixed) -> 
 
     def generated(_: int) -> list[int]:
         with Client(mixed.cluster.grpc, api_key=mixed.acme) as client:
-            return client.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True).token_ids
+            return list(client.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True).token_ids)
 
     def embedded(_: int) -> np.ndarray:
         with mixed.client(mixed.acme) as client:
@@ -134,8 +134,8 @@ def test_vectors_beside_generations_on_two_ranks_and_over_grpc(mixed: Mixed) -> 
         vectors = [*threads.map(embedded, range(4))]
     for found in vectors:
         np.testing.assert_allclose(found, wanted, atol=WITHIN, rtol=0)
-    for found in tokens:
-        assert_reference(mixed.model, prompt, found)
+    for answered in tokens:
+        assert_reference(mixed.model, prompt, answered)
     request = pb.EmbedRequest(
         input=[
             pb.EmbedInput(text=one) if isinstance(one, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=one))
@@ -153,13 +153,14 @@ def test_vectors_beside_generations_on_two_ranks_and_over_grpc(mixed: Mixed) -> 
 
 def test_what_is_refused_or_cancelled_leaves_nothing_held(mixed: Mixed) -> None:
     with mixed.client(mixed.acme) as client:
-        for more, kind, param in (
+        refusals: list[tuple[dict[str, Any], type[openai.APIStatusError], str]] = [
             ({"input": [5] * 5000}, openai.BadRequestError, "input"),
             ({"input": ["a"] * 65}, openai.BadRequestError, "input"),
             ({"input": "a", "dimensions": 3}, openai.BadRequestError, "dimensions"),
             ({"input": "a", "model": "other"}, openai.NotFoundError, "model"),
             ({"input": "a", "extra_body": {"priority": "high"}}, openai.PermissionDeniedError, "priority"),
-        ):
+        ]
+        for more, kind, param in refusals:
             with pytest.raises(kind) as caught:
                 client.embeddings.create(**{"model": "", **more})
             assert caught.value.param == param

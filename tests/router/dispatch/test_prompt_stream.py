@@ -65,7 +65,7 @@ def embedding(size: int = 8, position: int = 1, choice: int = 1) -> common_pb2.T
 
 
 def test_an_embedding_comes_once_over_all_attempts():
-    came: list[common_pb2.Token] = []
+    came: list[Any] = []
     broken: list[str] = []
     stream = EmbeddingStream(2, came.append)
 

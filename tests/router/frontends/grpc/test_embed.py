@@ -81,9 +81,9 @@ async def test_each_input_has_its_vector_in_order(gateway: VectorGateway) -> Non
         np.testing.assert_allclose(one.values, unit(vector_of(tokens)), rtol=2**-22)  # float32 has 24 bits
     assert (answer.request_id, answer.model) == ("mine", "tiny")
     assert answer.usage == pb.Usage(prompt_tokens=sum(map(len, asked)), cached_tokens=3)
-    for one in gateway.accepted:
-        assert (one.sampling.pooling, one.prompt_only, one.priority) == (common_pb2.POOLING_MEAN, True, -1)
-        assert one.deadline_seconds == 5.0
+    for done in gateway.accepted:
+        assert (done.sampling.pooling, done.prompt_only, done.priority) == (common_pb2.POOLING_MEAN, True, -1)
+        assert done.deadline_seconds == 5.0
     assert gateway.admission.in_flight == gateway.admission.bodies.held == 0
 
 

@@ -177,7 +177,12 @@ def test_a_base_model_generates_nothing(gateway, client, monkeypatch):
 def test_each_input_takes_a_place(gateway, client, monkeypatch):
     seen: list[int] = []
     own = gateway.request
-    monkeypatch.setattr(gateway, "request", lambda *a: (seen.append(gateway.admission.in_flight), own(*a))[1])
+
+    def counted(*given):
+        seen.append(gateway.admission.in_flight)
+        return own(*given)
+
+    monkeypatch.setattr(gateway, "request", counted)
     ask(client, input=["a", "b", "c"])
     assert seen == [3, 3, 3]
     wait_for(lambda: gateway.admission.in_flight == 0, 5, "places end when the client has read")
