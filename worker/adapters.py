@@ -107,11 +107,16 @@ class AdapterChanges:
                 await self._look()
                 tried.clear()  # what waits for a slot does not wait for others' files
         finally:
-            for task in self._loading:
-                task.cancel()
-            self._loading.clear()
+            await self._give_up_all()
         self._forget()
         await self._announce()
+
+    async def _give_up_all(self) -> None:
+        """Where `follow` is cancelled: what is read is dropped when the next reading of its lane begins."""
+        for task in self._loading:
+            task.cancel()
+        await asyncio.gather(*self._loading, return_exceptions=True)
+        self._loading.clear()
 
     def _begin(self, tried: set[_Key]) -> None:
         """Begin to load what is wanted and was not `tried`, as far as there are lanes."""
@@ -212,7 +217,7 @@ class AdapterChanges:
                     raise _NotWantedError
                 self._check_names()
                 held = frozenset(self._held())
-            except BaseException:
+            except Exception:
                 await self._host.call(lambda engine: engine.adapters.drop(lane))
                 raise
             try:

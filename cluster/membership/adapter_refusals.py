@@ -10,7 +10,7 @@ from cluster.errors import BatonError
 
 MOST = 16  # of a status; the last ones
 MAX_MESSAGE = 400  # characters
-MAX_TEXT = 64 << 10
+MAX_TEXT = 128 << 10  # longer than any of these, escaped
 
 
 class Refusal(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 from cluster.errors import AdapterMissingError, InvalidRequestError, ModelError
 from cluster.membership.adapter_refusals import decode
 from cluster.membership.wanted_adapters import Wanted, check_path, parse
-from engine.lora.loaded import READ_SECONDS, LoadedAdapters
-from engine.lora.message import LANES
+from engine.lora.loaded import LoadedAdapters
 from engine.lora.reading import inside
 from worker.adapters import RETRY_SECONDS, AdapterChanges
 
@@ -97,12 +95,17 @@ class World:
         return set(self.adapters.slots)
 
 
+def made(directory: Path) -> World:
+    """With the adapters a and b in its directory."""
+    for name in ("a", "b"):
+        (directory / "dir" / name).mkdir(parents=True)
+        (directory / "dir" / name / "digest").write_text(name)
+    return World(directory / "dir")
+
+
 @pytest.fixture
 def world(tmp_path) -> World:
-    for name in ("a", "b"):
-        (tmp_path / "dir" / name).mkdir(parents=True)
-        (tmp_path / "dir" / name / "digest").write_text(name)
-    return World(tmp_path / "dir")
+    return made(tmp_path)
 
 
 async def test_a_wanted_adapter_is_loaded_then_published(world):
@@ -211,75 +214,6 @@ async def test_slow_files_do_not_keep_others_from_being_unloaded(world, monkeypa
     await world.changes.follow()
     assert seen[-1] == (("fixed", "fixed"),)
     assert world.published[-1] == (("fixed", "fixed"), ("y", "b"))
-
-
-async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
-    """Neither another one of the same look, nor one that comes meanwhile, nor one that waits for a slot."""
-    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0.001)
-    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 0.005)
-    world.runner.count = 3
-    world.runner.slow = {"slow": 10**9}
-    world.wanted = {"slow": Wanted("slow", "1"), "x": Wanted("a", "1")}
-    following = asyncio.create_task(world.changes.follow())
-    alone = ("fixed", "fixed")
-
-    async def published(*pairs: tuple[str, str]) -> None:
-        async with asyncio.timeout(5):
-            while not world.published or world.published[-1] != (alone, *pairs):
-                await asyncio.sleep(0.001)
-
-    await published(("x", "a"))
-    world.wanted["y"] = Wanted("b", "1")
-    await published(("x", "a"), ("y", "b"))
-    (world.changes._directory / "c").mkdir()
-    (world.changes._directory / "c" / "digest").write_text("c")
-    world.in_use = {"a"}
-    del world.wanted["x"]
-    world.wanted["z"] = Wanted("c", "1")
-    await published(("y", "b"))
-    async with asyncio.timeout(5):
-        while "z" not in world.changes.refusals:
-            await asyncio.sleep(0.001)
-    world.in_use = set()
-    await published(("y", "b"), ("z", "c"))
-    assert not following.done()
-    world.now += READ_SECONDS + 1
-    await following
-    assert list(world.changes.refusals) == ["slow"]
-    assert "not read within" in world.changes.refusals["slow"].message
-
-
-async def test_files_that_do_not_answer_keep_to_one_lane(world, monkeypatch):
-    """However often they are tried: their threads may still be there."""
-    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
-    monkeypatch.setattr("worker.adapters.READ_SECONDS", -1.0)
-    world.runner.slow, world.wanted = {"a": 10**9}, {"x": Wanted("a", "1")}
-    for _ in range(3):
-        await world.changes.follow()
-        world.now += RETRY_SECONDS
-    assert world.runner.lanes == [0, 0, 0]
-    world.wanted["y"] = Wanted("b", "1")
-    await world.changes.follow()
-    assert sorted(world.runner.lanes[3:]) == [0, 1] and "y" in dict(world.changes.pairs)
-
-
-async def test_so_many_are_read_at_a_time(world, monkeypatch):
-    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
-    world.wanted = {f"x{i}": Wanted(f"s{i}", "1") for i in range(LANES + 2)}
-    world.runner.slow = {f"s{i}": 20 for i in range(LANES + 2)}
-    most, asked = [], world.runner.digest
-
-    def counted(lane: int) -> str | None:
-        most.append(len(world.runner.reading))
-        found: str | None = asked(lane)
-        return found
-
-    world.runner.digest = counted
-    for i in range(LANES + 2):
-        (world.changes._directory / f"s{i}").mkdir()
-        (world.changes._directory / f"s{i}" / "digest").write_text("same")
-    await world.changes.follow()
-    assert max(most) == LANES and len(world.changes.pairs) == LANES + 3
 
 
 async def test_adapters_of_other_models_are_left_to_their_workers(world):
