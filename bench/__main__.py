@@ -17,6 +17,7 @@ SECTIONS = (
     "int8",
     "quality",
     "speculation",
+    "grammars",
     "steps",
     "handoff",
     "digests",

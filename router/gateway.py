@@ -193,8 +193,7 @@ class RequestGateway:
 
         conversation, rendered = await self._in_time(served.text.chat(checked, characters, tenant=tenant))
         plan = served.plans.plan(conversation, rendered.text, asked)
-        for one in plan.checks:
-            await served.grammars.check(one, tenant)
+        await served.grammars.check(tenant, *plan.checks)
         tokens = await self.encode(
             rendered,
             model=model,

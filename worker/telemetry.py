@@ -28,12 +28,13 @@ class WorkerTelemetry:
     """Probes are answered from construction on, also while the model is loaded."""
 
     def __init__(self, config: WorkerConfig, health: Health, advertised_host: str):
-        labels = {"worker": config.worker_id, "role": config.role}
+        model = config.served_model_name or config.engine.model.name  # as routers name it
+        worker = {"worker": config.worker_id, "role": config.role}
         probes = {"ready": health.why_not_ready, "live": health.why_not_live}
         self._health = health
-        self._registry = Registry(labels, aliases=config.metrics_aliases, model=config.engine.model.name)
+        self._registry = Registry({**worker, "model": model}, aliases=config.metrics_aliases, model=model)
         self._exporter = MetricsServer(
-            config.host, config.metrics_port, self._registry, probes, labels, health.warnings
+            config.host, config.metrics_port, self._registry, probes, worker, health.warnings
         )
         self.metrics_address = join(advertised_host, self._exporter.port)
         self.tracing = open_tracing(config, f"baton-{config.role}", config.worker_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from cluster.errors import UnreadableAnswerError
 from router.link.token import Token
@@ -14,7 +15,7 @@ from router.text.tokenizer import ModelText
 from wire import common_pb2
 
 log = logging.getLogger(__name__)
-RESUMED_AT_ONCE = 256  # tokens between two turns of the event loop: 1 to 5 ms
+RESUMED_SECONDS = 0.001  # between two turns of the event loop, as far as one token allows it
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -40,7 +41,8 @@ class ChoiceStream:
         self._detokenizer = text.detokenizer(completion.prompt_tokens)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
         source = completion.answer_format
-        self._marked = None if source is None else MarkedText(source.parser(), source.marker_ids)
+        self._marked = None if source is None else MarkedText(source.parser(), source.marker_texts)
+        self._marker: int | None = None  # the token that was read last, if it is one
 
     @property
     def reasoning_tokens(self) -> int:
@@ -51,15 +53,17 @@ class ChoiceStream:
         """Read the tokens that the client already holds, because stop strings may begin in their text, and the parser must
         have read it; their parts are not shown again. Call it before the first token. They may be as long as a whole
         answer, so it yields to the event loop in between. Raises UnreadableAnswerError."""
-        for count, token in enumerate(self.output, 1):
+        began = time.monotonic()
+        for token in self.output:
             try:
                 text = self._read(token)
                 if self._marked is not None:
-                    self._marked.passed(text)
+                    self._marked.passed(text, self._marker)
             except Exception as error:
                 raise self._unreadable(error) from error
-            if count % RESUMED_AT_ONCE == 0:
+            if time.monotonic() - began > RESUMED_SECONDS:
                 await asyncio.sleep(0)
+                began = time.monotonic()
 
     def take(self, token: Token) -> Delta | None:
         """None: already forwarded, or nothing is wanted any more. Raises GapError; UnreadableAnswerError."""
@@ -85,7 +89,7 @@ class ChoiceStream:
         if self._stop.stopped:
             self.finish = "stop"
         elif ended is not None:
-            text += self._passed(self._detokenizer.flush()) + self._stop.flush()
+            text += self._stop.add(self._detokenizer.flush()) + self._stop.flush()
             self.finish = "stop" if self._stop.stopped else ended
         if self._marked is None:
             return Delta(self._shown_as, text, (token,), self.finish, None, self._stop.found)
@@ -93,23 +97,21 @@ class ChoiceStream:
 
     def _read(self, token_id: int) -> str:
         """The text that can be shown now that the token came."""
-        if self._marked is None:
+        self._marker = None
+        if self._marked is None or token_id not in self._marked.marker_texts:
             return self._stop.add(self._detokenizer.add(token_id))
-        if token_id not in self._marked.marker_ids:
-            return self._passed(self._detokenizer.add(token_id))
-        text = self._passed(self._detokenizer.complete())
-        self._marked.add_marker(token_id)
+        # No stop string reaches over a marker, which is text between the two; it may be in the marker's own text.
+        text = self._stop.add(self._detokenizer.complete()) + self._stop.flush()
+        self._stop.add(self._marked.marker_texts[token_id])
+        self._stop.flush()
+        if not self._stop.stopped:
+            self._marker = token_id
         return text
-
-    def _passed(self, text: str) -> str:
-        if self._marked is not None:
-            self._marked.came(text)
-        return self._stop.add(text)
 
     def _parsed(self, marked: MarkedText, text: str, token: Token) -> Delta:
         # Until the parts are there the choice has not finished: what goes wrong with them ends no request as complete
         finish, self.finish = self.finish, None
-        parts = marked.passed(text)
+        parts = marked.passed(text, self._marker)
         if finish is not None:
             parts += marked.end()
         self.finish = "tool_calls" if finish == "stop" and marked.called else finish

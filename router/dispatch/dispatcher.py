@@ -233,11 +233,9 @@ class RequestDispatcher:
             while True:
                 for event in await attempt.events.take():
                     if isinstance(event, Broken):
-                        raise (
-                            event.error
-                            if isinstance(event.error, errors.UnreadableAnswerError)
-                            else _Retry(event.error)
-                        )
+                        if isinstance(event.error, errors.UnreadableAnswerError):
+                            raise event.error
+                        raise _Retry(event.error)
                     if isinstance(event, Ended):
                         await self._stream_ended(event, attempt, choices)
                 if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):

@@ -18,6 +18,7 @@ from router.text.parsers.registry import (
     find_reasoning_parser,
     find_tool_parser,
     format_of,
+    grammar_form,
     opens_reasoning,
     reasoning_texts,
 )
@@ -33,7 +34,9 @@ def formats_of(settings: RouterConfig, text: ModelText) -> Formats:
     )
     added = text.tokenizer.get_added_tokens_decoder()
     special = {one.content: token_id for token_id, one in added.items() if one.special}
-    return ModelFormats(tools, reasoning, special, {one.content: token_id for token_id, one in added.items()})
+    made = ModelFormats(tools, reasoning, special, {one.content: token_id for token_id, one in added.items()})
+    made.tool_form = grammar_form(tools, template)
+    return made
 
 
 def _chosen(setting: str, given: str, names: Sequence[str], find: Callable[[str], str], template: str) -> str:
@@ -54,23 +57,34 @@ class ModelFormats:
     ):
         """`special`: ids of the tokenizer's special tokens by their texts; `added`: those of all added ones."""
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
+        self.tool_form = tool_parser  # for grammars, where one parser reads several
         self._special, self._added = special, added
 
-    def format(self, conversation: Conversation, rendered: str) -> ParserSource | None:
+    @property
+    def has_tool_grammar(self) -> bool:
+        return grammars.has_grammar(self.tool_form)
+
+    def format(
+        self, conversation: Conversation, rendered: str, *, constrained: bool = False
+    ) -> ParserSource | None:
         tools = self.tool_parser if conversation.callable else ""
         if not tools and not self.reasoning_parser:
             return None
-        opened = opens_reasoning(rendered)
-        return format_of(tools, self.reasoning_parser, opened=opened, special=self._special)
+        opened = opens_reasoning(self.reasoning_parser, rendered)
+        names = [one.name for one in conversation.callable] if constrained else None
+        return format_of(tools, self.reasoning_parser, opened=opened, special=self._special, names=names)
 
-    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+    def tool_grammar(
+        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
+    ) -> GrammarSpec:
         return grammars.tool_grammar(
-            self.tool_parser,
+            self.tool_form,
             conversation.callable,
             must_call=conversation.must_call,
             parallel=conversation.parallel_tool_calls and not conversation.tool_name,
             reasoning=reasoning_texts(self.reasoning_parser, rendered),
             marker=self._marker,
+            answer=answer,
         )
 
     def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:

@@ -39,12 +39,23 @@ class Formats(Protocol):
     tool_parser: str
     reasoning_parser: str
 
-    def format(self, conversation: Conversation, rendered: str) -> ParserSource | None:
-        """How the answers to a prompt are parsed, whose text may begin the reasoning."""
+    @property
+    def has_tool_grammar(self) -> bool:
+        """Whether calls of this format have a grammar."""
         ...
 
-    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
-        """The grammar of answers with the calls that the conversation demands, after reasoning. Raises ValueError."""
+    def format(
+        self, conversation: Conversation, rendered: str, *, constrained: bool = False
+    ) -> ParserSource | None:
+        """How the answers to a prompt are parsed, whose text may begin the reasoning. `constrained`: an answer without a
+        call matches a grammar of the request, and may look like a call of another function."""
+        ...
+
+    def tool_grammar(
+        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
+    ) -> GrammarSpec:
+        """The grammar of answers with the calls that the conversation allows or demands, after reasoning; `answer`: of
+        those without a call, if it demands none. Raises ValueError."""
         ...
 
     def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
@@ -56,11 +67,16 @@ class NoFormats:
     """Answers are not parsed."""
 
     tool_parser = reasoning_parser = ""
+    has_tool_grammar = False
 
-    def format(self, conversation: Conversation, rendered: str) -> ParserSource | None:
+    def format(
+        self, conversation: Conversation, rendered: str, *, constrained: bool = False
+    ) -> ParserSource | None:
         return None
 
-    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+    def tool_grammar(
+        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
+    ) -> GrammarSpec:
         raise ValueError("the model's calls have no parser")
 
     def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:
@@ -85,11 +101,13 @@ class AnswerPlans:
             )
         if conversation.must_call and not conversation.callable:
             raise refuse("tool_choice", "a call is required, but there are no tools")
-        parsed = self._formats.format(conversation, rendered)
+        demanding = _demanding(conversation)
+        # Calls, or an answer that matches what was asked for.
+        either = asked is not None and bool(conversation.callable) and self._formats.has_tool_grammar
+        parsed = self._formats.format(conversation, rendered, constrained=asked is not None)
         if parsed is not None and not conversation.parallel_tool_calls:
             parsed = FirstCall(parsed)
-        demanding = _demanding(conversation)
-        if demanding:
+        if demanding or (either and not self._refusal):
             return self._with_tool_grammar(conversation, rendered, asked, demanding, parsed)
         if asked is None:
             return AnswerPlan(parsed)
@@ -107,15 +125,16 @@ class AnswerPlans:
         demanding: str,
         parsed: ParserSource | None,
     ) -> AnswerPlan:
-        if asked is not None:
-            raise refuse(asked.field, f"not with {demanding}: an answer has one grammar")
+        name = demanding or (asked.field if asked is not None else "")
         if self._refusal:
             raise UnsupportedFieldError(
-                f"{demanding}: this model has no structured output: {self._refusal}", field=demanding
+                f"{name}: this model has no structured output: {self._refusal}", field=name
             )
-        spec = self._made(demanding, lambda: self._formats.tool_grammar(conversation, rendered))
-        whole = AskedGrammar(demanding, spec)
-        return AnswerPlan(parsed, whole, (*_schemas(conversation), whole))
+        answer = None if asked is None else asked.spec
+        spec = self._made(name, lambda: self._formats.tool_grammar(conversation, rendered, answer))
+        whole = AskedGrammar(name, spec)
+        parts = () if asked is None else (asked,)
+        return AnswerPlan(parsed, whole, (*parts, *_schemas(conversation), whole))
 
     @staticmethod
     def _made(name: str, make: Callable[[], GrammarSpec]) -> GrammarSpec:

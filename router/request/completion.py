@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
@@ -21,8 +21,13 @@ class ParserSource(Protocol):
     """How the answers of a request are parsed: router/text/parsers has the formats."""
 
     @property
-    def marker_ids(self) -> Collection[int]:
-        """Special tokens, without text, that the parser reads beside the text."""
+    def name(self) -> str:
+        """Of the way of parsing: routers that parse with the same one show a resumed answer's rest in the same parts."""
+        ...
+
+    @property
+    def marker_texts(self) -> Mapping[int, str]:
+        """Special tokens, which have no text in answers, that the parser reads beside the text: their own texts by id."""
         ...
 
     def parser(self) -> AnswerParser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from router.request.answer_parts import AnswerParser, CallArguments, CallBegin, Part
 from router.request.completion import ParserSource
@@ -15,8 +15,12 @@ class FirstCall:
         self._source = source
 
     @property
-    def marker_ids(self) -> Collection[int]:
-        return self._source.marker_ids
+    def name(self) -> str:
+        return f"first call of {self._source.name}"
+
+    @property
+    def marker_texts(self) -> Mapping[int, str]:
+        return self._source.marker_texts
 
     def parser(self) -> AnswerParser:
         return _Parser(self._source.parser())

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from cluster.errors import DeadlineError, InvalidRequestError, ModelError, UnsupportedFieldError
+from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_too_long
-from router.request.grammar_trial import GrammarTrials
-from router.text.fair_threads import FairThreads
+from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
+from router.text.fair_threads import FairThreads, call_on
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 MAX_CHECKED = 1024  # grammars whose check is remembered
@@ -30,12 +30,26 @@ class AskedGrammar:
     spec: GrammarSpec
 
 
+@dataclass
+class _Trial:
+    """Grammars that wait for their turn, or are tried. The task returns the reasons of those that are refused, by key.
+
+    `waiters`: requests of one tenant that wait for it; without any it is cancelled, if it has not begun.
+    """
+
+    keys: list[bytes]
+    task: asyncio.Task[dict[bytes, InvalidRequestError]]
+    waiters: int = 0
+
+
 class GrammarChecks:
     """Checks grammars for one model. `refusal`: why its requests cannot have a grammar; empty if they can."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]):
         self.refusal = ""
         self._checked = OrderedDict[bytes, InvalidRequestError | None]()
+        # By tenant and grammar: one that waits for the turns of another tenant could be delayed by it.
+        self._trying: dict[tuple[str, bytes], _Trial] = {}
         self._threads = FairThreads(1, "grammars")
         self._trials = GrammarTrials(tokenizer_json, vocab_size, eos)
         try:
@@ -43,26 +57,99 @@ class GrammarChecks:
         except ModelError as error:
             self.refusal = error.message
 
-    async def check(self, asked: AskedGrammar, tenant: str) -> None:
-        """Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; DeadlineError."""
+    async def check(self, tenant: str, *grammars: AskedGrammar) -> None:
+        """Check the grammars of one request, the last of which has the others in it.
+
+        Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; OverloadedError where
+        there was no processor, or no turn, in time.
+        """
+        if not grammars:
+            return
         if self.refusal:
+            asked = grammars[0]
             raise UnsupportedFieldError(
                 f"{asked.field}: this model has no structured output: {self.refusal}", field=asked.field
             )
-        key = asked.spec.key
-        if key not in self._checked:
+        self._raise_refused(grammars, self._checked)
+        if all(one.spec.key in self._checked for one in grammars):
+            return
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await self._try(grammars, tenant)
+        except TimeoutError:
+            field, limit = grammars[-1].field, f"{CHECK_SECONDS:g} s"
+            raise OverloadedError(
+                f"{field}: grammars wait longer than {limit} to be compiled",
+                field=field,
+                limit=limit,
+                retry_after_seconds=RETRY_SECONDS,
+            ) from None
+
+    def _raise_refused(
+        self, grammars: Sequence[AskedGrammar], found: Mapping[bytes, InvalidRequestError | None]
+    ) -> None:
+        for one in grammars:
+            if one.spec.key in self._checked:
+                self._checked.move_to_end(one.spec.key)
+            if (reason := found.get(one.spec.key)) is not None:
+                raise type(reason)(f"{one.field}: {reason.message}", field=one.field, limit=reason.limit)
+
+    async def _try(self, grammars: Sequence[AskedGrammar], tenant: str) -> None:
+        """Try what is not known yet, together with the tenant's requests that ask for the same."""
+        while new := {one.spec.key: one.spec for one in grammars if one.spec.key not in self._checked}:
+            if mine := [spec for key, spec in new.items() if (tenant, key) not in self._trying]:
+                self._begin(mine, tenant)
+            trials = {id(trial): trial for key in new for trial in [self._trying[tenant, key]]}.values()
+            for trial in trials:
+                trial.waiters += 1
             try:
-                async with asyncio.timeout(CHECK_SECONDS):
-                    self._checked[key] = await self._threads.run(tenant, self._trials.reason, asked.spec)
-            except TimeoutError:
-                late = f"{asked.field}: it was not compiled within {CHECK_SECONDS:g} s"
-                raise DeadlineError(late, field=asked.field, limit=f"{CHECK_SECONDS:g} s") from None
-            while len(self._checked) > MAX_CHECKED:
-                self._checked.popitem(last=False)
-        else:
-            self._checked.move_to_end(key)
-        if (reason := self._checked[key]) is not None:
-            raise type(reason)(f"{asked.field}: {reason.message}", field=asked.field, limit=reason.limit)
+                await asyncio.wait([trial.task for trial in trials])
+            finally:
+                for trial in trials:
+                    self._leave(trial, tenant)
+            for trial in trials:  # a refusal that is not remembered is the answer of all that waited for it
+                self._raise_refused(grammars, trial.task.result())
+            self._raise_refused(grammars, self._checked)
+
+    def _begin(self, specs: list[GrammarSpec], tenant: str) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(self._threads.run(tenant, self._find, specs, loop))
+        trial = _Trial([spec.key for spec in specs], task)
+        self._trying |= dict.fromkeys(((tenant, key) for key in trial.keys), trial)
+        task.add_done_callback(lambda _: self._forget(trial, tenant))
+
+    def _leave(self, trial: _Trial, tenant: str) -> None:
+        trial.waiters -= 1
+        if not trial.waiters and not trial.task.done():
+            trial.task.cancel()
+            self._forget(trial, tenant)  # before another request joins it
+
+    def _forget(self, trial: _Trial, tenant: str) -> None:
+        for key in trial.keys:
+            if self._trying.get((tenant, key)) is trial:
+                del self._trying[tenant, key]
+        if trial.task.done() and not trial.task.cancelled():
+            trial.task.exception()  # nobody may be left to take it
+
+    def _find(
+        self, specs: list[GrammarSpec], loop: asyncio.AbstractEventLoop
+    ) -> dict[bytes, InvalidRequestError]:
+        """In the thread. What is found is remembered even if no request waits for it any more."""
+        left = [spec for spec in specs if spec.key not in self._checked]
+        if not left:  # another tenant's request had its turn before
+            return {}
+        found = self._trials.find(left)
+        verdicts: dict[bytes, InvalidRequestError | None] = {spec.key: None for spec in left[: found.passed]}
+        refused: dict[bytes, InvalidRequestError] = {}
+        if found.refused is not None:
+            refused[left[found.refused].key] = InvalidRequestError(found.reason, limit=found.limit)
+        call_on(loop, lambda: self._remember(verdicts | refused if found.lasting else verdicts))
+        return refused
+
+    def _remember(self, verdicts: Mapping[bytes, InvalidRequestError | None]) -> None:
+        self._checked.update(verdicts)
+        while len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
 
     def close(self) -> None:
         self._threads.close()

@@ -1,4 +1,4 @@
-"""JSON that a client sends as a text within a field."""
+"""JSON that a client sends as a text within a field: arguments of calls, for example."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ from router.request.fields import refuse
 from router.request.json_scan import JsonScan
 
 
-def read_object(text: str, field: str, limits: RequestLimits) -> dict[str, Any]:
-    """Parse a JSON object within the limits of a body. Raises InvalidRequestError naming `field`."""
-    raw, scan = text.encode(errors="surrogatepass"), JsonScan()
-    scan.read(raw)
-    if scan.depth > limits.max_json_depth:
-        raise refuse(field, f"nested deeper than {limits.max_json_depth}", limits.max_json_depth)
-    if scan.elements > limits.max_json_elements:
-        raise refuse(field, f"has more than {limits.max_json_elements} elements", limits.max_json_elements)
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise refuse(field, "must be the text of a JSON object")
-    return value
+class JsonTexts:
+    """The texts of one request, which together have no more elements than a body may have."""
+
+    def __init__(self, limits: RequestLimits):
+        self._limits = limits
+        self._elements = 0
+
+    def object(self, text: str, field: str) -> dict[str, Any]:
+        """Parse a JSON object. Raises InvalidRequestError naming `field`."""
+        deepest, most = self._limits.max_json_depth, self._limits.max_json_elements
+        raw, scan = text.encode(errors="surrogatepass"), JsonScan()
+        scan.read(raw)
+        if scan.depth > deepest:
+            raise refuse(field, f"nested deeper than {deepest} (max_json_depth)", deepest)
+        self._elements += scan.elements
+        if self._elements > most:
+            which = "has" if self._elements == scan.elements else "has, with the texts before it,"
+            raise refuse(field, f"{which} more than {most} elements (max_json_elements)", most)
+        try:
+            value = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise refuse(field, "must be the text of a JSON object")
+        return value

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import PlainValidator
 
 from router.request.fields import Length, OnlyNeutral, RequestModel, read, refuse, wrong
-from router.request.json_text import read_object
+from router.request.json_text import JsonTexts
 from router.request.limits import FieldLimits
 from router.request.tools import MAX_NAME, check_name
 from router.text.contents import AskingRole, role_of
@@ -94,10 +94,11 @@ def read_messages(
 ) -> list[dict[str, Any]]:
     """Messages as chat templates read them. Raises InvalidRequestError or UnsupportedFieldError naming the message and its
     field."""
-    return [_read(one, f"{field}[{index}]", limits) for index, one in enumerate(values)]
+    texts = JsonTexts(limits.settings)
+    return [_read(one, f"{field}[{index}]", limits, texts) for index, one in enumerate(values)]
 
 
-def _read(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
+def _read(value: object, name: str, limits: FieldLimits, texts: JsonTexts) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise refuse(name, "must be an object with a role")
     role = role_of(value["role"], f"{name}.role")
@@ -113,7 +114,7 @@ def _read(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
             made["reasoning_content"] = reasoning
         if message.tool_calls:
             made["tool_calls"] = [
-                _call(one, at, limits)
+                _call(one, at, limits, texts)
                 for one, at in (
                     (one, f"{name}.tool_calls[{index}]") for index, one in enumerate(message.tool_calls)
                 )
@@ -121,16 +122,16 @@ def _read(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
     return made
 
 
-def _call(value: object, name: str, limits: FieldLimits) -> dict[str, Any]:
+def _call(value: object, name: str, limits: FieldLimits, texts: JsonTexts) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refuse(name, "must be an object")
     call = read(ToolCall, value, limits, name)
-    return template_call(call.id, call.function.name, call.function.arguments, f"{name}.function", limits)
+    return template_call(call.id, call.function.name, call.function.arguments, f"{name}.function", texts)
 
 
-def template_call(call_id: str, name: str, arguments: str, field: str, limits: FieldLimits) -> dict[str, Any]:
+def template_call(call_id: str, name: str, arguments: str, field: str, texts: JsonTexts) -> dict[str, Any]:
     """A call of an assistant's message, with arguments as an object, as chat templates read it."""
-    values = read_object(arguments, f"{field}.arguments", limits.settings) if arguments else {}
+    values = texts.object(arguments, f"{field}.arguments") if arguments else {}
     function = {"name": check_name(name, f"{field}.name"), "arguments": values}
     return {"id": call_id, "type": "function", "function": function}
 

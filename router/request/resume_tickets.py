@@ -2,7 +2,7 @@
 
     ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed ‖ amount)        24 bytes
     name   = BLAKE2b(tenant, request id, prompt), keyed by the model if it is not the router's first
-    amount = the options that decide how much is computed, the grammar among them; and the adapter
+    amount = the options that decide how much is computed, the grammar among them; the adapter, and how answers are parsed
 
 The stream's first event carries the ticket. If the router dies, the client sends it to another one with the tokens that it
 has received, and the request is not refused for being late. Tokens without a ticket are refused: a client could invent
@@ -57,7 +57,8 @@ class Tickets:
         if completion.resume_tokens and not valid:
             raise InvalidRequestError(
                 "resume_ticket: resume_tokens require the ticket and the seed of this request's first event, at most "
-                f"{self._seconds:.0f} s old, and the same options; or send the request again without resume_tokens",
+                f"{self._seconds:.0f} s old, the same options, and a router with the same tool_parser and "
+                "reasoning_parser; or send the request again without resume_tokens",
                 field="resume_ticket",
             )
         return valid
@@ -77,4 +78,6 @@ class Tickets:
         message += completion.adapter.encode()  # none or 32 digits
         if completion.grammar is not None:
             message += completion.grammar.SerializeToString(deterministic=True)
-        return when + hashlib.blake2b(message, digest_size=MAC_BYTES, key=self._key).digest()
+        parsed = completion.answer_format
+        salt = b"" if parsed is None else hashlib.blake2b(parsed.name.encode(), digest_size=16).digest()
+        return when + hashlib.blake2b(message, digest_size=MAC_BYTES, key=self._key, salt=salt).digest()

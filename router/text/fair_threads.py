@@ -28,7 +28,7 @@ class FairThreads:
         running = self._executor.submit(function, *arguments)
         loop = asyncio.get_running_loop()
         # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
-        running.add_done_callback(lambda _: _on(loop, self._give_back))
+        running.add_done_callback(lambda _: call_on(loop, self._give_back))
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
@@ -71,6 +71,7 @@ class FairThreads:
         self._free += 1
 
 
-def _on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Call it on the loop, from another thread."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)

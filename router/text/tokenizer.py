@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from cluster.protocol import model_limits
 from router.text.bound import most_bytes
 from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
-from router.text.conversation import Conversation
+from router.text.conversation import Conversation, Tool
 from router.text.detokenize import Detokenizer
 from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
@@ -108,27 +108,36 @@ class ModelText:
             name: _token_text(settings.get(name))
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        source = self.template_source = self._template_source(directory, settings)
-        self._template = self._compile(source)
-        self._contents = Contents(self.tokenizer, self._turn_texts(source))
+        sources = self._template_sources(directory, settings)
+        self._template = self._compile(sources.get("default", ""))
+        # As transformers has it: a template of this name is that of conversations with tools.
+        self._tool_template = self._compile(sources["tool_use"]) if "tool_use" in sources else self._template
+        self.template_source = "\n".join(sources.values())
+        self._contents = Contents(self.tokenizer, self._turn_texts(sources.values()))
         self._pool = FairThreads(2, "tokenize")
         self._long = FairThreads(1, "tokenize-long")
         # One thread: rendering holds the interpreter lock.
         self._rendering = FairThreads(1, "render")
 
     @staticmethod
-    def _template_source(directory: Path, settings: Mapping[str, Any]) -> str:
+    def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+        """The templates `default` and `tool_use`, as far as there are any."""
         file = directory / "chat_template.jinja"
         try:
             source = model_limits.text_of(file) if file.exists() else settings.get("chat_template")
         except (OSError, ValueError) as error:
             raise ModelError(f"{file}: {error}", field=file.name) from error
-        if isinstance(source, list):  # several named templates: the default one
-            named = [one for one in source if isinstance(one, dict)]
-            source = next((one.get("template") for one in named if one.get("name") == "default"), None)
-        if source and not isinstance(source, str):
-            raise ModelError("the chat template is not text", field="chat_template")
-        return source or ""
+        if isinstance(source, list):  # named ones
+            named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        else:
+            named = {"default": source}
+        found: dict[str, str] = {}
+        for name in ("default", "tool_use"):
+            if text := named.get(name):
+                if not isinstance(text, str):
+                    raise ModelError("the chat template is not text", field="chat_template")
+                found[name] = text
+        return found
 
     @staticmethod
     def _compile(source: str) -> jinja2.Template | None:
@@ -139,18 +148,19 @@ class ModelText:
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template: {error}", field="chat_template") from error
 
-    def _turn_texts(self, source: str) -> set[str]:
+    def _turn_texts(self, sources: Collection[str]) -> set[str]:
         """Added tokens that the template writes, though the tokenizer does not call them special: DeepSeek's turns begin
         with such ones. What the template looks for in contents, such as the end of reasoning, is part of contents."""
-        if not source:
+        if not sources:
             return set()
-        written = [source]
+        written = [*sources]
         for probe in (_PROBE, _PROBE[1:]):  # some templates refuse a system's message
-            with contextlib.suppress(InvalidRequestError, RecursionError):
-                written.append(self.render(Conversation(probe)))
+            for tools in ((), (Tool("f"),)):
+                with contextlib.suppress(InvalidRequestError, RecursionError):
+                    written.append(self.render(Conversation(probe, tools)))
         added = {one.content for one in self.tokenizer.get_added_tokens_decoder().values() if not one.special}
         texts = {text for text in added if text.strip() and any(text in one for one in written)}
-        return texts - searched_texts(source)
+        return texts - set[str]().union(*map(searched_texts, sources))
 
     def render(self, conversation: Conversation) -> str:
         """Render a conversation with the model's chat template, as far as no text in it is that of a special token."""
@@ -166,12 +176,13 @@ class ModelText:
         mark: str,
     ) -> str:
         """A template that does not use an option ignores it."""
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InvalidRequestError("this model has no chat template; send a prompt", field="messages")
         effort = conversation.reasoning_effort
         continues = conversation.continue_final_message
         try:
-            text = self._template.render(
+            text = template.render(
                 **{**({} if effort is None else {"reasoning_effort": effort}), **kwargs},
                 messages=_continued(messages) if continues else messages,
                 tools=tools or None,

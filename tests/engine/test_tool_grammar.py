@@ -7,6 +7,7 @@ import json
 import jsonschema
 import pytest
 
+from cluster.grammar.spec import GrammarSpec
 from engine.request import FinishReason
 from router.text.conversation import Tool
 from router.text.parsers.grammars import tool_grammar
@@ -44,3 +45,28 @@ def test_a_demanded_call_is_valid_and_goes_on_after_a_resume(model, spec, cut):
         grammar_engine(model), grammar_request("r", spec, temperature=1.0, output_tokens=ids[:cut])
     )
     assert ids[:cut] + resumed.ids("r") == ids
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_calls_or_an_answer_by_a_schema_are_valid_and_go_on_after_a_resume(model, seed):
+    answer = GrammarSpec("json_schema", json.dumps(SCHEMA))
+    spec = tool_grammar(
+        "hermes",
+        [Tool("weather", None, SCHEMA, strict=True)],
+        must_call=False,
+        parallel=False,
+        reasoning=None,
+        marker=json.dumps,
+        answer=answer,
+    )
+    engine = grammar_engine(model)
+    answers = serve(engine, grammar_request("r", spec, temperature=1.0, seed=seed))
+    assert answers.error("r") is None and answers.finish("r") is FinishReason.STOP
+    text = answers.text("r")
+    call = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    value = json.loads(call)
+    jsonschema.validate(value if call == text else value["arguments"], SCHEMA)
+    ids = answers.ids("r")
+    for cut in (1, len(ids) // 2):
+        request = grammar_request("r", spec, temperature=1.0, seed=seed, output_tokens=ids[:cut])
+        assert ids[:cut] + serve(grammar_engine(model), request).ids("r") == ids

@@ -13,7 +13,7 @@ from router.gateway import RequestGateway
 from router.request.answer_plan import AnswerPlan
 from router.text.contents import Rendered
 from router.text.conversation import Conversation
-from tests.router.stub_model import stub_model
+from tests.router.stub_model import NoGrammars, stub_model
 
 CONTEXT = 64
 
@@ -57,5 +57,5 @@ def counting_gateway(config: RouterConfig | None = None) -> Any:
     config = config or RouterConfig(model=Path("/models/m"))
     admission = SimpleNamespace(starts=StartQueue())
     plans = SimpleNamespace(plan=lambda *given: AnswerPlan())
-    first = stub_model(config, text, grammars=SimpleNamespace(refusal=""), plans=plans)
+    first = stub_model(config, text, grammars=NoGrammars(), plans=plans)
     return Gateway(first=first, text=text, config=config, admission=admission)

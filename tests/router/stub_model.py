@@ -26,3 +26,12 @@ def stub_model(
     grammars = parts.get("grammars") or GrammarChecks(text.tokenizer_json(), text.vocab_size, (2,))
     plans = parts.get("plans") or AnswerPlans(formats, grammars.refusal)
     return ServedModel(text, Validator(config, text, adapters), grammars, plans)
+
+
+class NoGrammars:
+    """The checks of a model whose requests have no grammar."""
+
+    refusal = ""
+
+    async def check(self, tenant: str, *asked: object) -> None:
+        assert not asked

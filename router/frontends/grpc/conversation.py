@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequestError
 from router.request.fields import refuse
-from router.request.json_text import read_object
+from router.request.json_text import JsonTexts
 from router.request.limits import FieldLimits
 from router.request.messages import MAX_CALL_ID, template_call
 from router.request.options import REASONING_EFFORTS
@@ -40,7 +40,8 @@ def size_of(chat: pb.ChatMessages) -> int:
 
 def read_conversation(chat: pb.ChatMessages, limits: FieldLimits) -> Conversation:
     """Raises InvalidRequestError naming a field."""
-    tools = [_tool(one, f"chat.tools[{i}]", limits) for i, one in enumerate(chat.tools)]
+    texts = JsonTexts(limits.settings)
+    tools = [_tool(one, f"chat.tools[{i}]", texts) for i, one in enumerate(chat.tools)]
     check_tools(tools, limits, "chat.tools")
     if chat.tool_choice and chat.tool_name:
         raise refuse("chat.tool_name", "not with tool_choice: the tool is chosen already")
@@ -53,13 +54,13 @@ def read_conversation(chat: pb.ChatMessages, limits: FieldLimits) -> Conversatio
             "chat.continue_final_message", "not with add_generation_prompt: the last message is no end"
         )
     return Conversation(
-        [_message(one, f"chat.messages[{i}]", limits) for i, one in enumerate(chat.messages)],
+        [_message(one, f"chat.messages[{i}]", texts) for i, one in enumerate(chat.messages)],
         tools,
         choice,
         name,
         chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
         check_kwargs(
-            read_object(kwargs, "chat.template_kwargs", limits.settings) if kwargs else None,
+            texts.object(kwargs, "chat.template_kwargs") if kwargs else None,
             "chat.template_kwargs",
         ),
         _effort(chat.reasoning_effort),
@@ -68,21 +69,19 @@ def read_conversation(chat: pb.ChatMessages, limits: FieldLimits) -> Conversatio
     )
 
 
-def _tool(tool: pb.Tool, field: str, limits: FieldLimits) -> Tool:
-    parameters = (
-        read_object(tool.parameters, f"{field}.parameters", limits.settings) if tool.parameters else None
-    )
+def _tool(tool: pb.Tool, field: str, texts: JsonTexts) -> Tool:
+    parameters = texts.object(tool.parameters, f"{field}.parameters") if tool.parameters else None
     return make_tool(tool.name, tool.description or None, parameters, tool.strict, field)
 
 
-def _message(message: pb.ChatMessage, field: str, limits: FieldLimits) -> dict[str, Any]:
+def _message(message: pb.ChatMessage, field: str, texts: JsonTexts) -> dict[str, Any]:
     role = role_of(message.role, f"{field}.role")
     made: dict[str, Any] = {"role": role, "content": message.content}
     if message.tool_calls and role != "assistant":
         raise refuse(f"{field}.tool_calls", "only an assistant's message has tool calls")
     if message.tool_calls:
         made["tool_calls"] = [
-            template_call(_call_id(one.id, f"{at}.id"), one.name, one.arguments, at, limits)
+            template_call(_call_id(one.id, f"{at}.id"), one.name, one.arguments, at, texts)
             for one, at in ((one, f"{field}.tool_calls[{i}]") for i, one in enumerate(message.tool_calls))
         ]
     if role == "tool":

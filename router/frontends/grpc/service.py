@@ -193,7 +193,7 @@ class InferenceService:
                 tenant=caller.tenant,
             )
         if asked is not None:
-            await model.grammars.check(asked, caller.tenant)
+            await model.grammars.check(caller.tenant, asked)
         if isinstance(request, pb.GenerateRequest) and request.WhichOneof("prompt") == "token_ids":
             return ChatPrompt(request.token_ids.ids, AnswerPlan(grammar=asked))
         tokens = await self._gateway.encode(request.text, model=request.model, tenant=caller.tenant)

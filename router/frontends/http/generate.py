@@ -76,7 +76,7 @@ class Generate:
         admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller, model.name):
             if (asked := options.asked_grammar) is not None:
-                await model.grammars.check(asked, caller.tenant)
+                await model.grammars.check(caller.tenant, asked)
             encode = partial(
                 self._gateway.encode,
                 model=model.name,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.grammar.library import library_text
@@ -29,6 +30,15 @@ class _Calls:
     parallel: bool
     rules: Rules
     reasoning: Reasoning | None
+    answer: str = ""  # the rule of answers without a call; empty = any text is one
+
+    @property
+    def bound(self) -> bool:
+        """Whether a text that is neither call nor reasoning is no answer."""
+        return self.must_call or bool(self.answer)
+
+    def or_answer(self, calls: str) -> str:
+        return f"({calls} | {self.answer})" if self.answer else calls
 
     def several(self, call: str, separator: str) -> str:
         """The calls of one answer, one after the other."""
@@ -41,10 +51,17 @@ class _Calls:
 
     def objects(self, arguments: str, space: str = "") -> str:
         """Add the rule of a call as an object with the members `name` and `arguments`."""
-        head = self.rules.add("OBJECT_BEGIN", rf'/{space}\{{"name": ?"/')
-        middle = self.rules.add("OBJECT_MIDDLE", rf'/", ?"{arguments}": ?/')
+        if (
+            self.answer
+        ):  # cut as the library cuts JSON: it cannot go back from a text to the beginning of another
+            head, middle, quote = self.rules.json_head(arguments)
+        else:
+            head = self.rules.add("OBJECT_BEGIN", rf'/{space}\{{"name": ?"/')
+            middle, quote = self.rules.add("OBJECT_MIDDLE", rf'/", ?"{arguments}": ?/'), ""
         names = [
-            self.rules.add(f"call_{index}", f"{quoted(tool.name)} {middle} {self.arguments(tool)}")
+            self.rules.add(
+                f"call_{index}", f"{quoted(quote + tool.name + quote)} {middle} {self.arguments(tool)}"
+            )
             for index, tool in enumerate(self.tools)
         ]
         return self.rules.add("object", f'{head} ({" | ".join(names)}) "}}"')
@@ -58,19 +75,22 @@ def tool_grammar(
     parallel: bool,
     reasoning: Reasoning | None,
     marker: Marker,
+    answer: GrammarSpec | None = None,
 ) -> GrammarSpec:
     """Return the grammar of answers with calls of `tools`, in the format that `tool_parser` reads.
 
     `must_call`: the answer is one call, or with `parallel` up to MAX_CALLS. Otherwise it is a text that may have calls,
-    and only the arguments of strict tools match their schemas. `marker`: the form of a marker's text in a grammar,
-    `<[id]>` where it is one token. Raises ValueError if there is no such grammar.
+    and only the arguments of strict tools match their schemas; with an `answer` it is calls, or matches this. `marker`:
+    the form of a marker's text in a grammar, `<[id]>` where it is one token. Raises ValueError if there is
+    no such grammar.
     """
     if tool_parser not in _FORMATS:
         raise ValueError(f"the calls that {tool_parser} reads have no grammar")
     if not tools:
         raise ValueError("there are no tools to call")
     rules = Rules(marker)
-    _FORMATS[tool_parser](_Calls(tools, must_call, parallel, rules, reasoning))
+    response = "" if answer is None or must_call else rules.add("response", _nested(answer))
+    _FORMATS[tool_parser](_Calls(tools, must_call, parallel, rules, reasoning, response))
     return rules.spec()
 
 
@@ -111,9 +131,9 @@ def _object_of(tool: Tool) -> Mapping[str, Any]:
 def _hermes(calls: _Calls) -> None:
     rules = calls.rules
     call = rules.add("call", rf'"\n" {calls.objects("arguments")} "\n" {rules.marks("</tool_call>")}')
-    if calls.must_call:
+    if calls.bound:
         marked = rules.add("marked", f"{rules.marks('<tool_call>')} {call}")
-        rules.start(calls.several(marked, r'"\n"'), calls.reasoning, gap=_GAP)
+        rules.start(calls.or_answer(calls.several(marked, r'"\n"')), calls.reasoning, gap=_GAP)
     else:
         text = rules.without("TEXT", "<tool_call>")
         more = "*" if calls.parallel else "?"
@@ -124,18 +144,40 @@ def _mistral(calls: _Calls) -> None:
     rules = calls.rules
     several = calls.several(calls.objects("arguments"), rules.add("COMMA", "/, ?/"))
     listed = rules.add("listed", f'" "? "[" {several} "]"')
-    if calls.must_call:
-        rules.start(f"{rules.marks('[TOOL_CALLS]')} {listed}", calls.reasoning, gap=_GAP)
+    if calls.bound:
+        rules.start(calls.or_answer(f"{rules.marks('[TOOL_CALLS]')} {listed}"), calls.reasoning, gap=_GAP)
     else:
         text = rules.without("TEXT", "[TOOL_CALLS]")
         rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {listed})", calls.reasoning)
 
 
+def _mistral_args(calls: _Calls, *, call_id: bool = False) -> None:
+    """A marker, a name and arguments for each call, as Mistral's models of 2025 write them. `call_id`: an id may be behind
+    the name."""
+    rules = calls.rules
+    body = rules.marks("[ARGS]")
+    if call_id:
+        body = rules.add("body", f"({rules.marks('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)? {body}")
+    names = [
+        rules.add(f"call_{index}", f"{quoted(tool.name)} {body} {calls.arguments(tool)}")
+        for index, tool in enumerate(calls.tools)
+    ]
+    call = rules.add("call", f"({' | '.join(names)})")
+    if calls.bound:
+        marked = rules.add("marked", f"{rules.marks('[TOOL_CALLS]')} {call}")
+        rules.start(calls.or_answer(calls.several(marked, "")), calls.reasoning, gap=_GAP)
+    else:
+        text = rules.without("TEXT", "[TOOL_CALLS]")
+        several = rules.add("several", f"{call} ({rules.marks('[TOOL_CALLS]')} {call})*")
+        calls_after = several if calls.parallel else call
+        rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {calls_after})", calls.reasoning)
+
+
 def _llama3_json(calls: _Calls) -> None:
     rules = calls.rules
-    several = calls.several(calls.objects("parameters", r"" if calls.must_call else r"\s*"), '"; "')
-    if calls.must_call:
-        rules.start(several, calls.reasoning, gap=_GAP)
+    several = calls.several(calls.objects("parameters", r"" if calls.bound else r"\s*"), '"; "')
+    if calls.bound:
+        rules.start(calls.or_answer(several), calls.reasoning, gap=_GAP)
     else:
         begun = r'/\s*\{\s*"(name|parameters|arguments|function|type)"/'
         text = rules.add("TEXT", f"ANY & ~({begun} ANY)")
@@ -152,8 +194,9 @@ def _gpt_oss(calls: _Calls) -> None:
     ]
     channel, message = rules.marks(CHANNEL), rules.marks("<|message|>")
     call = f'{channel} "commentary" " to=functions." ({" | ".join(names)})'
-    if calls.must_call:
-        rules.start(call, calls.reasoning, after=_AGAIN)
+    if calls.bound:  # no notes to the user, which would be content beside the answer
+        final = f"({call} | {rules.marks(_FINAL)} {calls.answer})"
+        rules.start(final if calls.answer else call, calls.reasoning, after=_AGAIN)
         return
     note = f'{channel} ("analysis" | "commentary") {message} {rules.until("note_text", "<|end|>")}'
     notes = rules.add("note", f"{note} {rules.marks(_AGAIN)}")
@@ -167,10 +210,16 @@ def _pythonic(calls: _Calls) -> None:
     )
 
 
-_FORMATS = {
+def has_grammar(tool_parser: str) -> bool:
+    return tool_parser in _FORMATS and _FORMATS[tool_parser] is not _pythonic
+
+
+_FORMATS: Mapping[str, Callable[[_Calls], None]] = {
     "hermes": _hermes,
     "llama3_json": _llama3_json,
     "mistral": _mistral,
+    "mistral_args": _mistral_args,
+    "mistral_args_id": partial(_mistral_args, call_id=True),
     "gpt_oss": _gpt_oss,
     "pythonic": _pythonic,
 }

@@ -59,6 +59,12 @@ class Rules:
             return self.add(name, self.marks(text))
         return self._lazy(name, forms[0][1])
 
+    def json_head(self, arguments: str) -> tuple[str, str, str]:
+        """The rules of an object's text before its name and between name and arguments, and what is around the name."""
+        colon, comma = self.add("COLON", "/: ?/"), self.add("COMMA_SPACE", "/, ?/")
+        head = self.add("object_begin", f'"{{" "\\"name\\"" {colon}')
+        return head, self.add("object_middle", f"{comma} {quoted(quoted(arguments))} {colon}"), '"'
+
     def start(self, answer: str, reasoning: Reasoning | None, *, gap: str = "", after: str = "") -> None:
         """Add the first rule: `answer`, behind reasoning if there is any. `gap` is between the two, after the reasoning's
         end; `after` is the marker's text that follows this end."""

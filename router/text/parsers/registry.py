@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.request.answer_parts import AnswerParser, Part
@@ -23,7 +23,7 @@ _TOOLS: Mapping[str, ToolFormat] = {
     "pythonic": pythonic.FORMAT,
 }
 TOOL_PARSERS = (*_TOOLS, GPT_OSS)
-REASONING_PARSERS = ("think", GPT_OSS)
+REASONING_PARSERS = (*think.MARKERS, GPT_OSS)
 _AT_ONCE = 1024  # characters; parsers copy what is behind a marker: quadratic in a piece with many
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -41,21 +41,31 @@ def find_tool_parser(template: str) -> str:
 def find_reasoning_parser(template: str) -> str:
     if gpt_oss.CHANNEL in template:
         return GPT_OSS
-    return "think" if think.END in template else ""
+    return next((name for name, (_, end) in think.MARKERS.items() if end in template), "")
+
+
+def grammar_form(tool_parser: str, template: str) -> str:
+    """The form in which a model writes the calls that `tool_parser` reads, for their grammar."""
+    if tool_parser != "mistral" or mistral.ARGUMENTS not in template:
+        return tool_parser
+    return "mistral_args_id" if mistral.CALL_ID in template else "mistral_args"
 
 
 def reasoning_texts(parser: str, rendered: str) -> Reasoning | None:
     """The texts around a model's reasoning, for the grammar of what follows. None: an answer to this prompt has none."""
     if parser == GPT_OSS:
         return Reasoning(f"{gpt_oss.CHANNEL}analysis{gpt_oss.MESSAGE}", gpt_oss.END)
-    if not parser or rendered.rstrip().endswith(think.END):
+    if parser not in think.MARKERS:
         return None
-    return Reasoning(think.BEGIN, think.END, opened=opens_reasoning(rendered))
+    begin, end = think.MARKERS[parser]
+    if rendered.rstrip().endswith(end):
+        return None
+    return Reasoning(begin, end, opened=opens_reasoning(parser, rendered))
 
 
-def opens_reasoning(rendered: str) -> bool:
+def opens_reasoning(parser: str, rendered: str) -> bool:
     """Whether a prompt ends with the beginning of reasoning, as those of DeepSeek R1 do."""
-    return rendered[-64:].rstrip().endswith(think.BEGIN)
+    return parser in think.MARKERS and rendered[-64:].rstrip().endswith(think.MARKERS[parser][0])
 
 
 @dataclass(frozen=True)
@@ -66,14 +76,20 @@ class AnswerFormat:
     reasoning_parser: str
     opened: bool
     markers: Markers
+    names: frozenset[str] | None = None  # of the functions that calls may have; None = any
 
     @property
-    def marker_ids(self) -> frozenset[int]:
-        return frozenset(self.markers.ids)
+    def name(self) -> str:
+        names = "" if self.names is None else "/" + ",".join(sorted(self.names))
+        return f"{self.tool_parser}/{self.reasoning_parser}{'/opened' if self.opened else ''}{names}"
+
+    @property
+    def marker_texts(self) -> Mapping[int, str]:
+        return self.markers.texts
 
     def parser(self) -> AnswerParser:
         tools = _TOOLS.get(self.tool_parser)
-        answer = Answer(_id_maker(tools.id_length if tools is not None else 0), self.markers)
+        answer = Answer(_id_maker(tools.id_length if tools is not None else 0), self.markers, self.names)
         reads: TextParser
         if GPT_OSS in (self.tool_parser, self.reasoning_parser):
             reads = gpt_oss.GptOss(
@@ -82,22 +98,34 @@ class AnswerFormat:
             return _Parser(answer, self.markers, reads)
         reads = (tools.make if tools is not None else Plain)(answer, self.markers)
         if self.reasoning_parser:
-            reads = think.Think(answer, self.markers, reads, opened=self.opened)
+            begin, end = (self.markers[one] for one in think.MARKERS[self.reasoning_parser])
+            reads = think.Think(answer, begin, end, reads, opened=self.opened)
         return _Parser(answer, self.markers, reads)
 
 
 def format_of(
-    tool_parser: str, reasoning_parser: str, *, opened: bool, special: Mapping[str, int]
+    tool_parser: str,
+    reasoning_parser: str,
+    *,
+    opened: bool,
+    special: Mapping[str, int],
+    names: Iterable[str] | None = None,
 ) -> AnswerFormat:
-    """`special`: ids of the tokenizer's special tokens by their texts."""
+    """`special`: ids of the tokenizer's special tokens by their texts. `names`: of functions; an object with another name
+    is content."""
     texts: list[str] = []
     if GPT_OSS in (tool_parser, reasoning_parser):
         texts += gpt_oss.MARKERS
     if tool_parser in _TOOLS:
         texts += _TOOLS[tool_parser].markers
-    if reasoning_parser == "think":
-        texts += (think.BEGIN, think.END)
-    return AnswerFormat(tool_parser, reasoning_parser, opened, Markers(texts, special))
+    texts += think.MARKERS.get(reasoning_parser, ())
+    return AnswerFormat(
+        tool_parser,
+        reasoning_parser,
+        opened,
+        Markers(texts, special),
+        None if names is None else frozenset(names),
+    )
 
 
 def _id_maker(length: int) -> Callable[[], str]:

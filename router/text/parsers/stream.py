@@ -31,16 +31,14 @@ class Markers:
         """`special`: ids of the tokenizer's special tokens by their texts."""
         self._forms = {text: text for text in texts}
         self._chars: dict[int, str] = {}
+        self.texts: dict[int, str] = {}  # of the special tokens
         for number, text in enumerate(sorted(set(self._forms) & set(special))[:_MOST_MARKERS]):
             self._forms[text] = self._chars[special[text]] = chr(_FIRST + number)
+            self.texts[special[text]] = text
 
     def __getitem__(self, text: str) -> str:
         """As it stands in `joined` texts."""
         return self._forms[text]
-
-    @property
-    def ids(self) -> Collection[int]:
-        return self._chars.keys()
 
     def joined(self, pieces: Sequence[str | int]) -> str:
         return "".join(piece if isinstance(piece, str) else self._chars.get(piece, "") for piece in pieces)
@@ -56,6 +54,7 @@ class Held:
     def __init__(self, *markers: str):
         self._markers = markers
         self._text = ""
+        self.space = ""  # between the text and the last marker
 
     def add(self, text: str) -> tuple[str, str, str]:
         """(text that precedes what waits or the marker, the marker or "", text behind it)"""
@@ -64,7 +63,9 @@ class Held:
         if found:
             place, marker = min(found)
             self._text = ""
-            return text[: _before_space(text, place)], marker, text[place + len(marker) :]
+            end = _before_space(text, place)
+            self.space = text[end:place]
+            return text[:end], marker, text[place + len(marker) :]
         keep = len(text) - max((_overlap(text, one) for one in self._markers), default=0)
         keep = _before_space(text, keep)
         self._text = text[keep:]
@@ -147,15 +148,20 @@ def head_pattern(*arguments: str) -> re.Pattern[str]:
     )
 
 
-def whole_call(text: str, arguments: Sequence[str]) -> tuple[str, str] | None:
-    """Name and arguments, as JSON, of a call that is a whole JSON object, whatever the order of its members."""
+def whole_call(
+    text: str, arguments: Sequence[str], names: Collection[str] | None = None
+) -> tuple[str, str] | None:
+    """Name and arguments, as JSON, of a call that is a whole JSON object, whatever the order of its members. With `names`
+    it has one of them, and an object of arguments."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    given: object = next((value[one] for one in arguments if one in value), {})
+    given: object = next((value[one] for one in arguments if one in value), {} if names is None else None)
+    if names is not None and (value["name"] not in names or not isinstance(given, dict)):
+        return None
     try:
         return value["name"], json_text(given)
     except ValueError:
@@ -171,8 +177,10 @@ def json_text(value: object) -> str:
 class Answer:
     """Collects a choice's parts, and numbers its calls."""
 
-    def __init__(self, make_id: Callable[[], str], markers: Markers):
+    def __init__(self, make_id: Callable[[], str], markers: Markers, names: Collection[str] | None = None):
+        """`names`: of functions that are called, with objects of arguments; None = any function, with any arguments."""
         self._make_id, self._markers = make_id, markers
+        self.names = names
         self._parts: list[Part] = []
         self._calls = 0
 

@@ -75,6 +75,8 @@ def test_the_names_follow_prometheus() -> None:
             assert not base.endswith(f"_{unit}") or unit in one.unit.split(" "), f"{name} is in {one.unit}"
         assert one.help and "\n" not in one.help and "|" not in one.help
         assert not set(one.labels) & {"worker", "le"}, f"{name} would hide a label that all have"
+        if WORKERS & set(one.shown_by):
+            assert not set(one.labels) & {"role", "model"}, f"{name} would hide a label of its worker"
 
 
 def test_a_name_never_means_two_things_at_router_and_worker() -> None:
@@ -109,7 +111,7 @@ def test_dashboards_and_alerts_name_declared_metrics_and_labels() -> None:
         for name, labels in selector.findall(expr):
             one = declared(name)
             assert one is not None, f"{where}: {name} is not declared"
-            of_worker = {"worker", "role"} if WORKERS & set(one.shown_by) else set()
+            of_worker = {"worker", "role", "model"} if WORKERS & set(one.shown_by) else set()
             known = {*one.labels, *of_worker, *TARGET, "le"}
             assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", labels)) <= known, f"{where}: {name}{{{labels}}}"
             count += 1

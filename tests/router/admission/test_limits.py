@@ -26,7 +26,7 @@ from router.frontends.http.serving import Serving
 from router.gateway import RequestGateway
 from router.quota.quota import Use
 from router.request.validator import OTHER_BYTES
-from tests.router.stub_model import stub_model
+from tests.router.stub_model import NoGrammars, stub_model
 from wire import inference_pb2 as pb
 
 MIB = 1 << 20
@@ -284,7 +284,7 @@ def dispatching(gateway: RequestGateway) -> RequestGateway:
     def request(*_: Any, **__: Any) -> Any:
         raise DispatchedError(gateway.admission.bodies.held, gateway.admission.in_flight)
 
-    gateway.first = stub_model(gateway.config, text, grammars=SimpleNamespace(refusal=""))
+    gateway.first = stub_model(gateway.config, text, grammars=NoGrammars())
     gateway.request = request  # type: ignore[method-assign]
     gateway.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
     return gateway

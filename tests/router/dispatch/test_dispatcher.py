@@ -335,7 +335,7 @@ async def test_a_parser_that_fails_ends_its_request_alone(text, monkeypatch, cap
     """No attempt follows, no worker is blamed, and the link's callback raises nothing."""
     world = World(text, [])
     monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
-    source: Any = SimpleNamespace(marker_ids=(), parser=_Parser, name="failing")
+    source: Any = SimpleNamespace(marker_texts={}, parser=_Parser, name="failing")
     prompt = list(range(3, 3 + PROMPT))
     resume = [token(PROMPT + index).token_id for index in range(resumed)]
     sampling = common_pb2.SamplingParams(max_tokens=NEW)
@@ -345,12 +345,12 @@ async def test_a_parser_that_fails_ends_its_request_alone(text, monkeypatch, cap
     deltas: BatchQueue[Any] = BatchQueue()
     running.start(deltas)
 
-    async def take_all() -> None:
+    async def drained() -> None:
         while await deltas.take():
             pass
 
     with pytest.raises(UnreadableAnswerError, match="AttributeError"):
-        await asyncio.wait_for(take_all(), 10)
+        await asyncio.wait_for(drained(), 10)
     await world.services.finish(5.0)
     assert "a fault of the parser" in caplog.text
     assert len(world.attempts) == (0 if resumed else 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from router.dispatch.choice import ChoiceStream
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
 from router.request.completion import Completion
@@ -54,7 +56,7 @@ class Detokenizer:
 
 
 def choice(resumed=(), **fields: Any) -> ChoiceStream:
-    source = SimpleNamespace(marker_ids={END_OF_REASONING, CALL}, parser=Parser)
+    source = SimpleNamespace(marker_texts={END_OF_REASONING: "</think>", CALL: "<call>"}, parser=Parser)
     completion = Completion(
         "r",
         "m",
@@ -105,18 +107,35 @@ def test_a_choice_cut_by_its_length_says_so():
     assert taken(choice(), CALL, 5, finish=common_pb2.FINISH_REASON_LENGTH)[-1].finish == "length"
 
 
-def test_a_marker_waits_for_text_that_may_begin_a_stop_string():
-    stream = choice(stop=("STOX",))
+@pytest.mark.parametrize("stop", ["STOX", "STOP"])
+def test_a_stop_string_does_not_reach_over_a_marker(stop):
+    """As in vLLM, whose text has the markers between the two."""
+    stream = choice(stop=(stop,))
     deltas = taken(stream, 3, END_OF_REASONING, 4, EOS)
     assert parts(deltas)[:2] == [ReasoningText(" "), ReasoningText("STO")]
     assert parts(deltas)[2:] == [ContentText("P it"), ContentText("!")]
+    assert deltas[-1].stop_string is None
 
 
-def test_a_stop_string_over_a_marker_ends_the_choice_before_it():
-    stream = choice(stop=("STOP",))
-    deltas = [stream.take(token(stream, one)) for one in (3, CALL, 4)]
-    assert deltas[-1] is not None and deltas[-1].finish == "stop"
-    assert parts(deltas) == [ReasoningText(" "), ContentText("!")]
+@pytest.mark.parametrize("included", [False, True])
+def test_a_stop_string_may_be_in_a_markers_text(included):
+    stream = choice(stop=("zz", "call>"), include_stop_text=included)
+    deltas = [stream.take(token(stream, one)) for one in (1, END_OF_REASONING, 2, CALL)]
+    assert parts(deltas) == [ReasoningText("plan"), ContentText("say"), ContentText("!")]
+    assert deltas[-1] is not None and (deltas[-1].finish, deltas[-1].stop_string) == ("stop", "call>")
+
+
+def test_stop_strings_are_searched_in_reasoning_and_calls():
+    for before in ((), (END_OF_REASONING,), (CALL,)):
+        stream = choice(stop=("STOP",))
+        deltas = [stream.take(token(stream, one)) for one in (*before, 3, 4)]
+        assert deltas[-1] is not None and deltas[-1].stop_string == "STOP"
+
+
+async def test_a_resumed_choice_has_no_stop_string_over_a_marker_either():
+    stream = choice([3, CALL], stop=("STOP",))
+    await stream.read_resumed()
+    assert taken(stream, 4, EOS)[-1].stop_string is None
 
 
 def test_an_incomplete_character_precedes_the_marker():

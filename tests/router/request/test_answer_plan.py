@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from cluster.errors import UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
 from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.request.answer_plan import AnswerPlans, NoFormats
@@ -14,7 +14,9 @@ from router.request.grammars import ANY_OBJECT, AskedGrammar
 from router.text.conversation import Conversation, Tool
 
 CALLS, AFTER_REASONING = GrammarSpec("lark", "calls"), GrammarSpec("lark", "after")
-FORMAT = SimpleNamespace(marker_ids=(), parser=None)
+FORMAT = SimpleNamespace(marker_texts={}, parser=None)
+CONSTRAINED = SimpleNamespace(marker_texts={}, parser=None)
+CALLS_OR_ANSWER = GrammarSpec("lark", "either")
 ASKED = AskedGrammar("response_format", ANY_OBJECT)
 SCHEMA = {"type": "object"}
 LOOSE, STRICT = Tool("loose", None, SCHEMA), Tool("strict", None, SCHEMA, strict=True)
@@ -22,12 +24,13 @@ LOOSE, STRICT = Tool("loose", None, SCHEMA), Tool("strict", None, SCHEMA, strict
 
 class Formats:
     tool_parser, reasoning_parser = "hermes", "deepseek_r1"
+    has_tool_grammar = True
 
-    def format(self, conversation, rendered):
-        return FORMAT
+    def format(self, conversation, rendered, constrained=False):
+        return CONSTRAINED if constrained else FORMAT
 
-    def tool_grammar(self, conversation, rendered):
-        return CALLS
+    def tool_grammar(self, conversation, rendered, answer):
+        return CALLS if answer is None or conversation.must_call else CALLS_OR_ANSWER
 
     def reasoning_grammar(self, spec, rendered):
         return AFTER_REASONING
@@ -58,9 +61,9 @@ def test_calls_that_are_demanded_have_a_grammar(fields, name, checked):
     assert plan.grammar == AskedGrammar(name, CALLS)
     names = [f"tools[{index}].function.parameters" for index in checked]
     assert [one.field for one in plan.checks] == [*names, name]
-    with pytest.raises(InvalidRequestError, match="one grammar") as caught:
-        planned(ASKED, tools=[LOOSE, STRICT], **fields)
-    assert caught.value.field == "response_format" and name in caught.value.message
+    both = planned(ASKED, tools=[LOOSE, STRICT], **fields)
+    assert both.grammar == AskedGrammar(name, CALLS if fields else CALLS_OR_ANSWER)
+    assert [one.field for one in both.checks] == ["response_format", *names, name]
     with pytest.raises(UnsupportedFieldError, match="its tokenizer") as caught:
         planned(refusal="its tokenizer", tools=[LOOSE, STRICT], **fields)
     assert caught.value.field == name
@@ -78,18 +81,35 @@ def test_further_calls_are_left_out_where_one_is_wanted():
             return [CallArguments(1, "{}")]
 
     class Parsed(Formats):
-        def format(self, conversation, rendered):
-            return SimpleNamespace(marker_ids={7}, parser=Parser)
+        def format(self, conversation, rendered, constrained=False):
+            return SimpleNamespace(marker_texts={7: "<7>"}, parser=Parser)
 
     source = planned(formats=Parsed(), tools=[LOOSE], parallel_tool_calls=False).format
     parser = source.parser()
-    assert source.marker_ids == {7} and parser.called
+    assert source.marker_texts == {7: "<7>"} and parser.called
     assert parser.feed(["x"]) == [CallBegin(0, "a", "f"), CallArguments(0, "{}"), ContentText("x")]
     assert parser.end() == []
 
 
-def test_a_grammar_begins_after_reasoning():
+def test_a_free_choice_and_a_response_format_are_calls_or_the_answer():
     plan = planned(ASKED, tools=[LOOSE])
+    assert plan.format is CONSTRAINED
+    assert plan.grammar == AskedGrammar("response_format", CALLS_OR_ANSWER)
+    assert plan.checks == (ASKED, plan.grammar)
+    assert planned(ASKED, tools=[LOOSE], tool_choice="none").grammar.spec == AFTER_REASONING
+
+
+def test_calls_without_a_grammar_leave_the_answer_alone():
+    class Pythonic(Formats):
+        has_tool_grammar = False
+
+    assert planned(ASKED, formats=Pythonic(), tools=[LOOSE]).grammar.spec == AFTER_REASONING
+    refused = planned(ASKED, refusal="its tokenizer", tools=[LOOSE])
+    assert refused.grammar == ASKED and refused.checks == (ASKED,)
+
+
+def test_a_grammar_begins_after_reasoning():
+    plan = planned(ASKED)
     assert plan.grammar == AskedGrammar("response_format", AFTER_REASONING)
     assert plan.checks == (ASKED, plan.grammar)
 

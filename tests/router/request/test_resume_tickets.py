@@ -8,7 +8,9 @@ import pytest
 
 from cluster.errors import InvalidRequestError
 from router.request.completion import Completion
+from router.request.first_call import FirstCall
 from router.request.resume_tickets import GRACE_SECONDS, Tickets, name_of
+from router.text.parsers.registry import format_of
 from wire import common_pb2
 
 NOW = 1_800_000_000.0
@@ -87,3 +89,23 @@ def test_it_ends_with_the_longest_request():
 
 def test_names_do_not_run_into_each_other():
     assert name_of("ab", "c", b"") != name_of("a", "bc", b"") != name_of("a", "b", b"c")
+
+
+def test_it_is_for_one_way_of_parsing():
+    """A router with another parser would show the rest of the answer as parts that do not follow the client's."""
+    parsed = format_of("hermes", "think", opened=False, special={})
+    ticket = tickets().issue(completion(b"", answer_format=parsed), NAME)
+    same = format_of("hermes", "think", opened=False, special={})
+    assert tickets().check(completion(ticket, answer_format=same), NAME)
+    others = [
+        format_of("pythonic", "think", opened=False, special={}),
+        format_of("hermes", "", opened=False, special={}),
+        format_of("hermes", "think", opened=True, special={}),
+        FirstCall(parsed),
+        None,
+    ]
+    for other in others:
+        assert refused(completion(ticket, answer_format=other), tickets())
+    with pytest.raises(InvalidRequestError, match="tool_parser") as caught:
+        tickets().check(completion(ticket), NAME)
+    assert caught.value.field == "resume_ticket"

@@ -12,8 +12,10 @@ from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError
 from router.frontends.grpc.conversation import check_conversation, read_conversation
 from router.frontends.http.requests import ChatCompletionRequest, read_request
-from router.request.json_text import read_object
+from router.frontends.http.responses.input_items import read_items
+from router.request.json_text import JsonTexts
 from router.request.limits import FieldLimits
+from router.request.messages import read_messages
 from router.request.tools import MAX_KWARG_CHARACTERS, MAX_KWARGS
 from wire import inference_pb2 as pb
 
@@ -118,8 +120,31 @@ def test_each_bound_names_its_field(body, field):
 )
 def test_arguments_are_the_text_of_an_object(text):
     with pytest.raises(InvalidRequestError) as caught:
-        read_object(text, "arguments", CONFIG)
+        JsonTexts(CONFIG).object(text, "arguments")
     assert caught.value.field == "arguments"
+
+
+def test_the_arguments_of_all_calls_have_no_more_elements_than_a_body():
+    """Over HTTP and gRPC: each text alone is within the limit."""
+    limits = FieldLimits(CONFIG.model_copy(update={"max_json_elements": 100}), "m", 1000, 100)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    chat = pb.ChatMessages()
+    read_messages([{"role": "assistant", "tool_calls": [call] * 2}], limits)
+    message = chat.messages.add(role="assistant")
+    for _ in range(2):
+        message.tool_calls.add(id="c", name="f", arguments='{"a": 1, "b": 2}')
+    read_conversation(chat, limits)
+    with pytest.raises(InvalidRequestError, match="max_json_elements") as caught:
+        read_messages([{"role": "assistant", "tool_calls": [call]}] * 3, limits)
+    assert caught.value.field == "messages[2].tool_calls[0].function.arguments"
+    message.tool_calls.add(id="c", name="f", arguments='{"a": 1, "b": 2}')
+    with pytest.raises(InvalidRequestError, match="max_json_elements") as caught:
+        read_conversation(chat, limits)
+    assert caught.value.field == "chat.messages[0].tool_calls[2].arguments"
+    item = {"type": "function_call", "name": "f", "arguments": '{"a": 1, "b": 2}'}
+    with pytest.raises(InvalidRequestError, match="max_json_elements") as caught:
+        read_items([{**item, "call_id": f"c{index}"} for index in range(3)], None, limits)
+    assert caught.value.field.startswith("input[2]")
 
 
 def test_deep_schemas_are_refused():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import json
 
 import pytest
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cluster.errors import InvalidRequestError
-from router.text.conversation import Conversation
+from router.text.conversation import Conversation, Tool
+from router.text.parsers.registry import find_tool_parser
 from router.text.templates import template_environment
 from router.text.tokenizer import ModelText
+from tests.harness.model_text import write_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Sei höflich <b>."},
@@ -81,3 +84,22 @@ def test_a_template_sees_the_reasoning_effort_only_where_one_was_asked_for(text)
     model = text("{{ reasoning_effort if reasoning_effort is defined else 'its own' }}")
     assert model.render(Conversation(MESSAGES)) == "its own"
     assert model.render(Conversation(MESSAGES, reasoning_effort="high")) == "high"
+
+
+def test_a_template_named_tool_use_is_that_of_conversations_with_tools(tmp_path):
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "rag", "template": "{{ documents }}"},
+        {"name": "tool_use", "template": "<tool_call> {{ tools[0].function.name }}"},
+    ]
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**settings, "chat_template": named}))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "vocab_size": 512}')
+    model = ModelText(tmp_path)
+    assert model.render(Conversation(MESSAGES)) == "plain"
+    assert model.render(Conversation(MESSAGES, [Tool("f")])) == "<tool_call> f"
+    assert find_tool_parser(model.template_source) == "hermes"
+    path.write_text(json.dumps({**settings, "chat_template": named[:2]}))
+    assert ModelText(tmp_path).render(Conversation(MESSAGES, [Tool("f")])) == "plain"

@@ -18,6 +18,7 @@ from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.request.fields import RequestModel, read, refuse, wrong
+from router.request.json_text import JsonTexts
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.messages import CallId, content_size, template_call
 from router.text.contents import role_of
@@ -120,6 +121,7 @@ class _Reader:
     def __init__(self, limits: FieldLimits):
         self.messages: list[ChatMessage] = []
         self._limits = limits
+        self._texts = JsonTexts(limits.settings)
         self._answer: ChatMessage | None = None  # the assistant's message that further items may belong to
         self._calls: dict[str, str] = {}  # names of functions, by call
 
@@ -162,7 +164,7 @@ class _Reader:
         if item.call_id in self._calls:
             raise refuse(f"{name}.call_id", "is that of an earlier call")
         self._calls[item.call_id] = item.name
-        call = template_call(item.call_id, item.name, item.arguments, name, self._limits)
+        call = template_call(item.call_id, item.name, item.arguments, name, self._texts)
         self._assistant(after=()).setdefault("tool_calls", []).append(call)
 
     def _output(self, item: FunctionCallOutputItem, name: str) -> None:

@@ -1,19 +1,22 @@
-"""Reasoning between `<think>` and `</think>` at the beginning of an answer; up to `</think>` if the prompt opened it."""
+"""Reasoning between two markers at the beginning of an answer, such as `<think>` and `</think>`; up to the second one if
+the prompt opened it."""
 
 from __future__ import annotations
 
 from router.text.parsers.base import TextParser
-from router.text.parsers.stream import MAX_SPACE, Answer, Held, Markers
+from router.text.parsers.stream import MAX_SPACE, Answer, Held
 
-BEGIN, END = "<think>", "</think>"
+# By the parser's name
+MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
 
 class Think:
     """Passes the text behind the reasoning on to the parser of calls."""
 
-    def __init__(self, answer: Answer, markers: Markers, inner: TextParser, *, opened: bool):
+    def __init__(self, answer: Answer, begin: str, end: str, inner: TextParser, *, opened: bool):
+        """`begin` and `end`: the markers as `Markers` writes them."""
         self._answer, self._inner = answer, inner
-        self._begin, self._end = markers[BEGIN], markers[END]
+        self._begin, self._end = begin, end
         self._state = "reasoning" if opened else "start"
         self._trims = True  # white space behind a marker is left out
         self._start = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,12 +17,9 @@ class JsonCall:
     a whole, up to MAX_HEAD characters.
     """
 
-    def __init__(
-        self, answer: Answer, arguments: Sequence[str], markers: Sequence[str] = (), *, closes: bool = True
-    ):
-        """`arguments`: names that the member may have. `markers` cannot be in a call's head. `closes`: the call is done
-        with its object, else with its arguments."""
-        self._answer, self._members, self._markers, self._closes = answer, arguments, markers, closes
+    def __init__(self, answer: Answer, arguments: Sequence[str], markers: Sequence[str] = ()):
+        """`arguments`: names that the member may have. `markers` cannot be in a call's head."""
+        self._answer, self._members, self._markers = answer, arguments, markers
         self._pattern = head_pattern(*arguments)
         self._whole, self._value, self._tail = JsonValue(), JsonValue(), JsonValue(depth=1)
         self.state: Literal["head", "arguments", "tail", "done", "failed"] = "head"
@@ -42,7 +40,7 @@ class JsonCall:
             self._answer.arguments(text if end < 0 else text[:end])
             if end < 0:
                 return ""
-            self.state, text = "tail" if self._closes else "done", text[end:]
+            self.state, text = "tail", text[end:]
         if self.state == "tail":
             end = self._tail.end(text)
             if end < 0:
@@ -58,18 +56,14 @@ class JsonCall:
         limit = min(limit, MAX_HEAD)
         found = self._pattern.match(self.head)
         if found is not None and found.end() <= limit:
-            try:
-                name = json.loads(found[1])
-            except ValueError:
-                self.state = "failed"
-                return ""
-            self._answer.call(name)
-            self.state = "arguments"
-            return self.head[found.end() :]
+            return self._begin(found, limit)
         begin = self.head.lstrip()
         end = self._whole.end(text)
         fits = end >= 0 and before + end <= limit
-        if fits and (call := whole_call(self.head[: before + end], self._members)) is not None:
+        if (
+            fits
+            and (call := whole_call(self.head[: before + end], self._members, self._answer.names)) is not None
+        ):
             self._answer.call(call[0])
             self._answer.arguments(call[1])
             self.state = "done"
@@ -77,3 +71,23 @@ class JsonCall:
         if end >= 0 or (begin and begin[0] != "{") or len(self.head) > limit:
             self.state = "failed"
         return ""
+
+    def _begin(self, found: re.Match[str], limit: int) -> str:
+        """Begin the call of a head, and return the text behind this. Where calls are of certain functions, they have an
+        object of arguments, whose beginning is waited for."""
+        names, rest = self._answer.names, self.head[found.end() :]
+        try:
+            name = json.loads(found[1])
+        except ValueError:
+            name = None
+        if name is None or (names is not None and name not in names):
+            self.state = "failed"
+            return ""
+        begun = rest.lstrip()
+        if names is not None and begun[:1] != "{":
+            if begun or len(self.head) > limit:
+                self.state = "failed"
+            return ""
+        self._answer.call(name)
+        self.state = "arguments"
+        return rest

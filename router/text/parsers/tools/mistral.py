@@ -23,10 +23,12 @@ class Mistral:
             rf"\s*([A-Za-z0-9_.-]+)(?:{call_id}[A-Za-z0-9]*)?\s*(?:{arguments}\s*(?={{)|(?={{))"
         )
         self._text = Held(self._begin)
+        self._marked = self._begin  # the last marker, with the space before it
         self._head = ""  # behind the marker, until the form of the call is known
         self._state = "content"  # head, value (arguments behind a name), list
         self._value = JsonValue()
         self._call: JsonCall | None = None  # within a list
+        self._begun = ""  # the text of a list before its first call
 
     def feed(self, text: str) -> None:
         steps = {
@@ -42,15 +44,16 @@ class Mistral:
         if self._state == "content":
             self._answer.content(self._text.rest())
         elif self._state == "head":
-            self._answer.content(self._begin + self._head)
-        elif self._call is not None and self._call.state == "head":
-            self._answer.content(self._call.head)
+            self._answer.content(self._marked + self._head)
+        elif self._state == "list":
+            begun = self._call.head if self._call is not None and self._call.state == "head" else ""
+            self._answer.content(self._begun + begun)
 
     def _content(self, text: str) -> str:
         before, marker, rest = self._text.add(text)
         self._answer.content(before)
         if marker:
-            self._state, self._head = "head", ""
+            self._state, self._head, self._marked = "head", "", self._text.space + marker
         return rest
 
     def _in_head(self, text: str) -> str:
@@ -59,15 +62,18 @@ class Mistral:
         room = len(self._head) - len(begun) <= MAX_HEAD
         if begun[:1] == "[" and room:
             self._state, self._call = "list", None
+            self._begun = self._marked + self._head[: len(self._head) - len(begun) + 1]
             return begun[1:]
         found = self._name.match(self._head)
-        if found is not None and found.end() <= MAX_HEAD:
+        names = self._answer.names
+        other = found is not None and names is not None and found[1] not in names
+        if found is not None and not other and found.end() <= MAX_HEAD:
             self._answer.call(found[1])
             self._state, self._value = "value", JsonValue()
             return self._head[found.end() :]
-        if len(self._head) > MAX_HEAD or self._begin in self._head:
+        if other or len(self._head) > MAX_HEAD or self._begin in self._head:
             self._state, text = "content", self._head
-            self._answer.content(self._begin)
+            self._answer.content(self._marked)
             return text
         return ""
 
@@ -83,18 +89,30 @@ class Mistral:
         if self._call is None:
             found = _SEPARATOR.match(text)
             text = text[found.end() :] if found is not None else text
+            if self._begun and found is not None:
+                self._begun += found[0]
+            if len(self._begun) > MAX_HEAD:
+                return self._give_up(text)
             if text[:1] == "]":
-                self._state = "content"
+                self._state, self._begun = "content", ""
                 return text[1:]
             if text:
                 self._call = JsonCall(self._answer, ("arguments", "parameters"), (self._begin,))
             return text
         rest = self._call.feed(text)
         if self._call.state == "failed":
-            self._state, rest = "content", self._call.head + rest
+            rest = self._give_up(self._call.head + rest)
+        elif self._call.state != "head":
+            self._begun = ""
         if self._call.ended:
             self._call = None
         return rest
+
+    def _give_up(self, text: str) -> str:
+        """The list goes on with what is no call; before its first one it is content with its marker."""
+        self._answer.content(self._begun)
+        self._state, self._begun = "content", ""
+        return text
 
 
 FORMAT = ToolFormat((BEGIN, ARGUMENTS, CALL_ID), Mistral, (BEGIN,), id_length=9)

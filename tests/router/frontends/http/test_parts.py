@@ -31,7 +31,7 @@ ANSWER = [
 
 
 def shape(view=WHOLE_VIEW, token_ids=False):
-    source: Any = SimpleNamespace(marker_ids=(), parser=None)
+    source: Any = SimpleNamespace(marker_texts={}, parser=None)
     completion = Completion("id", "m", [1], common_pb2.SamplingParams(), answer_format=source)
     text: Any = None
     return ChatShape(completion, text, 0, "id", token_ids, view=view)

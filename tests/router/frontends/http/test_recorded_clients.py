@@ -59,18 +59,5 @@ async def test_requests_of_a_client_are_accepted(file: Path, text: ModelText) ->
     async with served(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
         for request in requests:
             answer = await client.post(request["path"], json={**request["body"], "model": "tiny"})
-            refused = _refused(request)
-            assert answer.status_code == (400 if refused else 200), (request, answer.text)
-            assert refused in answer.text
+            assert answer.status_code == 200, (request, answer.text)
     gateway.first.grammars.close()
-
-
-def _refused(request: dict) -> str:
-    """The field for which the router refuses the request, or nothing."""
-    body = request["body"]
-    # Instructor's RESPONSES_TOOLS asks for one schema twice
-    return (
-        "text.format"
-        if "format" in body.get("text", {}) and isinstance(body.get("tool_choice"), dict)
-        else ""
-    )

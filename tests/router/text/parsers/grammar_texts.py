@@ -16,8 +16,8 @@ from tests.harness.model_text import VOCAB, write_tokenizer
 EOS = 2
 _FIRST = 400
 MARKERS = (
-    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]"),
-    *("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"),
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]"),
+    *("[CALL_ID]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"),
 )
 
 
@@ -37,6 +37,9 @@ class Matched:
     def marker(self, text: str) -> str:
         token = self._tokenizer.token_to_id(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def id_of(self, marker: str) -> int | None:
+        return self._tokenizer.token_to_id(marker)  # type: ignore[no-any-return]
 
     def ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -9,10 +9,12 @@ import jsonschema
 import pytest
 
 from cluster.grammar.spec import GrammarSpec
+from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.text.conversation import Tool
 from router.text.parsers.base import Reasoning
 from router.text.parsers.grammars import MAX_CALLS, reasoning_grammar, tool_grammar
-from tests.router.text.parsers.grammar_texts import Matched
+from router.text.parsers.registry import format_of
+from tests.router.text.parsers.grammar_texts import MARKERS, Matched
 
 WEATHER = {
     "type": "object",
@@ -27,7 +29,7 @@ OPENED = Reasoning("<think>", "</think>", opened=True)
 HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", opened=False)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
 FLAG_CALL = '<tool_call>\n{"name":"weather_flag","arguments":{"on":true}}\n</tool_call>'
-FORMATS = ["hermes", "llama3_json", "mistral", "gpt_oss"]
+FORMATS = ["hermes", "llama3_json", "mistral", "mistral_args", "mistral_args_id", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
@@ -50,6 +52,14 @@ VALID = {
     "mistral": (
         '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
         '[TOOL_CALLS] [{"name": "weather_flag", "arguments": {"on": true}}]',
+    ),
+    "mistral_args": (
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+        '[TOOL_CALLS]weather_flag[ARGS]{"on": true}',
+    ),
+    "mistral_args_id": (
+        '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Rome"}',
+        '[TOOL_CALLS]weather_flag[ARGS]{"on": true}',
     ),
     "gpt_oss": (
         '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Rome"}',
@@ -78,6 +88,7 @@ def test_one_call_is_demanded_in_the_format_of_the_model(matched, parser):
     [
         ("hermes", f"{CALL}\n{FLAG_CALL}"),
         ("llama3_json", "; ".join(VALID["llama3_json"])),
+        ("mistral_args", "".join(VALID["mistral_args"])),
         ("mistral", VALID["mistral"][0][:-1] + ", " + VALID["mistral"][1][len("[TOOL_CALLS] [") :]),
     ],
 )
@@ -134,7 +145,7 @@ def test_arguments_of_strict_tools_match_where_the_model_is_free_to_call(matched
     assert matched.accepts(single, f"{CALL} done") and not matched.accepts(single, f"{CALL}\n{CALL}")
 
 
-@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "mistral_args", "mistral_args_id", "gpt_oss"])
 def test_strict_tools_in_other_formats(matched, parser):
     tools = [Tool("weather", None, WEATHER, strict=True), Tool("weather_flag", None, FLAG)]
     spec = grammar(matched, parser, tools, must=False)
@@ -196,3 +207,131 @@ def test_what_cannot_be_a_grammar_has_a_reason(matched):
         grammar(matched, tools=[Tool("long", None, {"const": "x" * (128 << 10)})])
     with pytest.raises(ValueError, match="JSON object"):
         reasoning_grammar(GrammarSpec("lark", '{"grammars": []}'), THINK, matched.marker)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "parameters": {"type": "integer"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("parser", FORMATS)
+@pytest.mark.parametrize("reasoned", [False, True])
+def test_calls_or_an_answer_by_the_schema(matched, parser, reasoned):
+    """Both in one grammar, also where both are JSON objects with the same members."""
+    reasoning = (HARMONY if parser == "gpt_oss" else THINK) if reasoned else None
+    answer = GrammarSpec("json_schema", json.dumps(PERSON))
+    tools = [Tool("weather", None, WEATHER, strict=True), Tool("weather_flag", None, FLAG)]
+    spec = tool_grammar(
+        parser, tools, must_call=False, parallel=True, reasoning=reasoning, marker=matched.marker, answer=answer
+    )  # fmt: skip
+    final = "<|channel|>final<|message|>" if parser == "gpt_oss" else ""
+    people = [
+        '{"name":"weather"}',
+        '{"name":"we","parameters":3}',
+        '{"name":"Ada L."}',
+        '{"name":"weather_f"}',
+    ]
+    loose = VALID[parser][1].replace('"on"', '"off"')
+    accepted = [*VALID[parser], loose, *(final + one for one in people)]
+    if reasoned and parser != "gpt_oss":
+        accepted += [f"<think>Who?</think>\n\n{one}" for one in accepted]
+    if reasoned and parser == "gpt_oss":
+        accepted += [f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{one}" for one in accepted]
+    assert [one for one in accepted if not matched.accepts(spec, one)] == []
+    wrong = [
+        final + "Hello",
+        final + '{"name":3}',
+        final + '{"name":"Ada","age":3}',
+        VALID[parser][0].replace('"Rome"', "7"),
+        VALID[parser][0] + people[0],
+        final + people[0] + people[0],
+        "",
+    ]
+    assert [one for one in wrong if matched.accepts(spec, one)] == []
+    demanded = tool_grammar(
+        parser, tools, must_call=True, parallel=True, reasoning=reasoning, marker=matched.marker, answer=answer
+    )  # fmt: skip
+    assert demanded == tool_grammar(
+        parser, tools, must_call=True, parallel=True, reasoning=reasoning, marker=matched.marker
+    )
+
+
+@pytest.mark.parametrize("parser", FORMATS)
+def test_whatever_the_mask_allows_is_calls_or_the_answer(matched, parser):
+    tools = [Tool("weather_flag", None, FLAG, strict=True)]
+    answer = GrammarSpec("json_schema", json.dumps(PERSON))
+    spec = tool_grammar(
+        parser, tools, must_call=False, parallel=False, reasoning=None, marker=matched.marker, answer=answer
+    )  # fmt: skip
+    special = {text: matched.id_of(text) for text in MARKERS if matched.id_of(text) is not None}
+    for seed in range(6):
+        ended = matched.walk(spec, seed)
+        assert ended is not None
+        names = ["weather_flag"]
+        source = format_of(
+            parser.removesuffix("_id").removesuffix("_args"),
+            "gpt_oss" if parser == "gpt_oss" else "",
+            opened=False,
+            special=special,
+            names=names,
+        )
+        calls, content = read_parts(source.parser(), with_ids(ended, special))
+        if content:
+            jsonschema.validate(json.loads(content), PERSON)
+            assert not calls
+        else:
+            ((_, arguments),) = calls
+            jsonschema.validate(json.loads(arguments), FLAG)
+
+
+def with_ids(text, special):
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    return [special.get(one, one) for one in pieces if one]
+
+
+def read_parts(parser, pieces):
+    calls, content = [], ""
+    for part in (*parser.feed(pieces), *parser.end()):
+        match part:
+            case CallBegin(_, _, name):
+                calls.append((name, ""))
+            case CallArguments(_, text):
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case ContentText(text):
+                content += text
+    return calls, content
+
+
+def test_an_answer_that_looks_like_a_call_of_another_function_is_content():
+    for text in (
+        '{"name":"Ada"}',
+        '{"name":"weather"}',
+        '{"name":"Ada","parameters":3}',
+        '{"parameters":3,"name":"Ada"}',
+        '{"name":"weather","parameters":3}',
+        '{"name":"weather","parameters": ["a"]}',
+        '{"parameters":3,"name":"weather"}',
+        '{"name":"weather","parameters":  ',
+    ):
+        for names, expected in ((["weather"], ([], text)), (None, None)):
+            source = format_of("llama3_json", "", opened=False, special={}, names=names)
+            found = read_parts(source.parser(), list(text))
+            assert found == expected or (names is None and found[0])
+    for parser, text in [
+        ("mistral", 'a \n[TOOL_CALLS]wind{"a": 1} b'),
+        ("mistral", '[TOOL_CALLS]wind[ARGS]{"a": 1}'),
+        ("mistral", '[TOOL_CALLS][{"name": "wind", "arguments": {}}]'),
+        ("pythonic", "[weather(a=1), wind()]"),
+        ("hermes", 'a \n<tool_call>{"name": "weather", "arguments": 3}</tool_call>'),
+    ]:
+        parsed = format_of(parser, "", opened=False, special={}, names=["weather"])
+        for pieces in ([text], list(text)):
+            assert read_parts(parsed.parser(), pieces) == ([], text)
+    for parser, text in [("mistral", '[TOOL_CALLS]weather{"a": 1}'), ("pythonic", "[weather(a=1)]")]:
+        parsed = format_of(parser, "", opened=False, special={}, names=["weather"])
+        assert read_parts(parsed.parser(), list(text)) == ([("weather", '{"a": 1}')], "")
+    source = format_of("llama3_json", "", opened=False, special={}, names=["weather"])
+    assert read_parts(source.parser(), VALID["llama3_json"][0])[0] == [("weather", '{"city": "Rome"}')]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import time
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
+from router.text.parsers.base import Reasoning
 from router.text.parsers.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     find_reasoning_parser,
     find_tool_parser,
     format_of,
+    grammar_form,
     opens_reasoning,
     reasoning_texts,
 )
@@ -88,6 +91,40 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("", "", [("f", '{"a": 1, "b": "x", "c": [null, true]}'), ("m.g", "{}")]),
     ),
     ("pythonic", "", False, "[f(1)]", ("", "[f(1)]", [])),
+    ("mistral", "", False, '[TOOL_CALLS] [{"a": 1}]', ("", '[TOOL_CALLS] [{"a": 1}]', [])),
+    ("mistral", "", False, "[TOOL_CALLS][ 5, 6] x", ("", "[TOOL_CALLS][ 5, 6] x", [])),
+    ("mistral", "", False, "[TOOL_CALLS][", ("", "[TOOL_CALLS][", [])),
+    ("mistral", "", False, '[TOOL_CALLS][{"name": "f"', ("", '[TOOL_CALLS][{"name": "f"', [])),
+    ("mistral", "", False, '[TOOL_CALLS][{"name": "f", "arguments": {}}, 5] x', ("", "5] x", [("f", "{}")])),
+    (
+        "mistral",
+        "mistral",
+        False,
+        "[THINK]Hm [ok][/THINK]\n[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}",
+        ("Hm [ok]", "", [("f", "{}"), ("g", "{}")]),
+    ),
+    ("", "mistral", True, "Hm [/THINK]Yes", ("Hm", "Yes", [])),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": 1}}\n</tool_call>x',
+        ("", "x", [("f", "{}"), ("g", '{"a": 1}')]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"name": "f", "arguments": {}}{"no": "call"}{"name": "g", "arguments": {}}</tool_call>x',
+        ("", "x", [("f", "{}")]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"name": "f", "arguments": {}}}</tool_call><tool_call>{"arguments": {}, "name": "g"}, {"name": "h',
+        ("", "", [("f", "{}"), ("g", "{}")]),
+    ),
     ("pythonic", "", False, "[1, 2]", ("", "[1, 2]", [])),
     ("pythonic", "", False, "[f(a=" + "[" * 60, ("", "[f(a=" + "[" * 60, [])),
     ("gpt_oss", "gpt_oss", False, OSS, ("Hm.", "", [("f", '{"a": 1}')])),
@@ -124,6 +161,13 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
         ("", '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>', []),
     ),
+    ("hermes", "", False, "Well \n<tool_call>no</tool_call>", ("", "Well \n<tool_call>no</tool_call>", [])),
+    ("hermes", "", False, 'Well \n<tool_call>{"na', ("", 'Well \n<tool_call>{"na', [])),
+    ("hermes", "", False, f"{CALL}\n<tool_call>no", ("", "<tool_call>no", [F])),
+    ("mistral", "", False, "Well \n[TOOL_CALLS] no", ("", "Well \n[TOOL_CALLS] no", [])),
+    ("mistral", "", False, "Well \n[TOOL_CALLS] [no", ("", "Well \n[TOOL_CALLS] [no", [])),
+    ("pythonic", "", False, "[f(a='x\\\r\ny')]", ("", "", [("f", '{"a": "xy"}')])),
+    ("pythonic", "", False, "[f(a='x\\\ry', b=r'\\\r\n')]", ("", "", [("f", '{"a": "xy", "b": "\\\\\\n"}')])),
     ("pythonic", "", False, "[f(a=true, b=[null])]", ("", "", [("f", '{"a": true, "b": [null]}')])),
     (
         "llama3_json",
@@ -136,7 +180,8 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
 SPECIAL = {
     text: 100 + number
     for number, text in enumerate(
-        ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+        ("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]", "<|python_tag|>",
+         "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
          "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>")
     )
 }  # fmt: skip
@@ -259,14 +304,23 @@ def test_templates_tell_formats():
     assert find_tool_parser("plain") == find_reasoning_parser("plain") == ""
     assert find_tool_parser("<|channel|>") == find_reasoning_parser("<|channel|>") == "gpt_oss"
     assert find_reasoning_parser("content.split('</think>')") == "think"
+    assert find_reasoning_parser("'[THINK]' + thought + '[/THINK]'") == "mistral"
+    assert grammar_form("mistral", "[TOOL_CALLS]' + name + '[ARGS]") == "mistral_args"
+    assert grammar_form("mistral", "[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]") == "mistral_args_id"
+    assert (
+        grammar_form("mistral", "[TOOL_CALLS] [") == "mistral"
+        and grammar_form("hermes", "[ARGS]") == "hermes"
+    )
 
 
 def test_a_prompt_may_open_or_close_the_reasoning():
-    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
-    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert opens_reasoning("think", "<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("think", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert reasoning_texts("think", "<think>\n\n</think>\n\n") is None
     found = reasoning_texts("think", "<think>\n")
     assert found is not None and found.opened
+    assert reasoning_texts("mistral", "[/INST]") == Reasoning("[THINK]", "[/THINK]")
+    assert opens_reasoning("mistral", "[/INST][THINK]") and not opens_reasoning("think", "[THINK]")
 
 
 def test_ids_of_mistral_are_nine_alphanumerics():
@@ -291,3 +345,50 @@ def test_arguments_come_as_they_are_written():
     parser.feed(['<tool_call>{"name": "f", "arguments": {"a": '])
     assert parser.feed(["[1,"]) == [CallArguments(0, "[1,")]
     assert json.loads('{"a": [1,2]}') == {"a": [1, 2]}
+
+
+def test_a_long_list_of_calls_is_read_as_it_comes():
+    """No piece's work grows with the text before it, and nothing is left for the end: 16 KiB took 40 ms at once."""
+    parser, spent = made("pythonic", "", False), []
+    text = "[f(a=[" + "[],{'k': 1}, " * 1200 + "])]"
+    assert 15_000 < len(text) <= 16_384
+    pieces = [text[begin : begin + 256] for begin in range(0, len(text), 256)]
+    for work in (*(lambda piece=piece: parser.feed([piece]) for piece in pieces), parser.end):
+        began = time.process_time()
+        parts = work()
+        spent.append(time.process_time() - began)
+    assert len(parts) == 2 and len(json.loads(parts[1].text)["a"]) == 2400
+    assert sorted(spent)[-3] < 0.01, (
+        "far above the 0.5 ms of such a piece: two may meet a collection of garbage"
+    )
+
+
+PYTHON = ("f(", "g(", "a=", "b=", "1", "-", "2.5", '"x"', "'y\\n'", '"""', "[", "]", "(", ")", "{", "}", ", ", ":",
+          "True", "null", "0x1f", "1e-5", 'r"\\d"', "u", '"', '""', " ", "c=[1, (2,), {'k': 1,}]",
+          "d=(3)", ")]")  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PYTHON), max_size=9))
+def test_calls_are_those_of_pythons_own_grammar(words):
+    text = "[f(" + "".join(words) + ")]"
+    _, content, calls = read(made("pythonic", "", False), [text])
+    expected = by_python(text)
+    assert content == ("" if expected else text)
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == (expected or [])
+    assert read(made("pythonic", "", False), list(text)) == ("", content, calls)
+
+
+def by_python(text: str) -> list[tuple[str, Any]] | None:
+    try:
+        listed: Any = ast.parse(text.replace("null", "None"), mode="eval").body
+        made = []
+        for call in listed.elts:
+            names = [one.arg for one in call.keywords]
+            if call.args or len(set(names)) != len(names):
+                return None
+            values = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+            made.append((ast.unparse(call.func), json.loads(json.dumps(values))))
+    except (SyntaxError, TypeError, ValueError, AttributeError):
+        return None
+    return made if all(name.isidentifier() for name, _ in made) else None

@@ -28,8 +28,11 @@ class ScriptedFormats(NoFormats):
     """Calls are allowed, and a demanded one is any object."""
 
     tool_parser = "scripted"
+    has_tool_grammar = True
 
-    def tool_grammar(self, conversation: Conversation, rendered: str) -> GrammarSpec:
+    def tool_grammar(
+        self, conversation: Conversation, rendered: str, answer: GrammarSpec | None
+    ) -> GrammarSpec:
         return ANY_OBJECT
 
 
