@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
@@ -11,6 +11,9 @@ import typer
 from baton.cli.output import console
 from cluster.errors import ConfigError
 from cluster.redis.rights import Component
+
+if TYPE_CHECKING:
+    from baton.doctor.checks import Check
 
 EXIT_MISSING = 2
 
@@ -56,26 +59,15 @@ def doctor(
     """
     from baton.doctor import report
     from baton.doctor.checks import judge
-    from baton.doctor.ray_check import check_ray_head
     from baton.doctor.reading import Reader, connect
-    from baton.doctor.redis_check import check_redis, check_rights, check_server
     from baton.doctor.values import values_for
-    from cluster.redis.connect import check_url
-    from cluster.redis.urls import with_hash_tag
 
     if redis_component is not None and not redis_url:
         raise ConfigError("--redis-component needs --redis-url, with the user to check", field="redis_url")
     with connect(kubeconfig, context) as api:
         facts = Reader(api, namespace, timeout).read(permissions=not without_permissions)
     checks, values = judge(facts), values_for(facts)
-    if redis_url:
-        check_url(redis_url)
-        tagged = with_hash_tag(redis_url, redis_namespace)
-        checks += [check_server(tagged, redis_namespace), check_redis(tagged)]
-        if redis_component is not None:
-            checks.append(check_rights(tagged, redis_component, redis_namespace))
-    if ray_address:
-        checks.append(check_ray_head(ray_address))
+    checks += _external(redis_url, redis_namespace, redis_component, ray_address)
     if values_only:
         console.file.write(report.as_yaml(values))
     elif as_json:
@@ -86,3 +78,22 @@ def doctor(
         console.print(report.render(facts, checks, values))
     if any(check.grade == "missing" for check in checks):
         raise typer.Exit(EXIT_MISSING)
+
+
+def _external(redis_url: str, namespace: str, component: Component | None, ray_address: str) -> list[Check]:
+    """The checks of an external Redis and of an existing Ray's head, where they are named. Raises ConfigError."""
+    from baton.doctor.ray_check import check_ray_head
+    from baton.doctor.redis_check import check_redis, check_rights, check_server
+    from cluster.redis.connect import check_url
+    from cluster.redis.urls import with_hash_tag
+
+    checks: list[Check] = []
+    if redis_url:
+        check_url(redis_url)
+        tagged = with_hash_tag(redis_url, namespace)
+        checks += [check_server(tagged, namespace), check_redis(tagged)]
+        if component is not None:
+            checks.append(check_rights(tagged, component, namespace))
+    if ray_address:
+        checks.append(check_ray_head(ray_address))
+    return checks

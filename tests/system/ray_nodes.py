@@ -34,7 +34,7 @@ from tests.system.namespaces import Network, make_network
 
 HOSTS = ("front", "one", "two")
 GCS_PORT = 6379
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 
 
 @dataclass
