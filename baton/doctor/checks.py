@@ -69,8 +69,8 @@ def _gpus(facts: Facts) -> Finding:
     advice = "workers run on CPUs: only small models; install the GPU operator or device plugin to use GPUs"
     if others := facts.other_devices():
         advice = (
-            f"{', '.join(others)}: the images compute on NVIDIA's GPUs and CPUs; AMD's need images of yours with PyTorch for "
-            f"ROCm (prefill.image, decode.image, gpuResource)"
+            f"{', '.join(others)}: the images compute on NVIDIA's GPUs and CPUs; AMD's need images of yours with "
+            f"PyTorch for ROCm (prefill.image, decode.image, gpuResource)"
         )
     elif labelled:
         advice = f"{labelled[0]} has GPU labels and nothing allocatable: the device plugin does not run there"

@@ -52,8 +52,9 @@ def _check_memory(config: WorkerConfig, model: ModelConfig, role: Role) -> None:
     engine, room = config.engine, config.engine.memory_bytes
     context = least_context_bytes(engine, model)
     if 0 < engine.kv_memory_bytes < context:
+        length = engine.max_model_len or model.max_model_len
         raise ConfigError(
-            f"--kv-memory {engine.kv_memory_bytes}: the KV of one context of {engine.max_model_len or model.max_model_len} tokens "
+            f"--kv-memory {engine.kv_memory_bytes}: the KV of one context of {length} tokens "
             f"takes at least {context} bytes on each rank of a {role} worker: give more, or a smaller --max-model-len",
             field="kv_memory",
         )

@@ -30,7 +30,7 @@ def why_no_handoff(mode: Mode, decided: Mapping[tuple[str, ...], int], workers: 
         return ""
     if mode == "auto":
         return (
-            f"local_prefill is auto, and so far {_LOCALLY} sooner than a hand-off takes: prompts are short, or mostly cached "
-            f"there (fallback uses prefill workers for all)"
+            f"local_prefill is auto, and so far {_LOCALLY} sooner than a hand-off takes: prompts are short, or mostly "
+            f"cached there (fallback uses prefill workers for all)"
         )
     return f"when requests came no prefill worker was ready: {_LOCALLY}"

@@ -5,8 +5,8 @@ The comment right above a block decides:
     <!-- not run: reason -->      it needs a GPU, a Kubernetes cluster, root, hours, …; its flags are checked all the same
     <!-- starts the cluster -->   the cluster of the next kind is started by this block (exactly one)
     <!-- needs a cluster -->      it is run against that cluster (`long`)
-    <!-- on the test cluster -->  it is run with Helm against the API server of tests/kubernetes, after those above it on its page,
-                                  and <!-- on pods --> against the chart's pods as processes (`system`, tests/system/helm_life)
+    <!-- on the test cluster -->  it is run with Helm against the API server of tests/kubernetes, after those above it
+    <!-- on pods -->              it is run against the chart's pods as processes; both `system`, tests/system/helm_life
     none                          it is run by itself, in an empty folder beside links to the repository's folders
 """
 

@@ -12,7 +12,7 @@ from loadgen.html import page, rate_over_time
 from loadgen.record import Failure, RequestRecord
 from loadgen.report import Report, merge, summarise
 from loadgen.svg import value_axis
-from loadgen.table import print_report
+from loadgen.table import print_report, totals
 from wire.inference_pb2 import Timings
 
 NO_SLO = Slo()
@@ -82,6 +82,18 @@ def test_server_figures() -> None:
     assert found["attempts_per_request"] == 1.5
     assert found["stages"]["prefill_seconds"] == pytest.approx(0.3)
     assert found["cached_tokens"] == 3
+
+
+def test_a_run_in_which_nothing_was_handed_over_says_why() -> None:
+    def told(*timings: Timings) -> str:
+        return report(*(record(0, 1, timings=one) for one in timings)).no_handoff
+
+    assert told(Timings(decode_worker="d")).startswith("decode workers computed all prompts")
+    assert told(Timings(prefill_worker="p", decode_worker="d")).startswith("decode workers held the prompts")
+    assert told(Timings(decode_worker="d"), Timings(prefill_worker="p", kv_bytes_shipped=1)) == ""
+    assert report(record(0, 1)).no_handoff == "", "another server tells nothing"
+    shown = dict(totals(report(record(0, 1, timings=Timings(decode_worker="d")))))
+    assert shown["handed over"].startswith("nothing: decode workers")
 
 
 def test_merge_lays_runs_side_by_side() -> None:

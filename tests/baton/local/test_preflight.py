@@ -156,7 +156,7 @@ def test_damaged_files_and_pipes_are_left_to_the_worker(model, tmp_path):
 
 def test_options_ask_for_the_place_alone(checkpoint, tmp_path):
     """Tests and scripts make options of a directory before anything else is in it."""
-    with pytest.raises(ConfigError, match="--model .*: no such directory") as refused:
+    with pytest.raises(ConfigError, match=r"--model .*: no such directory") as refused:
         UpOptions(tmp_path / "none")
     assert refused.value.field == "model"
     with pytest.raises(ConfigError, match=r"--also b=.*: no config\.json there") as refused:

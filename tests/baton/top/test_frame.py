@@ -90,3 +90,10 @@ def test_missing_values_of_a_router_are_dashes(of: dict[str, Any], width: int) -
 
 def test_before_the_first_answer_it_is_connecting() -> None:
     assert "connecting" in drawn(FeedSnapshot("http://router:8000"))[0]
+
+
+def test_a_cluster_that_handed_nothing_over_says_why() -> None:
+    told = view()
+    told["now"]["no_handoff"] = "no prefill worker is ready"
+    assert "no prefill worker is ready" in " ".join(drawn(look(told)))
+    assert "no hand-offs" not in " ".join(drawn(look()))

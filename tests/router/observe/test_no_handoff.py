@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,10 @@ def worker(role: Role) -> WorkerInfo:
 
 
 def why(mode: Mode, roles: tuple[Role, ...], *, handed: int = 0, locally: int = 0) -> str:
-    decided = {("prefill_worker", "redis"): handed, ("decode_worker", "router"): locally}
+    decided: dict[tuple[str, ...], int] = {
+        ("prefill_worker", "redis"): handed,
+        ("decode_worker", "router"): locally,
+    }
     return why_no_handoff(mode, decided, [worker(role) for role in roles])
 
 
@@ -54,6 +58,6 @@ def test_what_needs_no_reason_has_none(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"state": "draining"}, {"lease": "dead"}])
-def test_a_worker_that_leaves_is_not_ready(changed: dict[str, str]) -> None:
+def test_a_worker_that_leaves_is_not_ready(changed: dict[str, Any]) -> None:
     leaving = replace(worker("prefill"), **changed)
     assert why_no_handoff("never", {}, [leaving, worker("decode")]) == "no prefill worker is ready"
