@@ -24,9 +24,10 @@ def test_the_limit_ends_what_is_over_it_and_is_told(tmp_path: Path) -> None:
     with container_cluster(tmp_path / "cluster") as cluster:
         names = {"child": f"{HOG}; echo code $?", "first": f"exec {HOG}", "unlimited": f"exec {HOG}"}
         for name, command in names.items():
-            made = samples.pod(name, image=image_name("router"), command=["sh", "-c", command])
-            if name != "unlimited":
-                made["spec"]["containers"][0]["resources"] = {"limits": {"memory": LIMIT}}
+            limits = {} if name == "unlimited" else {"limits": {"memory": LIMIT}}
+            made = samples.pod(
+                name, image=image_name("router"), command=["sh", "-c", command], resources=limits
+            )
             made["spec"]["restartPolicy"] = "Never"
             cluster.server.create(made)
 
