@@ -226,7 +226,7 @@ class RequestDispatcher:
             choices=choices,
             admission_seconds=self._deadlines.worker_seconds(deadline),
             take=self._take,
-            prompt=self._prompt if self._lacks_prompt else None,
+            prompt=self._prompt if self._lacks_prompt or c.sampling.pooling else None,  # a vector comes again
             prefilled=self._prefilled,
             when_drained=self._deltas.when_drained,
             transfer_id=request.transfer_id,

@@ -76,7 +76,8 @@ class EmbedCall:
                 running.enter_context(gateway.request(one, caller, number, arrival))
                 for number, one in enumerate(completions)
             ]
-            queue = AnswerQueue(_Outlet(), made.add, len(dispatchers), self._turn, streamed=False)
+            outlet, tenant = _Outlet(), caller.tenant
+            queue = AnswerQueue(outlet, made.add, len(dispatchers), self._turn, tenant, streamed=False)
             await queue.pass_all(dispatchers, self._next_turn)
             outcomes = [dispatcher.outcome for dispatcher in dispatchers]
         rest = pb.EmbedResponse(

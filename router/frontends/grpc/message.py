@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from cluster.config.router import RouterConfig
@@ -20,6 +22,7 @@ QUICK_SECONDS = 0.1
 MAX_FIELDS = 1 << 16
 FIELDS_AT_ONCE = 1 << 8  # counted in one step of about 0.25 ms
 MAX_VARINT_BYTES = 10
+_PACKED = frozenset({FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_INT32})  # lists of these in requests
 M = TypeVar("M", bound=Message)
 
 
@@ -56,10 +59,13 @@ async def read_message(context: Context, config: RouterConfig, held: HeldBytes) 
     return raw
 
 
-async def parse(message: M, raw: bytes, low_priority: LowPriority, tenant: str = "") -> M:
-    """Fill `message` from its bytes and return it. Raises InvalidRequestError."""
+async def parse(
+    message: M, raw: bytes, low_priority: LowPriority, tenant: str = "", most_numbers: int | None = None
+) -> M:
+    """Fill `message` from its bytes and return it. `most_numbers`: in all its packed lists, of one that is longer than
+    2 * MAX_FIELDS bytes. Raises InvalidRequestError."""
     if len(raw) > 2 * MAX_FIELDS:
-        await _check_fields(raw, message.DESCRIPTOR, low_priority, tenant)
+        await _check_fields(raw, message.DESCRIPTOR, low_priority, tenant, most_numbers)
     try:
         message.ParseFromString(raw)
     except DecodeError as error:
@@ -67,21 +73,31 @@ async def parse(message: M, raw: bytes, low_priority: LowPriority, tenant: str =
     return message
 
 
-async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority, tenant: str) -> None:
-    for count, _ in enumerate(_fields(memoryview(raw), kind), 1):
+async def _check_fields(
+    raw: bytes, kind: Any, low_priority: LowPriority, tenant: str, most_numbers: int | None
+) -> None:
+    numbers = 0
+    for count, packed in enumerate(_fields(memoryview(raw), kind), 1):
         if count > MAX_FIELDS:
             text = f"message: it has more than {MAX_FIELDS} fields"
             raise InvalidRequestError(text, field="message", limit=str(MAX_FIELDS))
+        if packed and most_numbers is not None:
+            numbers += int(np.count_nonzero(np.frombuffer(packed, np.uint8) < 128))  # their last bytes
+            if numbers > most_numbers:
+                text = f"message: its lists have more than {most_numbers} numbers (max_json_elements)"
+                raise InvalidRequestError(text, field="message", limit=str(most_numbers))
         if count % FIELDS_AT_ONCE == 0:
             await low_priority.step(tenant)
 
 
-def _fields(raw: memoryview, kind: Any) -> Iterator[None]:
-    """Yield once per field, at any depth, of a message of this `kind`. Ends where the parser will refuse the message."""
+def _fields(raw: memoryview, kind: Any) -> Iterator[memoryview | None]:
+    """Yield once per field, at any depth, of a message of this `kind`: the bytes of one with packed numbers, else None.
+    Ends where the parser will refuse the message."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
-        yield
+        if tag & 7 != 2:
+            yield None
         match tag & 7:
             case 0:
                 _, at = _varint(raw, at)
@@ -90,6 +106,8 @@ def _fields(raw: memoryview, kind: Any) -> Iterator[None]:
             case 2:
                 size, at = _varint(raw, at)
                 field = kind.fields_by_number.get(tag >> 3)
+                packed = field is not None and field.type in _PACKED
+                yield raw[at : at + size] if packed else None
                 if field is not None and field.message_type is not None:
                     yield from _fields(raw[at : at + size], field.message_type)
                 at += size

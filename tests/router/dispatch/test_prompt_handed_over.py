@@ -312,3 +312,38 @@ async def test_a_failed_token_of_a_held_answer_ends_the_attempt(text):
     assert len(taken) == TOKENS_A_TURN and held.holds(common_pb2.Token(position=100))
     await asyncio.sleep(0.01)
     assert broken == ["AttributeError: a fault"]
+
+
+class Embedded(Handed):
+    """Its prefill worker is lost once behind the embedding, before the token that ends the attempt."""
+
+    async def run(self, request: Any, timeout: float) -> None:
+        worker = self.opened[request.handle.number]
+        vector = common_pb2.Token(choice=1, position=1, token_id=TOKENS[-1], embedding=bytes(8))
+        last = Pair.token(0, PROMPT, one=True)
+        worker.messages += [vector, last, end("DONE")]
+        worker.step()
+        if len(self.opened) == 1:
+            worker.lost()
+        while not worker.over:
+            worker.step()
+
+    async def abort(self, request: Any, timeout: float) -> decode_pb2.AbortResponse:
+        return decode_pb2.AbortResponse(state=decode_pb2.ATTEMPT_STATE_ABORTED)
+
+
+async def test_an_attempt_behind_an_embedding_repeats_it(text):
+    """Its worker may make nothing else, so it is asked for the embedding again, which clients do not get twice."""
+    world = Embedded(text, [])
+    sampling = common_pb2.SamplingParams(max_tokens=1, pooling=common_pb2.POOLING_MEAN)
+    completion = Completion("r", "m", TOKENS, sampling, prompt_only=True, embedding_dimensions=2)
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    deltas: BatchQueue[Any] = BatchQueue()
+    running.start(deltas)
+    vectors = 0
+    async with asyncio.timeout(10):
+        while batch := await deltas.take():
+            vectors += sum(len(delta.prompt) for delta in batch)
+    assert (vectors, len(world.opened), running.complete) == (1, 2, True)
+    await world.services.finish(5.0)
+    assert len(world.released) == 2

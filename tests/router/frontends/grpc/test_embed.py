@@ -14,6 +14,7 @@ import pytest
 from cluster.errors import ForbiddenError, InvalidRequestError, OverloadedError
 from cluster.protocol.pooling import Embedding, Pooling
 from cluster.security.keys import Caller
+from router.dispatch.turn import Turn
 from router.frontends.grpc.service import InferenceService
 from router.request.limits import FieldLimits
 from tests.harness.waiting import until
@@ -84,6 +85,20 @@ async def test_each_input_has_its_vector_in_order(gateway: VectorGateway) -> Non
     for done in gateway.accepted:
         assert (done.sampling.pooling, done.prompt_only, done.priority) == (common_pb2.POOLING_MEAN, True, -1)
         assert done.deadline_seconds == 5.0
+    assert gateway.admission.in_flight == gateway.admission.bodies.held == 0
+
+
+async def test_lists_of_ids_are_bounded_and_vectors_take_the_turns_of_their_tenant(
+    gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyed(gateway, monkeypatch)
+    tenants: list[str] = []
+    add = Turn.add
+    monkeypatch.setattr(Turn, "add", lambda turn, made, tenant="": [tenants.append(tenant), add(turn, made)])
+    await embed(gateway, "a")
+    assert set(tenants) == {"acme"}
+    with pytest.raises(InvalidRequestError, match="max_json_elements"):
+        await embed(gateway, [5] * (gateway.config.max_json_elements + 1), truncate_prompt_tokens=1)
     assert gateway.admission.in_flight == gateway.admission.bodies.held == 0
 
 

@@ -109,3 +109,18 @@ async def test_fields_of_any_kind_count(raw):
 async def test_a_number_without_an_end_is_read_once():
     with pytest.raises(InvalidRequestError, match="not valid protobuf"):
         await parse(pb.GenerateRequest(), b"\xff" * (8 << 20), LowPriority())
+
+
+@pytest.mark.parametrize("lists", [1, 3])
+async def test_numbers_of_packed_lists_are_counted_before_they_are_parsed(lists):
+    """A number has a byte at least, so one message would have millions of them."""
+
+    def message(count: int) -> bytes:
+        ids = pb.TokenIds(ids=[5] * (count // lists))
+        return pb.EmbedRequest(input=[pb.EmbedInput(token_ids=ids)] * lists).SerializeToString()
+
+    most = 3 * MAX_FIELDS
+    await parse(pb.EmbedRequest(), message(most), LowPriority(), "", most)
+    with pytest.raises(InvalidRequestError, match="max_json_elements") as caught:
+        await parse(pb.EmbedRequest(), message(most + 3), LowPriority(), "", most)
+    assert (caught.value.field, caught.value.limit) == ("message", str(most))
