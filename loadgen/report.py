@@ -144,7 +144,10 @@ class Report:
         if not timings or self.kv_shipped_requests:
             return ""
         if any(one.prefill_worker for one in timings):
-            return "decode workers held the prompts of those requests that prefill workers had"
+            return (
+                "prefill workers computed prompts, and no decode worker needed their KV: answers ended with their first "
+                "token, or it was cached there"
+            )
         return (
             "decode workers computed all prompts: they were short (local_prefill auto), or no prefill worker was ready; "
             "baton status says which"

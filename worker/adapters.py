@@ -108,7 +108,6 @@ class AdapterChanges:
                 tried.clear()  # what waits for a slot does not wait for others' files
         finally:
             await self._give_up_all()
-        self._forget()
         await self._announce()
 
     async def _give_up_all(self) -> None:
@@ -163,6 +162,7 @@ class AdapterChanges:
             return False
         own = {name: one for name, one in read.items() if one.is_for(self._served_model)}
         self._now = {name: one for name, one in own.items() if name not in self._fixed}
+        self._forget()
         gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
         if gone:
             await self._release(gone)
@@ -194,6 +194,7 @@ class AdapterChanges:
             refusal = Refusal.of(wanted.tag, error)
             if self.refusals.get(name) != refusal:
                 log.warning("adapter %s is not loaded from %s: %s", name, wanted.path, refusal.message)
+            self.refusals.pop(name, None)  # the last ones are shown
             self.refusals[name] = refusal
             if not isinstance(error, AdapterSlotsError):  # a slot may be free at the next look
                 self._retry_at[key] = self._clock() + RETRY_SECONDS
@@ -233,7 +234,10 @@ class AdapterChanges:
             raise AdapterSlotsError(f"{MAX_ADAPTERS} names of adapters are loaded", limit=str(MAX_ADAPTERS))
 
     def _refused_before(self, key: _Key) -> AdapterSlotsError:
-        former = self.refusals[key[0]]
+        """Raises _NotWantedError."""
+        former = self.refusals.get(key[0])
+        if former is None:
+            raise _NotWantedError  # since this was tried
         wait = 0.0 if former.final else LOOK_SECONDS
         return AdapterSlotsError(former.message, field="max_loras", retry_after_seconds=wait)
 

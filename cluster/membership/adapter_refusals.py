@@ -10,7 +10,8 @@ from cluster.errors import BatonError
 
 MOST = 16  # of a status; the last ones
 MAX_MESSAGE = 400  # characters
-MAX_TEXT = 128 << 10  # longer than any of these, escaped
+MAX_FIELD = 128
+MAX_TEXT = 128 << 10  # more than MOST of these, with 12 characters for each that is escaped
 
 
 class Refusal(NamedTuple):
@@ -24,7 +25,7 @@ class Refusal(NamedTuple):
         if not isinstance(error, BatonError):
             return cls(tag, repr(error)[:MAX_MESSAGE])
         waits = error.retryable or error.retry_after_seconds > 0
-        return cls(tag, error.message[:MAX_MESSAGE], error.field[:MAX_MESSAGE], not waits)
+        return cls(tag, error.message[:MAX_MESSAGE], error.field[:MAX_FIELD], not waits)
 
 
 def encode(refusals: Mapping[str, Refusal]) -> str | None:

@@ -75,7 +75,7 @@ class LoadedAdapters:
         self._runner.begin(directory, below, lane)
 
     def read_digest(self, lane: int = 0) -> str | None:
-        """Of what was read; None while a rank reads. Raises ModelError."""
+        """Of what was read; None while a rank reads. Raises ModelError, UnavailableError."""
         return self._runner.digest(lane)
 
     def drop(self, lane: int = 0) -> None:

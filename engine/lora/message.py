@@ -46,6 +46,7 @@ class State(enum.IntEnum):
     READING = 0
     READ = 1
     NOT_READ = 2
+    BUSY = 3  # not read either: an earlier reading of the lane still waits for its files
 
 
 class Answer(NamedTuple):

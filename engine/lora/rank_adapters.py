@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.errors import ModelError
+from cluster.errors import ModelError, UnavailableError
 from engine.lora.adapter_files import Adapter, Share, read_adapter
 from engine.lora.message import LANES, AdapterMessage, Answer, Order, State
 from engine.lora.reading import AdapterReading
@@ -46,13 +46,14 @@ class RankAdapters:
 
     def digest(self, lane: int = 0) -> str | None:
         """Of the adapter that all ranks have read; None while one of them reads. Raises ModelError if one has not, or if
-        they have read different ones; then nothing of it is kept."""
+        they have read different ones, UnavailableError if one waits for an earlier reading; then nothing of it is kept."""
         self._tell(AdapterMessage(Order.ANSWER, lane=lane))
         answers = self._answers(lane)
         problem = _problem(answers)
         if problem:
             self.drop(lane)
-            raise ModelError(problem, field="lora")
+            busy = any(one.state is State.BUSY for one in answers)
+            raise (UnavailableError if busy else ModelError)(problem, field="lora")
         return answers[0].text if all(one.state is State.READ for one in answers) else None
 
     def write(self, slot: int, lane: int = 0) -> None:
@@ -90,7 +91,7 @@ class RankAdapters:
 
 def _problem(answers: list[Answer]) -> str:
     for rank, answer in enumerate(answers):
-        if answer.state is State.NOT_READ:
+        if answer.state in (State.NOT_READ, State.BUSY):
             return answer.text if len(answers) == 1 or not rank else f"rank {rank}: {answer.text}"
     digests = [one.text for one in answers if one.state is State.READ]
     if len(set(digests)) > 1:

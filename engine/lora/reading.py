@@ -33,6 +33,7 @@ class _Attempt:
         self.stopped = threading.Event()
         self.adapter: Adapter | None = None
         self.failure: str | None = None
+        self.busy = False  # with a failure: it lies in an earlier reading
 
 
 class AdapterReading:
@@ -68,7 +69,10 @@ class AdapterReading:
             for one in former:  # all of them: the last may have given up waiting for one that hangs
                 one.join(max(0.0, deadline - time.monotonic()))
                 if one.is_alive():
-                    raise TimeoutError("another adapter is still being read: its files do not answer")
+                    attempt.busy = True
+                    raise TimeoutError(
+                        "an earlier reading still waits for its files, which do not answer: check the mount of lora_dir"
+                    )
             if attempt.stopped.is_set():
                 return
             adapter = self._read(inside(directory, below), attempt.stopped)
@@ -84,7 +88,7 @@ class AdapterReading:
         if attempt is None:
             return Answer(State.NOT_READ, "no adapter is being read")
         if attempt.failure is not None:
-            return Answer(State.NOT_READ, attempt.failure)
+            return Answer(State.BUSY if attempt.busy else State.NOT_READ, attempt.failure)
         if attempt.adapter is None:
             return Answer(State.READING)
         return Answer(State.READ, attempt.adapter.digest)

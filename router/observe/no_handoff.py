@@ -12,7 +12,7 @@ _CHOSEN = ("prefill_worker", "decode_worker")
 
 
 def why_no_handoff(mode: Mode, decided: Mapping[tuple[str, ...], int], workers: Iterable[WorkerInfo]) -> str:
-    """Empty if there is nothing to explain: a prefill worker was chosen, or there was no request yet.
+    """Empty if there is nothing to explain: a prefill worker was chosen, or no request came and both roles are ready.
 
     `decided`: placements of this router by (the worker that prefills, where that was decided).
     """

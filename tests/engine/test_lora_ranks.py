@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.errors import ModelError
+from cluster.errors import ModelError, UnavailableError
+from cluster.membership.adapter_refusals import Refusal
 from engine.lora.adapter_files import Adapter
 from engine.lora.loaded import LoadedAdapters
 from engine.lora.message import ANSWER_BYTES, LANES, AdapterMessage, Answer, Order, State
@@ -138,6 +139,26 @@ def test_a_lane_whose_files_do_not_answer_leaves_the_others():
     assert world.written == [[(1, "a")]] * 2 and not world.kept
 
 
+def test_an_adapter_is_not_refused_for_the_files_of_another_one(monkeypatch):
+    """It is tried again: what a load call waits for is not final."""
+    monkeypatch.setattr("engine.lora.reading.FORMER_SECONDS", 0.01)
+    never = threading.Event()
+
+    def hangs(directory: Path, stopped: threading.Event) -> Adapter:
+        never.wait()
+        raise OSError
+
+    world = World(found(), hangs)
+    world.leader.begin(A)
+    world.leader.begin(A)
+    with pytest.raises(UnavailableError, match="rank 1: an earlier reading") as caught:
+        world.digest()
+    assert not Refusal.of("t", caught.value).final
+    never.set()
+    world.step()
+    world.close()
+
+
 @pytest.mark.parametrize(
     ("reads", "says"),
     [
@@ -208,7 +229,7 @@ def test_readings_that_never_end_do_not_add_up(monkeypatch):
         reading.drop()
         reading.begin(A)
         reading._threads[-1].join(WAIT_SECONDS)
-        assert "still being read" in reading.answer().text
+        assert reading.answer().state is State.BUSY and "lora_dir" in reading.answer().text
     assert begun == [A]
     never.set()
 

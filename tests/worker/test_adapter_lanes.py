@@ -96,3 +96,30 @@ async def test_so_many_are_read_at_a_time(world, monkeypatch):
         (world.changes._directory / f"s{i}" / "digest").write_text("same")
     await world.changes.follow()
     assert max(most) == LANES and len(world.changes.pairs) == LANES + 3
+
+
+async def test_refusals_end_with_their_entries_although_others_are_read(world, monkeypatch):
+    """Files that do not answer, tried again in turns, may keep readings going without a pause."""
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0.001)
+    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 0.005)
+    world.runner.slow = {"a": 10**9}
+    world.wanted = {"slow": Wanted("a", "1"), "bad": Wanted("missing", "1")}
+    following = asyncio.create_task(world.changes.follow())
+    async with asyncio.timeout(5):
+        while "bad" not in world.changes.refusals:
+            await asyncio.sleep(0.001)
+        del world.wanted["bad"]
+        while world.changes.refusals or world.changes._retry_at:
+            await asyncio.sleep(0.001)
+    assert not following.done()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_the_last_refusals_are_those_tried_last(world):
+    world.wanted = {"x": Wanted("missing", "1"), "y": Wanted("missing", "1")}
+    await world.changes.follow()
+    assert list(world.changes.refusals) == ["x", "y"]
+    world.wanted = {"x": Wanted("missing", "2"), "y": Wanted("missing", "1")}
+    await world.changes.follow()
+    assert list(world.changes.refusals) == ["y", "x"]

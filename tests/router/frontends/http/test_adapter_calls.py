@@ -10,7 +10,13 @@ from typing import Any
 import orjson
 import pytest
 
-from cluster.errors import AdapterRefusedError, DeadlineError, InvalidRequestError, UnknownModelError
+from cluster.errors import (
+    AdapterRefusedError,
+    DeadlineError,
+    InvalidRequestError,
+    ModelError,
+    UnknownModelError,
+)
 from cluster.membership.adapter_refusals import MOST, Refusal, decode, encode
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
@@ -158,6 +164,13 @@ async def test_what_a_worker_refuses_ends_the_call(text, refusal, raised):
     if raised is AdapterRefusedError:
         assert caught.value.field == "max_loras" and "max_loras" in caught.value.message
     assert ("a" in cluster.entries) == (raised is DeadlineError)
+
+
+def test_the_longest_refusals_are_read():
+    """Texts of files, which may be of characters that JSON writes as twelve."""
+    error = ModelError("\U0001f600" * 1000, field="\U0001f600" * 1000)
+    given = {f"{i:x<128}": Refusal.of("t" * 32, error) for i in range(MOST)}
+    assert decode(encode(given)) == given
 
 
 def test_refusals_of_other_versions_are_left_out():
