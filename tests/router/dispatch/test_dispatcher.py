@@ -231,8 +231,8 @@ class World:
 
     def attempt(self, **facts: Any) -> Scripted:
         steps, arbiter = self.scripts.pop(0) if self.scripts else ([], "aborted")
-        given = (facts[name] for name in ("spec", "placed", "transfer_id", "choices", "take"))
-        made = Scripted(*given, steps, arbiter)
+        names = ("spec", "placed", "transfer_id", "choices", "take")
+        made = Scripted(**{name: facts[name] for name in names}, steps=steps, arbiter=arbiter)
         self.attempts.append(made)
         return made
 
