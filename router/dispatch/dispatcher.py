@@ -14,6 +14,7 @@ from enum import Enum
 from functools import cached_property
 
 from cluster import errors
+from cluster.protocol.first_token import ends_with_first_token
 from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
 from cluster.state_machine import StateMachine
 from router.dispatch.attempt import Attempt
@@ -342,8 +343,8 @@ class RequestDispatcher:
         if complete:
             return
         if outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
-            if event.source is Source.DECODE:
-                raise _Retry(errors.PeerLostError("the decode worker ended early"))
+            if event.source is Source.DECODE or ends_with_first_token(attempt.spec):
+                raise _Retry(errors.PeerLostError(f"the {event.source.value} worker ended early"))
             return
         reason = event.reason
         self._placer.engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)

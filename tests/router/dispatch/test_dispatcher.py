@@ -76,6 +76,7 @@ def end(outcome: str, error: BatonError | None = None) -> common_pb2.AttemptEnd:
 class Scripted:
     """Stands in for an Attempt: sends what its script says, then, if no worker is lost, the rest."""
 
+    spec: common_pb2.GenerateSpec
     placed: Placed
     transfer_id: bytes
     choices: Sequence[ChoiceStream]
@@ -230,9 +231,8 @@ class World:
 
     def attempt(self, **facts: Any) -> Scripted:
         steps, arbiter = self.scripts.pop(0) if self.scripts else ([], "aborted")
-        made = Scripted(
-            facts["placed"], facts["transfer_id"], facts["choices"], facts["take"], steps, arbiter
-        )
+        names = ("spec", "placed", "transfer_id", "choices", "take")
+        made = Scripted(**{name: facts[name] for name in names}, steps=steps, arbiter=arbiter)
         self.attempts.append(made)
         return made
 

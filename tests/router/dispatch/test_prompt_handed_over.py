@@ -315,7 +315,10 @@ async def test_a_failed_token_of_a_held_answer_ends_the_attempt(text):
 
 
 class Embedded(Handed):
-    """Its prefill worker is lost once behind the embedding, before the token that ends the attempt."""
+    """Its prefill worker is lost, or says that it is done, once behind the embedding, before the token that ends the
+    attempt."""
+
+    ends_early = False
 
     async def run(self, request: Any, timeout: float) -> None:
         worker = self.opened[request.handle.number]
@@ -324,7 +327,7 @@ class Embedded(Handed):
         worker.messages += [vector, last, end("DONE")]
         worker.step()
         if len(self.opened) == 1:
-            worker.lost()
+            worker.ends(end("DONE")) if self.ends_early else worker.lost()
         while not worker.over:
             worker.step()
 
@@ -332,9 +335,12 @@ class Embedded(Handed):
         return decode_pb2.AbortResponse(state=decode_pb2.ATTEMPT_STATE_ABORTED)
 
 
-async def test_an_attempt_behind_an_embedding_repeats_it(text):
-    """Its worker may make nothing else, so it is asked for the embedding again, which clients do not get twice."""
+@pytest.mark.parametrize("ends_early", [False, True])
+async def test_an_attempt_behind_an_embedding_repeats_it(text, ends_early):
+    """Its worker may make nothing else, so it is asked for the embedding again, which clients do not get twice. No decode
+    worker goes on where a prefill worker has ended too early."""
     world = Embedded(text, [])
+    world.ends_early = ends_early
     sampling = common_pb2.SamplingParams(max_tokens=1, pooling=common_pb2.POOLING_MEAN)
     completion = Completion("r", "m", TOKENS, sampling, prompt_only=True, embedding_dimensions=2)
     running = dispatcher.RequestDispatcher(completion, world.services)
