@@ -68,14 +68,6 @@ def test_a_given_context_replaces_the_charts_and_pinning_adds_to_it(renderer: Re
 # --- one registry for all images -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cpu-demo", "rdma-mtls", "kuberay", "external", "doctor first"])
-def test_the_global_registry_reaches_every_image(name: str, renderer: Renderer) -> None:
-    given = VALUE_SETS[name]
-    values = {**given.values, "global": {"imageRegistry": "registry.example:5000"}}
-    found = images(renderer.render(ValueSet(given.files, values, given.apis, given.kube)))
-    assert found and all(one.startswith("registry.example:5000/") for one in found), found
-
-
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
@@ -88,10 +80,6 @@ def test_the_global_registry_reaches_every_image(name: str, renderer: Renderer) 
 def test_an_image_of_others_keeps_its_name(image: str, expected: str, renderer: Renderer) -> None:
     values = {"redis": {"image": image}, "global": {"imageRegistry": "r.example"}}
     assert expected in images(renderer.render(ValueSet(values=values)))
-
-
-def test_gpu_images_keep_their_suffix(renderer: Renderer) -> None:
-    assert worker_of(renderer.render(ValueSet()), "decode")["image"].endswith("-cuda")
 
 
 # --- devices -------------------------------------------------------------------------------------------------------
