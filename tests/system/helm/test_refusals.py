@@ -30,6 +30,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "decode: 8 GPUs × 2 nodes are not decode.tensorParallel = 8",
         "set decode.gpus × decode.nodes equal",
     ),
+    "doctor without rights to make its account": (
+        {"doctor": {"enabled": True}, "rbac": {"create": False}},
+        "doctor.enabled makes a ServiceAccount and a ClusterRole, and rbac.create is off",
+        "turn doctor.enabled off",
+    ),
     "a model named as a LeaderWorkerSet": (
         {
             "multiNode": {"by": "leaderWorkerSet"},
