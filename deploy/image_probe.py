@@ -7,7 +7,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-TOOLS = ("buildah", "debootstrap", "podman", "runc")
+# debootstrap refuses to work without gpgv, which it only recommends.
+TOOLS = ("buildah", "debootstrap", "gpgv", "podman", "runc")
 PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
 # As a pod of the chart: no root, no capabilities, nothing writable but /tmp. The limits are those of a machine that grants
 # no higher ones.

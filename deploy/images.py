@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ UPGRADE = (
     " && rm -rf /usr/share/man/* /usr/share/locale/*"
 )
 RECIPE = "org.baton.recipe"
+APT_SOURCES = (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list"))
 # MB beyond the base image that a target may take
 BUDGETS: Mapping[str, int] = {"router": 350, "worker": 1350, "prefill": 1600, "decode": 1600, "redis": 20}
 NAME = "localhost/baton"
@@ -168,14 +170,13 @@ def _label(image: str) -> str:
 
 
 def mirror() -> str:
-    """The Debian mirror that this machine uses."""
-    for file in (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list")):
+    """The Debian mirror that this machine uses; Debian's own where it uses none that debootstrap could."""
+    for file in APT_SOURCES if platform.freedesktop_os_release().get("ID") == "debian" else ():
         for line in file.read_text().splitlines() if file.exists() else ():
             words = line.split()
-            if words[:1] == ["URIs:"] and len(words) > 1:
-                return words[1]
-            if words[:1] == ["deb"] and "://" in line:
-                return next(word for word in words if "://" in word)
+            found = [word for word in words[1:] if word.startswith(("http://", "https://"))]
+            if words[:1] in (["URIs:"], ["deb"]) and found:
+                return found[0]
     return "http://deb.debian.org/debian"
 
 

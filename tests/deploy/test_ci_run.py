@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy import image_probe
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A fake make: records its arguments; `make test` fails as often as the file `failures` says, and writes the names of the
@@ -119,3 +121,9 @@ def test_each_stage_is_ended_at_its_budget(root: Path) -> None:
         "not in a stage's budget"
     )
     assert minutes == {"check": 5, "test": 15, "test-long": 25, "test-system": 30, "demo": 3}
+
+
+def test_what_images_are_built_with_is_installed_for_the_run():
+    (line,) = [one for one in (ROOT / ".ci" / "run").read_text().splitlines() if "for tool in" in one]
+    assert line.split(" in ")[1].split(";")[0].split() == list(image_probe.TOOLS)
+    assert "gpgv" in image_probe.TOOLS, "debootstrap verifies a release with it, and only recommends it"

@@ -60,6 +60,26 @@ def test_the_base_has_the_releases_security_updates():
     assert "deb http://mirror.example/debian-security bookworm-security main" in lines
 
 
+@pytest.mark.parametrize(
+    ("system", "lines", "expected"),
+    [
+        ("debian", "Types: deb\nURIs: http://near.example/debian\n", "http://near.example/debian"),
+        (
+            "debian",
+            "deb [trusted=yes] https://near.example/debian bookworm main\n",
+            "https://near.example/debian",
+        ),
+        ("debian", "URIs: mirror+file:///etc/apt/mirrors/debian.list\n", "http://deb.debian.org/debian"),
+        ("ubuntu", "deb http://archive.ubuntu.com/ubuntu noble main\n", "http://deb.debian.org/debian"),
+    ],
+)
+def test_the_mirror_is_one_that_has_debian(tmp_path, monkeypatch, system, lines, expected):
+    (tmp_path / "sources").write_text(lines)
+    monkeypatch.setattr(images, "APT_SOURCES", (tmp_path / "sources",))
+    monkeypatch.setattr(images.platform, "freedesktop_os_release", lambda: {"ID": system})
+    assert images.mirror() == expected
+
+
 def test_reports_name_sizes_packages_and_licences(tmp_path):
     packages = [Package("deb", "libc6", "2.36-9", ("LGPL-2.1",), 13_000_000, "amd64")]
     packages += [Package("pypi", "numpy", "2.4.0", ("BSD-3-Clause",), 30_000_000)]

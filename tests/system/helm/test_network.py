@@ -269,3 +269,27 @@ def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -
     rendered = renderer.render(ValueSet(values=values))
     rules = rendered.named("NetworkPolicy", "t-baton-router")["spec"]["egress"]
     assert [one["to"] for one in rules if {port["port"] for port in one["ports"]} == {443}] == [collector]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://minio.storage", 80),
+        ("http://minio.storage:9000", 9000),
+        ("https://minio.storage", 443),
+        ("", 443),
+    ],
+)
+@pytest.mark.parametrize("source", ["s3://weights/large", "hf://org/name"])
+def test_the_way_to_a_store_has_the_port_of_its_scheme(
+    source: str, endpoint: str, port: int, renderer: Renderer
+) -> None:
+    store = {"endpoint": endpoint or "https://store.example"}
+    key = "s3" if source.startswith("s3") else "huggingFace"
+    rendered = renderer.render(ValueSet(values={"model": {"source": source, key: store}}))
+    (hub,) = [
+        {one["port"] for one in rule["ports"]}
+        for rule in rendered.named("NetworkPolicy", "t-baton-router")["spec"]["egress"]
+        if any(peer.get("ipBlock", {}).get("cidr") == "0.0.0.0/0" for peer in rule["to"])
+    ]
+    assert hub == {port}

@@ -68,14 +68,6 @@ def test_a_given_context_replaces_the_charts_and_pinning_adds_to_it(renderer: Re
 # --- one registry for all images -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cpu-demo", "rdma-mtls", "kuberay", "external", "doctor first"])
-def test_the_global_registry_reaches_every_image(name: str, renderer: Renderer) -> None:
-    given = VALUE_SETS[name]
-    values = {**given.values, "global": {"imageRegistry": "registry.example:5000"}}
-    found = images(renderer.render(ValueSet(given.files, values, given.apis, given.kube)))
-    assert found and all(one.startswith("registry.example:5000/") for one in found), found
-
-
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
@@ -88,10 +80,6 @@ def test_the_global_registry_reaches_every_image(name: str, renderer: Renderer) 
 def test_an_image_of_others_keeps_its_name(image: str, expected: str, renderer: Renderer) -> None:
     values = {"redis": {"image": image}, "global": {"imageRegistry": "r.example"}}
     assert expected in images(renderer.render(ValueSet(values=values)))
-
-
-def test_gpu_images_keep_their_suffix(renderer: Renderer) -> None:
-    assert worker_of(renderer.render(ValueSet()), "decode")["image"].endswith("-cuda")
 
 
 # --- devices -------------------------------------------------------------------------------------------------------
@@ -216,6 +204,7 @@ def test_doctor_runs_before_everything_else_with_rights_to_read_only(renderer: R
     weight = {
         one["kind"]: int(one["metadata"]["annotations"]["helm.sh/hook-weight"])
         for one in rendered.manifests
-        if "doctor" in one["metadata"]["name"] and one["kind"] != "NetworkPolicy"
+        if "doctor" in one["metadata"]["name"]
     }
+    assert "NetworkPolicy" in weight, "without it the policies of the release before cut the API server off"
     assert weight.pop("Job") > max(weight.values())

@@ -30,6 +30,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "decode: 8 GPUs × 2 nodes are not decode.tensorParallel = 8",
         "set decode.gpus × decode.nodes equal",
     ),
+    "doctor without rights to make its account": (
+        {"doctor": {"enabled": True}, "rbac": {"create": False}},
+        "doctor.enabled makes a ServiceAccount and a ClusterRole, and rbac.create is off",
+        "turn doctor.enabled off",
+    ),
+    "a model named as a LeaderWorkerSet": (
+        {
+            "multiNode": {"by": "leaderWorkerSet"},
+            "models": [{"name": "set", "model": {"source": "file:///x"}}],
+        },
+        "models[set]: with multiNode.by leaderWorkerSet the names set and groups are of the chart's own objects",
+        "choose another",
+    ),
     "ranks can't be shared by nodes": (
         {"decode": {"gpus": 0, "nodes": 2, "tensorParallel": 3}},
         "can't be shared by decode.nodes = 2 pods",

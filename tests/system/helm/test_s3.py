@@ -148,6 +148,25 @@ def fetch_container(renderer: Renderer, component: str, port: int) -> dict[str, 
     return dict(found)
 
 
+@pytest.mark.parametrize("by", ["ray", "leaderWorkerSet"])
+def test_every_pod_that_copies_has_the_account_with_the_clouds_identity(renderer: Renderer, by: str) -> None:
+    values = {
+        "model": {"source": f"s3://weights/{FOLDER}"},
+        "rbac": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/weights"}},
+        "multiNode": {"by": by},
+        "decode": {"gpus": 2, "nodes": 2, "tensorParallel": 4},
+    }
+    rendered = renderer.render(ValueSet(values=values, apis=("leaderworkerset.x-k8s.io/v1",)))
+    annotated = {
+        one["metadata"]["name"] for one in rendered.of("ServiceAccount") if one["metadata"].get("annotations")
+    }
+    copying = [pod for pod in pods_of(rendered) if pod.spec.get("initContainers")]
+    assert {pod.component for pod in copying} == {"router", "prefill", "decode", "decode-ranks"}
+    for pod in copying:
+        assert pod.spec.get("serviceAccountName") in annotated, pod.component
+        assert pod.spec["automountServiceAccountToken"] is False
+
+
 def copy(container: dict[str, Any], rclone: str, place: Path) -> subprocess.CompletedProcess[str]:
     """Runs the container's command with `place` as its file system."""
     words = [*container["command"], *container["args"], "--low-level-retries=1", "--retries=1"]

@@ -225,6 +225,9 @@
 {{- end -}}
 
 {{- define "baton.checkNetwork" -}}
+{{- if and .Values.doctor.enabled (not .Values.rbac.create) }}
+{{- fail "doctor.enabled makes a ServiceAccount and a ClusterRole, and rbac.create is off: turn doctor.enabled off and run baton doctor yourself, or rbac.create on" }}
+{{- end }}
 {{- if and .Values.networkPolicy.enabled .Values.observability.otlpEndpoint (not .Values.networkPolicy.collector) }}
 {{- fail "observability.otlpEndpoint is set, and no NetworkPolicy allows traces to leave: set networkPolicy.collector to the address of the collector, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: observability}}}]" }}
 {{- end }}
@@ -275,7 +278,7 @@
 {{- range $kind := list "httpRoute" "grpcRoute" }}
 {{- if (index $router $kind).enabled }}
 {{- if not (or ($.Capabilities.APIVersions.Has "gateway.networking.k8s.io/v1") ($.Capabilities.APIVersions.Has (printf "gateway.networking.k8s.io/v1/%s" (ternary "HTTPRoute" "GRPCRoute" (eq $kind "httpRoute"))))) }}
-{{- fail (printf "router.%s is enabled, but this cluster has no gateway.networking.k8s.io/v1: install the Gateway API (1.1 or later), or turn it off" $kind) }}
+{{- fail (printf "router.%s is enabled, but this cluster has no gateway.networking.k8s.io/v1: install the Gateway API (1.2 or later), or turn it off" $kind) }}
 {{- end }}
 {{- end }}
 {{- end }}

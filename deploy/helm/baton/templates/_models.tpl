@@ -71,6 +71,10 @@
 {{- if or (eq $one.key "ranks") (eq $one.key "kv") (hasSuffix "-kv" $one.key) }}
 {{- fail (printf "%s: names ranks, kv and *-kv are of the chart's own objects: choose another" $where) }}
 {{- end }}
+{{- /* prefill-set is the first model's LeaderWorkerSet, and prefill-groups its NetworkPolicy. */}}
+{{- if and (eq $.Values.multiNode.by "leaderWorkerSet") (has $one.key (list "set" "groups")) }}
+{{- fail (printf "%s: with multiNode.by leaderWorkerSet the names set and groups are of the chart's own objects: choose another" $where) }}
+{{- end }}
 {{- /* Pods of a StatefulSet have a label with its name and a hash of 11 characters, of 63 at most. */}}
 {{- $longest := printf "%s-prefill-%s" (include "baton.base" $one) $one.key }}
 {{- if gt (len $longest) 52 }}

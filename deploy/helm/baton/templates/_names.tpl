@@ -58,7 +58,11 @@ annotations: {{- toYaml . | nindent 2 }}
 
 {{- /* Its tag is Redis's version: a new version of Baton does not restart it. */ -}}
 {{- define "baton.redisImage" -}}
-{{- .Values.redis.image | default (printf "%s/redis:%s" (include "baton.registry" .) .Values.redis.tag) -}}
+{{- if .Values.redis.image -}}
+{{- include "baton.othersImage" (dict "root" . "image" .Values.redis.image) -}}
+{{- else -}}
+{{- printf "%s/redis:%s" (include "baton.registry" .) .Values.redis.tag -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* An image of others, from the registry of all where one is set. Takes root, image. */ -}}

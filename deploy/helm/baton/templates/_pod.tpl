@@ -103,6 +103,17 @@ resourceClaims: {{- toYaml . | nindent 2 }}
 {{- /* Whether an init container brings the model. */ -}}
 {{- define "baton.modelIsFetched" -}}{{ if has (include "baton.modelScheme" .) (list "hf" "s3") }}true{{ end }}{{- end -}}
 
+{{- /* The account of a pod that has none of its own, where a cloud's identity stands for a Secret: it is the workers', which has
+       `rbac.annotations`. No token of Kubernetes' comes with it. Takes roots. */ -}}
+{{- define "baton.storeAccount" -}}
+{{- range .roots }}
+{{- if and (eq (include "baton.modelScheme" .) "s3") (not .Values.model.s3.credentialsSecret) }}
+serviceAccountName: {{ include "baton.workerAccount" . }}
+{{- break }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- /* Downloads the model, or finds it there with the right hashes. Takes root, image, only (router: no weights). */ -}}
 {{- define "baton.modelFetch" -}}
 {{- if eq (include "baton.modelScheme" .root) "hf" }}

@@ -98,7 +98,8 @@
 
 {{- /* Port of the Hub or the object store that a model is fetched from. */ -}}
 {{- define "baton.modelPort" -}}
-{{- include "baton.urlPort" (dict "url" (ternary .Values.model.s3.endpoint .Values.model.huggingFace.endpoint (eq (include "baton.modelScheme" .) "s3")) "port" 443) -}}
+{{- $endpoint := ternary .Values.model.s3.endpoint .Values.model.huggingFace.endpoint (eq (include "baton.modelScheme" .) "s3") -}}
+{{- include "baton.urlPort" (dict "url" $endpoint "port" (ternary 80 443 (hasPrefix "http://" $endpoint))) -}}
 {{- end -}}
 
 {{- /* To where models are fetched from, the API server, the trace collector, where they are used. Takes root, hub (ports), api. */ -}}

@@ -36,6 +36,7 @@ spec:
 metadata: {{- include "baton.podMetadata" $scope | nindent 2 }}
 spec:
   {{- include "baton.podFields" $scope | nindent 2 }}
+  {{- with include "baton.storeAccount" (dict "roots" (list .root)) | trim }}{{ . | nindent 2 }}{{ end }}
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: {{ .pool.terminationGracePeriodSeconds }}
   {{- if or (include "baton.modelIsFetched" .root) .pool.pod.extraInitContainers }}
