@@ -3,8 +3,8 @@
 wanted ──► read by all ranks beside the steps ──► written to a slot ──► registered: routers place its requests here
   gone ──► not registered; it stays for requests that began before, until another adapter needs its slot
 
-Several are read side by side, each in a lane with a deadline of its own: files that do not answer delay their own
-adapter only. One whose thread still waits for its files keeps its lane, so that such threads do not add up.
+Up to LANES adapters are read at the same time, each in a lane with its own deadline: files whose reads block (a mount
+that hangs) delay their own adapter only. A thread that is still blocked keeps its lane, so such threads do not add up.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ class AdapterChanges:
         self._published: Pairs | None = fixed  # None: unknown, a registration failed
         self._changing = (
             asyncio.Lock()
-        )  # of what is wanted, loaded and published, which reading is no part of
+        )  # held while wanted, loaded or published change; not while files are read
         self._loading: dict[asyncio.Task[None], tuple[_Key, int]] = {}  # with the lane
-        self._unanswered: dict[int, _Key] = {}  # by lane: its files did not answer, the first first
+        self._blocked: dict[
+            int, _Key
+        ] = {}  # by lane, the oldest first: readings that were given up while blocked
         self.refusals: dict[str, Refusal] = {}  # by name, of those that could not be loaded
 
     @property
@@ -86,7 +88,7 @@ class AdapterChanges:
         return encode(dict(self.refusals))
 
     async def follow(self) -> None:
-        """Take over what has changed in Redis, also meanwhile; returns once nothing is being loaded."""
+        """Load and unload as Redis says, and read it again every LOOK_SECONDS; return once nothing is being loaded."""
         if not await self._look():
             return
         tried: set[_Key] = set()
@@ -111,14 +113,14 @@ class AdapterChanges:
         await self._announce()
 
     async def _give_up_all(self) -> None:
-        """Where `follow` is cancelled: what is read is dropped when the next reading of its lane begins."""
+        """Cancel what is being loaded. What was read is dropped when the next reading of its lane begins."""
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
         self._loading.clear()
 
     def _begin(self, tried: set[_Key]) -> None:
-        """Begin to load what is wanted and was not `tried`, as far as there are lanes."""
+        """Begin to load adapters that are wanted, not loaded and not in `tried`, until all lanes are in use."""
         begun = {key[0] for key, _ in self._loading.values()}
         for key in self._now.items():
             if key[0] in self._loaded or key[0] in begun or key in tried:
@@ -132,15 +134,15 @@ class AdapterChanges:
             self._loading[asyncio.create_task(self._try(key, lane))] = key, lane
 
     def _lane(self, key: _Key) -> int | None:
-        """The one in which its files did not answer before, or one without such files, or that which has waited longest
-        for them; None if all are in use."""
+        """Return a lane that is not in use: the one in which this adapter's reading was blocked before, else one that is
+        not blocked, else the one that has been blocked longest. None if all are in use."""
         used = {lane for _, lane in self._loading.values()}
-        own = [lane for lane, of in self._unanswered.items() if of == key]
-        others = [lane for lane in range(LANES) if lane not in self._unanswered]
-        return next((lane for lane in (*own, *others, *self._unanswered) if lane not in used), None)
+        own = [lane for lane, of in self._blocked.items() if of == key]
+        others = [lane for lane in range(LANES) if lane not in self._blocked]
+        return next((lane for lane in (*own, *others, *self._blocked) if lane not in used), None)
 
     def _forget(self) -> None:
-        """Of those that are not wanted any more."""
+        """Drop refusals and retries of adapters that are not wanted any more."""
         now = self._now
         self.refusals = {name: why for name, why in self.refusals.items() if name in now}
         self._retry_at = {key: at for key, at in self._retry_at.items() if now.get(key[0]) == key[1]}
@@ -149,12 +151,12 @@ class AdapterChanges:
         }
 
     async def _look(self) -> bool:
-        """Find out what is wanted, and give up at once what is not any more, which other adapters' files must not delay.
-        False if Redis does not answer."""
+        """Read from Redis what is wanted, and unload at once what is not any more: slow files of other adapters must not
+        delay that. False if Redis does not answer."""
         async with self._changing:
-            return await self._look_alone()
+            return await self._look_locked()
 
-    async def _look_alone(self) -> bool:
+    async def _look_locked(self) -> bool:
         try:
             read = await asyncio.to_thread(self._wanted)
         except redis.RedisError as error:
@@ -166,14 +168,14 @@ class AdapterChanges:
         gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
         if gone:
             await self._release(gone)
-            await self._announce_alone()
+            await self._announce_locked()
         return True
 
     async def _announce(self) -> None:
         async with self._changing:
-            await self._announce_alone()
+            await self._announce_locked()
 
-    async def _announce_alone(self) -> None:
+    async def _announce_locked(self) -> None:
         if self.pairs != self._published:
             pairs = self.pairs
             self._published = pairs if await asyncio.to_thread(self._publish, pairs) else None
@@ -213,7 +215,7 @@ class AdapterChanges:
         digest = await self._read(key, lane)
         async with self._changing:
             try:
-                await self._look_alone()  # routers would take it for its successor of the same name
+                await self._look_locked()  # routers would take it for its successor of the same name
                 if self._now.get(key[0]) != key[1]:
                     raise _NotWantedError
                 self._check_names()
@@ -249,11 +251,11 @@ class AdapterChanges:
         while True:
             digest = await self._host.call(lambda engine: engine.adapters.read_digest(lane))
             if digest is not None:
-                self._unanswered.pop(lane, None)
+                self._blocked.pop(lane, None)
                 return digest
             late = self._clock() - began > READ_SECONDS
             if late or self._now.get(key[0]) != key[1]:
-                self._unanswered[lane] = key
+                self._blocked[lane] = key
                 await self._host.call(lambda engine: engine.adapters.drop(lane))
                 raise read_too_slowly(READ_SECONDS) if late else _NotWantedError
             await asyncio.sleep(ASK_SECONDS)
