@@ -19,7 +19,7 @@ from typing import NamedTuple
 import redis
 
 from cluster.config.adapters import MAX_ADAPTERS
-from cluster.errors import AdapterSlotsError
+from cluster.errors import AdapterSlotsError, UnavailableError
 from cluster.membership.adapter_refusals import Refusal, encode
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import ASK_SECONDS, READ_SECONDS, read_too_slowly
@@ -75,7 +75,7 @@ class AdapterChanges:
         self._loading: dict[asyncio.Task[None], tuple[_Key, int]] = {}  # with the lane
         self._blocked: dict[
             int, _Key
-        ] = {}  # by lane, the oldest first: readings that were given up while blocked
+        ] = {}  # by lane, the last one found so last: readings that were given up while blocked
         self.refusals: dict[str, Refusal] = {}  # by name, of those that could not be loaded
 
     @property
@@ -135,7 +135,7 @@ class AdapterChanges:
 
     def _lane(self, key: _Key) -> int | None:
         """Return a lane that is not in use: the one in which this adapter's reading was blocked before, else one that is
-        not blocked, else the one that has been blocked longest. None if all are in use."""
+        not blocked, else the one that was found blocked longest ago. None if all are in use."""
         used = {lane for _, lane in self._loading.values()}
         own = [lane for lane, of in self._blocked.items() if of == key]
         others = [lane for lane in range(LANES) if lane not in self._blocked]
@@ -205,7 +205,7 @@ class AdapterChanges:
         self.refusals.pop(name, None)
 
     async def _load(self, key: _Key, lane: int) -> None:
-        """Raises AdapterSlotsError, ModelError, DeadlineError, _NotWantedError."""
+        """Raises AdapterSlotsError, _NotWantedError, and what `_read` does."""
         self._check_names()
         known = self._without_slot.get(key)
         if known is not None:
@@ -244,17 +244,25 @@ class AdapterChanges:
         return AdapterSlotsError(former.message, field="max_loras", retry_after_seconds=wait)
 
     async def _read(self, key: _Key, lane: int) -> str:
-        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted."""
+        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted,
+        ModelError, DeadlineError, UnavailableError while an earlier reading blocks the lane."""
         root, directory = self._directory, self._directory / key[1].path
         await self._host.call(lambda engine: engine.adapters.begin(directory, below=root, lane=lane))
         began = self._clock()
         while True:
-            digest = await self._host.call(lambda engine: engine.adapters.read_digest(lane))
+            try:
+                digest = await self._host.call(lambda engine: engine.adapters.read_digest(lane))
+            except (
+                UnavailableError
+            ):  # an earlier reading is still blocked there: the next one has another lane
+                self._blocked[lane] = self._blocked.pop(lane, ("", key[1]))
+                raise
             if digest is not None:
                 self._blocked.pop(lane, None)
                 return digest
             late = self._clock() - began > READ_SECONDS
             if late or self._now.get(key[0]) != key[1]:
+                self._blocked.pop(lane, None)
                 self._blocked[lane] = key
                 await self._host.call(lambda engine: engine.adapters.drop(lane))
                 raise read_too_slowly(READ_SECONDS) if late else _NotWantedError
