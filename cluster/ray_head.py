@@ -168,8 +168,8 @@ def wait_for_head(
             if reply == "silent":
                 raise _hangs(address, now - began)
             raise SetupError(
-                f"no Ray head at {address} within {seconds:.0f} s: nothing listens there; check the address, and that "
-                "the head runs",
+                f"no Ray head at {address} within {seconds:.0f} s: nothing listens there; check the address, "
+                "RAY_USE_TLS, and that the head runs",
                 field="ray_address",
             )
         if stop.wait(_ATTEMPT_SECONDS):
