@@ -72,6 +72,7 @@ class AdapterChanges:
         self._changing = (
             asyncio.Lock()
         )  # held while wanted, loaded or published change; not while files are read
+        self._stopped = False
         self._loading: dict[asyncio.Task[None], tuple[_Key, int]] = {}  # with the lane
         self._blocked: dict[
             int, _Key
@@ -93,13 +94,15 @@ class AdapterChanges:
             return
         tried: set[_Key] = set()
         try:
-            while True:
+            while not self._stopped:
                 self._begin(tried)
                 if not self._loading:
                     break
                 done, _ = await asyncio.wait(
                     self._loading, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
+                if self._stopped:
+                    return
                 for task in done:
                     del self._loading[task]
                     task.result()
@@ -110,7 +113,14 @@ class AdapterChanges:
                 tried.clear()  # what waits for a slot does not wait for others' files
         finally:
             await self._give_up_all()
-        await self._announce()
+        if not self._stopped:
+            await self._announce()
+
+    def stop(self) -> None:
+        """Let `follow` return as soon as Redis has answered, whatever files are being read. It registers nothing more."""
+        self._stopped = True
+        for task in self._loading:
+            task.cancel()
 
     async def _give_up_all(self) -> None:
         """Cancel what is being loaded. What was read is dropped when the next reading of its lane begins."""

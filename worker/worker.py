@@ -259,7 +259,8 @@ class Worker:
     async def _close(self) -> None:
         """Leave the registry first, so that nothing new is placed here; then end what runs."""
         self._health.to(Phase.LEAVING)
-        if self._following is not None:
+        if self._following is not None and self._adapters is not None:
+            self._adapters.stop()
             await self._following.close(GRACE_SECONDS)
         await self._membership.stop()
         await self._server.stop(GRACE_SECONDS)
