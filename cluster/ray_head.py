@@ -32,7 +32,7 @@ _ATTEMPT_SECONDS = 0.5
 
 def probe(address: str, seconds: float = RAY_HEAD_PROBE_SECONDS, token: str = "") -> Reply:
     """Ask the head at `address` (host:port of its GCS) once. Blocks for `seconds` at most. `token`: Ray's, by default the
-    environment's.
+    environment's. Raises SetupError if a file that Ray's environment names cannot be read.
 
     An error of the head's own (a wrong token, for example) is a response, too.
     """
@@ -54,7 +54,7 @@ def _channel(address: str) -> grpc.Channel:
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return grpc.insecure_channel(address, options)
     files = [os.environ.get(f"RAY_TLS_{name}") for name in ("CA_CERT", "SERVER_KEY", "SERVER_CERT")]
-    root, key, cert = (Path(file).read_bytes() if file else None for file in files)
+    root, key, cert = (_content(file) if file else None for file in files)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, cert), options)
 
 
@@ -62,8 +62,20 @@ def _metadata(token: str) -> tuple[tuple[str, str], ...]:
     token = token or os.environ.get("RAY_AUTH_TOKEN", "")
     file = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     if not token and file and Path(file).is_file():
-        token = Path(file).read_text()
+        token = _content(file).decode(errors="replace")
     return (("authorization", f"Bearer {token.strip()}"),) if token else ()
+
+
+def _content(file: str) -> bytes:
+    """Of a file that Ray's environment names (RAY_TLS_…, RAY_AUTH_TOKEN_PATH). Raises SetupError."""
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise SetupError(
+            f"{file}, which Ray's environment names, cannot be read ({error.strerror}): give this user the right, or "
+            "correct the variable",
+            field="ray_address",
+        ) from None
 
 
 class RayHeadWatch:
@@ -127,6 +139,11 @@ def _sentence(address: str, seconds: float) -> str:
     return f"Ray's head at {address} has not responded for {seconds:.0f} s"
 
 
+def _hangs(address: str, seconds: float) -> SetupError:
+    text = f"{_sentence(address, seconds)}: it hangs, or a network policy drops packets; restart the head"
+    return SetupError(text, field="ray_address")
+
+
 def wait_for_head(
     address: str,
     seconds: float,
@@ -144,12 +161,16 @@ def wait_for_head(
         if reply == "silent":
             silent_since = now if silent_since is None else silent_since
             if now - silent_since + RAY_HEAD_PROBE_SECONDS >= RAY_HEAD_LOST_SECONDS:
-                raise SetupError(_sentence(address, now - began) + ": it hangs", field="ray_address")
+                raise _hangs(address, now - began)
         else:
             silent_since = None
         if now - began >= seconds:
+            if reply == "silent":
+                raise _hangs(address, now - began)
             raise SetupError(
-                f"no Ray head at {address} within {seconds:.0f} s: nothing listens there", field="ray_address"
+                f"no Ray head at {address} within {seconds:.0f} s: nothing listens there; check the address, "
+                "RAY_USE_TLS, and that the head runs",
+                field="ray_address",
             )
         if stop.wait(_ATTEMPT_SECONDS):
             raise SetupError(f"stopped before Ray's head at {address} responded", field="ray_address")
@@ -210,13 +231,15 @@ def call_ray(
         while not running.wait(_LOOK_SECONDS):
             if watch.silent_seconds >= RAY_HEAD_LOST_SECONDS:
                 raise SetupError(
-                    f"{_sentence(address, watch.silent_seconds)}: {what} was given up", field="ray_address"
+                    f"{_sentence(address, watch.silent_seconds)}: {what} was given up; restart the head, and start "
+                    "this again",
+                    field="ray_address",
                 )
             if stop is not None and stop.is_set():
                 raise SetupError(f"{what} was stopped", field="ray_address")
             if time.monotonic() >= deadline:
                 raise SetupError(
-                    f"{what} by Ray's head at {address} did not end within {seconds:.0f} s",
+                    f"{what} by Ray's head at {address} did not end within {seconds:.0f} s; the head's logs say why",
                     field="ray_address",
                 )
     finally:

@@ -3,8 +3,8 @@
 wanted ──► read by all ranks beside the steps ──► written to a slot ──► registered: routers place its requests here
   gone ──► not registered; it stays for requests that began before, until another adapter needs its slot
 
-Several are read side by side, each in a lane with a deadline of its own: files that do not answer delay their own
-adapter only. One whose thread still waits for its files keeps its lane, so that such threads do not add up.
+Up to LANES adapters are read at the same time, each in a lane with its own deadline: files whose reads block (a mount
+that hangs) delay their own adapter only. A thread that is still blocked keeps its lane, so such threads do not add up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import redis
 
 from cluster.config.adapters import MAX_ADAPTERS
-from cluster.errors import AdapterSlotsError
+from cluster.errors import AdapterSlotsError, UnavailableError
 from cluster.membership.adapter_refusals import Refusal, encode
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import ASK_SECONDS, READ_SECONDS, read_too_slowly
@@ -71,9 +71,12 @@ class AdapterChanges:
         self._published: Pairs | None = fixed  # None: unknown, a registration failed
         self._changing = (
             asyncio.Lock()
-        )  # of what is wanted, loaded and published, which reading is no part of
+        )  # held while wanted, loaded or published change; not while files are read
+        self._stopped = False
         self._loading: dict[asyncio.Task[None], tuple[_Key, int]] = {}  # with the lane
-        self._unanswered: dict[int, _Key] = {}  # by lane: its files did not answer, the first first
+        self._blocked: dict[
+            int, _Key
+        ] = {}  # by lane, the last one found so last: readings that were given up while blocked
         self.refusals: dict[str, Refusal] = {}  # by name, of those that could not be loaded
 
     @property
@@ -86,18 +89,20 @@ class AdapterChanges:
         return encode(dict(self.refusals))
 
     async def follow(self) -> None:
-        """Take over what has changed in Redis, also meanwhile; returns once nothing is being loaded."""
+        """Load and unload as Redis says, and read it again every LOOK_SECONDS; return once nothing is being loaded."""
         if not await self._look():
             return
         tried: set[_Key] = set()
         try:
-            while True:
+            while not self._stopped:
                 self._begin(tried)
                 if not self._loading:
                     break
                 done, _ = await asyncio.wait(
                     self._loading, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
+                if self._stopped:
+                    return
                 for task in done:
                     del self._loading[task]
                     task.result()
@@ -108,17 +113,24 @@ class AdapterChanges:
                 tried.clear()  # what waits for a slot does not wait for others' files
         finally:
             await self._give_up_all()
-        await self._announce()
+        if not self._stopped:
+            await self._announce()
+
+    def stop(self) -> None:
+        """Let `follow` return as soon as Redis has answered, whatever files are being read. It registers nothing more."""
+        self._stopped = True
+        for task in self._loading:
+            task.cancel()
 
     async def _give_up_all(self) -> None:
-        """Where `follow` is cancelled: what is read is dropped when the next reading of its lane begins."""
+        """Cancel what is being loaded. What was read is dropped when the next reading of its lane begins."""
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
         self._loading.clear()
 
     def _begin(self, tried: set[_Key]) -> None:
-        """Begin to load what is wanted and was not `tried`, as far as there are lanes."""
+        """Begin to load adapters that are wanted, not loaded and not in `tried`, until all lanes are in use."""
         begun = {key[0] for key, _ in self._loading.values()}
         for key in self._now.items():
             if key[0] in self._loaded or key[0] in begun or key in tried:
@@ -132,15 +144,15 @@ class AdapterChanges:
             self._loading[asyncio.create_task(self._try(key, lane))] = key, lane
 
     def _lane(self, key: _Key) -> int | None:
-        """The one in which its files did not answer before, or one without such files, or that which has waited longest
-        for them; None if all are in use."""
+        """Return a lane that is not in use: the one in which this adapter's reading was blocked before, else one that is
+        not blocked, else the one that was found blocked longest ago. None if all are in use."""
         used = {lane for _, lane in self._loading.values()}
-        own = [lane for lane, of in self._unanswered.items() if of == key]
-        others = [lane for lane in range(LANES) if lane not in self._unanswered]
-        return next((lane for lane in (*own, *others, *self._unanswered) if lane not in used), None)
+        own = [lane for lane, of in self._blocked.items() if of == key]
+        others = [lane for lane in range(LANES) if lane not in self._blocked]
+        return next((lane for lane in (*own, *others, *self._blocked) if lane not in used), None)
 
     def _forget(self) -> None:
-        """Of those that are not wanted any more."""
+        """Drop refusals and retries of adapters that are not wanted any more."""
         now = self._now
         self.refusals = {name: why for name, why in self.refusals.items() if name in now}
         self._retry_at = {key: at for key, at in self._retry_at.items() if now.get(key[0]) == key[1]}
@@ -149,12 +161,12 @@ class AdapterChanges:
         }
 
     async def _look(self) -> bool:
-        """Find out what is wanted, and give up at once what is not any more, which other adapters' files must not delay.
-        False if Redis does not answer."""
+        """Read from Redis what is wanted, and unload at once what is not any more: slow files of other adapters must not
+        delay that. False if Redis does not answer."""
         async with self._changing:
-            return await self._look_alone()
+            return await self._look_locked()
 
-    async def _look_alone(self) -> bool:
+    async def _look_locked(self) -> bool:
         try:
             read = await asyncio.to_thread(self._wanted)
         except redis.RedisError as error:
@@ -166,14 +178,14 @@ class AdapterChanges:
         gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
         if gone:
             await self._release(gone)
-            await self._announce_alone()
+            await self._announce_locked()
         return True
 
     async def _announce(self) -> None:
         async with self._changing:
-            await self._announce_alone()
+            await self._announce_locked()
 
-    async def _announce_alone(self) -> None:
+    async def _announce_locked(self) -> None:
         if self.pairs != self._published:
             pairs = self.pairs
             self._published = pairs if await asyncio.to_thread(self._publish, pairs) else None
@@ -203,7 +215,7 @@ class AdapterChanges:
         self.refusals.pop(name, None)
 
     async def _load(self, key: _Key, lane: int) -> None:
-        """Raises AdapterSlotsError, ModelError, DeadlineError, _NotWantedError."""
+        """Raises AdapterSlotsError, _NotWantedError, and what `_read` does."""
         self._check_names()
         known = self._without_slot.get(key)
         if known is not None:
@@ -213,7 +225,7 @@ class AdapterChanges:
         digest = await self._read(key, lane)
         async with self._changing:
             try:
-                await self._look_alone()  # routers would take it for its successor of the same name
+                await self._look_locked()  # routers would take it for its successor of the same name
                 if self._now.get(key[0]) != key[1]:
                     raise _NotWantedError
                 self._check_names()
@@ -242,18 +254,26 @@ class AdapterChanges:
         return AdapterSlotsError(former.message, field="max_loras", retry_after_seconds=wait)
 
     async def _read(self, key: _Key, lane: int) -> str:
-        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted."""
+        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted,
+        ModelError, DeadlineError, UnavailableError while an earlier reading blocks the lane."""
         root, directory = self._directory, self._directory / key[1].path
         await self._host.call(lambda engine: engine.adapters.begin(directory, below=root, lane=lane))
         began = self._clock()
         while True:
-            digest = await self._host.call(lambda engine: engine.adapters.read_digest(lane))
+            try:
+                digest = await self._host.call(lambda engine: engine.adapters.read_digest(lane))
+            except (
+                UnavailableError
+            ):  # an earlier reading is still blocked there: the next one has another lane
+                self._blocked[lane] = self._blocked.pop(lane, ("", key[1]))
+                raise
             if digest is not None:
-                self._unanswered.pop(lane, None)
+                self._blocked.pop(lane, None)
                 return digest
             late = self._clock() - began > READ_SECONDS
             if late or self._now.get(key[0]) != key[1]:
-                self._unanswered[lane] = key
+                self._blocked.pop(lane, None)
+                self._blocked[lane] = key
                 await self._host.call(lambda engine: engine.adapters.drop(lane))
                 raise read_too_slowly(READ_SECONDS) if late else _NotWantedError
             await asyncio.sleep(ASK_SECONDS)

@@ -17,6 +17,7 @@ from cluster.state_machine import StateMachine
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
+WITHOUT_RAY_HEAD = "this worker serves, and is not replaced if it ends"
 
 
 class Phase(Enum):
@@ -109,7 +110,7 @@ class Health:
     def warnings(self) -> list[str]:
         """What is wrong, and keeps no request from being served."""
         silent = self._ray_head_silent()
-        return [f"{silent}: this worker serves, and is not replaced if it ends"] if silent else []
+        return [f"{silent}: {WITHOUT_RAY_HEAD}"] if silent else []
 
     def why_not_live(self) -> list[str]:
         """A worker that loads is live: a start-up probe bounds how long it may take."""

@@ -22,7 +22,7 @@ from cluster.security.tls import Peers, worker_peers
 from engine.request import ChainReport, StepOutput
 from worker.adapters import LOOK_SECONDS, AdapterChanges
 from worker.ending import Ending, WorkerFailure
-from worker.health import Health, Phase
+from worker.health import WITHOUT_RAY_HEAD, Health, Phase
 from worker.identity import WorkerIdentity, draw_epoch
 from worker.leaving import Leaving
 from worker.link.listener import LinkListener
@@ -195,7 +195,7 @@ class Worker:
             if self._ray_head.address == address:
                 return
             self._ray_head.close()
-        self._ray_head = RayHeadWatch(address, means="this worker serves, and is not replaced if it ends")
+        self._ray_head = RayHeadWatch(address, means=WITHOUT_RAY_HEAD)
 
     def _ray_head_silent(self) -> str:
         return self._ray_head.why_silent if self._ray_head is not None else ""
@@ -259,7 +259,8 @@ class Worker:
     async def _close(self) -> None:
         """Leave the registry first, so that nothing new is placed here; then end what runs."""
         self._health.to(Phase.LEAVING)
-        if self._following is not None:
+        if self._following is not None and self._adapters is not None:
+            self._adapters.stop()
             await self._following.close(GRACE_SECONDS)
         await self._membership.stop()
         await self._server.stop(GRACE_SECONDS)

@@ -65,6 +65,9 @@ def pools(
             say("pools are deployed")
         write_ready(ready_file, {"pid": os.getpid()})
         stop.wait()
+    except SetupError:
+        if not stop.is_set():  # else a signal has ended the deployment
+            raise
     except RuntimeError as error:
         raise SetupError(f"the pools did not start: {error}") from error
     finally:

@@ -23,5 +23,8 @@ def check_ray_head(address: str, probe: Probe = probe) -> Check:
                 "restart the head",
             )
     return Check(
-        NAME, "missing", f"nothing listens at {address}", "check the address, and that the head runs"
+        NAME,
+        "missing",
+        f"nothing listens at {address}",
+        "check the address, RAY_USE_TLS, and that the head runs",
     )

@@ -20,24 +20,22 @@ _POINTER = b"version https://git-lfs"
 def check_directory(directory: Path, flag: str, given: str | None = None) -> None:
     """Raise ConfigError if a worker and a router could not read `directory`, with what to do. `given`: the name as it was
     written."""
-    named = _named(directory, flag, given)
+    named, field = _named(directory, flag, given), _field(flag)
     check_place(directory, flag, given)
-    with _readable(named):
-        _check_files(directory, named)
+    with _readable(named, field):
+        _check_files(directory, named, field)
 
 
 def check_place(directory: Path, flag: str, given: str | None = None) -> None:
     """Raise ConfigError if there is no directory with a config.json; what else it holds is not looked at."""
-    named = _named(directory, flag, given)
-    with _readable(named):
+    named, field = _named(directory, flag, given), _field(flag)
+    with _readable(named, field):
         if not directory.exists():
-            raise ConfigError(f"{named}: no such directory{_from_the_hub(given or '')}", field=_field(flag))
+            raise ConfigError(f"{named}: no such directory{_from_the_hub(given or '')}", field=field)
         if not directory.is_dir():
-            raise ConfigError(
-                f"{named} is a file: name the directory that holds config.json", field=_field(flag)
-            )
+            raise ConfigError(f"{named} is a file: name the directory that holds config.json", field=field)
         if not (directory / "config.json").is_file():
-            raise ConfigError(f"{named}: no config.json there{_nearby(directory)}", field=_field(flag))
+            raise ConfigError(f"{named}: no config.json there{_nearby(directory)}", field=field)
 
 
 def _named(directory: Path, flag: str, given: str | None) -> str:
@@ -49,7 +47,7 @@ def _field(flag: str) -> str:
 
 
 @contextmanager
-def _readable(named: str) -> Iterator[None]:
+def _readable(named: str, field: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -57,7 +55,7 @@ def _readable(named: str) -> Iterator[None]:
         raise ConfigError(
             f"{named} cannot be read ({error.strerror})"
             f"{': this user needs the right to read it and everything in it' if denied else ''}",
-            field="model",
+            field=field,
         ) from None
 
 
@@ -86,12 +84,12 @@ def _nearby(directory: Path) -> str:
     return ": name the directory of a model as Hugging Face saves it"
 
 
-def _check_files(directory: Path, named: str) -> None:
+def _check_files(directory: Path, named: str, field: str) -> None:
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(
             f"{named}: no tokenizer.json there; routers need the tokenizer in that form, which "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...) writes",
-            field="model",
+            field=field,
         )
     weights = list(weight_files(directory))
     if not weights:
@@ -103,18 +101,18 @@ def _check_files(directory: Path, named: str) -> None:
             + (
                 f"; {other} is of a format that is not read: convert it with save_pretrained" if other else ""
             ),
-            field="model",
+            field=field,
         )
     for file in weights:
         if not file.exists():
             raise ConfigError(
                 f"{named}: {file.name}, which {_INDEX} names, is missing: the download is not complete",
-                field="model",
+                field=field,
             )
         if file.stat().st_size < 1024 and file.is_file() and file.read_bytes().startswith(_POINTER):
             raise ConfigError(
                 f"{named}: {file.name} is a pointer of Git LFS, not the weights: run git lfs pull there",
-                field="model",
+                field=field,
             )
 
 

@@ -55,7 +55,7 @@ def write_adapter(directory: Path, seed: int) -> Path:
 
 
 class Steps:
-    """One runner, whose steps are computed in either way."""
+    """One runner, whose steps are computed in each of the ways."""
 
     def __init__(self, model: Path, threads: int, adapters: int):
         self._runner = ModelRunner(load_model(

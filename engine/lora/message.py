@@ -12,7 +12,7 @@ from torch import Tensor
 
 _MARK = struct.pack("=i", -1)  # a step begins with the number of its items
 ANSWER_BYTES = 512
-LANES = 4  # adapters that are read side by side, each of which may have files that do not answer
+LANES = 4  # adapters that are read at the same time, each of which may block on its files
 
 
 class Order(enum.IntEnum):

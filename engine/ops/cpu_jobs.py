@@ -228,6 +228,12 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., int]]:
         kernels.embed_rows(kind, a[0], a[1], a[2], a[3], first, last, _number(a[4]))
         return DONE
 
+    return {
+        ADD_NORM: add_norm, GATE: gate, GATE_GELU: gate_gelu, GATE_CLAMPED: gate_clamped, EMBED: embed,
+    }  # fmt: skip
+
+
+def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
     def multiply(job, first, last):
         a = integers(job)
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
@@ -261,9 +267,8 @@ def _of_rows(kind: int | float) -> dict[int, Callable[..., int]]:
         return DONE
 
     return {
-        ADD_NORM: add_norm, GATE: gate, EMBED: embed, MULTIPLY: multiply, QUANTIZE: quantize,
-        MULTIPLY_INT8: multiply_int8, GATE_GELU: gate_gelu, GATE_CLAMPED: gate_clamped,
-        MULTIPLY_TILES: multiply_tiles, ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
+        MULTIPLY: multiply, QUANTIZE: quantize, MULTIPLY_INT8: multiply_int8, MULTIPLY_TILES: multiply_tiles,
+        ADAPT_DOWN: adapt_down, ADAPT_UP: adapt_up,
     }  # fmt: skip
 
 
@@ -334,5 +339,5 @@ def kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> int:
 
 @functools.lru_cache(None, typed=True)  # 0 and 0.0 are two kinds
 def _kernel(code: int, kind: int | float, dim8: tuple[int, ...]) -> Any:
-    makers = _of_heads(kind, dim8) if code in OF_HEADS else _of_rows(kind)
+    makers = _of_heads(kind, dim8) if code in OF_HEADS else _of_rows(kind) | _of_products(kind)
     return cached_function(makers[code], types.int64(types.int64, types.int64, types.int64), (kind, dim8))

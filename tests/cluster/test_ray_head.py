@@ -132,6 +132,21 @@ def test_a_start_ends_with_the_heads_address(
     assert seconds <= clock.now - 100.0 <= seconds + RAY_HEAD_PROBE_SECONDS
 
 
+def test_a_head_that_accepts_connections_is_not_said_to_be_absent() -> None:
+    """Also where the time is up before it counts as lost."""
+    clock = Clock()
+    with pytest.raises(SetupError, match="has not responded"):
+        wait_for_head(HEAD, 1.0, probe=Head(clock, "silent"), clock=clock)
+
+
+def test_unreadable_files_of_rays_environment_are_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = str(tmp_path / "ca.pem")
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_TLS_CA_CERT", missing)
+    with pytest.raises(SetupError, match=f"{missing}.* cannot be read"):
+        ray_head.probe(HEAD)
+
+
 def test_a_start_that_is_stopped_ends() -> None:
     stop = threading.Event()
     stop.set()

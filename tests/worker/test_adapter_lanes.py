@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from cluster.errors import UnavailableError
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import READ_SECONDS
 from engine.lora.message import LANES
@@ -54,14 +55,15 @@ async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
     assert "not read within" in world.changes.refusals["slow"].message
 
 
-async def test_a_worker_that_stops_waits_for_no_files(world):
+async def test_a_worker_that_stops_waits_for_no_files(world, monkeypatch):
+    """It ends what repeats, which cancels nothing (cluster/periodic.py)."""
+    monkeypatch.setattr("worker.adapters.LOOK_SECONDS", 60.0)
     world.runner.slow, world.wanted = {"a": 10**9}, {"x": Wanted("a", "1")}
     following = asyncio.create_task(world.changes.follow())
     while not world.runner.reading:
         await asyncio.sleep(0)
-    following.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(following, 5)
+    world.changes.stop()
+    await asyncio.wait_for(following, 5)
     assert not world.changes._loading and len(asyncio.all_tasks()) == 1
 
 
@@ -123,3 +125,25 @@ async def test_the_last_refusals_are_those_tried_last(world):
     world.wanted = {"x": Wanted("missing", "2"), "y": Wanted("missing", "1")}
     await world.changes.follow()
     assert list(world.changes.refusals) == ["y", "x"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_lane_that_stays_blocked_is_not_tried_again_before_the_others(known, world, monkeypatch):
+    """Also one whose reading was cancelled, which no other adapter is noted for."""
+    monkeypatch.setattr("worker.adapters.ASK_SECONDS", 0)
+    asked = world.runner.digest
+
+    def digest(lane: int) -> str | None:
+        if lane == 0:
+            raise UnavailableError("an earlier reading still waits")
+        found: str | None = asked(lane)
+        return found
+
+    world.runner.digest = digest
+    if known:
+        world.changes._blocked = {lane: (f"s{lane}", Wanted("s", "1")) for lane in range(LANES)}
+    world.wanted = {"x": Wanted("a", "1")}
+    for _ in range(2):
+        await world.changes.follow()
+        world.now += RETRY_SECONDS
+    assert world.runner.lanes == [0, 1] and "x" in dict(world.changes.pairs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ from pydantic import ValidationError
 from baton.cli import pools
 from baton.cli.pools import beside, with_secrets
 from baton.ray_pools.serve_app import AppArguments, build
-from cluster.errors import ConfigError, UnavailableError
+from cluster.errors import ConfigError, SetupError, UnavailableError
 
 OURS = {
     "proxy_location": "Disabled",
@@ -75,3 +78,29 @@ def test_pools_whose_head_hangs_are_left_as_they_are(
     pools._disconnect("h:1", silent)
     assert limits == [pools.EXIT_SECONDS]
     assert "the pools stay as they are: Ray's head at h:1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_signal_while_pools_are_deployed_is_no_error(
+    signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connected(address: str, stop: threading.Event) -> str:
+        if signalled:
+            stop.set()
+        return "h:1"
+
+    def deploy(*_: object) -> None:
+        raise SetupError("the deployment of the pools was stopped")
+
+    ended: list[str] = []
+    watch = SimpleNamespace(why_silent="", close=lambda: None)
+    (tmp_path / "pools").write_text("{}")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pools, "_connect", connected)
+    monkeypatch.setattr(pools, "_pools", lambda described: {})
+    monkeypatch.setattr(pools, "RayHeadWatch", lambda *_, **__: watch)
+    monkeypatch.setattr(pools, "_deploy", deploy)
+    monkeypatch.setattr(pools, "_disconnect", lambda head, watch: ended.append(head))
+    with nullcontext() if signalled else pytest.raises(SetupError):
+        pools.pools(tmp_path / "pools")
+    assert ended == ["h:1"]

@@ -166,3 +166,6 @@ def test_options_ask_for_the_place_alone(checkpoint, tmp_path):
     check_place(tmp_path, "--model")
     with pytest.raises(ConfigError, match=r"no tokenizer\.json there"):
         check_directory(tmp_path, "--model")
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json there") as refused:
+        check_directory(tmp_path, "--also b=")
+    assert refused.value.field == "also"
