@@ -103,11 +103,6 @@ def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> Non
     assert check_ray_head(nodes.head).grade == "ok"
 
 
-def test_a_node_that_comes_back_gets_its_worker_again(nodes: RayNodes) -> None:
-    nodes.start_ray("two")
-    wait_for(lambda: len(nodes.on("two")) == 1, 240, "Serve starts a worker there")
-
-
 def test_pools_end_although_the_head_hangs(nodes: RayNodes) -> None:
     """Their workers stay: they are not Ray's."""
     before = {one["id"] for one in nodes.workers()}
