@@ -296,5 +296,6 @@ def test_ray_is_imported_only_where_its_work_is_done() -> None:
     assert all(indent for indents in found.values() for indent in indents), found
     assert {one for one in found if not one.startswith("baton/ray_pools/")} == {
         "baton/cli/pools.py",
+        "worker/ranks/ray_connection.py",
         "worker/ranks/remote.py",
     }

@@ -166,7 +166,7 @@ def check(words: list[str]) -> None:
         and words[2].split(".")[0] in ("bench", "deploy", "tests", "demo")
     ):
         module = ROOT.joinpath(*words[2].split("."))
-        assert module.with_suffix(".py").exists() or (module / "__init__.py").exists(), words
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), words
     elif program == "baton":
         command: Any = typer.main.get_command(APP)
         for word in words[1:]:
