@@ -195,14 +195,15 @@ def _held(cluster: Cluster, *roles: str) -> list[float]:
 
 
 def test_every_process_shows_the_metrics_that_are_declared_for_it(llama):
-    _, cluster = llama
+    model, cluster = llama
     with Client(cluster.grpc) as client:
         client.generate(prompt_ids(40, seed=77), max_tokens=3, temperature=0, ignore_eos=True)
     for role in ("prefill", "decode"):
         (worker,) = cluster.state[role]
         text = scrape(worker["metrics"])
         assert differences(text, role) == []
-        assert f'baton_kv_cache_usage_ratio{{role="{role}",worker="{worker["id"]}"}}' in text
+        labels = f'model="{model.name}",role="{role}",worker="{worker["id"]}"'
+        assert f"baton_kv_cache_usage_ratio{{{labels}}}" in text
         name = {"prefill": "started", "decode": "committed"}[role]
         (handoffs,) = re.findall(rf"^baton_handoffs_{name}_total{{.*}} ([0-9.]+)$", text, re.MULTILINE)
         assert float(handoffs) >= 1

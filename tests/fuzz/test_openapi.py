@@ -135,7 +135,7 @@ def test_other_methods_are_named(asker):
 
 def test_every_route_is_described(asker):
     """The framework's paths are those of the document."""
-    for path in ("/docs", "/redoc", "/v1", "/v1/embeddings", "/"):
+    for path in ("/docs", "/redoc", "/v1", "/v1/images", "/"):
         assert httpx.get(asker.base_url + path, headers=asker.headers).status_code == 404
     assert set(asker.document["paths"]) == {*GENERATE, *READ, *CALLS}
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.telemetry.metrics.catalogue import DECLARED
 from cluster.telemetry.metrics.declaration import Process
 
-OF_WORKERS = {"worker", "role"}
+OF_WORKERS = {"worker", "role", "model"}
 OF_HISTOGRAMS = {"le"}
 
 

@@ -155,7 +155,7 @@ def test_bad_lines_are_named_and_nothing_is_sent(stub: Stub, tmp_path: Path) -> 
         ("{", "line 3: no JSON"),
         ("[]", "line 4: no JSON object"),
         ({**line("b"), "method": "GET"}, "line 5: method"),
-        ({**line("b"), "url": "/v1/embeddings"}, "line 6: url"),
+        ({**line("b"), "url": "/v1/images"}, "line 6: url"),
         ({**line("b"), "body": "x"}, "line 7: body"),
         (line("b", stream=True), "line 8: a batch's answers are not streamed"),
         ({**line("b"), "custom_id": 7}, "line 9: custom_id"),

@@ -149,9 +149,16 @@ def test_workers_share_the_memory_with_those_of_other_models(monkeypatch):
     assert shares[1] == shares[0] // 2
 
 
-@pytest.mark.parametrize("also", ["second", "second=/none", f"={MODEL}"])
-def test_a_further_model_is_a_name_and_a_directory(also):
-    with pytest.raises(ConfigError, match="write NAME=DIR"):
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [
+        ("second", "write NAME=DIR"),
+        ("second=/none", "--also second=/none: no such directory"),
+        (f"={MODEL}", "write NAME=DIR"),
+    ],
+)
+def test_a_further_model_is_a_name_and_a_directory(also, said):
+    with pytest.raises(ConfigError, match=said):
         UpOptions(MODEL, pool="process", also=(also,))
 
 

@@ -94,7 +94,12 @@ async def test_lists_of_ids_are_bounded_and_vectors_take_the_turns_of_their_tena
     keyed(gateway, monkeypatch)
     tenants: list[str] = []
     add = Turn.add
-    monkeypatch.setattr(Turn, "add", lambda turn, made, tenant="": [tenants.append(tenant), add(turn, made)])
+
+    def counted(turn: Turn, made: Any, tenant: str = "") -> Any:
+        tenants.append(tenant)
+        return add(turn, made, tenant)
+
+    monkeypatch.setattr(Turn, "add", counted)
     await embed(gateway, "a")
     assert set(tenants) == {"acme"}
     with pytest.raises(InvalidRequestError, match="max_json_elements"):
