@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_the_base_has_the_releases_security_updates():
 def test_the_mirror_is_one_that_has_debian(tmp_path, monkeypatch, system, lines, expected):
     (tmp_path / "sources").write_text(lines)
     monkeypatch.setattr(images, "APT_SOURCES", (tmp_path / "sources",))
-    monkeypatch.setattr("platform.freedesktop_os_release", lambda: {"ID": system})
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"ID": system})
     assert images.mirror() == expected
 
 

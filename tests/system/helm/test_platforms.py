@@ -177,6 +177,23 @@ def test_only_the_pool_that_spans_pods_is_in_groups(renderer: Renderer) -> None:
     rendered.named("StatefulSet", "t-baton-prefill")
 
 
+@pytest.mark.parametrize("name", ["multi-node", "leader worker set"])
+def test_rays_metrics_are_scraped_whoever_creates_the_pods(renderer: Renderer, name: str) -> None:
+    given = VALUE_SETS[name]
+    prometheus = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
+    values = {**given.values, "networkPolicy": {"metricsFrom": prometheus}}
+    rendered = renderer.render(ValueSet(given.files, values, given.apis, given.kube))
+    scraped = {
+        component
+        for policy in rendered.of("NetworkPolicy")
+        for rule in policy["spec"].get("ingress") or []
+        if rule.get("from") == prometheus and {"protocol": "TCP", "port": 6386} in rule["ports"]
+        for expression in policy["spec"]["podSelector"]["matchExpressions"]
+        for component in expression["values"]
+    }
+    assert {"decode", "decode-ranks", "prefill", "prefill-ranks"} <= scraped
+
+
 # --- Gateways ------------------------------------------------------------------------------------------------------
 
 
