@@ -181,7 +181,7 @@ class Worker:
             prefix_hit_ratio=stats.prompt_tokens_cached / max(1, seen),
             takes_adapters=int(self._adapters is not None),
             ray_head=ray_head.address if ray_head is not None else None,
-            ray_head_silent_seconds=ray_head.silent_seconds if ray_head is not None else None,
+            ray_head_silent_seconds=ray_head.silent_seconds if ray_head is not None else 0.0,
             adapters_refused=self._adapters.refused_text if self._adapters is not None else None,
             self_checks=check.count if checked else None,
             self_check_wrong=check.failure if checked else None,
