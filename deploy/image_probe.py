@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 # debootstrap refuses to work without gpgv, which it only recommends.
 TOOLS = ("buildah", "debootstrap", "gpgv", "podman", "runc")
+# crun refuses a machine with both versions of cgroups; there may be no systemd.
 PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
 # As a pod of the chart: no root, no capabilities, nothing writable but /tmp. The limits are those of a machine that grants
 # no higher ones.

@@ -24,8 +24,7 @@ REDIS_ERRORS = counter("baton_worker_redis_errors_total", "calls", "Calls that R
 RAY_HEAD_SILENT = gauge(
     "baton_worker_ray_head_silent_seconds",
     "seconds",
-    "How long Ray's head has not responded; 0 while it does. Only of workers on Ray, and of those with ranks that Ray has "
-    "placed",
+    "How long Ray's head has not responded; 0 while it does, and where neither the worker nor its ranks are on Ray",
 )
 INDEX_UP = gauge("baton_worker_index_up", "0 or 1", "1 while this worker's reports reach the prefix index")
 INDEX_REPORTS_WAITING = gauge("baton_index_reports_waiting", "chains", "Prefix chains not yet reported")

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import baton
-from deploy.images import NAME
+from deploy.image_probe import PODMAN
+from deploy.images import BASE as BARE
+from deploy.images import name_of
 from tests.kubernetes.kubelet import cgroup
 from tests.kubernetes.kubelet.cgroup import Cgroup, remove_tree
 from tests.kubernetes.kubelet.environment import MissingObject
@@ -25,12 +26,8 @@ from tests.kubernetes.kubelet.image import Image, redis_image
 from tests.kubernetes.kubelet.runtime import Plan
 from tests.kubernetes.kubelet.sandbox import Sandbox
 
-# crun refuses a machine with both versions of cgroups; there may be no systemd.
-PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
 START_SECONDS, COMMAND_SECONDS = 60.0, 120.0
 ULIMIT = 16384
-# Debian's redis-server is mounted into it where there is no image of Redis.
-BARE = "localhost/baton-python:bookworm"
 TARGETS = ("router", "worker", "prefill", "decode", "redis")
 
 
@@ -178,11 +175,6 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
-def image_name(target: str) -> str:
-    """Of what `make images` builds."""
-    return f"{NAME}/{target}:{baton.__version__}"
-
-
 @functools.cache
 def why_not(targets: tuple[str, ...] = TARGETS) -> str:
     """Empty: this machine has podman, runc, and these images; by default all that the chart may name."""
@@ -190,7 +182,7 @@ def why_not(targets: tuple[str, ...] = TARGETS) -> str:
         return f"no containers: {' and '.join(missing)} not installed"
     if not (cgroup.MEMORY / "cgroup.procs").exists():
         return "no containers: the limit of memory needs version 1 of control groups"
-    absent = [target for target in targets if config_of(image_name(target)) is None]
+    absent = [target for target in targets if config_of(name_of(target)) is None]
     return f"no image of {', '.join(absent)}: make images" if absent else ""
 
 

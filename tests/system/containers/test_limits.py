@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from deploy.images import name_of
 from tests.harness.waiting import wait_for
 from tests.kubernetes import samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import container_cluster
-from tests.kubernetes.kubelet.podman import image_name
 
 pytestmark = pytest.mark.system
 SECONDS = 60.0
@@ -24,10 +24,9 @@ def test_the_limit_ends_what_is_over_it_and_is_told(tmp_path: Path) -> None:
     with container_cluster(tmp_path / "cluster") as cluster:
         names = {"child": f"{HOG}; echo code $?", "first": f"exec {HOG}", "unlimited": f"exec {HOG}"}
         for name, command in names.items():
-            limits = {} if name == "unlimited" else {"limits": {"memory": LIMIT}}
-            made = samples.pod(
-                name, image=image_name("router"), command=["sh", "-c", command], resources=limits
-            )
+            made = samples.pod(name, image=name_of("router"), command=["sh", "-c", command])
+            if name != "unlimited":
+                made["spec"]["containers"][0]["resources"] = {"limits": {"memory": LIMIT}}
             made["spec"]["restartPolicy"] = "Never"
             cluster.server.create(made)
 

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
+from deploy.image_probe import PODMAN
+from deploy.images import name_of
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet import cgroup
 from tests.kubernetes.kubelet.cluster import container_cluster
-from tests.kubernetes.kubelet.podman import PODMAN, Podman, image_name
+from tests.kubernetes.kubelet.podman import Podman
 from tests.system.helm_life.helm import NAMESPACE
 from tests.system.helm_life.release import LEAST_IN_FLIGHT, MODEL, Release, confinement, installed
 
@@ -39,7 +41,7 @@ ROLES = {"none": ("router", "worker"), "embedded": ("router", "prefill", "decode
 
 def images(mode: str, tag: str = "") -> str:
     """Values that name them."""
-    registry, repository, rest = image_name("router").split("/")
+    registry, repository, rest = name_of("router").split("/")
     tag = tag or rest.partition(":")[2]
     values = f"image.registry={registry},image.repository={repository},image.tag={tag}"
     if mode == "none":  # workers need none of Ray's packages
@@ -52,7 +54,7 @@ def images(mode: str, tag: str = "") -> str:
 def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     """With a second tag for its images, which goes at the end."""
     mode = str(request.param)
-    tags = [(image_name(role), f"{image_name(role).rpartition(':')[0]}:{NEXT}") for role in ROLES[mode]]
+    tags = [(name_of(role), f"{name_of(role).rpartition(':')[0]}:{NEXT}") for role in ROLES[mode]]
     for name, other in tags:
         subprocess.run([*PODMAN, "tag", name, other], check=True, timeout=120)
     yield mode
@@ -62,7 +64,7 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def release(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    settings = f"ray.mode={mode},redis.image={image_name('redis')},decode.resources.limits.memory=2Gi"
+    settings = f"ray.mode={mode},redis.image={name_of('redis')},decode.resources.limits.memory=2Gi"
     folder = tmp_path_factory.mktemp("cluster")
     flags = ("--set", f"{settings},{images(mode)}")
     with installed(

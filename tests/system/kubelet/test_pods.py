@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-import baton
 from cluster.kubernetes.pod import Pod, PodExits
-from deploy.images import NAME
+from deploy.images import name_of
 from tests.harness.waiting import wait_for
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
@@ -24,7 +23,7 @@ from tests.kubernetes.kubelet.iproute import unpacked
 
 pytestmark = pytest.mark.system
 SECONDS = 60.0
-IMAGE = f"{NAME}/router:{baton.__version__}"
+IMAGE = name_of("router")
 
 
 @pytest.fixture(scope="module")
