@@ -111,9 +111,10 @@ class GrammarTrials:
             if self._closed:  # since the thread began to start it
                 raise OSError("the router ends")
             assert self._server.stdin is not None
-            _send(self._server.stdin, self._settings)
+            os.set_blocking(self._server.stdin.fileno(), False)
+            _write(self._server.stdin.fileno(), self._settings)
         assert self._server.stdin is not None and self._server.stdout is not None
-        _send(self._server.stdin, question)
+        _write(self._server.stdin.fileno(), question)
         if not _readable(self._server.stdout.fileno(), SERVER_SECONDS):
             raise OSError("it hangs")
         return _receive(self._server.stdout)
@@ -139,11 +140,24 @@ def _end_server(server: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _readable(pipe: int, seconds: float) -> bool:
+def _readable(pipe: int, seconds: float, event: int = select.POLLIN) -> bool:
     """Whether it has bytes, or has ended, in time. A router has more files than select() can name."""
     waits = select.poll()
-    waits.register(pipe, select.POLLIN)
+    waits.register(pipe, event)
     return bool(waits.poll(1000 * seconds))
+
+
+def _writable(pipe: int, seconds: float) -> bool:
+    return _readable(pipe, seconds, select.POLLOUT)
+
+
+def _write(pipe: int, message: bytes) -> None:
+    """`pipe` does not block. Raises OSError if the server does not read within SERVER_SECONDS, or has ended."""
+    rest = memoryview(struct.pack("<I", len(message)) + message)
+    while rest:
+        if not _writable(pipe, SERVER_SECONDS):
+            raise OSError("it hangs")
+        rest = rest[os.write(pipe, rest) :]
 
 
 def _send(pipe: IO[bytes], message: bytes) -> None:

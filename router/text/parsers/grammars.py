@@ -180,7 +180,9 @@ def _llama3_json(calls: _Calls) -> None:
         rules.start(calls.or_answer(several), calls.reasoning, gap=_GAP)
     else:
         begun = r'/\s*\{\s*"(name|parameters|arguments|function|type)"/'
-        text = rules.add("TEXT", f"ANY & ~({begun} ANY)")
+        # The parser takes the members of a call in any order, and escapes in their names.
+        named = r'/\s*\{(?s:.*)("name"|\\u00)/'
+        text = rules.add("TEXT", f"ANY & ~({begun} ANY) & ~({named} ANY)")
         rules.start(f"({text} | {several})", calls.reasoning)
 
 

@@ -149,18 +149,22 @@ def head_pattern(*arguments: str) -> re.Pattern[str]:
 
 
 def whole_call(
-    text: str, arguments: Sequence[str], names: Collection[str] | None = None
+    text: str, arguments: Sequence[str], names: Collection[str] | None = None, *, bare: bool = True
 ) -> tuple[str, str] | None:
     """Name and arguments, as JSON, of a call that is a whole JSON object, whatever the order of its members. With `names`
-    it has one of them, and an object of arguments."""
+    it has one of them, and an object of arguments. `bare`: a name alone is a call without arguments; where no marker
+    precedes calls, any object may have one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    given: object = next((value[one] for one in arguments if one in value), {} if names is None else None)
-    if names is not None and (value["name"] not in names or not isinstance(given, dict)):
+    absent: object = {} if names is None and bare else None
+    given = next((value[one] for one in arguments if one in value), absent)
+    if names is not None and value["name"] not in names:
+        return None
+    if not isinstance(given, dict) and (names is not None or not bare):
         return None
     try:
         return value["name"], json_text(given)

@@ -375,6 +375,18 @@ def test_a_closed_router_starts_no_process(monkeypatch):
     assert len(started) == 1
 
 
+def test_a_stopped_process_of_the_checks_takes_no_thread_for_ever(monkeypatch):
+    monkeypatch.setattr(grammar_trial, "SERVER_SECONDS", 0.2)
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    try:
+        with pytest.raises(OSError, match="hangs"):
+            grammar_trial._write(theirs, bytes(1 << 20))  # more than a pipe holds
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
 async def test_load_is_no_refusal(checks, monkeypatch):
     def late(specs):
         time.sleep(0.2)

@@ -36,7 +36,7 @@ class GptOss:
     def end(self) -> None:
         if self._header is None:
             self._show(self._held.rest())
-        elif self._markers[CHANNEL] not in self._header:
+        elif not self._header.lstrip().startswith((self._markers[CHANNEL], self._markers[START])):
             self._answer.content(self._header)
 
     def _in_header(self, text: str) -> str:

@@ -60,10 +60,8 @@ class JsonCall:
         begin = self.head.lstrip()
         end = self._whole.end(text)
         fits = end >= 0 and before + end <= limit
-        if (
-            fits
-            and (call := whole_call(self.head[: before + end], self._members, self._answer.names)) is not None
-        ):
+        call = self._whole_call(self.head[: before + end]) if fits else None
+        if call is not None:
             self._answer.call(call[0])
             self._answer.arguments(call[1])
             self.state = "done"
@@ -71,6 +69,9 @@ class JsonCall:
         if end >= 0 or (begin and begin[0] != "{") or len(self.head) > limit:
             self.state = "failed"
         return ""
+
+    def _whole_call(self, text: str) -> tuple[str, str] | None:
+        return whole_call(text, self._members, self._answer.names, bare=bool(self._markers))
 
     def _begin(self, found: re.Match[str], limit: int) -> str:
         """Begin the call of a head, and return the text behind this. Where calls are of certain functions, they have an

@@ -156,6 +156,16 @@ def test_strict_tools_in_other_formats(matched, parser):
     assert matched.accepts(spec, VALID[parser][1].replace('"on"', '"off"'))
 
 
+@pytest.mark.parametrize("head", ['"id": "1", "name"', '"x": 1, "name"', '"\\u006eame"'])
+def test_calls_with_members_in_another_order_are_bound_too(matched, head):
+    """The parser reads them as calls."""
+    tools = [Tool("weather", None, WEATHER, strict=True)]
+    spec = grammar(matched, "llama3_json", tools, must=False)
+    assert not matched.accepts(spec, "{" + head + ': "weather", "parameters": {"zz": 1}}')
+    for text in ('{"answer": "x"}', 'the "name" {"name"'):
+        assert matched.accepts(spec, text)
+
+
 def test_reasoning_in_front_of_free_text_may_name_the_marker(matched):
     tools = [Tool("weather", None, WEATHER, strict=True)]
     spec = grammar(matched, tools=tools, must=False, reasoning=THINK)
@@ -314,12 +324,15 @@ def test_an_answer_that_looks_like_a_call_of_another_function_is_content():
         '{"name":"weather","parameters":3}',
         '{"name":"weather","parameters": ["a"]}',
         '{"parameters":3,"name":"weather"}',
+        '{"parameters":{},"name":"Ada"}',
         '{"name":"weather","parameters":  ',
     ):
-        for names, expected in ((["weather"], ([], text)), (None, None)):
+        # Of any function: with any arguments behind the name, or an object of them before it
+        of_any = "parameters" in text and (text.startswith('{"name"') or "{}" in text)
+        for names, called in ((["weather"], False), (None, of_any)):
             source = format_of("llama3_json", "", opened=False, special={}, names=names)
-            found = read_parts(source.parser(), list(text))
-            assert found == expected or (names is None and found[0])
+            calls, content = read_parts(source.parser(), list(text))
+            assert bool(calls) == called and content == ("" if called else text)
     for parser, text in [
         ("mistral", 'a \n[TOOL_CALLS]wind{"a": 1} b'),
         ("mistral", '[TOOL_CALLS]wind[ARGS]{"a": 1}'),

@@ -67,6 +67,9 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("", "", [("f", "{}"), ("g", '{"b": [1]}')]),
     ),
     ("llama3_json", "", False, '{"answer": 42}', ("", '{"answer": 42}', [])),
+    ("llama3_json", "", False, '{"name": "Al", "age": 5}', ("", '{"name": "Al", "age": 5}', [])),
+    ("llama3_json", "", False, '{"id": 7, "name": "Al"}', ("", '{"id": 7, "name": "Al"}', [])),
+    ("llama3_json", "", False, '{"parameters": {}, "name": "f"}', ("", "", [("f", "{}")])),
     ("llama3_json", "", False, "Say {} not", ("", "Say {} not", [])),
     (
         "mistral",
@@ -136,6 +139,7 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         ("Hm.", "Yes.", []),
     ),
     ("", "gpt_oss", False, "Plain text", ("", "Plain text", [])),
+    ("", "gpt_oss", False, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", ("Hm.", "", [])),
     (
         "gpt_oss",
         "gpt_oss",
