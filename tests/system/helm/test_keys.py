@@ -22,6 +22,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "model.huggingFace.tokenSecret.key": {
         "model": {"source": "hf://org/name", "huggingFace": {"tokenSecret": {"name": "hub"}}}
     },
+    "model.adapters.maxRank": {"model": {"adapters": {"slots": 2, "source": "pvc://adapters/all"}}},
     "model.s3": {"model": {"source": "s3://weights/large"}},
     "router.httpRoute": {"router": {"httpRoute": ROUTE}},
     "router.grpcRoute": {"router": {"grpcRoute": ROUTE}},
