@@ -26,7 +26,9 @@ CHUNK = 64  # tokens of a step: a prompt is computed in five
 PROMPT = prompt_ids(
     300, seed=10
 )  # 6,300 log probabilities: more than a window of 390 tokens has credit for a half of
-WITHIN = 1e-4  # as tests/engine/test_prompt_logprobs.py
+# tests/engine/test_prompt_logprobs.py allows 1e-4. Here two ranks add their shares of logits of about 40 in an order of
+# their own, and chunks depend on time: 1.07e-4 was seen in float32, whose steps at 40 are 4e-6.
+WITHIN = 4e-4
 Entry = tuple[
     int, float, dict[int, float], int
 ]  # the token, its log probability, the most probable ones, its rank
