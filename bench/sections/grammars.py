@@ -16,12 +16,13 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.checkpoint import EOS, SHAPE, ModelShape, write_model
+from bench.checkpoint import EOS, SHAPE, write_model
 from bench.figures import Figure, Section
 from bench.pairs.ratios import interval
 from bench.sections.engine import load
@@ -164,12 +165,9 @@ def _seconds(engine: Engine, grammar: GrammarSpec | None, seed: int) -> float:
 
 def _model(directory: Path, tokenizer: Path, vocab: int, eos: int) -> Path:
     """The bench's model with another vocabulary, written once."""
-    from dataclasses import replace
-
     done = directory / ".complete"
     if not done.exists():
-        shape: ModelShape = replace(SHAPE, vocab=vocab)
-        write_model(directory, shape)
+        write_model(directory, replace(SHAPE, vocab=vocab))
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))

@@ -23,7 +23,7 @@ from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.exclusions import ended_by
-from router.dispatch.prompt_stream import EmbeddingStream, PromptStream
+from router.dispatch.prompt_stream import prompt_stream_of
 from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
@@ -83,7 +83,7 @@ class RequestDispatcher:
         self._choices = [
             ChoiceStream(i, completion, services.text_of(model), first_shown + i) for i in range(completion.n)
         ]
-        self._prompt = self._prompt_stream()
+        self._prompt = prompt_stream_of(completion, self._forward_prompt)
         self._first_shown = first_shown
         self.stats = RequestStats()
         arrival = arrival or Arrival()
@@ -302,16 +302,6 @@ class RequestDispatcher:
         if not attempt.prefilled_at:
             attempt.prefilled_at = time.monotonic()
             self._services.placement.prefilled(attempt.transfer_id)
-
-    def _prompt_stream(self) -> PromptStream | EmbeddingStream | None:
-        """What comes of the prompt: its log probabilities or its embedding."""
-        sampling, prompt = self._completion.sampling, self._completion.prompt_tokens
-        if sampling.pooling:
-            return EmbeddingStream(self._completion.embedding_dimensions, self._forward_prompt)
-        # A client that resumes behind tokens of the answer has the whole prompt, which precedes them.
-        if sampling.prompt_logprobs and not self._completion.resume_tokens:
-            return PromptStream(prompt, self._forward_prompt)
-        return None
 
     def _forward_prompt(self, token: Token) -> None:
         """A token of the prompt came with its log probability, or its embedding: each choice shows it."""

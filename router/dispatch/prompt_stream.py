@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from cluster.errors import BatonError, PeerLostError
 from cluster.protocol.link import prompt_window_of
 from router.link.token import Token
+from router.request.completion import Completion
 
 
 class PromptStream:
@@ -70,6 +71,19 @@ class EmbeddingStream:
             self.next_position = self.limit
             self._forward(token)
         return True
+
+
+def prompt_stream_of(
+    completion: Completion, forward: Callable[[Token], None]
+) -> PromptStream | EmbeddingStream | None:
+    """What comes of a request's prompt: its log probabilities or its embedding; None: neither."""
+    sampling = completion.sampling
+    if sampling.pooling:
+        return EmbeddingStream(completion.embedding_dimensions, forward)
+    # A client that resumes behind tokens of the answer has the whole prompt, which precedes them.
+    if sampling.prompt_logprobs and not completion.resume_tokens:
+        return PromptStream(completion.prompt_tokens, forward)
+    return None
 
 
 class PromptCredit:

@@ -115,7 +115,7 @@ class GrammarTrials:
             _write(self._server.stdin.fileno(), self._settings)
         assert self._server.stdin is not None and self._server.stdout is not None
         _write(self._server.stdin.fileno(), question)
-        if not _readable(self._server.stdout.fileno(), SERVER_SECONDS):
+        if not _is_ready(self._server.stdout.fileno(), select.POLLIN, SERVER_SECONDS):
             raise OSError("it hangs")
         return _receive(self._server.stdout)
 
@@ -140,22 +140,19 @@ def _end_server(server: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _readable(pipe: int, seconds: float, event: int = select.POLLIN) -> bool:
-    """Whether it has bytes, or has ended, in time. A router has more files than select() can name."""
+def _is_ready(pipe: int, event: int, seconds: float) -> bool:
+    """Whether it has bytes (POLLIN) or room (POLLOUT), or has ended, in time. A router has more files than select() can
+    name."""
     waits = select.poll()
     waits.register(pipe, event)
     return bool(waits.poll(1000 * seconds))
-
-
-def _writable(pipe: int, seconds: float) -> bool:
-    return _readable(pipe, seconds, select.POLLOUT)
 
 
 def _write(pipe: int, message: bytes) -> None:
     """`pipe` does not block. Raises OSError if the server does not read within SERVER_SECONDS, or has ended."""
     rest = memoryview(struct.pack("<I", len(message)) + message)
     while rest:
-        if not _writable(pipe, SERVER_SECONDS):
+        if not _is_ready(pipe, select.POLLOUT, SERVER_SECONDS):
             raise OSError("it hangs")
         rest = rest[os.write(pipe, rest) :]
 
@@ -283,7 +280,7 @@ def _read(pipe: int, pid: int) -> tuple[list[Any], str]:
     """What the process wrote, and what it does if it has not ended in time: it `works` or `hangs`."""
     raw, began, used, late = b"", time.monotonic(), -1, ""
     while not late:
-        if _readable(pipe, LOOK_SECONDS):
+        if _is_ready(pipe, select.POLLIN, LOOK_SECONDS):
             part = os.read(pipe, 65536)
             if not part:
                 break

@@ -129,7 +129,7 @@ class GrammarChecks:
             if self._trying.get((tenant, key)) is trial:
                 del self._trying[tenant, key]
         if trial.task.done() and not trial.task.cancelled():
-            trial.task.exception()  # nobody may be left to take it
+            trial.task.exception()  # without a caller that takes it, asyncio would log it as lost
 
     def _find(
         self, specs: list[GrammarSpec], loop: asyncio.AbstractEventLoop

@@ -23,6 +23,7 @@ from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.stream import GenerateStream
 from router.frontends.grpc.write_deadline import write_all
+from router.frontends.start_turn import start_turn
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
 from router.request import model_hint
@@ -96,9 +97,8 @@ class InferenceService:
             raw = await read_message(context, gateway.config, place.body)
             arrival = Arrival(lambda name: _values(context, name))
             await self._turn_to_parse(caller, place, raw, pb.EmbedRequest())
-            most = (
-                gateway.config.max_json_elements
-            )  # as over HTTP: each takes 25 ns to parse, on the event loop
+            # Ids are bounded as over HTTP: each takes 25 ns to parse, on the event loop.
+            most = gateway.config.max_json_elements
             request = await parse(pb.EmbedRequest(), raw, gateway.low_priority, caller.tenant, most)
             del raw
             gateway.enter_model(place, caller, request.model)
@@ -108,7 +108,7 @@ class InferenceService:
                     caller,
                     self._turn,
                     lambda count: gateway.admit_further(held, place, caller, context.peer(), count),
-                    lambda: self._start_turn(caller, place.model),
+                    lambda: start_turn(gateway, caller, place.model),
                 )
                 completions, vectors = await call.read(request, context.time_remaining())
                 del request
@@ -139,12 +139,7 @@ class InferenceService:
             expected = await gateway.expect_model(
                 place, caller, hint, lambda: model_hint.message_names(raw, hint, message)
             )
-        await self._start_turn(caller, expected)
-
-    async def _start_turn(self, caller: Caller, model: str) -> None:
-        """Wait for the tenant's turn to start a request, or one more input of this one, among those for `model`."""
-        model = model if self._gateway.further else ""  # all wait in one queue
-        await self._gateway.admission.starts.turn(caller.tenant, caller.weight, model=model)
+        await start_turn(gateway, caller, expected)
 
     async def _answer(self, response: bytes, context: Context) -> None:
         # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.

@@ -25,6 +25,7 @@ from router.frontends.http.exchange import Exchange, Written
 from router.frontends.http.gate import caller_of, connection_of
 from router.frontends.http.long_body import LongResponse
 from router.frontends.http.protocol import KEEPS
+from router.frontends.start_turn import start_turn
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
 from router.request import model_hint
@@ -205,9 +206,7 @@ class Serving:
 
     async def start_turn(self, request: Exchange, model: str = "") -> None:
         """Wait for the tenant's turn to start a request, or one more prompt of this one, among those for `model`."""
-        caller = caller_of(request)
-        model = model if self.gateway.further else ""  # all wait in one queue
-        await self.gateway.admission.starts.turn(caller.tenant, caller.weight, request, model)
+        await start_turn(self.gateway, caller_of(request), model, request)
 
 
 async def _whole(

@@ -86,7 +86,7 @@ def trees(name: str) -> list[Path]:
 
 
 def remove_tree(name: str) -> None:
-    """What runs in it is about to end: conmon, which looked after the container, does after it."""
+    """Wait for its last processes and remove it: conmon ends after the container that it monitors."""
     deadline = time.monotonic() + REMOVE_SECONDS
     while left := trees(name):
         for tree in left:

@@ -28,13 +28,6 @@ P, D = Source.PREFILL, Source.DECODE
 Play = Callable[[Scripted], None]
 
 
-@pytest.fixture(scope="module")
-def text(checkpoint):
-    made = ModelText(checkpoint("llama"))
-    yield made
-    made.close()
-
-
 class Played(World):
     """The first attempt is scripted; every other one succeeds."""
 

@@ -237,13 +237,6 @@ class World:
         return made
 
 
-@pytest.fixture(scope="module")
-def text(checkpoint):
-    made = ModelText(checkpoint("llama"))
-    yield made
-    made.close()
-
-
 async def deliver(world: World) -> list[common_pb2.Token]:
     completion = Completion(
         "r", "m", list(range(3, 3 + PROMPT)), common_pb2.SamplingParams(max_tokens=NEW), deadline_seconds=60.0

@@ -35,13 +35,6 @@ REQUEST = EngineRequestError("non-finite logits")
 FAILED = EngineFailedError("the engine failed while it ran this request: IndexError")
 
 
-@pytest.fixture(scope="module")
-def text(checkpoint):
-    made = ModelText(checkpoint("llama"))
-    yield made
-    made.close()
-
-
 class Failing(World):
     """The first attempts fail as given, at P or D, after a number of tokens; later ones succeed."""
 

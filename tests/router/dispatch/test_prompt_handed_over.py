@@ -20,7 +20,6 @@ from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.held_answer import TOKENS_A_TURN, HeldAnswer
 from router.link.handle import Reader
 from router.request.completion import Completion
-from router.text.tokenizer import ModelText
 from tests.router.dispatch.test_dispatcher import World, end
 from wire import common_pb2, decode_pb2
 
@@ -203,13 +202,6 @@ async def deliver(world: Handed, n: int, resumed: int = 0) -> Delivered:
     await world.services.finish(5.0)
     await asyncio.gather(*world.playing)
     return got
-
-
-@pytest.fixture(scope="module")
-def text(checkpoint):
-    made = ModelText(checkpoint("llama"))
-    yield made
-    made.close()
 
 
 STEPS = st.sampled_from(

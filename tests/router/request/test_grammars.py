@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import time
 from typing import Any
@@ -318,7 +319,7 @@ def test_a_router_with_many_files_waits_for_its_pipes():
     ours, theirs = os.pipe()
     far = fcntl.fcntl(ours, fcntl.F_DUPFD, 1024)
     try:
-        assert not grammar_trial._readable(far, 0.01)
+        assert not grammar_trial._is_ready(far, select.POLLIN, 0.01)
         os.write(theirs, b'["verdict", [1]]\n')
         os.close(theirs)
         assert grammar_trial._read(far, os.getpid()) == ([["verdict", [1]]], "")
