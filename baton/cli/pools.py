@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,7 +22,6 @@ import typer
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli.output import say
 from baton.cli.serve import ReadyFile, write_ready
-from baton.processes.force_exit import end_surely
 from cluster.config import sources
 from cluster.config.worker import Role
 from cluster.config.yaml_file import read_yaml
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from baton.ray_pools.serve_app import PoolDescription
 
 RAY_SECONDS = 60.0
-EXIT_SECONDS = 5.0  # where Ray's head does not respond
 DASHBOARD_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
@@ -103,7 +103,7 @@ def _deploy(
 
 
 def _disconnect(head: str, watch: RayHeadWatch) -> None:
-    """End the pools, if Ray's head responds: else no call of Ray would return, and its own exit handler waits."""
+    """End the pools if Ray's head responds: else no call of Ray would return, and the exit code will be 1."""
     import ray
 
     from baton.ray_pools.deploy import shutdown
@@ -117,7 +117,14 @@ def _disconnect(head: str, watch: RayHeadWatch) -> None:
         ray.shutdown()
     except SetupError as error:
         say(f"the pools stay as they are: {error.message}")
-        end_surely(EXIT_SECONDS)
+        # Before Ray's exit handler, which would wait for the head: the last one registered is called first.
+        atexit.register(_exit_at_once)
+
+
+def _exit_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _connect(address: str, stop: threading.Event) -> str:

@@ -27,8 +27,8 @@ def test_answers_with_drafts_are_the_references(checkpoint, start_cluster, way):
         one = client.generate(prompt_ids(20), max_tokens=NEW, temperature=0, logit_bias={7: 100})
         both = client.generate(prompt_ids(20), max_tokens=NEW, seed=1, logit_bias={7: 100, 8: 100})
     assert list(one.token_ids) == [7] * NEW and set(both.token_ids) == {7, 8}
-    accepted = wait_for(
-        lambda: int(cluster.status("decode").get("draft_tokens_accepted", 0)), 30.0, "accepted drafts"
+    wait_for(
+        lambda: cluster.status("decode").get("draft_tokens_accepted", 0) >= NEW // 2, 30.0, "accepted drafts"
     )
-    assert accepted >= NEW // 2 and cluster.status("prefill")["draft_tokens"] == 0
+    assert cluster.status("prefill")["draft_tokens"] == 0
     assert_all_free(cluster)

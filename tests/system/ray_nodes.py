@@ -44,7 +44,6 @@ class RayNodes:
     directory: Path
     # Of every process of Ray and Baton
     environment: dict[str, str] = field(default_factory=dict)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     http: str = ""
     grpc: str = ""
 
@@ -104,12 +103,7 @@ class RayNodes:
         file.write_text(json.dumps(config))
         words = [sys.executable, "-m", "baton", command, "--config", str(file), *more]
         ready = ["--ready-file", str(file.with_suffix(".ready"))]
-        started = self.network.start(node, [*words, *ready], self.log(name), self.of_node(node))
-        self.processes[name] = started
-        return started
-
-    def process(self, name: str) -> subprocess.Popen[bytes]:
-        return self.processes[name]
+        return self.network.start(node, [*words, *ready], self.log(name), self.of_node(node))
 
     def start_pools(self, name: str = "pools", decode: int = 2) -> subprocess.Popen[bytes]:
         """Deploy a prefill worker and `decode` decode workers of one CPU each."""

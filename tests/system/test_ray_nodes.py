@@ -1,12 +1,13 @@
 """Ray over two nodes: workers on both, one over both, a node lost under load, and a head that hangs.
 
-The tests of this file use one cluster and go on from each other, in their order.
+The tests of this file use one cluster, in their order: a lost node stays lost. Each can also run alone.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -33,9 +34,29 @@ def nodes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
+@pytest.fixture(scope="module")
+def wide(nodes: RayNodes) -> subprocess.Popen[bytes]:
+    """A decode worker with a rank on each node."""
+    started = nodes.start_wide("wide")
+    wait_for(
+        lambda: started.poll() is not None or "wide" in {one["id"] for one in nodes.workers()},
+        240,
+        f"it registers: {nodes.log('wide')}",
+    )
+    return started
+
+
+@pytest.fixture(scope="module")
+def pools(nodes: RayNodes) -> subprocess.Popen[bytes]:
+    """`baton pools`: a prefill worker and two decode workers. Beside a rank of `wide` a node has one CPU left."""
+    before = len(nodes.workers())
+    started = nodes.start_pools()
+    wait_for(lambda: started.poll() is not None or len(nodes.workers()) == before + 3, 240, "three workers")
+    return started
+
+
+@pytest.mark.usefixtures("wide")
 def test_ranks_on_two_nodes_generate_the_references_tokens(nodes: RayNodes) -> None:
-    wide = nodes.start_wide("wide")
-    wait_for(lambda: wide.poll() is not None or nodes.workers(), 240, f"it registers: {nodes.log('wide')}")
     assert nodes.pids("two", "ray::RankHost")
     with Client(nodes.grpc) as client:
         for seed in range(3):
@@ -45,13 +66,13 @@ def test_ranks_on_two_nodes_generate_the_references_tokens(nodes: RayNodes) -> N
             assert not judge(nodes.model, prompt, list(answer.token_ids)).wrong
 
 
+@pytest.mark.usefixtures("wide", "pools")
 def test_pools_have_workers_on_both_nodes(nodes: RayNodes) -> None:
-    pools = nodes.start_pools()
-    wait_for(lambda: pools.poll() is not None or len(nodes.workers()) == 4, 240, "three workers of the pools")
     assert len(nodes.on("one")) == 3 and len(nodes.on("two")) == 1
 
 
-def test_a_lost_node_costs_no_request(nodes: RayNodes) -> None:
+@pytest.mark.usefixtures("wide", "pools")
+def test_a_lost_node_costs_no_request(nodes: RayNodes, wide: subprocess.Popen[bytes]) -> None:
     """Among the lost are a rank of a worker over both nodes, whose leader then ends, and a worker of the pools."""
     before = {one["id"] for one in nodes.workers()}
     lost = {one["id"] for one in nodes.on("two")}
@@ -59,7 +80,7 @@ def test_a_lost_node_costs_no_request(nodes: RayNodes) -> None:
     wait_for(lambda: streams.problems or _busy(nodes) & (lost | {"wide"}), 60, "a lost one has streams")
     killed = time.monotonic()
     nodes.kill("two")
-    assert nodes.process("wide").wait(60) == 1
+    assert wide.wait(60) == 1
     print(f"the worker over both nodes ended {time.monotonic() - killed:.1f} s after its rank's node")
     wait_for(
         lambda: {one["id"] for one in nodes.workers()} == before - lost - {"wide"}, 30, "its workers are gone"
@@ -70,6 +91,7 @@ def test_a_lost_node_costs_no_request(nodes: RayNodes) -> None:
     assert "rank 1" in nodes.log("wide").read_text()
 
 
+@pytest.mark.usefixtures("pools")
 def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> None:
     before = {one["id"] for one in nodes.workers()}
     (gcs,) = nodes.pids("one", "gcs_server")
@@ -77,7 +99,7 @@ def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> Non
     os.kill(gcs, signal.SIGSTOP)
     stopped = time.monotonic()
     try:
-        wide, pools = nodes.start_wide("wide-2"), nodes.start_pools("pools-2", decode=3)
+        started = {"wide-2": nodes.start_wide("wide-2"), "pools-2": nodes.start_pools("pools-2", decode=3)}
         wait_for(lambda: nodes.head in nodes.baton_status(), 30, "baton status names the head")
         print(f"baton status says so after {time.monotonic() - stopped:.1f} s")
         for worker in nodes.workers():
@@ -90,8 +112,8 @@ def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> Non
         wait_for(
             lambda: f"Ray's head at {nodes.head}" in nodes.log("pools").read_text(), 10, "baton pools logs it"
         )
-        for started, name in ((wide, "wide-2"), (pools, "pools-2")):
-            assert started.wait(120) == 1
+        for name, process in started.items():
+            assert process.wait(120) == 1
             assert f"Ray's head at {nodes.head} has not responded" in nodes.log(name).read_text()
         print(f"both starts ended {time.monotonic() - stopped:.1f} s after the stop")
         streams.wait_for_more(2)
@@ -103,15 +125,14 @@ def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> Non
     assert check_ray_head(nodes.head).grade == "ok"
 
 
-def test_pools_end_although_the_head_hangs(nodes: RayNodes) -> None:
+def test_pools_end_although_the_head_hangs(nodes: RayNodes, pools: subprocess.Popen[bytes]) -> None:
     """Their workers stay: they are not Ray's."""
     before = {one["id"] for one in nodes.workers()}
     (gcs,) = nodes.pids("one", "gcs_server")
     os.kill(gcs, signal.SIGSTOP)
     wait_for(lambda: nodes.head in nodes.baton_status(), 30, "the head is silent")
-    pools = nodes.process("pools")
     pools.terminate()
-    pools.wait(20)
+    assert pools.wait(20) == 1
     assert f"Ray's head at {nodes.head} has not responded" in nodes.log("pools").read_text().splitlines()[-1]
     assert {one["id"] for one in nodes.workers()} == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 import threading
@@ -67,16 +68,16 @@ def test_a_dashboard_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pools_whose_head_hangs_are_left_as_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Serve's own shutdown would wait for it; so would Ray's exit handler, hence the limit for the exit."""
-    limits: list[float] = []
-    monkeypatch.setattr(pools, "end_surely", limits.append)
+    """Serve's own shutdown would wait for it; so would Ray's exit handler, hence an exit before it."""
+    handlers: list[object] = []
+    monkeypatch.setattr(atexit, "register", handlers.append)
     monkeypatch.setattr("baton.ray_pools.deploy.shutdown", lambda: pytest.fail("it would wait"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     silent: Any = SimpleNamespace(
         why_silent="Ray's head at h:1 has not responded for 9 s", close=lambda: None
     )
     pools._disconnect("h:1", silent)
-    assert limits == [pools.EXIT_SECONDS]
+    assert handlers == [pools._exit_at_once]
     assert "the pools stay as they are: Ray's head at h:1" in capsys.readouterr().out
 
 
