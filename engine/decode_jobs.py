@@ -18,7 +18,7 @@ from engine.attention.paged_cpu import PagedCpuBackend
 from engine.layers.linear import JobLinear, Linear
 from engine.layers.moe import Mlp, Moe
 from engine.lora.adapted_linear import JOBS, AdaptedLinear, base_of
-from engine.lora.step_rows import MOST_ROWS
+from engine.lora.step_rows import MAX_ROWS
 from engine.model.decoder import Decoder, Layer
 from engine.ops import cpu_jobs
 from engine.ops.cpu_ops import CpuOps
@@ -123,7 +123,7 @@ class DecodeJobs:
 
     def takes(self, step: StepBuffers) -> bool:
         """Whether the step is single tokens whose logits are all wanted."""
-        return step.all_single and step.num_logits == step.num_items <= MOST_ROWS
+        return step.all_single and step.num_logits == step.num_items <= MAX_ROWS
 
     def run(self, adapted: bool = False) -> Tensor:
         """float32 logits [rows, vocab] of the step in the buffers. `adapted`: some of its rows have adapters."""
@@ -214,7 +214,7 @@ def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, s
     if parts is None:
         return 0
     listed = KEPT_LISTS * parts.count_of_jobs(True) * cpu_jobs.JOB * 8
-    return _grown(min(sequences, MOST_ROWS)) * (sum(parts.widths) * decoder.embedding.itemsize + 4) + listed
+    return _grown(min(sequences, MAX_ROWS)) * (sum(parts.widths) * decoder.embedding.itemsize + 4) + listed
 
 
 def _grown(rows: int) -> int:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 EXTRA_STREAMS = 64
 # Also with a lower max_concurrent_requests: calls beyond that are refused with a reason, not cancelled. A lower bound
 # cancelled legitimate bursts and delayed other clients as much in a flood (measured in docs/security.md).
-LEAST_PENDING_CALLS = 1024
+MIN_PENDING_CALLS = 1024
 
 
 def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
@@ -55,7 +55,7 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", math.ceil(config.header_seconds * 1000)),
         # Refusing takes a stream too: a few more than may be served.
         ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
-        *pending_calls(max(LEAST_PENDING_CALLS, config.max_concurrent_requests)),
+        *pending_calls(max(MIN_PENDING_CALLS, config.max_concurrent_requests)),
         ("grpc.max_allowed_incoming_connections", config.max_grpc_connections),
         ("grpc.max_connection_idle_ms", math.ceil(config.grpc_idle_seconds * 1000)),
         ("grpc.so_reuseport", int(config.processes > 1 or address_shares(config) > 1)),

@@ -11,7 +11,7 @@ VERSION_1_HANDLES = 2**32 - 2**24
 
 # Tokens of an attempt that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
 WINDOW_TOKENS = 256
-LEAST_WINDOW_TOKENS = 16  # of a choice, however many there are: credit is on its way while they are computed
+MIN_WINDOW_TOKENS = 16  # of a choice, however many there are: credit is on its way while they are computed
 PROMPT_WINDOW_ENTRIES = 8192  # log probabilities of a prompt that are on their way: 0.2 MiB as messages
 SHARED_WINDOW_VERSION = 2  # before it, each choice has a whole window
 
@@ -30,7 +30,7 @@ WELCOME_SECONDS = 0.3  # beyond it, for a connection that stands: the worker's e
 
 def window_of(choices: int) -> int:
     """Tokens of each choice of an attempt: a client that does not read has about as much unread of many as of one."""
-    return max(LEAST_WINDOW_TOKENS, WINDOW_TOKENS // max(1, choices))
+    return max(MIN_WINDOW_TOKENS, WINDOW_TOKENS // max(1, choices))
 
 
 def prompt_window_of(alternatives: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import redis
 
 PRESSED = 0.7  # used/maxmemory above which the index's time to live shrinks
-LEAST_SHARE = 1 / 60  # of the index's time to live, at a full Redis
+MIN_SHARE = 1 / 60  # of the index's time to live, at a full Redis
 ADVICE = "set maxmemory-policy to volatile-lru"
 # Has no effect; of a key that is no hash, not even an error.
 _FREES = "if KEYS[1] then redis.pcall('HDEL', KEYS[1], '') end "
@@ -81,7 +81,7 @@ class RedisMemory:
         """The time to live for new index entries: `ttl_seconds`, reduced linearly above PRESSED."""
         if not self.pressed:
             return ttl_seconds
-        return ttl_seconds * max(LEAST_SHARE, (1.0 - self.share) / (1.0 - PRESSED))
+        return ttl_seconds * max(MIN_SHARE, (1.0 - self.share) / (1.0 - PRESSED))
 
 
 def warn_of_policy(before: RedisMemory, now: RedisMemory, *, index: bool = False) -> None:

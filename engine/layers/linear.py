@@ -126,7 +126,7 @@ class CodedLinear:
 
         self.out_features, self.in_features = weight.shape
         self._weight, self._bias = weight.each(Tensor.contiguous), bias
-        self._most = triton_codes.MOST_ROWS
+        self._most = triton_codes.MAX_ROWS
         self._few, self._many = triton_codes.multiply, triton_codes.multiply_expanded
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from engine.ops.moe import Routing, Sorted, sigmoid, weighted_sum
 Activation = Callable[[Tensor], Tensor]  # [rows, 2 · inner] → [rows, inner]
 
 # Pairs of a token and an expert that are computed together: they bound what a long prompt takes beside its activations.
-MOST_PAIRS = 16_384
+MAX_PAIRS = 16_384
 
 
 class Mlp:
@@ -106,7 +106,7 @@ class Moe:
 
     def __call__(self, y: Tensor, gate: Activation) -> Tensor:
         """[tokens, hidden] → what the rank's experts add to the stream."""
-        together = max(1, MOST_PAIRS // self._routing.per_token)
+        together = max(1, MAX_PAIRS // self._routing.per_token)
         if len(y) <= together:
             return self._some(y, gate)
         out = torch.empty_like(y)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.ops.team import KernelTeam, Team
 
-MOST_ROWS = 256  # of a step that kernels compute, which lists of jobs (engine/decode_jobs) are made for
+MAX_ROWS = 256  # of a step that kernels compute, which lists of jobs (engine/decode_jobs) are made for
 Rows = slice | Tensor  # int64 indices
 
 
@@ -26,7 +26,7 @@ class StepRows:
         """`low_width`: numbers of a row between the two products of an adapter."""
         self._device = device
         self.team = team if isinstance(team, KernelTeam) else None
-        most = MOST_ROWS if self.team is not None else 0
+        most = MAX_ROWS if self.team is not None else 0
         self.listed = torch.zeros(
             1 + 2 * most, dtype=torch.int64
         )  # how many, then row and slot (from 0 on) of each
@@ -40,7 +40,7 @@ class StepRows:
         self.groups, self.by_kernels = (), False
         if not len(slots):
             return
-        if self.team is not None and len(slots) <= MOST_ROWS and counts.max() == 1:
+        if self.team is not None and len(slots) <= MAX_ROWS and counts.max() == 1:
             self.by_kernels = True
             self._list(slots)
             return
@@ -66,4 +66,4 @@ class StepRows:
 
 def kernel_bytes(low_width: int) -> int:
     """Bytes of what the CPU's kernels read and write beside the adapters."""
-    return (1 + 2 * MOST_ROWS) * 8 + MOST_ROWS * low_width * 4
+    return (1 + 2 * MAX_ROWS) * 8 + MAX_ROWS * low_width * 4

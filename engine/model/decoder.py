@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cluster.protocol.kv_heads import head_range
 from engine.layers.linear import Linear, MakeLinear
-from engine.layers.moe import MOST_PAIRS, Mlp, Moe
+from engine.layers.moe import MAX_PAIRS, Mlp, Moe
 from engine.layers.row_norms import RowNorms
 from engine.model.config import ModelConfig
 from engine.model.expert_weights import ExpertWeights
@@ -106,7 +106,7 @@ class Decoder:
         experts = self.config.experts
         if experts is None or not self._whole_experts or self.group.size == 1:
             return 0
-        pairs = min(MOST_PAIRS, tokens * experts.per_token)
+        pairs = min(MAX_PAIRS, tokens * experts.per_token)
         return pairs * (2 * self.config.hidden_size + 3 * experts.width) * self.embedding.itemsize
 
     def _layer(self, weights: LayerWeights, index: int, linear: MakeLinear) -> Layer:

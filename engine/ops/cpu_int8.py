@@ -61,7 +61,7 @@ from engine.ops.cpu_tiles import (
 )
 
 PANEL, STEP = 32, 64  # outputs of a panel; inputs are a multiple of STEP
-MOST_ROWS = 12  # of a tile in vector registers
+MAX_ROWS = 12  # of a tile in vector registers
 _ROWS_BYTES = 384 << 10  # as in engine/ops/cpu_products
 _TILED_ROWS_BYTES = 1 << 20  # CPUs with AMX have second-level caches of 2 MiB
 _SLICE_STEPS = 16  # of AMX, 64 inputs each: a panel's part of them, 32 KiB, stays in the first-level cache
@@ -81,7 +81,7 @@ def supported() -> bool:
 
 def tiled(rows: int, amx: int) -> int:
     """Whether so many rows are multiplied by AMX."""
-    return int(amx and rows > MOST_ROWS)
+    return int(amx and rows > MAX_ROWS)
 
 
 def stored_rows(rows: int) -> int:
@@ -92,7 +92,7 @@ def stored_rows(rows: int) -> int:
 def blocks(rows: int, inputs: int, amx: int) -> int:
     """Blocks of rows, each computed with all panels. `inputs` are padded."""
     size = _TILED_ROWS_BYTES if tiled(rows, amx) else _ROWS_BYTES
-    least = TILE_ROWS if tiled(rows, amx) else MOST_ROWS
+    least = TILE_ROWS if tiled(rows, amx) else MAX_ROWS
     together = max(least, size // inputs // least * least)
     return max(1, -(-rows // together))
 
@@ -222,7 +222,7 @@ def _beside(builder, beside):
 
 @intrinsic
 def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, out_stride, columns):
-    """out[rows ≤ MOST_ROWS, columns ≤ 32] of a panel; addresses, strides in bytes. Each number of rows has code of its
+    """out[rows ≤ MAX_ROWS, columns ≤ 32] of a panel; addresses, strides in bytes. Each number of rows has code of its
     own, whose sums are registers."""
 
     def codegen(context, builder, signature, args):
@@ -232,7 +232,7 @@ def _tile(typing, kind, rows, x, x_stride, weights, quads, beside, scales, out, 
         done = builder.append_basic_block("tile_done")
         width = builder.trunc(columns, I32)
         choice = builder.switch(rows, done)
-        for count in range(1, MOST_ROWS + 1):
+        for count in range(1, MAX_ROWS + 1):
             form = builder.append_basic_block("tile")
             choice.add_case(ir.Constant(I64, count), form)
             builder.position_at_end(form)
@@ -410,7 +410,7 @@ def multiply(
         top, bottom = rows * block // blocks, rows * (block + 1) // blocks
         weights, own = panels + panel * inputs * PANEL, beside + panel * _COLUMN_BYTES
         columns, to = min(outputs - panel * PANEL, PANEL), out + panel * PANEL * size
-        tiles = (bottom - top + MOST_ROWS - 1) // MOST_ROWS
+        tiles = (bottom - top + MAX_ROWS - 1) // MAX_ROWS
         for tile in range(tiles):
             begin = top + (bottom - top) * tile // tiles
             count = top + (bottom - top) * (tile + 1) // tiles - begin

@@ -24,7 +24,7 @@ from cluster.process import huge_pages
 from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, load, prefetch, spread
 
 PANEL = 32
-MOST_ROWS = 12
+MAX_ROWS = 12
 # Rows that are computed together, beside a panel in a cache of 1 MiB; measured from 128 to 768 KiB. Without a limit long
 # rows are read from the third level for each panel, a tenth slower.
 _ROWS_BYTES = 384 << 10
@@ -121,7 +121,7 @@ def accumulate(builder, count, x, x_stride, weights, pairs, starts):
 
 @intrinsic
 def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, columns):
-    """out[rows ≤ MOST_ROWS, columns ≤ 32] = x · panel + bias; addresses, strides in bytes. Each number of rows has code
+    """out[rows ≤ MAX_ROWS, columns ≤ 32] = x · panel + bias; addresses, strides in bytes. Each number of rows has code
     of its own, whose sums are registers."""
 
     def codegen(context, builder, signature, args):
@@ -130,7 +130,7 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
         rows, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
         done = builder.append_basic_block("tile_done")
         choice = builder.switch(rows, done)
-        for count in range(1, MOST_ROWS + 1):
+        for count in range(1, MAX_ROWS + 1):
             form = builder.append_basic_block("tile")
             choice.add_case(ir.Constant(I64, count), form)
             builder.position_at_end(form)
@@ -167,10 +167,10 @@ def _store_rows(builder, sums, out, out_stride, columns):
 @compiled
 def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
     """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last)."""
-    together = max(MOST_ROWS, _ROWS_BYTES // (inputs * 2) // MOST_ROWS * MOST_ROWS)
+    together = max(MAX_ROWS, _ROWS_BYTES // (inputs * 2) // MAX_ROWS * MAX_ROWS)
     for top in range(0, rows, together):
         here = min(together, rows - top)
-        tiles = (here + MOST_ROWS - 1) // MOST_ROWS
+        tiles = (here + MAX_ROWS - 1) // MAX_ROWS
         for panel in range(first, last):
             weights = panels + panel * inputs * 64
             columns = min(outputs - panel * 32, 32)

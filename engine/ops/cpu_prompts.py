@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from engine.ops.cpu_llvm import after, compiled, floats, keep, load, words
-from engine.ops.cpu_products import MOST_ROWS, PANEL, SUMS, accumulate, has_instruction
+from engine.ops.cpu_products import MAX_ROWS, PANEL, SUMS, accumulate, has_instruction
 from engine.ops.cpu_softmax import HIDDEN, LOWEST, bases, divide, fade_row, most, powers
 from engine.ops.cpu_tiles import (
     REGISTER_ROWS,
@@ -30,7 +30,7 @@ from engine.ops.cpu_tiles import (
     multiply_tiles_onto,
 )
 
-ROWS = MOST_ROWS  # of a tile without AMX
+ROWS = MAX_ROWS  # of a tile without AMX
 BLOCK = 256  # keys: scores and weights of 12 rows are 18 KiB
 HEADS = 2  # of a tile at most
 _LOG2E = np.float32(1.44269504088896341)

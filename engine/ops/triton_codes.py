@@ -13,7 +13,7 @@ from engine.ops.codes import BYTES, FP8, NIBBLES, CodedWeight
 from engine.ops.triton_ops import OPTIONS
 
 KINDS = {FP8: kernels.FP8.value, BYTES: kernels.BYTES.value, NIBBLES: kernels.NIBBLES.value}
-MOST_ROWS = 128  # above, expanding the weights costs less than converting them in each tile of rows
+MAX_ROWS = 128  # above, expanding the weights costs less than converting them in each tile of rows
 EXPANDED = 1 << 26  # weights that are expanded at a time, which bounds the memory of a product
 EXPAND_BLOCK = 1024
 ROW_INPUTS = 1024  # of a single row that a program multiplies at a time
@@ -49,7 +49,7 @@ def form(weight: CodedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 
 def multiply(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
-    """x [rows, inputs], of at most MOST_ROWS, times the weight transposed, plus bias [outputs]."""
+    """x [rows, inputs], of at most MAX_ROWS, times the weight transposed, plus bias [outputs]."""
     rows, (outputs, inputs) = len(x), weight.shape
     x = x.contiguous()
     out = x.new_empty(rows, outputs)

@@ -18,7 +18,7 @@ from engine.parallel.group import TpGroup
 
 # A row or channel without a larger number is all zeros: 127 / this is finite.
 SMALLEST = 1e-30
-MOST_INPUTS = 1 << 16  # up to here sums of products are exact in 32 bits
+MAX_INPUTS = 1 << 16  # up to here sums of products are exact in 32 bits
 OUTPUT_BYTES = 12  # of an output channel beside its codes: its scale, its bias, where its sum begins
 # torch's integer product on CUDA needs so many rows, and this multiple of inputs and outputs
 CUDA_LEAST_ROWS, CUDA_MULTIPLE = 17, 8
@@ -185,9 +185,9 @@ def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton
             assert isinstance(weight, Tensor), "weights are kept as codes only with quantization auto"
             largest = largest_of(weight)
             packed = quantize_weight(weight, sharing.largest(largest) if sharing else largest)
-        if packed.codes.shape[1] > MOST_INPUTS:
+        if packed.codes.shape[1] > MAX_INPUTS:
             raise ConfigError(
-                f"quantization int8: a layer has {packed.codes.shape[1]} inputs on one rank, more than {MOST_INPUTS}",
+                f"quantization int8: a layer has {packed.codes.shape[1]} inputs on one rank, more than {MAX_INPUTS}",
                 field="quantization",
             )
         if isinstance(team, KernelTeam) and has_kernels(team):

@@ -24,9 +24,9 @@ from engine.speculation.draft_cache import CachedSequence, DraftCache
 # Of all sequences, in one step of the target; a short one, because running requests wait for it.
 CATCH_UP_TOKENS = 128
 # Tokens that the chunks of a step attend to, about: 128 tokens behind 8,191, fewer behind more, where attention takes
-# longer than the rest of the model. A step's first chunk has up to LEAST_CHUNK tokens, so that no context is left out.
+# longer than the rest of the model. A step's first chunk has up to MIN_CHUNK tokens, so that no context is left out.
 CATCH_UP_ATTENDED = 1 << 20
-LEAST_CHUNK = 16
+MIN_CHUNK = 16
 # Missing tokens that are computed as single tokens, by the kernels of decode steps: two if all drafts were accepted.
 MAX_SINGLE = 2
 
@@ -85,7 +85,7 @@ class DraftModel:
             if missing < MAX_SINGLE:
                 continue
             each = cached.length + 1
-            count = min(missing, left, max(attended // each, 0 if items else LEAST_CHUNK))
+            count = min(missing, left, max(attended // each, 0 if items else MIN_CHUNK))
             if count < 1:
                 break
             left, attended = left - count, attended - count * each

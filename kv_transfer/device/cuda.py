@@ -35,7 +35,7 @@ B = TypeVar("B")
 
 WORKS = 8  # in progress at a time; each has buffers of its own
 HOST_PARTS = 2  # parts on their way through main memory, for transports that read nothing else
-LEAST_ROW_BYTES = 256  # `device_bytes` counts the row numbers of a cache whose rows are at least as long
+MIN_ROW_BYTES = 256  # `device_bytes` counts the row numbers of a cache whose rows are at least as long
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -319,12 +319,12 @@ class CudaCopier:
 
 def host_bytes(part_bytes: int) -> int:
     """Upper bound of the bytes of main memory that a copier pins. torch's allocator takes powers of two."""
-    rows = 8 * (part_bytes // LEAST_ROW_BYTES)
+    rows = 8 * (part_bytes // MIN_ROW_BYTES)
     sizes = [*(rows, 8 * sum64.SUMS) * WORKS, *(part_bytes,) * HOST_PARTS]
     return sum(1 << (max(1, size) - 1).bit_length() for size in sizes)
 
 
 def device_bytes(part_bytes: int) -> int:
     """Upper bound of the bytes of device memory that a copier allocates, for parts of at most `part_bytes`."""
-    buffers = WORKS * 8 * (part_bytes // LEAST_ROW_BYTES + sum64.SUMS)
+    buffers = WORKS * 8 * (part_bytes // MIN_ROW_BYTES + sum64.SUMS)
     return buffers + (0 if sum64.kernel() else 3 * part_bytes)

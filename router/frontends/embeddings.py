@@ -21,7 +21,7 @@ from router.request.validator import Envelope
 from wire import inference_pb2
 
 _FIELDS = {"prompt": "input"}  # texts are checked as those of completions
-_LEAST_LENGTH = 1e-12  # by which torch's normalisation divides at least
+_MIN_LENGTH = 1e-12  # by which torch's normalisation divides at least
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Vectors:
         """float32 [dimensions] of a worker's bytes: cut, and then normalised if the checkpoint says so."""
         made: npt.NDArray[Any] = np.frombuffer(sent, dtype="<f4")[: self.dimensions]
         if self.how.normalised:
-            made = made / max(float(np.linalg.norm(made.astype(np.float64))), _LEAST_LENGTH)
+            made = made / max(float(np.linalg.norm(made.astype(np.float64))), _MIN_LENGTH)
         return np.ascontiguousarray(made, dtype="<f4")
 
 

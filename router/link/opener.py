@@ -25,7 +25,7 @@ from wire import link_pb2
 CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
 TCP_SECONDS = 0.2  # of one attempt at a link that broke, without TLS: the kernel repeats a lost SYN after 1 s
 LAST_TRIES_SECONDS = 0.15  # before a link that broke is lost, it is tried after shorter pauses
-LEAST_PAUSE_SECONDS = 0.05
+MIN_PAUSE_SECONDS = 0.05
 MAX_LATE_SECONDS = 0.1  # of one pause: so much of this process's own lateness does not count
 
 
@@ -55,12 +55,12 @@ class Opener:
                 raise PeerLostError(f"{self._worker.worker_id} refuses connections: {error}") from None
             except (OSError, TimeoutError) as error:
                 left = deadline - self._loop.time()
-                if left <= LEAST_PAUSE_SECONDS:
+                if left <= MIN_PAUSE_SECONDS:
                     raise PeerLostError(
                         f"no link to {self._worker.worker_id} within {seconds} s: {str(error) or 'no answer'}"
                     ) from None
                 pause = min(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)], left - LAST_TRIES_SECONDS)
-                pause = max(pause, LEAST_PAUSE_SECONDS)
+                pause = max(pause, MIN_PAUSE_SECONDS)
             # After OSError, because a TLS error is a ValueError too: only a registered address that is none remains.
             except (ValueError, OverflowError) as error:
                 address = self._worker.link_address

@@ -27,7 +27,7 @@ from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.request.limits import MAX_SHOWN, FieldLimits
 
 # The least normal float of 32 bits: smaller values arrive over gRPC as 0, which there means "not set"
-LEAST_POSITIVE = 2.0**-126
+MIN_POSITIVE = 2.0**-126
 Bound = float | str
 Schema = dict[str, Any]
 M = TypeVar("M", bound="RequestModel")
@@ -185,7 +185,7 @@ class Within(_Marker):
             return value
         if value == self.low:
             raise wrong(f"must be greater than {self.low:g}", f"> {self.low:g}")
-        return max(value, LEAST_POSITIVE)
+        return max(value, MIN_POSITIVE)
 
     def bounds(self, schema: Schema) -> Mapping[str, Bound]:
         return {"exclusiveMinimum" if self.above else "minimum": self.low, "maximum": self.high}

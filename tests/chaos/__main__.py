@@ -33,7 +33,7 @@ from tests.harness.bounds import PLACEMENT_BACK_SECONDS, REDISPATCH_SECONDS
 OUT = Path("out/chaos")
 EVIDENCE = "wrong.jsonl"
 LONG_RUN = 1000  # faults, of all kinds: from then on every row and point must have been hit this often
-LEAST_HITS = 30
+MIN_HITS = 30
 console = Console(width=170, highlight=False)
 
 
@@ -204,7 +204,7 @@ def too_few(results: list[Result]) -> list[str]:
         **{name: rows[name] for name in MATRIX},
         **{one.value: points[one.value] for one in Point if one not in LINK_POINTS},
     }
-    return [f"{name}: hit {count} times only" for name, count in expected.items() if count < LEAST_HITS]
+    return [f"{name}: hit {count} times only" for name, count in expected.items() if count < MIN_HITS]
 
 
 if __name__ == "__main__":

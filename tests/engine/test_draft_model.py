@@ -184,7 +184,7 @@ def test_a_chunk_attends_to_a_bounded_number_of_tokens(monkeypatch):
     """The longer the context before it, the smaller it is."""
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 8)
     monkeypatch.setattr(draft_model, "CATCH_UP_ATTENDED", 60)
-    monkeypatch.setattr(draft_model, "LEAST_CHUNK", 2)
+    monkeypatch.setattr(draft_model, "MIN_CHUNK", 2)
     draft = Observed()
     engine = drafting(draft)
     engine.add(EngineRequest("r", [5] * 24, greedy(30)))
@@ -196,7 +196,7 @@ def test_a_chunk_attends_to_a_bounded_number_of_tokens(monkeypatch):
 def test_chunks_of_several_sequences_share_what_may_be_attended_to(monkeypatch):
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 8)
     monkeypatch.setattr(draft_model, "CATCH_UP_ATTENDED", 60)
-    monkeypatch.setattr(draft_model, "LEAST_CHUNK", 2)
+    monkeypatch.setattr(draft_model, "MIN_CHUNK", 2)
     draft = Observed()
     engine = drafting(draft)
     for name in ("a", "b"):

@@ -81,7 +81,7 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it(routing, linear, dtype, m
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     assert torch.equal(alone, together)
     assert torch.equal(layer(y[order], gate), together[order])
-    monkeypatch.setattr(moe, "MOST_PAIRS", 50)
+    monkeypatch.setattr(moe, "MAX_PAIRS", 50)
     assert torch.equal(layer(y, gate), together)
 
 

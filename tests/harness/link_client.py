@@ -20,7 +20,7 @@ from wire import common_pb2
 T = TypeVar("T")
 
 
-MOST_CHOICES = 1024  # more than any worker accepts: a test may ask for billions
+MAX_CHOICES = 1024  # more than any worker accepts: a test may ask for billions
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class LinkClient:
     ) -> Reading:
         """An attempt that is dispatched with `reading.reference`."""
         position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
-        choices = min(max(1, spec.n), MOST_CHOICES)
+        choices = min(max(1, spec.n), MAX_CHOICES)
         reading = Reading(transfer_id, position, choices, spec.first_choice, reads)
         reading.handle = self.links.open(worker, reading)
         return reading

@@ -291,7 +291,7 @@ def test_marks_are_events():
 @pytest.mark.parametrize("part_bytes", [64 << 10, 4 << 20])
 def test_a_copier_takes_no_more_memory_than_it_is_counted_for(part_bytes, dtype):
     """A cache whose rows are the shortest that are counted."""
-    dim = cuda_copier.LEAST_ROW_BYTES // dtype.itemsize // PAGE
+    dim = cuda_copier.MIN_ROW_BYTES // dtype.itemsize // PAGE
     host = torch.zeros(4, LAYERS, 2, HEADS, PAGE, dim, dtype=dtype)
     cuda = FakeCuda()
     copier = CudaCopier(DeviceTensor(host, cuda), part_bytes, cuda)

@@ -45,7 +45,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rank_of(make: Callable[..., Any], transfer: TransferConfig, fake: FakeCuda, **more: Any) -> Any:
     """Of a cache with the shortest rows that are counted."""
-    dim = cuda.LEAST_ROW_BYTES // 16 // 4
+    dim = cuda.MIN_ROW_BYTES // 16 // 4
     device = fake_device(fake)
     return make(
         rank=0,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from router.request.completion import Completion
 
 # Of a token's log probability, or of an alternative's: short in completions; with bytes and all digits in chats
-LEAST_ENTRY_BYTES = 24
-MOST_ENTRY_BYTES = 96
-LEAST_NUMBER_BYTES, MOST_NUMBER_BYTES = 5, 16  # of a vector: in base64; as JSON, "-1.2345678e-05,"
+MIN_ENTRY_BYTES = 24
+MAX_ENTRY_BYTES = 96
+MIN_NUMBER_BYTES, MAX_NUMBER_BYTES = 5, 16  # of a vector: in base64; as JSON, "-1.2345678e-05,"
 TOKEN_BYTES = 16  # of text, with what JSON escapes: few tokens have as many
 
 
@@ -31,10 +31,10 @@ def answer_size(completions: Sequence[Completion], texts: int) -> AnswerSize:
             of_prompt = len(one.prompt_tokens) * (1 + sampling.prompt_top_logprobs)
         of_token = 1 + sampling.top_logprobs if sampling.logprobs else 0
         tokens = 0 if one.prompt_only else sampling.max_tokens
-        least += one.embedding_dimensions * LEAST_NUMBER_BYTES
-        most += one.embedding_dimensions * MOST_NUMBER_BYTES
-        least += one.n * (of_prompt + _certain_tokens(one) * of_token) * LEAST_ENTRY_BYTES
-        most += one.n * ((of_prompt + tokens * of_token) * MOST_ENTRY_BYTES + tokens * TOKEN_BYTES)
+        least += one.embedding_dimensions * MIN_NUMBER_BYTES
+        most += one.embedding_dimensions * MAX_NUMBER_BYTES
+        least += one.n * (of_prompt + _certain_tokens(one) * of_token) * MIN_ENTRY_BYTES
+        most += one.n * ((of_prompt + tokens * of_token) * MAX_ENTRY_BYTES + tokens * TOKEN_BYTES)
     return AnswerSize(least, most)
 
 

@@ -17,7 +17,7 @@ from tests.kubernetes.kubelet.runtime import Running
 TICK_SECONDS = 0.05
 # A kubelet begins with 10 s; tests do not learn more from waiting longer.
 BACKOFF_SECONDS = (0.0, 1.0, 3.0, 10.0)
-LEAST_GRACE_SECONDS = 2.0
+MIN_GRACE_SECONDS = 2.0
 
 
 def moment(seconds: float) -> str:
@@ -144,7 +144,7 @@ class Unit:
             if problem and container.exit_code is None:
                 self.problem = f"preStop: {problem}"
         # A hook that has used all of the time leaves the process two more seconds; no time at all leaves none.
-        least = LEAST_GRACE_SECONDS if hook is not None and self._leave_by > 0 else 0.0
+        least = MIN_GRACE_SECONDS if hook is not None and self._leave_by > 0 else 0.0
         container.signal(signal.SIGTERM)
         least_end = time.monotonic() + least
         while container.exit_code is None and time.monotonic() < max(

@@ -69,7 +69,7 @@ COUNTED = [
 GRAMMARS = 4
 FIELDS = {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,50}[0-9]+$"} for i in range(300)}
 # As many entries as one request may have, which its worker and the router's loop make
-MOST_LOGPROBS = {"prompt": [1], "n": 16, "max_tokens": 740, "logprobs": 20, "ignore_eos": True}
+MAX_LOGPROBS = {"prompt": [1], "n": 16, "max_tokens": 740, "logprobs": 20, "ignore_eos": True}
 RESPONSE = {
     "input": "a",
     "max_output_tokens": 4000,
@@ -78,7 +78,7 @@ RESPONSE = {
     "top_logprobs": 20,
     "ignore_eos": True,
 }
-LARGE_CALLS = [("/v1/completions", {**MOST_LOGPROBS}), ("/v1/responses", RESPONSE)]
+LARGE_CALLS = [("/v1/completions", {**MAX_LOGPROBS}), ("/v1/responses", RESPONSE)]
 LARGE_CALLS += [
     ("/v1/completions", {"prompt": [[3864] * 4000], "n": 2, "echo": True, "logprobs": 20, "max_tokens": 0})
 ]

@@ -23,7 +23,7 @@ from tests.kubernetes.kubelet import cgroup
 from tests.kubernetes.kubelet.cluster import container_cluster
 from tests.kubernetes.kubelet.podman import Podman
 from tests.system.helm_life.helm import NAMESPACE
-from tests.system.helm_life.release import LEAST_IN_FLIGHT, MODEL, Release, confinement, installed
+from tests.system.helm_life.release import MIN_IN_FLIGHT, MODEL, Release, confinement, installed
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -128,7 +128,7 @@ async def test_an_upgrade_under_load_loses_nothing(release: Release, mode: str) 
     outcome, in_flight = await release.upgrade_under_load("--set", images(mode, NEXT))
     print(f"{in_flight} requests in {release.seconds['upgrade']:.0f} s, {outcome.reconnects} reconnects")
     assert outcome.failures == []
-    assert in_flight >= LEAST_IN_FLIGHT
+    assert in_flight >= MIN_IN_FLIGHT
     assert outcome.wrong(MODEL) == []
     assert release.components(old) == {"router", "prefill", "decode"}
     assert {one["image"].rpartition(":")[2] for pod in release.pods() for one in pod["status"]["containerStatuses"]

@@ -26,7 +26,7 @@ from tests.system.helm_life.load import Outcome, ask_during
 
 MODEL = ROOT / "demo" / "model"
 INSTALL_SECONDS, UPGRADE_SECONDS = 200, 240
-USERS, LEAST_IN_FLIGHT = 12, 200
+USERS, MIN_IN_FLIGHT = 12, 200
 VALUES = (
     "--values",
     str(DEMO),
@@ -81,7 +81,7 @@ class Release:
         async def upgrade() -> None:
             await asyncio.to_thread(self.helm.upgrade, *self.values, *flags, seconds=self.upgrade_seconds)
 
-        outcome, span = await ask_during(self.service_address, USERS, LEAST_IN_FLIGHT, upgrade())
+        outcome, span = await ask_during(self.service_address, USERS, MIN_IN_FLIGHT, upgrade())
         self.seconds["upgrade"] = span[1] - span[0]
         return outcome, outcome.overlapping(*span)
 

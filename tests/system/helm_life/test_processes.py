@@ -20,7 +20,7 @@ from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import process_cluster
 from tests.kubernetes.kubelet.image import ROOT
 from tests.system.helm_life.helm import NAMESPACE
-from tests.system.helm_life.release import LEAST_IN_FLIGHT, MODEL, Release, confinement, installed
+from tests.system.helm_life.release import MIN_IN_FLIGHT, MODEL, Release, confinement, installed
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -91,7 +91,7 @@ async def test_an_upgrade_under_load_loses_nothing(release: Release) -> None:
     outcome, in_flight = await release.upgrade_under_load("--set", CHANGES)
     print(f"{in_flight} requests in {release.seconds['upgrade']:.0f} s, {outcome.reconnects} reconnects")
     assert outcome.failures == []
-    assert in_flight >= LEAST_IN_FLIGHT
+    assert in_flight >= MIN_IN_FLIGHT
     assert outcome.wrong(MODEL) == []
     assert release.components(old) == {"router", "prefill", "decode", "ray-head"}
 

@@ -13,7 +13,7 @@ from cluster.config.router import RouterConfig
 from cluster.errors import OverloadedError
 from cluster.security.keys import Caller
 from router.admission.admission import FREE_BYTES, ByteBudget
-from router.frontends.http.answer_size import LEAST_ENTRY_BYTES, MOST_ENTRY_BYTES, answer_size
+from router.frontends.http.answer_size import MAX_ENTRY_BYTES, MIN_ENTRY_BYTES, answer_size
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.request.validator import Envelope, Validator
 from tests.harness.waiting import wait_for
@@ -45,11 +45,11 @@ def size(kind: Any = CompletionRequest, prompt: tuple[int, ...] = (5, 6), texts:
 def test_it_counts_what_is_certain_and_what_may_come() -> None:
     assert size(max_tokens=0, echo=True, texts=70) == (70, 70)
     least, most = size(max_tokens=0, echo=True, logprobs=2, n=3, texts=70)
-    assert (least, most) == tuple(70 + 2 * 3 * 2 * 3 * one for one in (LEAST_ENTRY_BYTES, MOST_ENTRY_BYTES))
+    assert (least, most) == tuple(70 + 2 * 3 * 2 * 3 * one for one in (MIN_ENTRY_BYTES, MAX_ENTRY_BYTES))
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 4, "max_tokens": 10}
-    tokens = 2 * 5 * LEAST_ENTRY_BYTES
+    tokens = 2 * 5 * MIN_ENTRY_BYTES
     least, most = size(ChatCompletionRequest, **asked)
-    assert least == 0 and 2 * 10 * 5 * MOST_ENTRY_BYTES < most < 2 * 10 * (5 * MOST_ENTRY_BYTES + 20)
+    assert least == 0 and 2 * 10 * 5 * MAX_ENTRY_BYTES < most < 2 * 10 * (5 * MAX_ENTRY_BYTES + 20)
     assert size(ChatCompletionRequest, **asked, min_tokens=4) == (4 * tokens, most)
     assert size(ChatCompletionRequest, **asked, ignore_eos=True) == (10 * tokens, most)
     for ends in ({"stop": "x"}, {"stop_token_ids": [3]}):
