@@ -119,7 +119,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._pool, prefixes, clock)
         sampler = sampler_for(runner.device)
         method = method_for(config, draft)
-        self._drafter = Drafter(config, self._scheduler, self._pool, self._max_len, method)
+        self._drafter = Drafter(config, self._scheduler.spare, self._pool, self._max_len, method)
         vocab = runner.model_config.vocab_size
         if grammars is None:
             grammars = Grammars(backend_for(Path(config.model), vocab, limits.eos))

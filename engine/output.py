@@ -146,7 +146,7 @@ class OutputProcessor:
             self._counters.draft_tokens_accepted += accepted[sequence]
             if flight.keeps(sequence):
                 self._drafter.record(sequence, len(tokens), accepted[sequence])
-        self._scheduler.release_spare()
+        self._scheduler.spare.release()
 
     @staticmethod
     def _accepts_draft(flight: Flight, sequence: Sequence, drafts: list[int], accepted: int) -> bool:

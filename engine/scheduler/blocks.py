@@ -34,6 +34,10 @@ class Blocks:
         """Blocks for so many tokens."""
         return -(-tokens // self._page)
 
+    def tokens(self, count: int) -> int:
+        """Tokens that so many blocks hold."""
+        return count * self._page
+
     def needs(self, waiting: Sequence) -> tuple[list[int], int]:
         """The cached blocks that a waiting sequence takes, and the number of all that it needs."""
         tokens = len(waiting.tokens)

@@ -32,6 +32,7 @@ from engine.scheduler.seats import LeftSeats, Seats
 from engine.scheduler.sequence import Sequence, rank_of
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Victims
+from engine.scheduler.spare import SpareBlocks
 from engine.scheduler.table_rows import TableRows
 from engine.scheduler.turns import KEPT_FOR_PROMPTS, Turns, singles_and_chunks
 
@@ -59,9 +60,10 @@ class Scheduler:
         self._together = KEPT_FOR_PROMPTS  # steps since the last one of that kind
         self._first: list[Sequence] | None = None  # waiting; None once a sequence has come, paused or left
         self._first_need = 0  # blocks that these need at most
-        self._spare: dict[Sequence, int] = {}  # sequence → its blocks before this step's spare ones
         self._victims: Victims | None = None  # of the present step, once one is preempted
         self.short_of_blocks = False  # in the last step, for waiting sequences
+        wanted = lambda: bool(self.waiting or self.short_of_blocks)  # noqa: E731
+        self.spare = SpareBlocks(pool, self._blocks, self._claims, self._refusals, self.running, wanted)
 
     @property
     def has_work(self) -> bool:
@@ -212,7 +214,7 @@ class Scheduler:
         return decision
 
     def _begin_step(self) -> None:
-        self.release_spare()  # of a step that has failed
+        self.spare.release()  # of a step that has failed
         self._blocks.begin_step()
         self.reservations.begin_step()
         self._refusals.begin_step()
@@ -358,38 +360,6 @@ class Scheduler:
             decision.copies[sequence] = copy
             sequence.blocks_in_row = min(sequence.blocks_in_row, sequence.num_computed // self._page)
         return True
-
-    def grow_spare(self, sequence: Sequence, tokens: int) -> int:
-        """Allocate spare blocks, until the end of the step, for the first `tokens` tokens of a scheduled sequence, as
-        far as there are any. Returns how many of the tokens have blocks."""
-        held = len(sequence.blocks)
-        if (wanted := self.blocks_for(tokens) - held) <= 0:
-            return tokens
-        if (more := min(wanted, self._spare_blocks())) <= 0:
-            return min(tokens, held * self._page)
-        self._spare.setdefault(sequence, held)
-        tokens = min(tokens, (held + more) * self._page)
-        self._blocks.grow(sequence, tokens)
-        return tokens
-
-    def spare_tokens(self, sequence: Sequence) -> int:
-        """As many tokens of a scheduled sequence as would have blocks after `grow_spare`, were it the only one."""
-        return (len(sequence.blocks) + max(0, self._spare_blocks())) * self._page
-
-    def _spare_blocks(self) -> int:
-        """How many free blocks drafts may take: those without a cached prefix, as long as one for each running sequence
-        and all that are claimed stay free. None while sequences wait."""
-        if self.waiting or self.short_of_blocks:
-            return 0
-        lowest = max(one.rank for one in self.running)
-        claimed = sum(count for _, count in self._refusals.claims()) + sum(self._claims.of(lowest).values())
-        return min(self._pool.num_free_uncached, self._pool.num_free - len(self.running) - claimed)
-
-    def release_spare(self) -> None:
-        """Free the blocks that `grow_spare` has allocated in this step, except those of accepted tokens."""
-        for sequence, held in self._spare.items():
-            self._blocks.shrink(sequence, max(held, self.blocks_for(len(sequence.tokens))))
-        self._spare.clear()
 
     # --- when blocks are short -------------------------------------------------------------------------
 

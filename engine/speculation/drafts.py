@@ -11,8 +11,8 @@ from cluster.config.worker import EngineConfig
 from engine.cache.block_pool import BlockPool
 from engine.plan import table_rows
 from engine.scheduler.decision import StepDecision
-from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
+from engine.scheduler.spare import SpareBlocks
 from engine.speculation.base import DraftMethod
 from engine.speculation.draft_gate import DraftGate
 
@@ -57,7 +57,7 @@ class Drafter:
     def __init__(
         self,
         config: EngineConfig,
-        scheduler: Scheduler,
+        spare: SpareBlocks,
         pool: BlockPool,
         max_len: int,
         method: DraftMethod | None,
@@ -69,7 +69,7 @@ class Drafter:
         self._asked = False  # whether the method was asked for drafts of the last step
         self.failures = 0  # of the method; it is not used again
         self._most = config.most_drafts
-        self._scheduler = scheduler
+        self._spare = spare
         self._max_len = max_len
         rows = table_rows(config.max_batch_tokens, pool.total)
         self._states = WeakKeyDictionary[Sequence, DraftState]()
@@ -93,7 +93,7 @@ class Drafter:
         self._asked = True
         for sequence, drafts in self._proposed(asked).items():
             length = len(sequence.tokens)
-            room = self._scheduler.grow_spare(sequence, length + len(drafts)) - length
+            room = self._spare.grow(sequence, length + len(drafts)) - length
             if drafts := drafts[:room]:
                 decision.drafts[sequence] = drafts
 
@@ -123,7 +123,7 @@ class Drafter:
         if length < state.resume_at:
             return 0
         if self.gate is not None:  # drafting takes time: none that would be dropped
-            most = min(most, self._scheduler.spare_tokens(sequence) - length)
+            most = min(most, self._spare.tokens(sequence) - length)
         # The last token that the request may have is no draft, because no token is drawn after it.
         return min(most, state.count, request.sampling.max_tokens - output - 1, self._max_len - length - 1)
 

@@ -63,7 +63,7 @@ class Parts:
         self.now, self.step_seconds = 100.0, STEP_SECONDS
         self.scheduler = Scheduler(config, self.pool, prefixes, lambda: self.now)
         limits = StopLimits((EOS,), CONTEXT)
-        drafter = Drafter(config, self.scheduler, self.pool, CONTEXT, None)
+        drafter = Drafter(config, self.scheduler.spare, self.pool, CONTEXT, None)
         masks = GrammarMasks(Grammars(backend_for(config.model, VOCAB, (EOS,))), VOCAB)
         self.outputs = OutputProcessor(
             self.scheduler, prefixes, limits, self.counters, HostSampler(), drafter, masks

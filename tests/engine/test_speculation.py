@@ -348,10 +348,9 @@ def test_drafts_leave_blocks_to_a_refused_hand_off():
     running = parts.hand_off("r", tokens=PAGE)
     with pytest.raises(BlocksExhaustedError):
         parts.scheduler.reserve(request("refused", [3] * PAGE * 8), [], max_tokens=8 * PAGE)
-    assert (
-        parts.scheduler.grow_spare(running, 6 * PAGE) == (1 + 7 - 1 - 4) * PAGE
-    )  # the claim is to half of the cache
-    parts.scheduler.release_spare()
+    # The claim is to half of the cache.
+    assert parts.scheduler.spare.grow(running, 6 * PAGE) == (1 + 7 - 1 - 4) * PAGE
+    parts.scheduler.spare.release()
     assert len(running.blocks) == 2  # for PAGE + 1 tokens
     parts.check()
 
