@@ -13,7 +13,8 @@ from cluster.errors import ModelError
 from cluster.protocol import model_limits, output_head
 from engine.model import experts, keys, rope
 from engine.model.experts import ExpertConfig
-from engine.model.families import ACTIVATIONS, CLAMPED_SWIGLU, FAMILIES, SILU, WRAPPER_KEYS, Family
+from engine.model.families import FAMILIES, WRAPPER_KEYS
+from engine.model.family import ACTIVATIONS, CLAMPED_SWIGLU, SILU, Family
 from engine.model.rope import Rope
 from engine.quant.formats import MXFP4_EXPERTS, StoredFormat, stored_format
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import ModelError
-from engine.model.families import ExpertFlags
+from engine.model.family import ExpertFlags
 
 
 @dataclass(frozen=True)

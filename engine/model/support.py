@@ -10,7 +10,8 @@ from pathlib import Path
 from cluster.protocol.kv_format import SCALE_BYTES
 from cluster.protocol.model_limits import WRAPPERS
 from engine.attention.registry import WITH_FEATURES
-from engine.model.families import ACTIVATIONS, FAMILIES
+from engine.model.families import FAMILIES
+from engine.model.family import ACTIVATIONS
 from engine.quant import formats
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
