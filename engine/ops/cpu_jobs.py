@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from engine.ops import cpu_adapters as adapters
 from engine.ops import cpu_int8 as int8
+from engine.ops import cpu_int8_rows as int8_rows
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
@@ -246,7 +247,7 @@ def _of_products(kind: int | float) -> dict[int, Callable[..., int]]:
 
     def quantize(job, first, last):
         a = integers(job)
-        int8.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
+        int8_rows.quantize(kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
         return DONE
 
     def multiply_int8(job, first, last):
