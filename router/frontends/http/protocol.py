@@ -5,9 +5,7 @@
                  ▼
               an OpenAI error, and the connection is closed
 
-If an answer is not read, uvicorn stops sending, tokens queue up to a bound, and the decode worker pauses. If the client
-then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is aborted, which cancels the request. So is a
-closed connection whose last bytes are not read.
+A connection whose answer, or whose last bytes, the client does not read is aborted (router/frontends/http/write_deadline).
 
 If there are too many connections, the one that has been without a place (router/admission) for longest is aborted: others
 would take all connections with answers that are not read, with a key or without.
@@ -22,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -32,20 +29,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
-from router.frontends.http.acknowledged import acknowledged_bytes
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.exchange import Endpoint, Exchange
 from router.frontends.http.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.short_chunks import ShortChunks
 from router.frontends.http.upgrade import read_on
+from router.frontends.http.write_deadline import WriteDeadline
 
-log = logging.getLogger(__name__)
 # Closing at once, with unread bytes of the client's, would reset the connection before the client reads the answer.
 LINGER_SECONDS = 0.5
 # Connections beyond the limit, if each has a request: this many get 429, further ones are closed at once.
 MAX_REFUSED = 64
-# Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
-MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
 MAX_PIPELINED_BYTES = 1 << 16  # of these: no budget of bodies counts them
 HEADER_BYTES = 128  # what a short header line takes in memory
@@ -76,9 +70,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._acknowledged = 0  # bytes that the client had received when the write deadline was set
-        self._write_deadline = 0.0
         self._pipelined_bytes = 0  # received behind a running request since the last time that none waited
         # The request that runs or ran last; uvicorn's `cycle` is the one received last.
         self._running: RequestResponseCycle | None = None
@@ -92,6 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._trusted = self.trust(transport)
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
+        self._write_deadline = WriteDeadline(self.transport, self.client, self.limits.write_seconds)
         limit = self._connection_limit()
         if len(self.connections) > limit and self.waiting:
             next(iter(self.waiting))._abort()
@@ -155,7 +147,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.waiting.pop(self, None)
         self._unset_keepalive_if_required()
         self._stop_timer()
-        self._stop_write_timer()
+        self._write_deadline.stop()
         self._end_watch.stop()
         self._disconnect()
         if self.cycle is not None:
@@ -185,12 +177,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading()
+        self._write_deadline.start()
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
+        self._write_deadline.stop()
         if self.transport.is_closing():
-            self._expect_reading()
+            self._write_deadline.start()
         super().resume_writing()
         if self._exchange is not None:
             self._exchange.resumed()
@@ -252,7 +244,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._exchange = None
         super().on_response_complete()
         if self.transport.is_closing():
-            self._expect_reading()
+            self._write_deadline.start()
         self._expect_body()
         if self._running is None or self._running.response_complete:
             self._make_room()
@@ -304,7 +296,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._expect_reading()
+        self._write_deadline.start()
 
     # --- ends of a connection --------------------------------------------------------------------------------------------
 
@@ -353,36 +345,10 @@ class LimitedProtocol(HttpToolsProtocol):
         what = "head" if self._in_head else "body"
         self._refuse(408, DeadlineError(f"the request's {what} did not arrive within {seconds:g} s"))
 
-    def _expect_reading(self) -> None:
-        if self._write_timer is None:
-            self._set_write_deadline()
-            self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
-
-    def _set_write_deadline(self) -> None:
-        self._acknowledged = acknowledged_bytes(self.transport)
-        self._write_deadline = self.loop.time() + self.limits.write_seconds
-
-    def _check_reading(self) -> None:
-        """Runs several times before the deadline; the client's kernel has filled its buffer before the first."""
-        if acknowledged_bytes(self.transport) - self._acknowledged >= MIN_READ_BYTES:
-            self._set_write_deadline()
-        elif self.loop.time() >= self._write_deadline:
-            self._write_timer = None
-            text = "client %s read less than %d bytes in %g s (write_seconds); its connection is aborted"
-            log.info(text, self.client, MIN_READ_BYTES, self.limits.write_seconds)
-            self.transport.abort()
-            return
-        self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
-
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
 
 
 def _is_read_only(cycle: RequestResponseCycle) -> bool:
