@@ -15,6 +15,7 @@ from baton import safe_files
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.local import memory
 from baton.local.model_directory import check_place
+from baton.local.tls import LocalTls
 from cluster.config import sources
 from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import FurtherModel, RouterConfig
@@ -25,8 +26,6 @@ from cluster.process.memory import limits
 from cluster.protocol.draft_model import check_draft_model
 from cluster.redis.connect import check_url
 from cluster.redis.urls import split_password, with_hash_tag
-from cluster.security.identity import make_identity
-from cluster.security.tls import ClientTls, Peers
 
 # A decode worker recomputes preempted requests up to this length. For longer ones a prefill worker is faster, because most
 # of the prompt is in its cache, and it does not delay the running batch.
@@ -37,45 +36,6 @@ _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerCo
 SECTIONS = ("router", "worker", *ROLES)
 _ADAPTERS = ("lora", "max_loras", "max_lora_rank")
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
-
-
-class LocalTls:
-    """Files of `baton certs` in one directory; without a directory everything is plain text."""
-
-    def __init__(self, directory: Path | None, require_client_certs: bool):
-        self._directory = directory.absolute() if directory is not None else None
-        self._require = require_client_certs
-
-    def worker(self) -> dict[str, Path]:
-        return self._own("worker")
-
-    def router(self) -> dict[str, Path]:
-        fields = self._own("router")
-        if self._directory is not None and self._require:
-            fields["tls_client_ca"] = self._directory / "client-ca.pem"
-        return fields
-
-    def peers(self) -> Peers:
-        """Channels to workers, with a router's certificate."""
-        own = self._own("router")
-        return Peers(make_identity(own.get("tls_cert"), own.get("tls_key"), own.get("tls_ca")))
-
-    def client(self) -> ClientTls | None:
-        """TLS settings for requests of `baton up` to the routers' public ports."""
-        if self._directory is None:
-            return None
-        cert, key = self._directory / "client.pem", self._directory / "client.key"
-        own = (cert, key) if self._require else (None, None)
-        return ClientTls(self._directory / "ca.pem", *own)
-
-    def _own(self, name: str) -> dict[str, Path]:
-        if self._directory is None:
-            return {}
-        return {
-            "tls_cert": self._directory / f"{name}.pem",
-            "tls_key": self._directory / f"{name}.key",
-            "tls_ca": self._directory / "ca.pem",
-        }
 
 
 class UpOptions(Frozen):

@@ -197,8 +197,7 @@ class HandoffReceiver:
         handoff = self._of(link, transfer_id)
         if handoff is None:
             self.stats.counts["stale"] += 1
-            error = errors.StaleTransferError("the hand-off has ended", field="transfer_id")
-            link.send(replies.aborted(transfer_id, error))
+            link.send(replies.already_ended(transfer_id))
             return
         try:
             if handoff.finish is None:
@@ -243,10 +242,9 @@ class HandoffReceiver:
                     self._landed(part)
             case m.ProbeArrived():
                 owner = event.nonce.rsplit(":", 1)[0]
-                result = handoff_pb2.ProbeResult(arrived=True)
                 for link in self._peers.values():
                     if link.prefill.worker_id == owner:
-                        link.send(handoff_pb2.DecodeToPrefill(probe_result=result))
+                        link.send(replies.probe_arrived())
             case m.RankFailed():
                 self._exhausted(f"rank {event.rank} receives no more parts: {event.reason}")
             case m.SegmentAdded():

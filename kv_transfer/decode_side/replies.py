@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from cluster.errors import BatonError
+from cluster.errors import BatonError, StaleTransferError
 from kv_transfer.decode_side.ring import IncomingPart, Slot
 from kv_transfer.messages import PartLanded
-from wire.handoff_pb2 import Aborted, Committed, DecodeToPrefill, DrainedAck, PartResult, SlotGrant
+from wire.handoff_pb2 import (
+    Aborted,
+    Committed,
+    DecodeToPrefill,
+    DrainedAck,
+    PartResult,
+    ProbeResult,
+    SlotGrant,
+)
 
 
 def slot_grant(part: IncomingPart, slot: Slot, rank: int, device: int, deadline_seconds: float) -> SlotGrant:
@@ -44,6 +52,15 @@ def committed(transfer_id: bytes, exposed_seconds: float, commit_seconds: float)
 
 def aborted(transfer_id: bytes, error: BatonError) -> DecodeToPrefill:
     return DecodeToPrefill(aborted=Aborted(transfer_id=transfer_id, error=error.to_wire()))
+
+
+def already_ended(transfer_id: bytes) -> DecodeToPrefill:
+    """To a message of a hand-off that has ended here."""
+    return aborted(transfer_id, StaleTransferError("the hand-off has ended", field="transfer_id"))
+
+
+def probe_arrived() -> DecodeToPrefill:
+    return DecodeToPrefill(probe_result=ProbeResult(arrived=True))
 
 
 def drained_ack(transfer_id: bytes) -> DecodeToPrefill:

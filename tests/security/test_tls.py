@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AsyncClient, Client, ClientTls
 from baton.local.certs import make_certs
-from baton.local.options import LocalTls
+from baton.local.tls import LocalTls
 from cluster.errors import ConfigError, UnavailableError
 from cluster.membership.reader import read_workers
 from cluster.membership.registry import request_drain
