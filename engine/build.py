@@ -220,9 +220,10 @@ def load_model(
     """Load this rank's share of the model.
 
     `handoff_bytes`: device memory that the rank allocates later, beside its KV pool. `draft_bytes`: host memory of the
-    draft model's pool, allocated but not yet in use. The pool comes last, because it is
-    sized by what is in use and by what the largest step was measured to take. `tell` gets what is being done. Raises
-    ModelError naming the tensor or key, ConfigError naming the setting, or SetupError where compiling takes too long.
+    draft model's pool, allocated but not yet in use. The pool comes last, because it is sized by what is in use and by
+    what the largest step was measured to take. `tell` gets what is being done.
+
+    Raises ModelError naming the tensor or key, ConfigError naming the setting, or SetupError where compiling takes too long.
     """
     group = group or NullGroup()
     model, resolved = check(config)
@@ -230,32 +231,16 @@ def load_model(
     if device.type == "cpu":
         torch.set_num_threads(resolved.threads)
     memory, size = memory or memory_of(device), block_bytes(model, resolved)
-    with Checkpoint(config.model, dtype, CPU, quantization=model.quantization) as stored:
-        untied_head = LayerWeights(model, stored, 0, 1).has_untied_head()
-    tell(_weights_line(model, resolved, untied_head))
-    weights = weight_bytes(model, resolved, untied_head=untied_head)
-    weights += slots.slot_bytes(model, resolved, dtype.itemsize)
+    weights = _bytes_to_load(model, resolved, tell)
     on_host = device.type == "cpu"  # elsewhere the pool takes none of the memory into which adapters are read
     adapter = read_bytes(model, resolved, dtype.itemsize) if on_host and resolved.adapter_slots else 0
     kv_cache.check_before_load(
         resolved, size, memory, kv_cache.Needs(weights, 0, handoff_bytes, size, draft_bytes, adapter)
     )
-    team: Team = Team(resolved.threads if device.type == "cpu" else 1)
-    if resolved.attention_backend == "cpu":
-        team = KernelTeam(resolved.threads, dtype, model.head_dim)
+    team = _team_of(resolved, model, device)
     tell("weights are read")
     adapters = AdapterSlots(model, resolved, group, dtype, device, team) if resolved.adapter_slots else None
-    with Checkpoint(
-        config.model, dtype, device, quantization=model.quantization, coded=_keeps_codes(resolved)
-    ) as checkpoint:
-        decoder = Decoder(
-            model,
-            checkpoint,
-            group,
-            maker_of(resolved, model, team, group),
-            expert_parallel=config.expert_parallel,
-            **({"adapt": adapters.adapt} if adapters is not None else {}),
-        )
+    decoder = _read_decoder(model, resolved, group, device, team, adapters)
     spec = _kv_spec(model, resolved, decoder.num_kv_heads)
     shape = _attention_shape(model, decoder, resolved)
 
@@ -282,6 +267,42 @@ def load_model(
     ops, attention = backends(cache)
     trim_allocator()
     return LoadedModel(resolved, model, decoder, ops, attention, cache[:-1], group, team, adapters)
+
+
+def _bytes_to_load(model: ModelConfig, config: EngineConfig, tell: Tell) -> int:
+    """Bytes of this rank's weights and of the slots of adapters. `tell` gets those of the weights."""
+    dtype = _DTYPES[config.dtype]
+    with Checkpoint(config.model, dtype, CPU, quantization=model.quantization) as stored:
+        untied_head = LayerWeights(model, stored, 0, 1).has_untied_head()
+    tell(_weights_line(model, config, untied_head))
+    weights = weight_bytes(model, config, untied_head=untied_head)
+    return weights + slots.slot_bytes(model, config, dtype.itemsize)
+
+
+def _team_of(config: EngineConfig, model: ModelConfig, device: torch.device) -> Team:
+    if config.attention_backend == "cpu":
+        return KernelTeam(config.threads, _DTYPES[config.dtype], model.head_dim)
+    return Team(config.threads if device.type == "cpu" else 1)
+
+
+def _read_decoder(
+    model: ModelConfig,
+    config: EngineConfig,
+    group: TpGroup,
+    device: torch.device,
+    team: Team,
+    adapters: AdapterSlots | None,
+) -> Decoder:
+    dtype, coded = _DTYPES[config.dtype], _keeps_codes(config)
+    with Checkpoint(config.model, dtype, device, quantization=model.quantization, coded=coded) as checkpoint:
+        return Decoder(
+            model,
+            checkpoint,
+            group,
+            maker_of(config, model, team, group),
+            expert_parallel=config.expert_parallel,
+            **({"adapt": adapters.adapt} if adapters is not None else {}),
+        )
 
 
 def _attention_shape(model: ModelConfig, decoder: Decoder, config: EngineConfig) -> AttentionShape:

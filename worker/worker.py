@@ -82,7 +82,23 @@ class Worker:
             self._links.address,
             self._engine.adapters,
         )
-        self._membership = Membership(
+        self._membership = self._make_membership(config, locating)
+        self._adapters = self._adapter_changes(config)
+        self._following: Periodic | None = None
+        self._ray_head: RayHeadWatch | None = None
+        self._role = make_role(self._parts(peers, faults))
+        self._ending.on_failure(self._failed)
+        self._leaving = self._make_leaving(config)
+        self._self_check = SelfCheck(self._engine.host, self._role.check_integrity)
+        self._health.watch(
+            engine_moves=self._engine.host.healthy,
+            registered=lambda: self._membership.registered,
+            ray_head_silent=self._ray_head_silent,
+        )
+        self._health.to(Phase.STARTING)
+
+    def _make_membership(self, config: WorkerConfig, locating: Locating) -> Membership:
+        return Membership(
             config,
             self._identity,
             locating,
@@ -91,12 +107,9 @@ class Worker:
             status=self.status,
             rejoin=self._rejoin,
         )
-        self._adapters = self._adapter_changes(config)
-        self._following: Periodic | None = None
-        self._ray_head: RayHeadWatch | None = None
-        self._role = make_role(self._parts(peers, faults))
-        self._ending.on_failure(self._failed)
-        self._leaving = Leaving(
+
+    def _make_leaving(self, config: WorkerConfig) -> Leaving:
+        return Leaving(
             config,
             self._role,
             health=self._health,
@@ -106,13 +119,6 @@ class Worker:
             engine=self._engine,
             close=self._close,
         )
-        self._self_check = SelfCheck(self._engine.host, self._role.check_integrity)
-        self._health.watch(
-            engine_moves=self._engine.host.healthy,
-            registered=lambda: self._membership.registered,
-            ray_head_silent=self._ray_head_silent,
-        )
-        self._health.to(Phase.STARTING)
 
     def _adapter_changes(self, config: WorkerConfig) -> AdapterChanges | None:
         if config.lora_dir is None or not config.redis_url:

@@ -167,6 +167,31 @@ def _begin(q, q_stride, height, dim, queries, mixed, state, sink):
         sums[i * 16] = weight
 
 
+@njit(inline="always")
+def _attend_block(
+    here, height, dim, at, window, keys, values, whole, start, width, cut, factor, scores, weights, state, sums, amx
+):  # fmt: skip
+    """Add the values of `width` keys from `start` on, weighted, to `sums` of a tile of queries from position `at` on.
+    `cut`: some of the keys are hidden from some of the queries."""
+    for key in range(0, width, PANEL):
+        panel = keys + (start + key) * dim * 2
+        if amx:
+            multiply_tiles(here, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
+        else:
+            _scores(here, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
+    if cut:
+        for i in range(height):
+            own = at + i + 1 - start
+            _hide(scores + i * BLOCK * 4, width, own - window if window else 0, own)
+    _softmax(scores, width, height, weights, factor, state, sums, dim)
+    for column in range(0, dim, PANEL):
+        panel, to = values + (column // PANEL * whole + start) * 64, sums + column * 4
+        if amx:
+            multiply_tiles_onto(weights, BLOCK * 2, panel, width // 2, to, dim * 4)
+        else:
+            _mix(weights, BLOCK * 2, panel, width // 2, to, dim * 4)
+
+
 @compiled
 def attend_prompt(
     q, q_stride, out, out_stride, rows, begin, tokens, dim8, group, window, scale, panels, amx, sinks, first, last
@@ -210,24 +235,10 @@ def attend_prompt(
                 width = stop - start
                 cut = stop > at + 1 or (window and start < at + height - window)
                 for h in range(together):
-                    here, sums = queries + h * TILE_ROWS * dim * 2, mixed + h * TILE_ROWS * dim * 4
-                    for key in range(0, width, PANEL):
-                        panel = keys + (start + key) * dim * 2
-                        if amx:
-                            multiply_tiles(here, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
-                        else:
-                            _scores(here, dim * 2, panel, dim // 2, scores + key * 4, BLOCK * 4)
-                    if cut:
-                        for i in range(height):
-                            own = at + i + 1 - start
-                            _hide(scores + i * BLOCK * 4, width, own - window if window else 0, own)
-                    _softmax(scores, width, height, weights, factor, states + h * _STATE, sums, dim)
-                    for column in range(0, dim, PANEL):
-                        panel, to = values + (column // PANEL * whole + start) * 64, sums + column * 4
-                        if amx:
-                            multiply_tiles_onto(weights, BLOCK * 2, panel, width // 2, to, dim * 4)
-                        else:
-                            _mix(weights, BLOCK * 2, panel, width // 2, to, dim * 4)
+                    _attend_block(
+                        queries + h * TILE_ROWS * dim * 2, height, dim, at, window, keys, values, whole, start, width, cut,
+                        factor, scores, weights, states + h * _STATE, mixed + h * TILE_ROWS * dim * 4, amx,
+                    )  # fmt: skip
             for h in range(together):
                 for i in range(height):
                     divide(

@@ -73,6 +73,14 @@ def multiply_row(
 
 
 @triton.jit
+def _norm_weights(q_norm, k_norm, of_query, column, there):
+    """[heads, columns], in float32: of the queries' norm, or of the keys'."""
+    for_queries = tl.load(q_norm + column, mask=there, other=0.0)[None, :]
+    for_keys = tl.load(k_norm + column, mask=there, other=0.0)[None, :]
+    return tl.where(of_query, for_queries, for_keys).to(tl.float32)
+
+
+@triton.jit
 def rotate_heads(
     qkv, cache, cos, sin, q_norm, k_norm, positions, slots, eps, block_stride, value_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_WIDTH: tl.constexpr,
@@ -99,17 +107,8 @@ def rotate_heads(
     if NORMS:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
         of_query = (head < HEADS)[:, None]
-        for_low = tl.where(
-            of_query,
-            tl.load(q_norm + column, mask=within, other=0.0)[None, :],
-            tl.load(k_norm + column, mask=within, other=0.0)[None, :],
-        )
-        for_high = tl.where(
-            of_query,
-            tl.load(q_norm + half + column, mask=within, other=0.0)[None, :],
-            tl.load(k_norm + half + column, mask=within, other=0.0)[None, :],
-        )
-        new_low, new_high = low * scale * for_low.to(tl.float32), high * scale * for_high.to(tl.float32)
+        new_low = low * scale * _norm_weights(q_norm, k_norm, of_query, column, within)
+        new_high = high * scale * _norm_weights(q_norm, k_norm, of_query, half + column, within)
     angle = tl.load(positions + token) * half + column
     c = tl.load(cos + angle, mask=within, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, mask=within, other=0.0).to(tl.float32)[None, :]

@@ -242,6 +242,12 @@ def multiply_codes(
             sums = product
     if GROUP == 0:
         sums *= tl.load(scales + last * groups)[None, :]
+    _store_sums(sums, bias, out, row, rows, output, outputs, BIASED)
+
+
+@triton.jit
+def _store_sums(sums, bias, out, row, rows, output, outputs, BIASED: tl.constexpr):
+    """Add the bias to sums [ROWS, OUTPUTS] and store those of existing rows and outputs."""
     known = output < outputs
     if BIASED:
         sums += tl.load(bias + output, mask=known, other=0.0).to(tl.float32)[None, :]
