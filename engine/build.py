@@ -223,7 +223,7 @@ def load_model(
     draft model's pool, allocated but not yet in use. The pool comes last, because it is sized by what is in use and by
     what the largest step was measured to take. `tell` gets what is being done.
 
-    Raises ModelError naming the tensor or key, ConfigError naming the setting, or SetupError where compiling takes too long.
+    Raises ModelError naming the tensor or key, ConfigError naming the setting, SetupError where compiling takes too long.
     """
     group = group or NullGroup()
     model, resolved = check(config)

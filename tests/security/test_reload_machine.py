@@ -30,90 +30,86 @@ FILES = ("router.pem", "router.key", "ca.pem")
 WHICH = st.integers(0, 2)
 
 
-def machine(sets: list[Path]) -> type[RuleBasedStateMachine]:
-    contents = [[(one / name).read_bytes() for name in FILES] for one in sets]
+class Certificates(RuleBasedStateMachine):
+    def __init__(self, contents: list[list[bytes]]) -> None:
+        super().__init__()
+        self.contents = contents
+        self.now = 0.0
+        self.live = Path(tempfile.mkdtemp())
+        self.written = 0
+        self.disk: list[bytes | None] = [None, None, None]
+        for number in range(3):
+            self.put(number, self.contents[0][number])
+        cert, key, authority = (self.live / name for name in FILES)
+        self.identity = Identity(cert, key, authority, clock=lambda: self.now)
+        self.listener = ListenerContext(self.identity, ask_clients=False)
+        self.shown = self.identity.current()
+        self.whole = {self.as_pem(one) for one in self.contents[:1]}
 
-    class Certificates(RuleBasedStateMachine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.now = 0.0
-            self.live = Path(tempfile.mkdtemp())
-            self.written = 0
-            self.disk: list[bytes | None] = [None, None, None]
-            for number in range(3):
-                self.put(number, contents[0][number])
-            cert, key, authority = (self.live / name for name in FILES)
-            self.identity = Identity(cert, key, authority, clock=lambda: self.now)
-            self.listener = ListenerContext(self.identity, ask_clients=False)
-            self.shown = self.identity.current()
-            self.whole = {self.as_pem(one) for one in contents[:1]}
+    def put(self, number: int, content: bytes | None) -> None:
+        """As a rotation does it: another file under the same name."""
+        self.disk[number] = content
+        file = self.live / FILES[number]
+        if content is None:
+            file.unlink(missing_ok=True)
+            return
+        part = file.with_suffix(".part")
+        part.write_bytes(content)
+        self.written += 1  # the clock of files is coarse: two changes within a tick of it are one
+        os.utime(part, ns=(self.written, self.written))
+        part.replace(file)
 
-        def put(self, number: int, content: bytes | None) -> None:
-            """As a rotation does it: another file under the same name."""
-            self.disk[number] = content
-            file = self.live / FILES[number]
-            if content is None:
-                file.unlink(missing_ok=True)
-                return
-            part = file.with_suffix(".part")
-            part.write_bytes(content)
-            self.written += 1  # the clock of files is coarse: two changes within a tick of it are one
-            os.utime(part, ns=(self.written, self.written))
-            part.replace(file)
+    def as_pem(self, files: list[Any]) -> Pem:
+        return Pem(*files)
 
-        def as_pem(self, files: list[Any]) -> Pem:
-            return Pem(*files)
+    def fits(self) -> bool:
+        """Of one pair of certificate and key, beside any authority."""
+        pairs = [files[:2] for files in self.contents]
+        return self.disk[:2] in pairs and self.disk[2] in [files[2] for files in self.contents]
 
-        def fits(self) -> bool:
-            """Of one pair of certificate and key, beside any authority."""
-            pairs = [files[:2] for files in contents]
-            return self.disk[:2] in pairs and self.disk[2] in [files[2] for files in contents]
+    @rule(number=WHICH, source=WHICH)
+    def one_file_changes(self, number: int, source: int) -> None:
+        self.put(number, self.contents[source][number])
+        self.note()
 
-        @rule(number=WHICH, source=WHICH)
-        def one_file_changes(self, number: int, source: int) -> None:
-            self.put(number, contents[source][number])
-            self.note()
+    @rule(source=WHICH)
+    def all_change(self, source: int) -> None:
+        for number in range(3):
+            self.put(number, self.contents[source][number])
+        self.note()
 
-        @rule(source=WHICH)
-        def all_change(self, source: int) -> None:
-            for number in range(3):
-                self.put(number, contents[source][number])
-            self.note()
+    @rule(number=WHICH, rubbish=st.sampled_from([b"", b"not a certificate", None]))
+    def one_file_breaks(self, number: int, rubbish: bytes | None) -> None:
+        self.put(number, rubbish)
 
-        @rule(number=WHICH, rubbish=st.sampled_from([b"", b"not a certificate", None]))
-        def one_file_breaks(self, number: int, rubbish: bytes | None) -> None:
-            self.put(number, rubbish)
+    def note(self) -> None:
+        if self.fits():
+            self.whole.add(self.as_pem(self.disk))
 
-        def note(self) -> None:
-            if self.fits():
-                self.whole.add(self.as_pem(self.disk))
-
-        @rule(seconds=st.sampled_from([CHECK_SECONDS / 8, CHECK_SECONDS]))  # sums of these are exact
-        def time_passes(self, seconds: float) -> None:
-            self.now += seconds
-            version = self.identity.version
-            before, self.shown = self.shown, self.identity.current()
-            assert (self.identity.version > version) == (before is not self.shown)
-            if seconds >= CHECK_SECONDS and self.fits():
-                assert self.shown == self.as_pem(self.disk), "what is on disk fits, and is not taken up"
-                self.listener.refresh()
-                assert handshake(self.listener.context) == first_certificate(self.shown.cert)
-
-        @rule()
-        def a_client_comes(self) -> None:
-            """Through the HTTP listener, which may have seen a newer whole than `identity` has."""
+    @rule(seconds=st.sampled_from([CHECK_SECONDS / 8, CHECK_SECONDS]))  # sums of these are exact
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        version = self.identity.version
+        before, self.shown = self.shown, self.identity.current()
+        assert (self.identity.version > version) == (before is not self.shown)
+        if seconds >= CHECK_SECONDS and self.fits():
+            assert self.shown == self.as_pem(self.disk), "what is on disk fits, and is not taken up"
             self.listener.refresh()
-            self.shown = self.identity.current()
-            assert handshake(self.listener.context) in {first_certificate(pem.cert) for pem in self.whole}
+            assert handshake(self.listener.context) == first_certificate(self.shown.cert)
 
-        @invariant()
-        def it_was_on_disk_as_a_whole(self) -> None:
-            assert self.shown in self.whole, "a mixture, or what never was there"
+    @rule()
+    def a_client_comes(self) -> None:
+        """Through the HTTP listener, which may have seen a newer whole than `identity` has."""
+        self.listener.refresh()
+        self.shown = self.identity.current()
+        assert handshake(self.listener.context) in {first_certificate(pem.cert) for pem in self.whole}
 
-        def teardown(self) -> None:
-            shutil.rmtree(self.live)
+    @invariant()
+    def it_was_on_disk_as_a_whole(self) -> None:
+        assert self.shown in self.whole, "a mixture, or what never was there"
 
-    return Certificates
+    def teardown(self) -> None:
+        shutil.rmtree(self.live)
 
 
 def first_certificate(pem: bytes) -> bytes:
@@ -238,4 +234,5 @@ def test_certificates_in_any_order(tmp_path, caplog):
     sets = [tmp_path / str(number) for number in range(3)]
     for directory in sets:
         make_certs(directory, [], 30)
-    run_state_machine_as_test(machine(sets), settings=HOW)
+    contents = [[(one / name).read_bytes() for name in FILES] for one in sets]
+    run_state_machine_as_test(lambda: Certificates(contents), settings=HOW)

@@ -42,84 +42,83 @@ class Slow:
         """The test's client stays."""
 
 
-def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
-    class Leaders(RuleBasedStateMachine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.namespace = f"test-{secrets.token_hex(4)}"
-            self.key = f"{{{self.namespace}}}:autoscaler"
-            self.now, self.lease_ends, self.up = 0.0, 0.0, True
+class Leaders(RuleBasedStateMachine):
+    def __init__(self, client: redis.Redis, url: str) -> None:
+        super().__init__()
+        self.client = client
+        self.url = url
+        self.namespace = f"test-{secrets.token_hex(4)}"
+        self.key = f"{{{self.namespace}}}:autoscaler"
+        self.now, self.lease_ends, self.up = 0.0, 0.0, True
 
-        @initialize()
-        def build(self) -> None:
-            self.leaders = [self.made() for _ in range(3)]
+    @initialize()
+    def build(self) -> None:
+        self.leaders = [self.made() for _ in range(3)]
 
-        def made(self) -> Leadership:
-            leader = Leadership(url, self.namespace, LEASE, clock=lambda: self.now)
-            leader._client.close()
-            leader._client = Slow(self, client)  # type: ignore[assignment]
-            return leader
+    def made(self) -> Leadership:
+        leader = Leadership(self.url, self.namespace, LEASE, clock=lambda: self.now)
+        leader._client.close()
+        leader._client = Slow(self, self.client)  # type: ignore[assignment]
+        return leader
 
-        def time_passes(self, seconds: float) -> None:
-            """Redis lets the lease run out by this clock, not by its own."""
-            self.now += seconds
-            if self.now >= self.lease_ends:
-                client.delete(self.key)
-            elif client.exists(self.key):
-                client.set(f"{self.key}-until", 1 << 53)
+    def time_passes(self, seconds: float) -> None:
+        """Redis lets the lease run out by this clock, not by its own."""
+        self.now += seconds
+        if self.now >= self.lease_ends:
+            self.client.delete(self.key)
+        elif self.client.exists(self.key):
+            self.client.set(f"{self.key}-until", 1 << 53)
 
-        @rule(seconds=SECONDS)
-        def waits(self, seconds: float) -> None:
-            self.time_passes(seconds)
+    @rule(seconds=SECONDS)
+    def waits(self, seconds: float) -> None:
+        self.time_passes(seconds)
 
-        @rule(index=LEADERS, out=SECONDS, back=SECONDS)
-        def asks(self, index: int, out: float, back: float) -> None:
-            leader = self.leaders[index]
-            slow: Any = leader._client
-            slow.out, slow.back = out, back
-            before = client.get(self.key)
-            ours = leader.hold()
-            if not self.up:
-                assert ours == leader.sure(), "without Redis it is what it was sure of"
-                return
-            if out == back == 0.0:
-                free = before is None or decoded(before) == leader._holder
-                assert ours == free, "the lease was free, or another leader's"
-                assert not ours or leader.sure(LEASE - 0.1)
-            if not ours:
-                assert not leader.sure()
+    @rule(index=LEADERS, out=SECONDS, back=SECONDS)
+    def asks(self, index: int, out: float, back: float) -> None:
+        leader = self.leaders[index]
+        slow: Any = leader._client
+        slow.out, slow.back = out, back
+        before = self.client.get(self.key)
+        ours = leader.hold()
+        if not self.up:
+            assert ours == leader.sure(), "without Redis it is what it was sure of"
+            return
+        if out == back == 0.0:
+            free = before is None or decoded(before) == leader._holder
+            assert ours == free, "the lease was free, or another leader's"
+            assert not ours or leader.sure(LEASE - 0.1)
+        if not ours:
+            assert not leader.sure()
 
-        @rule(index=LEADERS)
-        def goes_and_another_comes(self, index: int) -> None:
-            """A good end gives the lease up, whosever it is by then only if it is still its own."""
-            leader = self.leaders[index]
-            slow: Any = leader._client
-            slow.out = slow.back = 0.0
-            holder = client.get(self.key)
-            leader.close()
-            if self.up and holder is not None and decoded(holder) != leader._holder:
-                assert client.get(self.key) == holder, "it gave up what was another's"
-            elif self.up:
-                assert client.get(self.key) is None
-            self.leaders[index] = self.made()
+    @rule(index=LEADERS)
+    def goes_and_another_comes(self, index: int) -> None:
+        """A good end gives the lease up, whosever it is by then only if it is still its own."""
+        leader = self.leaders[index]
+        slow: Any = leader._client
+        slow.out = slow.back = 0.0
+        holder = self.client.get(self.key)
+        leader.close()
+        if self.up and holder is not None and decoded(holder) != leader._holder:
+            assert self.client.get(self.key) == holder, "it gave up what was another's"
+        elif self.up:
+            assert self.client.get(self.key) is None
+        self.leaders[index] = self.made()
 
-        @rule(up=st.sampled_from([True, True, False]))
-        def redis_goes_or_comes(self, up: bool) -> None:
-            self.up = up
+    @rule(up=st.sampled_from([True, True, False]))
+    def redis_goes_or_comes(self, up: bool) -> None:
+        self.up = up
 
-        @invariant()
-        def one_at_a_time(self) -> None:
-            if hasattr(self, "leaders"):
-                sure = [leader for leader in self.leaders if leader.sure()]
-                assert len(sure) <= 1, "two autoscalers would act"
-                holder = client.get(self.key)
-                assert not sure or (holder is not None and decoded(holder) == sure[0]._holder)
-                assert client.pttl(self.key) in (-1, -2), "a full Redis would evict it"
+    @invariant()
+    def one_at_a_time(self) -> None:
+        if hasattr(self, "leaders"):
+            sure = [leader for leader in self.leaders if leader.sure()]
+            assert len(sure) <= 1, "two autoscalers would act"
+            holder = self.client.get(self.key)
+            assert not sure or (holder is not None and decoded(holder) == sure[0]._holder)
+            assert self.client.pttl(self.key) in (-1, -2), "a full Redis would evict it"
 
-        def teardown(self) -> None:
-            client.delete(self.key, f"{self.key}-until")
-
-    return Leaders
+    def teardown(self) -> None:
+        self.client.delete(self.key, f"{self.key}-until")
 
 
 def test_leaders_in_any_order(redis_url):
@@ -127,7 +126,7 @@ def test_leaders_in_any_order(redis_url):
         max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     with redis.Redis.from_url(redis_url) as client:
-        run_state_machine_as_test(machine(client, redis_url), settings=how)
+        run_state_machine_as_test(lambda: Leaders(client, redis_url), settings=how)
 
 
 def test_a_lease_that_is_not_renewed_ends_by_rediss_clock(redis_url):
