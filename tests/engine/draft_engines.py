@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from engine.engine import Engine
 from engine.plan import StepPlan
-from engine.request import SamplingParams, TokenOutput
+from engine.request import TokenOutput
 from tests.engine.fake_model import FakeRunner
 from tests.engine.ranks import KV_BYTES
 
@@ -32,10 +32,6 @@ class Observed(FakeRunner):
     def execute(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         self.plans.append(plan)
         return super().execute(plan, drawn)
-
-
-def greedy(count: int, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
 
 
 def drafting(draft: FakeRunner, blocks: int = 100, **settings: Any) -> Engine:

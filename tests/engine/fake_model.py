@@ -20,6 +20,7 @@ from engine.model.config import ModelConfig
 from engine.model.families import FAMILIES
 from engine.plan import StepPlan, table_rows
 from engine.prompt_scores import Scores
+from engine.request import SamplingParams
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
 
@@ -39,6 +40,11 @@ def continuation(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def greedy(count: int, **more: Any) -> SamplingParams:
+    """Exactly `count` tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
 
 
 class FakeRunner:

@@ -13,8 +13,8 @@ from engine.plan import StepPlan
 from engine.request import EngineRequest
 from engine.speculation import draft_model
 from engine.speculation.draft_gate import DraftGate
-from tests.engine.draft_engines import DRAFT, Observed, answers, drafting, greedy
-from tests.engine.fake_model import continuation
+from tests.engine.draft_engines import DRAFT, Observed, answers, drafting
+from tests.engine.fake_model import continuation, greedy
 
 # --- whether it pays -------------------------------------------------------------------------------------
 

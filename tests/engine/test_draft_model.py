@@ -20,8 +20,8 @@ from engine.speculation import draft_model, drafts, load_draft
 from engine.speculation.draft_cache import DraftCache
 from engine.speculation.draft_gate import DraftGate
 from engine.speculation.draft_model import DraftModel
-from tests.engine.draft_engines import DRAFT, Observed, answers, drafting, greedy, settings_for, steps
-from tests.engine.fake_model import CONTEXT, PAGE, VOCAB, FakeRunner, continuation, next_token
+from tests.engine.draft_engines import DRAFT, Observed, answers, drafting, settings_for, steps
+from tests.engine.fake_model import CONTEXT, PAGE, VOCAB, FakeRunner, continuation, greedy, next_token
 from tests.engine.ranks import engine_of, run, runners
 from tests.engine.served import serve
 from tests.harness.checkpoints import prompt_ids

@@ -14,20 +14,16 @@ from cluster.errors import BlocksExhaustedError
 from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.engine import Engine
 from engine.plan import StepPlan
-from engine.request import EngineRequest, EngineReservation, SamplingParams, TokenOutput
+from engine.request import EngineRequest, EngineReservation, TokenOutput
 from engine.sampling.host_sampler import HostDraw, HostSampler
 from engine.sampling.row import Row
 from engine.sampling.sampler import Result
 from engine.scheduler.sequence import NO_ROW
 from engine.speculation.per_sequence import PerSequence
-from tests.engine.fake_model import PAGE, FakeRunner, continuation
+from tests.engine.fake_model import PAGE, FakeRunner, continuation, greedy
 from tests.engine.parts import STEP_SECONDS
 
 SECRET, SALT = b"p", bytes(16)
-
-
-def greedy(count: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
 class LateRunner(FakeRunner):

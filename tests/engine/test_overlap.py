@@ -14,7 +14,7 @@ from engine.engine import Engine, overlaps
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from engine.sampling.row import Row
-from tests.engine.fake_model import FakeRunner, continuation
+from tests.engine.fake_model import FakeRunner, continuation, greedy
 from tests.engine.ranks import KV_BYTES, engine_of, run
 from tests.engine.served import CPU, serve
 from tests.harness.checkpoints import prompt_ids
@@ -46,10 +46,6 @@ def test_streams_are_beginnings_where_requests_are_aborted(seed):
     assert following.ahead > 10 and len(some.tokens) > 5
     for key, stream in some.streams().items():
         assert stream == whole.streams()[key][: len(stream)]
-
-
-def greedy(count: int, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
 
 
 def two_running(**settings: Any) -> tuple[Engine, FakeRunner]:

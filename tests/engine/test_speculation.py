@@ -12,29 +12,21 @@ import torch
 from pydantic import ValidationError
 
 from cluster.config.worker import EngineConfig, WorkerConfig
-from cluster.errors import BlocksExhaustedError, ConfigError
+from cluster.errors import ConfigError
 from engine.build import load_model
 from engine.engine import Engine
 from engine.ops import cpu_products
 from engine.plan import PlanItem, StepPlan
-from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
-from engine.speculation import drafts, prompt_lookup
+from engine.speculation import drafts
 from engine.speculation.drafts import LONGEST_PAUSE, DraftState
 from engine.speculation.per_sequence import PerSequence, Searches
-from engine.speculation.prompt_lookup import PromptLookup
-from tests.engine.fake_model import CONTEXT, PAGE, FakeRunner, continuation
-from tests.engine.parts import Parts, request
+from tests.engine.fake_model import CONTEXT, continuation, greedy
+from tests.engine.proposers import Right, Wrong, ends_of, engine_with
 from tests.engine.ranks import KV_BYTES, engine_of, run
 from tests.engine.served import serve
 from tests.harness.checkpoints import prompt_ids
-
-
-class Right:
-    """Proposes the fake model's own tokens."""
-
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        return continuation(tokens, count)
 
 
 class MostlyRight:
@@ -48,11 +40,6 @@ class Empty:
         return []
 
 
-class Wrong:
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        return [1] * count
-
-
 class Seen:
     """Proposes the answers that it has seen, with an error at each fifth position."""
 
@@ -63,17 +50,6 @@ class Seen:
         end = len(tokens)
         known = next((one for one in self._streams if one[:end] == tokens), [])
         return [5 if at % 5 == 0 else token for at, token in enumerate(known[end : end + count], end)]
-
-
-def greedy(count: int, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **more)
-
-
-def engine_with(proposer: Any, blocks: int = 60, **settings: Any) -> Engine:
-    runner = FakeRunner(blocks, speculation="ngram", **settings)
-    engine = Engine(runner, runner.config, secret=b"s")
-    engine._drafter.method = PerSequence(proposer)
-    return engine
 
 
 # --- the same streams ------------------------------------------------------------------------------------
@@ -132,19 +108,6 @@ def test_a_real_models_tokens_are_those_without_drafts(checkpoint, dtype):
         engine._drafter.method = PerSequence(partial(Seen, streams))
         assert run(engine, one).tokens == expected, one.request_id
     assert engine.stats().draft_tokens_accepted > 100 and engine.steps < plain.steps - 80
-
-
-# --- ends ------------------------------------------------------------------------------------------------
-
-
-def ends_of(engine: Engine, request: EngineRequest) -> list[TokenOutput]:
-    engine.add(request)
-    tokens = []
-    while engine.has_work:
-        tokens += engine.step().tokens
-        engine.check_integrity()
-    assert engine.stats().blocks_held == 0
-    return tokens
 
 
 def test_an_end_inside_accepted_drafts_ends_the_choice():
@@ -318,68 +281,6 @@ def test_settings_without_an_effect_are_refused(role, settings, flag):
     assert caught.value.field == next(iter(settings))
 
 
-def test_drafts_leave_free_blocks_to_others():
-    """Each running sequence may need a block of its own next."""
-    drafted = {}
-    for blocks in (4, 5):
-        engine = engine_with(Right, blocks=blocks, speculative_tokens=8)
-        engine.add(EngineRequest("one", [5] * (2 * PAGE), greedy(30)))
-        for _ in range(3):  # then its last block is full, and it is to have four drafts
-            engine.step()
-        drafted[blocks] = engine.stats().draft_tokens
-    assert drafted == {4: 2, 5: 2 + 4}
-
-
-def test_drafts_evict_no_prefix():
-    """The blocks that are left hold one: a request's own tokens evict it, drafts do not."""
-    engine = engine_with(Right, blocks=6, speculative_tokens=8)
-    ends_of(engine, EngineRequest("before", [6] * (3 * PAGE), greedy(2)))
-    before = engine._pool.chains()
-    engine.add(EngineRequest("r", [5] * (2 * PAGE), greedy(30)))
-    for _ in range(3):  # then its third block is full, and it is to have four drafts
-        engine.step()
-        engine.check_integrity()
-    assert engine.stats().draft_tokens == 2
-    assert [len(one) for one in before] == [3] and before[0] in engine._pool.chains()
-
-
-def test_drafts_leave_blocks_to_a_refused_hand_off():
-    parts = Parts(8)
-    running = parts.hand_off("r", tokens=PAGE)
-    with pytest.raises(BlocksExhaustedError):
-        parts.scheduler.reserve(request("refused", [3] * PAGE * 8), [], max_tokens=8 * PAGE)
-    # The claim is to half of the cache.
-    assert parts.scheduler.spare.grow(running, 6 * PAGE) == (1 + 7 - 1 - 4) * PAGE
-    parts.scheduler.spare.release()
-    assert len(running.blocks) == 2  # for PAGE + 1 tokens
-    parts.check()
-
-
-def test_blocks_of_drafts_are_freed_at_the_end_of_their_step():
-    """So that none is missing to a hand-off that is offered between steps, or to the growth of others."""
-    engine = engine_with(Wrong)
-    engine.add(EngineRequest("r", [5] * (2 * PAGE - 2), greedy(30)))
-    for _ in range(2):  # the second of two drafts is behind the second block
-        engine.step()
-        engine.check_integrity()
-    assert engine.stats().draft_tokens == 2 and engine.stats().blocks_held == 2
-
-
-def test_blocks_of_drafts_are_freed_after_a_step_that_failed(monkeypatch):
-    engine = engine_with(Wrong)
-    engine.add(EngineRequest("r", [5] * (2 * PAGE - 2), greedy(30)))
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "execute", lambda plan, drawn=None: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-    assert engine.stats().blocks_held == 3
-    engine._drafter._most = 0
-    engine.step()
-    engine.check_integrity()
-    assert engine.stats().blocks_held == 2
-
-
 def test_it_excludes_steps_launched_ahead():
     with pytest.raises(ValidationError, match="overlap on launches a step before"):
         EngineConfig(model=Path("/none"), overlap="on", speculation="ngram")
@@ -392,78 +293,6 @@ def test_no_step_is_launched_ahead(monkeypatch):
     tokens = ends_of(engine, EngineRequest("r", [5] * 6, greedy(20)))
     assert [one.token_id for one in tokens] == continuation([5] * 6, 20)
     assert engine._runner.ahead == 0 < engine.stats().draft_tokens_accepted  # type: ignore[attr-defined]
-
-
-# --- prompt lookup ---------------------------------------------------------------------------------------
-
-
-def test_what_followed_last_is_proposed():
-    lookup = PromptLookup()
-    text = [10, 11, 12, 20, 21, 10, 11, 12, 30, 31, 32, 10, 11, 12]
-    assert lookup.propose(text, 3) == [30, 31, 32]
-    assert lookup.propose([*text, 20], 2) == [21, 10], "the longer match goes before the later one"
-    assert lookup.propose([*text, 20, 50], 2) == []
-
-
-def test_one_equal_token_is_no_match():
-    assert PromptLookup().propose([7, 8, 9, 7], 3) == [] == PromptLookup().propose([7], 3)
-
-
-def test_a_repetition_is_continued_beyond_the_end():
-    assert PromptLookup().propose([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert PromptLookup().propose([4, 4, 4], 5) == [4] * 5
-
-
-def test_halves_of_tokens_are_no_tokens():
-    """The bytes of [0x100, 0x100] occur between those of [0x10000, 0x10000, 0x10000] as well."""
-    lookup = PromptLookup()
-    assert lookup.propose([0x100, 0x100, 9, 0x10000, 0x10000, 0x10000, 8, 0x100, 0x100], 1) == [9]
-
-
-def test_a_search_is_bounded(monkeypatch):
-    monkeypatch.setattr(prompt_lookup, "WINDOW_TOKENS", 8)
-    text = [1, 2, 50, *range(100, 110), 1, 2]
-    assert PromptLookup().propose(text, 1) == []
-    assert PromptLookup().propose([*text[6:-2], 1, 2, 50, 1, 2], 1) == [50]
-
-
-def test_only_tokens_within_the_window_are_converted(monkeypatch):
-    """Of a long prompt at once, and of what follows it."""
-    monkeypatch.setattr(prompt_lookup, "WINDOW_TOKENS", 8)
-    taken: list[int] = []
-
-    class Text(list[int]):
-        def __getitem__(self, index: Any) -> Any:
-            taken.append(len(found) if isinstance(found := super().__getitem__(index), list) else 1)
-            return found
-
-    lookup, rng = PromptLookup(), random.Random(1)
-    text = Text(rng.randrange(3) for _ in range(1000))
-    for _ in range(60):
-        assert lookup.propose(text, 3) == searched(list(text)[-8:], 3), text
-        assert 8 * 4 <= len(lookup._bytes) <= 16 * 4
-        text.append(rng.randrange(3))
-    assert taken == [8] + [1] * 59
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_lookup_is_that_of_a_search_token_by_token(seed):
-    rng, lookup = random.Random(seed), PromptLookup()
-    text = [rng.choice([1, 256, 65536, 2, 513]) for _ in range(rng.randint(1, 30))]
-    for _ in range(40):
-        assert lookup.propose(text, 3) == searched(text, 3), text
-        text.append(rng.choice([1, 256, 65536, 2, 513]))
-
-
-def searched(text: list[int], count: int) -> list[int]:
-    for length in (4, 3, 2):
-        for at in range(len(text) - length - 1, -1, -1):
-            if text[at : at + length] == text[-length:]:
-                found = list(text)
-                for index in range(count):
-                    found.append(found[at + length + index])
-                return found[len(text) :]
-    return []
 
 
 def test_drafts_are_single_tokens_in_their_sequences_row(checkpoint, monkeypatch):
