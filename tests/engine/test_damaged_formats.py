@@ -19,7 +19,7 @@ from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.quant import stored
 from engine.quant.formats import AWQ, FP8, FP8_BLOCKS, GPTQ, MXFP4, PACKED, StoredFormat
-from tests.engine.test_formats import (
+from tests.engine.stored_formats import (
     DOWN,
     GOLDEN,
     Tensors,
@@ -41,6 +41,83 @@ def rewritten(name: str, path: Path, **tensors: Tensor) -> Checkpoint:
     found = load_file(model / "model.safetensors")
     save_file(found | {f"{DOWN}.{key}": one for key, one in tensors.items()}, model / "model.safetensors")
     return checkpoint_of(model)
+
+
+# --- formats that are not read ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("fp8-deepseek", {"fmt": "e5m2"}, r"fp8.fmt = 'e5m2'"),
+        ("fp8-deepseek", {"expert_dtype": "fp4"}, "fp8.expert_dtype = 'fp4'"),
+        ("fp8-deepseek", {"weight_block_size": [1, 32]}, "MXFP8"),
+        ("fp8-deepseek", {"weight_block_size": [128]}, "weight_block_size"),
+        ("fp8-deepseek", {"weight_block_size": [0, 128]}, "weight_block_size"),
+        ("fp8-deepseek", {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
+        ("awq", {"version": "gemv"}, "AWQ's packing 'gemv'"),
+        ("awq", {"bits": 3}, "awq.bits = 3"),
+        ("awq", {"zero_point": False}, "without zero points"),
+        ("awq", {"group_size": 0}, "awq.group_size = 0"),
+        ("gptq-8", {"bits": 3}, "gptq.bits = 3"),
+        ("gptq-8", {"checkpoint_format": "marlin"}, "format 'marlin'"),
+        ("gptq-8", {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        ("w4a16", group_of("w4a16", "weights", num_bits=3), "g.weights.num_bits = 3"),
+        ("w4a16", group_of("w4a16", "weights", strategy="tensor"), "g.weights.strategy = 'tensor'"),
+        ("w4a16", group_of("w4a16", "weights", group_size=None), "g.weights.group_size = None"),
+        ("w4a16", group_of("w4a16", "input_activations", num_bits=8), "g.input_activations"),
+        ("fp8-channel", group_of("fp8-channel", "weights", symmetric=False), "g.weights.symmetric = False"),
+        ("fp8-channel", group_of("fp8-channel", "weights", strategy="group"), "strategy = 'group'"),
+        ("fp8-channel", group_of("fp8-channel", "input_activations", type="int"), "type = 'int'"),
+        ("fp8-block", group_of("fp8-block", "weights", block_structure=None), "block_structure = None"),
+        ("mxfp4", group_of("mxfp4", "weights", group_size=16), "g.weights.group_size = 16"),
+        ("mxfp4", group_of("mxfp4", "input_activations", num_bits=4), "with MXFP4 weights"),
+    ],
+)
+def test_what_is_not_read_is_refused_from_config_json(name, changes, says, tmp_path) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        ModelConfig.read(changed(name, tmp_path, **changes))
+    assert caught.value.field == "quantization_config"
+
+
+def test_groups_that_differ_are_refused(tmp_path) -> None:
+    groups = {
+        "a": group_of("w4a16", "weights")["config_groups"]["g"],  # type: ignore[index]
+        "b": group_of("w4a16", "weights", num_bits=8)["config_groups"]["g"],  # type: ignore[index]
+    }
+    with pytest.raises(ModelError, match="config_groups whose weights differ"):
+        ModelConfig.read(changed("w4a16", tmp_path, config_groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value", "says"),
+    [
+        ("fp8-block", "weight_scale", torch.ones(2, 2), r"\(2, 2\), expected \(2, 3\) for a matrix of 64 × 96 in b"),
+        ("fp8-tensor", "weight_scale", torch.ones(2), r"\(2,\), expected \(1,\)"),
+        ("fp8-channel", "weight_scale", torch.ones(32, 1), r"\(32, 1\), expected \(64, 1\)"),
+        ("fp8-channel", "weight", torch.zeros(64, 96), "stored as torch.float32, expected float8_e4m3fn"),
+        ("fp8-channel", "weight_scale", None, "stored as torch.float8_e4m3fn, expected floating point of 16"),
+        ("w4a16", "weight_scale", torch.ones(64, 2), r"\(64, 2\), expected \(64, 3\) for a matrix of 64 × 96"),
+        ("w4a16", "weight_shape", torch.tensor([64, 88]), r"stands for a matrix of \[64, 88\]"),
+        ("w4a16", "weight_packed", torch.zeros(64, 12), r"stored as torch.float32, expected int32"),
+        ("w4a16-asymmetric", "weight_zero_point", None, "weight_zero_point is missing"),
+        ("awq", "scales", torch.ones(2, 64), r"\(2, 64\), expected \(3, 64\) for a matrix of 64 × 96 in groups"),
+        ("awq", "qzeros", None, "qzeros is missing"),
+        ("gptq-act-order", "g_idx", torch.full((96,), 3), "names groups 3 to 3, expected 0 to 2"),
+        ("gptq-act-order", "qweight", torch.zeros(12, 8), r"\(12, 8\), expected \(12, 64\)"),
+        ("mxfp4", "weight_scale", torch.ones(64, 2), r"\(64, 2\), expected \(64, 3\)"),
+    ],
+)  # fmt: skip
+def test_a_matrix_that_does_not_fit_its_scales_is_named(name, tensor, value, says, tmp_path) -> None:
+    model = changed(name, tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    del tensors[f"{DOWN}.{tensor}"]
+    if value is not None:
+        tensors[f"{DOWN}.{tensor}"] = value.int() if tensor == "g_idx" else value
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ModelError, match=says) as caught:
+        checkpoint_of(model).matrix(f"{DOWN}.weight", 64, 96)
+    assert caught.value.field.startswith(DOWN)
 
 
 # --- settings ----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from cluster.errors import ModelError
 from engine import build
 from engine.layers.linear import join
 from engine.model.config import ModelConfig
@@ -28,42 +27,28 @@ from engine.quant import expand, formats, stored
 from engine.quant.formats import FORMATS
 from engine.request import EngineRequest, SamplingParams
 from tests.engine.ranks import engine_of, run, runners
+from tests.engine.stored_formats import (
+    GOLDEN,
+    SHAPES,
+    Tensors,
+    changed,
+    checkpoint_of,
+    expanded,
+    matrices,
+    whole,
+)
 from tests.harness.exactness import MAX_TIES
 from tests.harness.live_bytes import taken
 from worker.model_id import make_model_id
 
-GOLDEN = Path(__file__).with_name("golden") / "formats"
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
-SHAPES = {
-    **{f"self_attn.{name}_proj": (64 if name in "qo" else 32, 64) for name in "qkvo"},
-    **{f"mlp.{name}_proj": (96, 64) for name in ("gate", "up")},
-    "mlp.down_proj": (64, 96),
-}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = [5 + 3 * i % 50 for i in range(40)]
-
-
-def checkpoint_of(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    return Checkpoint(path, dtype, torch.device("cpu"), quantization=ModelConfig.read(path).quantization)
-
-
-def expanded(checkpoint: Checkpoint, name: str, *shape: int, **part: slice) -> Tensor:
-    found = checkpoint.matrix(name, *shape, **part)
-    assert isinstance(found, Tensor)
-    assert found.untyped_storage().nbytes() == found.numel() * found.itemsize, "it keeps more than itself"
-    return found
 
 
 def digest(matrix: Tensor) -> str:
     """As in golden/make_formats.py."""
     return hashlib.blake2b((matrix.float().contiguous() + 0.0).numpy().tobytes(), digest_size=16).hexdigest()
-
-
-@functools.cache
-def matrices(name: str) -> dict[str, Tensor]:
-    checkpoint = checkpoint_of(GOLDEN / name)
-    names = {f"model.layers.0.{part}.weight": shape for part, shape in SHAPES.items()}
-    return {tensor: expanded(checkpoint, tensor, *shape) for tensor, shape in names.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,27 +181,6 @@ def test_parts_of_a_product_that_are_stored_otherwise_are_expanded() -> None:
     assert torch.equal(both.expanded(torch.bfloat16)[2:], joined[4:])
 
 
-# --- larger matrices, by transformers' code ----------------------------------------------------------
-
-
-class Tensors(dict[str, Tensor]):
-    """A `Source` of tensors in memory."""
-
-    def has(self, name: str) -> bool:
-        return name in self
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self[name].shape)
-
-    def part(self, name: str, shape: tuple[int, ...], *parts: slice | int, why: str = "") -> Tensor:
-        assert tuple(self[name].shape) == shape, (name, why)
-        return self[name][parts[: len(shape)]]
-
-
-def whole(outputs: int, inputs: int) -> stored.Matrix:
-    return stored.Matrix("m", outputs, inputs, slice(0, outputs), slice(0, inputs))
-
-
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 @pytest.mark.parametrize("block", [(128, 128), None])
 def test_fp8_blocks_are_read_as_transformers_writes_them(scale_fmt, block) -> None:
@@ -286,100 +250,6 @@ def test_families_with_fused_matrices_and_heads_in_another_order(variant, rank, 
     for part in ("output", "down"):
         one, other = getattr(expected, part)("layers.0."), getattr(read, part)("layers.0.")
         assert torch.equal(one, other)
-
-
-# --- what is refused ---------------------------------------------------------------------------------
-
-
-def changed(name: str, path: Path, **changes: object) -> Path:
-    shutil.copytree(GOLDEN / name, path, dirs_exist_ok=True)
-    raw = json.loads((path / "config.json").read_text())
-    raw["quantization_config"] |= changes
-    (path / "config.json").write_text(json.dumps(raw))
-    return path
-
-
-def group_of(name: str, part: str, **changes: object) -> dict[str, object]:
-    raw = json.loads((GOLDEN / name / "config.json").read_text())
-    group = raw["quantization_config"]["config_groups"]["group_0"]
-    return {"config_groups": {"g": group | {part: (group[part] or {}) | changes}}}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "says"),
-    [
-        ("fp8-deepseek", {"fmt": "e5m2"}, r"fp8.fmt = 'e5m2'"),
-        ("fp8-deepseek", {"expert_dtype": "fp4"}, "fp8.expert_dtype = 'fp4'"),
-        ("fp8-deepseek", {"weight_block_size": [1, 32]}, "MXFP8"),
-        ("fp8-deepseek", {"weight_block_size": [128]}, "weight_block_size"),
-        ("fp8-deepseek", {"weight_block_size": [0, 128]}, "weight_block_size"),
-        ("fp8-deepseek", {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
-        ("awq", {"version": "gemv"}, "AWQ's packing 'gemv'"),
-        ("awq", {"bits": 3}, "awq.bits = 3"),
-        ("awq", {"zero_point": False}, "without zero points"),
-        ("awq", {"group_size": 0}, "awq.group_size = 0"),
-        ("gptq-8", {"bits": 3}, "gptq.bits = 3"),
-        ("gptq-8", {"checkpoint_format": "marlin"}, "format 'marlin'"),
-        ("gptq-8", {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
-        ("w4a16", group_of("w4a16", "weights", num_bits=3), "g.weights.num_bits = 3"),
-        ("w4a16", group_of("w4a16", "weights", strategy="tensor"), "g.weights.strategy = 'tensor'"),
-        ("w4a16", group_of("w4a16", "weights", group_size=None), "g.weights.group_size = None"),
-        ("w4a16", group_of("w4a16", "input_activations", num_bits=8), "g.input_activations"),
-        ("fp8-channel", group_of("fp8-channel", "weights", symmetric=False), "g.weights.symmetric = False"),
-        ("fp8-channel", group_of("fp8-channel", "weights", strategy="group"), "strategy = 'group'"),
-        ("fp8-channel", group_of("fp8-channel", "input_activations", type="int"), "type = 'int'"),
-        ("fp8-block", group_of("fp8-block", "weights", block_structure=None), "block_structure = None"),
-        ("mxfp4", group_of("mxfp4", "weights", group_size=16), "g.weights.group_size = 16"),
-        ("mxfp4", group_of("mxfp4", "input_activations", num_bits=4), "with MXFP4 weights"),
-    ],
-)
-def test_what_is_not_read_is_refused_from_config_json(name, changes, says, tmp_path) -> None:
-    with pytest.raises(ModelError, match=says) as caught:
-        ModelConfig.read(changed(name, tmp_path, **changes))
-    assert caught.value.field == "quantization_config"
-
-
-def test_groups_that_differ_are_refused(tmp_path) -> None:
-    groups = {
-        "a": group_of("w4a16", "weights")["config_groups"]["g"],  # type: ignore[index]
-        "b": group_of("w4a16", "weights", num_bits=8)["config_groups"]["g"],  # type: ignore[index]
-    }
-    with pytest.raises(ModelError, match="config_groups whose weights differ"):
-        ModelConfig.read(changed("w4a16", tmp_path, config_groups=groups))
-
-
-DOWN = "model.layers.0.mlp.down_proj"
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "value", "says"),
-    [
-        ("fp8-block", "weight_scale", torch.ones(2, 2), r"\(2, 2\), expected \(2, 3\) for a matrix of 64 × 96 in b"),
-        ("fp8-tensor", "weight_scale", torch.ones(2), r"\(2,\), expected \(1,\)"),
-        ("fp8-channel", "weight_scale", torch.ones(32, 1), r"\(32, 1\), expected \(64, 1\)"),
-        ("fp8-channel", "weight", torch.zeros(64, 96), "stored as torch.float32, expected float8_e4m3fn"),
-        ("fp8-channel", "weight_scale", None, "stored as torch.float8_e4m3fn, expected floating point of 16"),
-        ("w4a16", "weight_scale", torch.ones(64, 2), r"\(64, 2\), expected \(64, 3\) for a matrix of 64 × 96"),
-        ("w4a16", "weight_shape", torch.tensor([64, 88]), r"stands for a matrix of \[64, 88\]"),
-        ("w4a16", "weight_packed", torch.zeros(64, 12), r"stored as torch.float32, expected int32"),
-        ("w4a16-asymmetric", "weight_zero_point", None, "weight_zero_point is missing"),
-        ("awq", "scales", torch.ones(2, 64), r"\(2, 64\), expected \(3, 64\) for a matrix of 64 × 96 in groups"),
-        ("awq", "qzeros", None, "qzeros is missing"),
-        ("gptq-act-order", "g_idx", torch.full((96,), 3), "names groups 3 to 3, expected 0 to 2"),
-        ("gptq-act-order", "qweight", torch.zeros(12, 8), r"\(12, 8\), expected \(12, 64\)"),
-        ("mxfp4", "weight_scale", torch.ones(64, 2), r"\(64, 2\), expected \(64, 3\)"),
-    ],
-)  # fmt: skip
-def test_a_matrix_that_does_not_fit_its_scales_is_named(name, tensor, value, says, tmp_path) -> None:
-    model = changed(name, tmp_path)
-    tensors = load_file(model / "model.safetensors")
-    del tensors[f"{DOWN}.{tensor}"]
-    if value is not None:
-        tensors[f"{DOWN}.{tensor}"] = value.int() if tensor == "g_idx" else value
-    save_file(tensors, model / "model.safetensors")
-    with pytest.raises(ModelError, match=says) as caught:
-        checkpoint_of(model).matrix(f"{DOWN}.weight", 64, 96)
-    assert caught.value.field.startswith(DOWN)
 
 
 # --- memory, ids, the table --------------------------------------------------------------------------
