@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,23 +16,17 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Client
-from cluster.config.router import RouterConfig
 from cluster.errors import BatonError, OverloadedError
 from cluster.rpc import errors
-from cluster.rpc.health import Health
-from router.admission.descriptors import fitted
 from router.frontends.grpc.other_calls import CALLS_PER_CONNECTION, READ_SECONDS, READS
-from tests.harness import router_process as router_setup
 from tests.harness.router import KeyFile
 from tests.harness.waiting import wait_for
+from tests.security.attacks.grpc_frames import ALONE, CHECK, WATCH, address, hold, unread, unread_calls
 
 LIMIT = 8
 WATCHERS = 3
 BODY_SECONDS = 1.5
 WRITE_SECONDS = 2.0
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
-ALONE = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +42,10 @@ def settings() -> dict[str, Any]:
     }
 
 
-def address(router: Any) -> tuple[str, int]:
-    return "127.0.0.1", int(router.grpc.rsplit(":", 1)[1])
-
-
 def connected(router: Any) -> int:
     open_ones = psutil.Process(router.pid).net_connections("tcp")
     port = address(router)[1]
     return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in open_ones)
-
-
-def hold(stack: contextlib.ExitStack, where: tuple[str, int], number: int) -> list[socket.socket]:
-    """Connections that have greeted, and do nothing more."""
-    held = []
-    for _ in range(number):
-        with contextlib.suppress(OSError):
-            held.append(stack.enter_context(socket.create_connection(where, timeout=10)))
-            held[-1].sendall(GREETING)
-    return held
 
 
 class Heard:
@@ -106,33 +83,6 @@ def test_idle_connections_have_a_number_and_end(router: Any, keys: KeyFile) -> N
             return False
 
         wait_for(served, 20, "the first ones have left")
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Of HTTP/2."""
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
-
-
-def unread_call(path: bytes, stream: int) -> bytes:
-    """A gRPC call with an empty message."""
-    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
-    fields |= {b"te": b"trailers", b"content-type": b"application/grpc"}
-    head = b"".join(
-        bytes((0, len(name))) + name + bytes((len(value),)) + value for name, value in fields.items()
-    )
-    return frame(1, 4, stream, head) + frame(0, 1, stream, bytes(5))
-
-
-def unread_calls(path: bytes, calls: range) -> bytes:
-    return b"".join(unread_call(path, 2 * i + 1) for i in calls)
-
-
-def unread(where: tuple[str, int], path: bytes, calls: int) -> socket.socket:
-    """A connection with calls of which it takes no answer: its window is 0."""
-    sock = socket.create_connection(where, timeout=10)
-    window = frame(4, 0, 0, bytes((0, 4, 0, 0, 0, 0)))
-    sock.sendall(GREETING[:24] + window + unread_calls(path, range(calls)))
-    return sock
 
 
 def admitted(where: tuple[str, int], path: bytes) -> socket.socket:
@@ -403,86 +353,3 @@ def test_compressed_messages_are_refused(router: Any, keys: KeyFile, path: bytes
         with pytest.raises(grpc.RpcError) as caught:
             call(LONG_NAME, timeout=20, metadata=metadata)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_a_long_message_of_health_is_not_parsed() -> None:
-    class Refused(Exception):
-        pass
-
-    class Call:
-        async def send_initial_metadata(self, metadata: Any) -> None:
-            pass
-
-        async def abort(self, code: grpc.StatusCode, text: str, trailing_metadata: Any) -> None:
-            raise Refused(code, text)
-
-    unknown_field = b"\x12\xff\x7f" + b"x" * 16383  # the name is empty
-    with pytest.raises(Refused, match="at most 256 characters"):
-        await Health(4).Check(unknown_field, Call())  # type: ignore[arg-type]
-
-
-async def test_a_watcher_that_does_not_read_stops_no_change() -> None:
-    class Unread:
-        async def send_initial_metadata(self, metadata: Any) -> None:
-            pass
-
-        async def write(self, message: Any) -> None:
-            await asyncio.Event().wait()
-
-    health = Health(4)
-    watching = asyncio.create_task(health.Watch(b"", Unread()))  # type: ignore[arg-type]
-    await asyncio.sleep(0)
-    health.set({"": False})
-    answer = await health.Check(b"", Unread())  # type: ignore[arg-type]
-    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-
-
-@pytest.mark.parametrize("newer", [0, 3])
-async def test_a_late_watch_on_a_port_without_the_routers_limits_ends_without_an_error(
-    newer: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As a worker's. Its status repeated the metadata of the unread message, which gRPC refuses."""
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Health(2, 0.2).handler(),))
-    where = "127.0.0.1", server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(unread(where, WATCH, 2))
-        await asyncio.sleep(0.5)
-        stack.enter_context(unread(where, WATCH, newer))
-        await asyncio.sleep(0.5)
-    await asyncio.sleep(0.2)
-    await server.stop(0)
-    assert not [one.getMessage() for one in caplog.records]
-
-
-def test_connection_limits_fit_the_descriptors() -> None:
-    config = RouterConfig(model=Path("/none"), max_http_connections=4096, max_grpc_connections=1024)
-    assert fitted(config, 20_000) is config
-    few = fitted(config, 260)
-    assert (few.max_http_connections, few.max_grpc_connections) == (37, 9)
-    assert fitted(config, 2).max_grpc_connections == 1
-
-
-def test_with_few_descriptors_no_port_takes_them_from_the_other(
-    checkpoint: Any, redis_server: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nulimit -n 300\nexec {sys.executable} "$@"\n')
-    python.chmod(0o700)
-    config = {
-        "model": str(checkpoint("llama")),
-        "redis_url": redis_server.url,
-        "namespace": "few-descriptors",
-    }
-    monkeypatch.setattr(sys, "executable", str(python))
-    with router_setup.run_router(tmp_path / "router", config) as router, contextlib.ExitStack() as stack:
-        hold(stack, address(router), 320)
-        hold(stack, router.address, 320)
-        time.sleep(1)
-        assert psutil.Process(router.pid).num_fds() < 300
-        assert httpx.get(f"{router.http}/health", timeout=10).status_code == 200
-        said = router.log.read_text()
-        assert "too few for the connection limits" in said and "Too many open files" not in said

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.process.descriptors import free_for_connections
 from cluster.security.identity import make_identity
 from cluster.security.tls import Peers
-from tests.security.attacks.test_grpc_connections import ALONE, GREETING
+from tests.security.attacks.grpc_frames import ALONE, GREETING
 from worker import server
 from worker.server import WorkerServer
 

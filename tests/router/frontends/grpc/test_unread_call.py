@@ -19,7 +19,7 @@ from router.frontends.grpc.stream import GenerateStream
 from router.link.token import PlainToken
 from router.request.completion import Completion, Delta
 from tests.router.frontends.grpc.stub_call import StubDispatcher
-from tests.security.attacks.test_grpc_connections import GREETING, frame, unread_call
+from tests.security.attacks.grpc_frames import GREETING, frame, unread_call
 from wire import common_pb2
 
 WINDOW = (0, 4, 0, 0, 0, 0)  # the setting: a stream's first window is 0
