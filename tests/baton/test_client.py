@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import baton
-from baton.client import Chunk, Completion
+from baton.client import Chunk
 from cluster.errors import (
     AttemptsExhaustedError,
     CancelledError,
@@ -21,6 +21,7 @@ from cluster.errors import (
     OverloadedError,
     UnavailableError,
 )
+from tests.baton.client_calls import AS_GIVEN, Streamer, blocking, by_asyncio
 from tests.harness.stub_inference import StubRouter, text_of, token_at
 
 
@@ -38,41 +39,7 @@ def other() -> Iterator[StubRouter]:
     stub.stop()
 
 
-Outcome = tuple[list[Chunk], Completion]
-AS_GIVEN: dict[str, Any] = {"shuffle": lambda addresses: None}  # the first address is the first asked
-Streamer = Callable[..., Outcome]
-
-
-def _blocking(addresses: Any, prompt: Any, hook: Any = None, settings: Any = None, **options: Any) -> Outcome:
-    with (
-        baton.Client(addresses, **AS_GIVEN, **(settings or {})) as client,
-        client.stream(prompt, **options) as stream,
-    ):
-        chunks = []
-        for chunk in stream:
-            chunks.append(chunk)
-            if hook:
-                hook(chunks)
-        return chunks, stream.completion()
-
-
-def _asyncio(addresses: Any, prompt: Any, hook: Any = None, settings: Any = None, **options: Any) -> Outcome:
-    async def run() -> Outcome:
-        async with (
-            baton.AsyncClient(addresses, **AS_GIVEN, **(settings or {})) as client,
-            client.stream(prompt, **options) as stream,
-        ):
-            chunks = []
-            async for chunk in stream:
-                chunks.append(chunk)
-                if hook:
-                    await asyncio.to_thread(hook, chunks)
-            return chunks, stream.completion()
-
-    return asyncio.run(run())
-
-
-@pytest.fixture(params=[_blocking, _asyncio], ids=["blocking", "asyncio"])
+@pytest.fixture(params=[blocking, by_asyncio], ids=["blocking", "asyncio"])
 def stream(request: pytest.FixtureRequest) -> Streamer:
     streamer: Streamer = request.param
     return streamer

@@ -10,8 +10,8 @@ import torch
 
 from engine.attention.base import AttentionShape
 from engine.attention.varlen import VarlenBackend, flash_varlen
+from tests.engine.attention_steps import DIM, HEADS, KV, PAGE, reference, step
 from tests.engine.steps import buffers_of
-from tests.engine.test_attention_backends import DIM, HEADS, KV, PAGE, reference, step
 
 # The wheel vllm-flash-attn 2.6.2, and vllm_flash_attn/ of vllm-project/flash-attention at 03ef28b.
 SIGNATURES = {

@@ -22,8 +22,8 @@ from engine.attention.varlen import Kernel, VarlenBackend, flash_varlen
 from engine.ops.base import has_numba
 from engine.ops.team import Team
 from engine.plan import PlanItem
+from tests.engine.attention_steps import DIM, HEADS, KV, LAYERS, PAGE, reference, step
 from tests.engine.steps import buffers_of
-from tests.engine.test_attention_backends import DIM, HEADS, KV, LAYERS, PAGE, reference, step
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 

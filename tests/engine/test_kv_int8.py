@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from functools import cache
 from pathlib import Path
 
@@ -14,45 +13,33 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from cluster.protocol import kv_format as layout
-from engine import build, kv_blocks, kv_conversion
+from engine import build, kv_blocks
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.build import load_model
 from engine.model.rotary import tables
-from engine.ops import cpu_conversion, cpu_products
+from engine.ops import cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.plan import PlanItem, StepPlan
-from engine.request import EngineRequest, SamplingParams
+from engine.request import EngineRequest
 from engine.runner import ModelRunner
-from kv_transfer.device.base import REACHED
-from kv_transfer.device.cpu import CpuCopier
-from kv_transfer.layout.conversion import Conversion
-from kv_transfer.layout.digest import NONE
-from kv_transfer.layout.geometry import plan_flows
-from kv_transfer.layout.rows import Place
+from tests.engine.kv_moves import BLOCKS, DIM, GREEDY, HEADS, KV, LAYERS, NEW, PAGE, move, random
 from tests.engine.ranks import engine_of, make_engine, run, runners
 from tests.engine.shapes import SHAPES
 from tests.engine.steps import buffers_of
-from tests.engine.test_parity_ranks import compute_prompt, heads, layers
+from tests.engine.test_parity_ranks import compute_prompt
 from tests.harness.checkpoints import prompt_ids
 
-NEW = 32
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-HEADS, KV, DIM, PAGE, LAYERS, BLOCKS = 6, 2, 16, 16, 2, 12
 TOKENS = 70
 
 
 def cache_of(blocks: int = BLOCKS) -> Tensor:
     spec = kv_blocks.KvSpec.of(LAYERS, KV, PAGE, DIM, torch.int8)
     return torch.zeros(blocks, *spec.shape, dtype=spec.dtype)
-
-
-def random(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- layout ------------------------------------------------------------------------------------------
@@ -241,88 +228,6 @@ def test_a_hand_off_carries_scales(prefill_tp, decode_tp, checkpoint) -> None:
     assert moved == numbers * layout.row_bytes("int8", config.head_dim)
     assert [first[0].token_id, *outputs.tokens["r", 0]] == expected
     assert outputs.tokens["own", 0] == expected
-
-
-def move(
-    sources: list[ModelRunner],
-    from_blocks,
-    targets: list[ModelRunner],
-    to_blocks,
-    count: int,
-    conversion: Conversion | None = None,
-) -> int:
-    """As in test_parity_ranks, by the copiers of workers; returns the bytes."""
-    config, page = sources[0].model_config, sources[0].page_size
-    cut, moved = count // 2 // page * page + 3, 0
-    for flow in plan_flows(config.num_kv_heads, len(sources), len(targets), secrets.token_bytes(16)):
-        source, target = sources[flow.source_rank], targets[flow.target_rank]
-        for tokens in (range(cut), range(cut, count)):
-            blocks = slice(tokens.start // page, -(-tokens.stop // page))
-            numbers = len(tokens) * config.num_layers * 2 * (flow.head_end - flow.head_begin)
-            part = torch.empty(numbers * source.kv_cache[0, 0, 0, 0, 0].nbytes, dtype=torch.uint8)
-            sent = Place(layers(source), heads(source, flow), tokens, from_blocks[blocks])
-            kept = Place(layers(target), heads(target, flow), tokens, to_blocks[blocks])
-            CpuCopier(source.kv_cache).read(sent, part, NONE, REACHED, to_host=True)
-            CpuCopier(target.kv_cache, conversion).scatter(part, kept, REACHED)
-            moved += part.nbytes
-    return moved
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("page", [8, 16])
-def test_a_part_is_converted_as_torch_does_it(page, dtype) -> None:
-    """Of some layers and heads, cut at both ends; a row that is not finite, zeros, numbers half way between codes."""
-    dim, layers, heads, tokens, offset = 24, 2, 3, 3 * page - 2, page - 3
-    numbers = random(tokens * layers * 2 * heads, dim).mul_(torch.logspace(-30, 30, tokens * 12)[:, None])
-    numbers[3], numbers[4, 5], numbers[5] = 0.0, -math.inf, torch.arange(dim) - 5.5
-    numbers[5, 0] = 127.0
-    found = []
-    for write in (kv_blocks.write_part, cpu_conversion.write_part):
-        cache = torch.full((9, 4, 2, 5, page, dim + 2), 7, dtype=torch.int8)
-        write(cache[:, 1:3, :, 2:5], numbers.to(dtype).flatten(), torch.tensor([8, 0, 3, 5]), offset)
-        found.append(cache)
-    (codes, scales), (own_codes, own_scales) = map(kv_blocks.split, found)
-    assert int(scales.isnan().sum()) == 1 and torch.equal(scales.isnan(), own_scales.isnan())
-    sound = ~scales.isnan()
-    assert torch.equal(codes[sound], own_codes[sound]) and torch.equal(scales[sound], own_scales[sound])
-    assert kv_conversion.writer(found[0], dtype) is cpu_conversion.write_part
-
-
-@pytest.mark.parametrize("write_part", [kv_blocks.write_part, cpu_conversion.write_part])
-@pytest.mark.parametrize("decode_tp", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_kv_in_bf16_is_converted_as_it_is_scattered(decode_tp, write_part, checkpoint) -> None:
-    """The blocks are, to the last bit, what rounding the prefill worker's numbers gives, and no other block is written."""
-    model, prompt = checkpoint("llama"), prompt_ids(70)
-    how = {"dtype": "bfloat16", "max_model_len": 256, "kv_memory_bytes": 4 << 20}
-    with runners(model, 1, kv_dtype="bf16", **how) as sources:
-        prefill = engine_of(sources[0])
-        first = compute_prompt(prefill, prompt)
-        config, blocks = sources[0].model_config, prefill.block_ids("r")
-        with runners(model, decode_tp, kv_dtype="int8", **how) as targets:
-            decode = engine_of(targets[0])
-            reservation = decode.reserve(EngineRequest("r", prompt, GREEDY), [], growth_tokens=NEW)
-            conversion = Conversion(torch.bfloat16, config.head_dim, write_part)
-            for target in targets:
-                target.kv_cache.fill_(7)
-            moved = move(sources, blocks, targets, reservation.block_ids, len(prompt), conversion)
-            for target in targets:
-                own = slice(*target.kv_head_range)
-                sent = sources[0].kv_cache[:, :, :, own]
-                for number, (block, to) in enumerate(zip(blocks, reservation.block_ids, strict=False)):
-                    used = min(PAGE, len(prompt) - number * PAGE)
-                    codes, scales = kv_blocks.split(target.kv_cache[to])
-                    expected = kv_blocks.quantize(sent[block])
-                    assert torch.equal(codes[..., :used, :], expected[0][..., :used, :])
-                    assert torch.equal(scales[..., :used], expected[1][..., :used])
-                    assert bool((codes[..., used:, :] == 7).all())
-                others = set(range(len(target.kv_cache))) - set(reservation.block_ids)
-                assert bool((target.kv_cache[list(others)] == 7).all())
-            decode.commit("r", first)
-            outputs = run(decode, EngineRequest("own", prompt, GREEDY))
-        prefill.abort("r")
-    assert moved == len(prompt) * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2
-    assert len(outputs.tokens["r", 0]) == NEW - 1
-    assert outputs.cached["own"] == 64, "converted blocks are cached under the hashes of computed ones"
 
 
 def runner_of(model: Path, threads: int = 1, **config: object) -> ModelRunner:

@@ -12,7 +12,7 @@ import pytest
 from cluster.errors import EngineRequestError
 from prefill_worker import prefilling
 from prefill_worker.attempt import PrefillState
-from tests.prefill_worker.test_prefill_machine import Handoff, PrefillMachine, prompt_of
+from tests.prefill_worker.prefill_machine import Handoff, PrefillMachine, prompt_of
 from wire import common_pb2
 from worker.convert import add_to_log
 

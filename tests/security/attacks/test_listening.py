@@ -19,7 +19,7 @@ from cluster.addresses import is_loopback
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
 from tests.harness.cluster import Cluster
-from tests.security.test_tls import client_tls
+from tests.security.identities import client_tls
 
 SERVE_CALL = "/ray.serve.ASGIService/HandleRequest"
 NIXL, STORE, GLOO, LINK = "NIXL", "the ranks' store", "gloo", "links"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness.router import run_router
 from tests.harness.waiting import wait_for
-from tests.security.test_tls import client_tls
+from tests.security.identities import client_tls
 
 
 @pytest.fixture
