@@ -14,7 +14,7 @@ import psutil
 
 from baton.client import Client
 from tests.end_to_end.conftest import Cluster
-from tests.end_to_end.test_handover import assert_reference
+from tests.end_to_end.handover import assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.waiting import wait_for
 

@@ -16,10 +16,12 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Client
-from cluster.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from cluster.errors import InvalidRequestError
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import PROCESS
-from tests.harness.model_text import CONTEXT, VOCAB
+from tests.end_to_end.handover import PROCESS
+from tests.end_to_end.openai_answers import ids_of, whole_of
+from tests.end_to_end.refused_requests import BAD, BAD_OPTIONS, FLOATS
+from tests.harness.model_text import VOCAB
 from wire import inference_pb2, inference_pb2_grpc
 
 NAME = "tiny"
@@ -131,10 +133,6 @@ def test_a_stop_string_ends_the_answer_before_itself(client):
     assert cut.finish_reason == "stop"
 
 
-def ids_of(choice) -> list[int]:
-    return choice.model_extra["token_ids"]
-
-
 @pytest.fixture
 def tokens(client):
     """Tokens and the reason they ended, of a prompt that is too short to be in the prefix cache; greedy."""
@@ -179,18 +177,6 @@ def test_end_of_an_answer_and_its_delays(tokens):
 def test_a_seed_repeats_its_answer_and_another_does_not(tokens):
     first, again, other = (tokens(temperature=1.0, seed=seed, max_tokens=24) for seed in (3, 3, 4))
     assert first == again != other
-
-
-def whole_of(chunks) -> dict[int, dict]:
-    """The chunks of a stream, joined by choice."""
-    said: dict[int, dict] = {}
-    for choice in (choice for chunk in chunks for choice in chunk.choices):
-        one = said.setdefault(choice.index, {"text": "", "logprobs": [], "finish_reason": None})
-        one["text"] += choice.delta.content or "" if hasattr(choice, "delta") else choice.text
-        one["logprobs"].append(choice.logprobs)
-        assert one["finish_reason"] is None
-        one["finish_reason"] = choice.finish_reason
-    return said
 
 
 SAMPLED = {"model": NAME, "temperature": 1.0, "seed": 11, "n": 2}
@@ -264,40 +250,6 @@ def test_prompt_only_work_stays_at_the_prefill_worker(http):
     longer = http.post("/v1/completions", json={**body, "max_tokens": 3, "temperature": 0}).json()
     plain = http.post("/v1/completions", json={"prompt": "abcdef", "max_tokens": 3, "temperature": 0}).json()
     assert longer["choices"][0]["text"] == "abcdef" + plain["choices"][0]["text"]
-
-
-BAD: list[tuple[str, dict, str]] = [
-    ("completions", {"prompt": ""}, "prompt"),
-    ("completions", {"prompt": []}, "prompt"),
-    ("completions", {}, "prompt"),
-    ("completions", {"prompt": "abc", "max_tokens": CONTEXT}, "max_tokens"),
-    ("completions", {"prompt": "abc", "max_tokens": 0}, "max_tokens"),
-    ("completions", {"prompt": [VOCAB]}, "prompt"),
-    ("completions", {"prompt": [-1]}, "prompt"),
-    ("completions", {"prompt": "abc", "temperature": -0.1}, "temperature"),
-    ("completions", {"prompt": "abc", "temperature": "hot"}, "temperature"),
-    ("completions", {"prompt": "abc", "top_p": 1.5}, "top_p"),
-    ("completions", {"prompt": "abc", "n": 0}, "n"),
-    ("completions", {"prompt": "abc", "n": 1000}, "n"),
-    ("completions", {"prompt": "abc", "stop": 5}, "stop"),
-    ("completions", {"prompt": "abc", "stop": [""]}, "stop"),
-    ("completions", {"prompt": "abc", "logit_bias": {"x": 1}}, "logit_bias"),
-    ("completions", {"prompt": "abc", "logprobs": 500}, "logprobs"),
-    ("completions", {"prompt": "abc", "no_such_field": 1}, "no_such_field"),
-    ("completions", {"prompt": "abc", "stream": "yes"}, "stream"),
-    ("completions", {"prompt": "abc", "stream_options": {"include_all": True}}, "stream_options"),
-    ("chat/completions", {"messages": []}, "messages"),
-    ("chat/completions", {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
-    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
-        "tools[0]",
-    ),
-    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
-    ("completions", {"prompt": "x", "guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json"),
-    ("completions", {"prompt": "x", "guided_regex": "a+", "stop": "a"}, "stop"),
-]
 
 
 @pytest.fixture
@@ -380,9 +332,6 @@ def test_a_plain_grpc_client_and_its_deadline(cluster):
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("field", [*FLOATS, "logit_bias"])
@@ -399,15 +348,7 @@ def test_these_are_all_the_floats_there_are():
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"model": "another"}, UnknownModelError),
-        ({"temperature": -1.0}, InvalidRequestError),
-        ({"max_tokens": CONTEXT}, ContextLengthError),
-        ({"top_p": 2.0}, InvalidRequestError),
-    ],
-)
+@pytest.mark.parametrize(("options", "error"), BAD_OPTIONS)
 def test_bad_grpc_input_has_a_typed_error(options, error, cluster):
     with Client(cluster.grpc) as client, pytest.raises(error):
         client.generate("abc", **options)
@@ -443,7 +384,7 @@ def test_reflection_lists_the_services(cluster):
 
 
 def test_a_client_that_hangs_up_frees_everything(cluster):
-    from tests.end_to_end.test_handover import assert_all_free
+    from tests.end_to_end.handover import assert_all_free
 
     host, port = cluster.http.removeprefix("http://").split(":")
     body = json.dumps({"model": NAME, "prompt": "abc", "max_tokens": 900, "ignore_eos": True, "stream": True})

@@ -19,34 +19,12 @@ from cluster.faults.orders import Order
 from cluster.faults.points import Point
 from engine.request import SamplingParams
 from tests.end_to_end.conftest import Cluster, run_cluster, run_under_orders
+from tests.end_to_end.handover import NEW, PROCESS, assert_all_free, assert_reference, pid_of
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.exactness import assert_greedy, judge
 from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 from tests.observability.scraped import differences, scrape
-
-PROCESS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
-NEW = 48
-
-
-def assert_reference(model, prompt, tokens):
-    assert_greedy("through a cluster", model, prompt, tokens)
-
-
-def assert_all_free(cluster: Cluster) -> None:
-    """Blocks and ring slots of every worker are back where they were."""
-
-    def free() -> bool:
-        # The registry keeps a dead worker's last words for a while.
-        for worker in [w for w in cluster.workers() if w["lease"] == "live"]:
-            status = worker["status"]
-            if status["blocks_held"] or status["attempts"] or status["handoffs_live"]:
-                return False
-            if "ring_slots" in status and status["ring_free"] != status["ring_slots"]:
-                return False
-        return True
-
-    wait_for(free, 60.0, "all blocks and slots free")
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +269,7 @@ def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_clus
     with Client(cluster.grpc) as client:
         stream = client.stream(prompt, max_tokens=900, temperature=0, ignore_eos=True)
         chunks = [next(stream) for _ in range(5)]
-        os.kill(_pid(cluster, role, stream.worker_ids), signal.SIGKILL)
+        os.kill(pid_of(cluster, role, stream.worker_ids), signal.SIGKILL)
         chunks += list(stream)
         answer = stream.completion()
     assert len(answer.token_ids) == 900
@@ -339,11 +317,6 @@ def _live(cluster: Cluster, role: str) -> list[str]:
     return [
         w["id"] for w in cluster.workers() if (w["role"], w["state"], w["lease"]) == (role, "ready", "live")
     ]
-
-
-def _pid(cluster: Cluster, role: str, worker_ids: tuple[str, ...]) -> int:
-    (pid,) = [w["status"]["pid"] for w in cluster.workers() if w["role"] == role and w["id"] in worker_ids]
-    return int(pid)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import redis
 
 from baton.client import Client
 from cluster.redis.embedded import EmbeddedRedis
-from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
+from tests.end_to_end.handover import PROCESS, assert_all_free, assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.waiting import wait_for
 

@@ -8,7 +8,7 @@ from baton.client import Client
 from cluster.protocol.kv_format import row_bytes
 from engine.model.config import ModelConfig
 from engine.request import EngineRequest, SamplingParams
-from tests.end_to_end.test_handover import assert_all_free
+from tests.end_to_end.handover import assert_all_free
 from tests.engine.ranks import make_engine, run
 from tests.harness.checkpoints import prompt_ids
 

@@ -16,7 +16,7 @@ import pytest
 
 from baton.client import Client
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import assert_all_free
+from tests.end_to_end.handover import assert_all_free
 from tests.harness.bounds import KILL_SECONDS, STOP_SECONDS, allowed
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster

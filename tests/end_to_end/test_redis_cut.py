@@ -12,7 +12,7 @@ import pytest
 
 from baton.client import Client
 from cluster.redis.embedded import EmbeddedRedis
-from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
+from tests.end_to_end.handover import PROCESS, assert_all_free, assert_reference
 from tests.harness.bounds import PLACEMENT_BACK_SECONDS, allowed
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.run_proxy import RunningProxy, run_proxy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.client import Client
-from tests.end_to_end.test_handover import NEW, PROCESS, assert_all_free
+from tests.end_to_end.handover import NEW, PROCESS, assert_all_free
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.exactness import assert_greedy
 from tests.harness.waiting import wait_for

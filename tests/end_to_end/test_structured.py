@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.client import Client
-from tests.end_to_end.test_handover import NEW, PROCESS, _pid
+from tests.end_to_end.handover import NEW, PROCESS, pid_of
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.schemas import schema_of, validate
 
@@ -46,7 +46,7 @@ def test_answers_are_valid_wherever_they_are_computed(checkpoint, start_cluster)
         assert undisturbed.timings.kv_bytes_shipped > 0 and undisturbed.finish_reason == "stop"
         stream = client.stream(prompt, **options)
         chunks = [next(stream) for _ in range(5)]
-        os.kill(_pid(cluster, "decode", stream.worker_ids), signal.SIGKILL)
+        os.kill(pid_of(cluster, "decode", stream.worker_ids), signal.SIGKILL)
         chunks += list(stream)
         answer = stream.completion()
     assert answer.timings.attempts == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.client import Client
-from tests.end_to_end.test_handover import NEW, PROCESS, assert_all_free, assert_reference
+from tests.end_to_end.handover import NEW, PROCESS, assert_all_free, assert_reference
 from tests.harness.checkpoints import prompt_ids
 
 # (variant, prefill ranks, decode ranks). llama-mqa-tied has one KV head: it is replicated where TP is 2.

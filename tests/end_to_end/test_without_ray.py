@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from baton.client import Client
-from tests.end_to_end.test_handover import assert_all_free
+from tests.end_to_end.handover import assert_all_free
 from tests.harness.checkpoints import prompt_ids
 
 pytestmark = pytest.mark.long

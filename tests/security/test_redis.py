@@ -16,7 +16,7 @@ from cluster.config.worker import WorkerConfig
 from cluster.redis.connect import connect
 from cluster.redis.embedded import EmbeddedRedis
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import PROCESS
+from tests.end_to_end.handover import PROCESS
 from tests.harness.router import run_router, stub_workers
 from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME

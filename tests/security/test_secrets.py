@@ -22,7 +22,7 @@ from cluster.redis.embedded import EmbeddedRedis
 from router.frontends.http.gate import OPEN
 from router.frontends.http.ui.pages import PATHS
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import PROCESS
+from tests.end_to_end.handover import PROCESS
 from tests.harness.router import KeyFile
 from tests.harness.waiting import wait_for
 from tests.observability.collector import Collector, run_collector

@@ -7,7 +7,7 @@ import pytest
 
 from baton.client import Client
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import PROCESS
+from tests.end_to_end.handover import PROCESS
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.router import KeyFile
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import PROCESS
+from tests.end_to_end.handover import PROCESS
 from tests.harness.adapters import make_adapter, merge
 from tests.harness.checkpoints import prompt_ids, reference_greedy
 from tests.harness.cluster import Cluster

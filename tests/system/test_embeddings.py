@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from baton.client import Client
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import assert_reference
+from tests.end_to_end.handover import assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
 from tests.harness.embeddings import make_base_model, make_embedding_model, reference_embedding

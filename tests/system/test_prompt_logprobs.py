@@ -15,7 +15,7 @@ from baton.client import Client
 from cluster.faults.orders import Order
 from cluster.faults.points import Point
 from tests.end_to_end.conftest import Cluster, run_cluster, run_under_orders
-from tests.end_to_end.test_handover import PROCESS, assert_all_free
+from tests.end_to_end.handover import PROCESS, assert_all_free
 from tests.harness.checkpoints import prompt_ids, reference_logits
 from tests.harness.exactness import assert_greedy
 from tests.harness.fault_orders import give_orders, read_injected

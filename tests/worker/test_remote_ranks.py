@@ -27,7 +27,7 @@ from baton.local.ray_pools import RayHead, launch, wait_until_started
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
-from tests.end_to_end.test_handover import NEW, assert_reference
+from tests.end_to_end.handover import NEW, assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.router import run_router
 from tests.harness.waiting import wait_for

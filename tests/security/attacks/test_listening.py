@@ -17,7 +17,7 @@ import pytest
 from baton.client import Client
 from cluster.addresses import is_loopback
 from tests.end_to_end.conftest import run_cluster
-from tests.end_to_end.test_handover import PROCESS
+from tests.end_to_end.handover import PROCESS
 from tests.harness.cluster import Cluster
 from tests.security.identities import client_tls
 
