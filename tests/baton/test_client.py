@@ -373,11 +373,16 @@ async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
     router.inference.end_early_at = 1
     async with baton.AsyncClient([router.address, other.address], **AS_GIVEN) as client:
         stream = client.stream("x", max_tokens=5)
-        monkeypatch.setattr("baton.client.base.pause_seconds", lambda *_: 1.0)
+        pauses = asyncio.Event()
+
+        def pause_seconds(*_: Any) -> float:
+            pauses.set()
+            return 60.0
+
+        monkeypatch.setattr("baton.client.base.pause_seconds", pause_seconds)
 
         async def close() -> None:
-            await asyncio.to_thread(router.inference.cancelled.wait, 5)  # its context has ended
-            await asyncio.sleep(0.3)
+            await pauses.wait()
             await stream.aclose()
 
         closer = asyncio.create_task(close())

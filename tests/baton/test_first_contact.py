@@ -124,7 +124,7 @@ def sleepers(monkeypatch, tmp_path):
     """Replaces routers and workers by processes that write to their logs and never serve."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    script = "import time; print('loading …', flush=True); time.sleep(60)"
+    script = "import threading; print('loading …', flush=True); threading.Event().wait()"
     monkeypatch.setattr(children, "baton_command", lambda *_: [sys.executable, "-c", script])
 
 

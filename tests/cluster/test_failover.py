@@ -300,8 +300,7 @@ async def test_a_request_waiting_on_a_closing_connection_gets_an_answer_there(tm
     async with await asyncio.start_unix_server(serve, tmp_path / "s.sock"):
         script = ScriptCall(f"unix://{tmp_path}/s.sock?protocol=2", "return 1")
         patient = asyncio.create_task(script([], [], 20.0))
-        while not connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: connections, "it is connected")
         with pytest.raises(TimeoutError):
             await script([], [], 0.05)
         answer.set()

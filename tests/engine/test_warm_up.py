@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import ModelError, SetupError
 from engine import warm_up
 from engine.build import load_model
+from engine.plan import StepPlan
 from engine.runner import ModelRunner
 from engine.warm_up import Stage
 from tests.gpu.models import write
@@ -112,8 +114,17 @@ def test_a_model_that_cannot_be_compiled_in_time_is_refused(model, monkeypatch):
     [{"max_batch_tokens": 1}, {"max_batch_tokens": 2}, {"max_batch_tokens": 40, "page_size": 64}],
     ids=str,
 )
-def test_small_limits_are_kept(limits, model):
-    ModelRunner(load_model(config_of(model, **limits))).warm_up()
+def test_small_limits_are_kept(limits, model, monkeypatch):
+    runner = ModelRunner(load_model(config_of(model, **limits)))
+    execute, tokens = runner.execute, list[int]()
+
+    def counted(plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
+        tokens.append(sum(len(item.token_ids) for item in plan.items))
+        return execute(plan, drawn)
+
+    monkeypatch.setattr(runner, "execute", counted)
+    runner.warm_up()
+    assert 0 < max(tokens) <= limits["max_batch_tokens"]
 
 
 def test_a_pool_of_one_block_is_enough(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import httpx
@@ -12,6 +11,7 @@ from baton.client import Client
 from tests.harness import containers
 from tests.harness.checkpoints import make_checkpoint, prompt_ids
 from tests.harness.image_cluster import image_cluster
+from tests.harness.waiting import wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 MODEL = "/shared/model"
@@ -47,10 +47,8 @@ def test_the_image_worker_has_no_ray() -> None:
 
 
 def _wait_for_workers(url: str, count: int) -> None:
-    deadline = time.monotonic() + containers.SECONDS
-    while True:
+    def live() -> int:
         workers = httpx.get(f"{url}/v1/cluster", timeout=10).json()["workers"]
-        if sum(one["lease"] == "live" for one in workers) == count:
-            return
-        assert time.monotonic() < deadline, workers
-        time.sleep(0.2)
+        return sum(one["lease"] == "live" for one in workers)
+
+    wait_for(lambda: live() == count, containers.SECONDS, f"{count} workers are live")

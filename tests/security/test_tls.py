@@ -24,7 +24,7 @@ from cluster.security.identity import Identity, make_identity
 from cluster.security.tls import ClientTls as Files
 from cluster.security.tls import ListenerContext, Peers
 from tests.harness.router import run_router, stub_workers
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import until, wait_for
 from tests.security.conftest import NAME
 from tests.security.identities import client_tls, identity
 from tests.security.tls_worker import Worker, calls
@@ -96,8 +96,7 @@ async def test_a_whole_new_authority_is_taken_up_while_serving(certs, tmp_path):
         shutil.rmtree(live)
         shutil.copytree(certs / "theirs", live)
         async with asyncio.timeout(60):
-            while asking.version == before:
-                await asyncio.sleep(0.05)
+            await until(lambda: asking.version != before, "the new files are read")
             while (await calls(asking.channel(worker.address)))["Run"] != b"token":
                 await asyncio.sleep(0.05)
         assert (await calls(Peers(identity(certs / "ours", "router")).channel(worker.address)))[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from tests.harness.checkpoints import prompt_ids, reference_greedy
 from tests.harness.router_process import python, run_router
+from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.system
 # The second model's decode worker prefills: the first one's prefill worker is none of its own.
@@ -49,20 +49,15 @@ def complete(http: str, model: str) -> tuple[int, dict[str, Any]]:
 
 
 def wait_for_workers(http: str, count: int) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while len(found := get(f"{http}/v1/cluster")[1]["workers"]) < count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+    wait_for(lambda: len(get(f"{http}/v1/cluster")[1]["workers"]) >= count, WAIT_SECONDS, f"{count} workers")
 
 
 def wait_for_ready(http: str, missing: set[str]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while True:
+    def ready() -> bool:
         status, said = get(f"{http}/ready")
-        if status == 200 and set(said.get("models", {})) == missing:
-            return
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
+        return status == 200 and set(said.get("models", {})) == missing
+
+    wait_for(ready, WAIT_SECONDS, f"all models but {missing} are ready")
 
 
 def test_two_models_behind_one_router(tmp_path: Path, redis_url: str, checkpoint: Any) -> None:

@@ -10,6 +10,7 @@ from cluster.errors import UnavailableError
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import READ_SECONDS
 from engine.lora.message import LANES
+from tests.harness.waiting import until
 from tests.worker.test_adapter_changes import World, made
 from worker.adapters import RETRY_SECONDS
 
@@ -30,9 +31,7 @@ async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
     alone = ("fixed", "fixed")
 
     async def published(*pairs: tuple[str, str]) -> None:
-        async with asyncio.timeout(5):
-            while not world.published or world.published[-1] != (alone, *pairs):
-                await asyncio.sleep(0.001)
+        await until(lambda: world.published[-1:] == [(alone, *pairs)], f"{pairs} are published")
 
     await published(("x", "a"))
     world.wanted["y"] = Wanted("b", "1")
@@ -43,9 +42,7 @@ async def test_slow_files_delay_their_own_adapter_only(world, monkeypatch):
     del world.wanted["x"]
     world.wanted["z"] = Wanted("c", "1")
     await published(("y", "b"))
-    async with asyncio.timeout(5):
-        while "z" not in world.changes.refusals:
-            await asyncio.sleep(0.001)
+    await until(lambda: "z" in world.changes.refusals, "it is refused")
     world.in_use = set()
     await published(("y", "b"), ("z", "c"))
     assert not following.done()
@@ -107,12 +104,9 @@ async def test_refusals_end_with_their_entries_although_others_are_read(world, m
     world.runner.slow = {"a": 10**9}
     world.wanted = {"slow": Wanted("a", "1"), "bad": Wanted("missing", "1")}
     following = asyncio.create_task(world.changes.follow())
-    async with asyncio.timeout(5):
-        while "bad" not in world.changes.refusals:
-            await asyncio.sleep(0.001)
-        del world.wanted["bad"]
-        while world.changes.refusals or world.changes._retry_at:
-            await asyncio.sleep(0.001)
+    await until(lambda: "bad" in world.changes.refusals, "it is refused")
+    del world.wanted["bad"]
+    await until(lambda: not world.changes.refusals and not world.changes._retry_at, "it is forgotten")
     assert not following.done()
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)

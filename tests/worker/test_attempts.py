@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import DrainingError, InvalidRequestError, OverloadedError, StaleTransferError
+from tests.harness.waiting import until
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
@@ -61,9 +62,7 @@ def attempts(cancelled: list[bytes]) -> Attempts[Attempt]:
 
 
 async def gone(attempts: Attempts[Attempt]) -> None:
-    async with asyncio.timeout(60):
-        while len(attempts):
-            await asyncio.sleep(0.01)
+    await until(lambda: not len(attempts), "they have ended")
 
 
 async def test_one_whose_router_never_comes_is_cancelled_and_refused(attempts, cancelled):
@@ -116,14 +115,15 @@ async def test_one_that_another_call_ended_before_it_came_is_refused(attempts):
 
 
 async def test_a_cancel_whose_caller_hangs_up_is_done_to_its_end():
-    may_end = asyncio.Event()
+    begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def cancel(attempt: Attempt) -> None:
+        begun.set()
         await may_end.wait()
 
     attempts = make(cancel, detach_seconds=60.0)
     caller = asyncio.create_task(attempts.cancel(opened(attempts)))
-    await asyncio.sleep(0.01)
+    await begun.wait()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller

@@ -8,6 +8,7 @@ import pytest
 
 from engine.engine import Engine
 from tests.engine.fake_model import FakeRunner
+from tests.harness.waiting import until
 from worker import self_check
 from worker.engine_host import EngineHost
 from worker.self_check import SelfCheck
@@ -27,8 +28,7 @@ async def host(monkeypatch):
 
 
 async def looked(check: SelfCheck, often: int) -> None:
-    while check.count < often:
-        await asyncio.sleep(0.001)
+    await until(lambda: check.count >= often, f"{often} looks")
 
 
 async def test_consistent_accounts(host):

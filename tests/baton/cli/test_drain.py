@@ -17,8 +17,8 @@ from baton.cli.main import app
 from cluster.errors import ConfigError, UnavailableError
 
 UNREACHABLE = "redis://127.0.0.1:1"
-STAYS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None); print('up', flush=True); time.sleep(60)"
-GOES = "import signal, time; print('up', flush=True); time.sleep(60)"
+GOES = "import threading; print('up', flush=True); threading.Event().wait()"
+STAYS = f"import signal; signal.signal(signal.SIGTERM, lambda *_: None); {GOES}"
 Start = Callable[[str], tuple[subprocess.Popen[str], Path]]
 
 

@@ -37,7 +37,8 @@ class Cluster:
         return ["a worker exited"]
     def stop(self, *, keep_logs=False):
         Path(sys.argv[1], "stopping").touch()
-        time.sleep(1.0)
+        while not Path(sys.argv[1], "may-stop").exists():
+            time.sleep(0.01)
         Path(sys.argv[1], "stopped").touch()
 
 up.LocalCluster = Cluster
@@ -65,6 +66,7 @@ def test_a_second_signal_does_not_interrupt_the_stop(first, second, tmp_path):
     os.kill(process.pid, first)
     wait_for((tmp_path / "stopping").exists, 30.0, "it stops")
     os.kill(process.pid, second)
+    (tmp_path / "may-stop").touch()
     assert process.wait(30.0) == 0
     assert (tmp_path / "stopped").exists()
 
@@ -74,6 +76,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path):
     os.kill(process.pid, signal.SIGHUP)
     (tmp_path / "watched").unlink()
     wait_for((tmp_path / "watched").exists, 30.0, "it still serves")
+    (tmp_path / "may-stop").touch()
     process.terminate()
     assert process.wait(30.0) == 0
 
@@ -83,6 +86,7 @@ def test_output_to_a_full_disk_does_not_end_the_cluster(tmp_path):
     for _ in range(2):
         (tmp_path / "watched").unlink()
         wait_for((tmp_path / "watched").exists, 30.0, "it still serves")
+    (tmp_path / "may-stop").touch()
     process.terminate()
     process.wait(30.0)
     assert (tmp_path / "stopped").exists()

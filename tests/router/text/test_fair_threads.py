@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.text.fair_threads import FairThreads
+from tests.harness.waiting import until
 
 
 class Gate:
@@ -32,9 +33,7 @@ async def threads() -> AsyncIterator[FairThreads]:
 
 
 async def began(gate: Gate, count: int) -> None:
-    async with asyncio.timeout(20):
-        while len(gate.began) < count:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(gate.began) >= count, f"{count} have begun")
 
 
 async def test_tenants_take_turns(threads: FairThreads) -> None:

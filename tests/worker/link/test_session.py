@@ -263,8 +263,8 @@ async def test_a_cancel_is_answered_once_blocks_and_staging_are_free(worker):
     link = up(worker, 1)
     worker.free.clear()
     link.send(cancel=[1])
-    await asyncio.sleep(0.05)
-    assert worker.cancelled == [transfer(1)] and not link.read()
+    await until(lambda: worker.cancelled == [transfer(1)], "it is cancelled")
+    assert not link.read()
     worker.free.set()
     await until(lambda: [list(frame.cancelled) for frame in link.read()] == [[1]], "it is answered")
 

@@ -131,7 +131,7 @@ async def test_a_connection_whose_request_has_no_place_makes_room(server: Server
     await until(lambda: server.running == LIMIT, "they run", 5)
     for one in connections:
         one.send(SLOW)
-    await asyncio.sleep(0.1)
+    await until(lambda: sum(len(one.pipeline) for one in server.protocols) == LIMIT, "they wait", 5)
     third = await server.connect()
     assert await connections[0].status() == 0
     assert await third.ask() == 200
@@ -161,9 +161,12 @@ async def test_nothing_is_left_of_a_refused_client_that_is_gone(
         one.send(b"no head\r\n\r\n")
         one.close()
         await until(lambda: not server.connections, "it is gone", 5)
-    await asyncio.sleep(0.2)
-    gc.collect()
-    assert len(server.protocols) <= 1, "asyncio may hold the last one"
+
+    def few_are_left() -> bool:
+        gc.collect()
+        return len(server.protocols) <= 1
+
+    await until(few_are_left, "asyncio may hold the last one", 5)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import orjson
 
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.long_body import SLICE_BYTES, Lists, LongResponse
+from tests.harness.waiting import until
 
 
 def test_lists_stand_where_they_were_put():
@@ -57,7 +58,7 @@ async def test_a_long_answer_is_written_as_its_client_reads():
         on_response=lambda: None,
     )
     sending = asyncio.ensure_future(Exchange(cycle).send(LongResponse(pieces)))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(transport.written) == 2, "head and first piece are written")
     head, *body = transport.written
     assert b"content-length: %d\r\n" % (3 * SLICE_BYTES) in head and len(body) == 1
     for _ in range(2):
