@@ -17,7 +17,7 @@ from cluster.config.worker import EngineConfig
 from engine.build import load_model
 from engine.engine import Engine
 from engine.parallel.group import Arrivals
-from engine.request import EngineRequest
+from engine.request import EngineRequest, StepOutput
 from engine.runner import ModelRunner
 
 KV_BYTES = 64 << 20
@@ -59,6 +59,21 @@ def run(engine: Engine, *requests: EngineRequest) -> Outputs:
     assert not engine.has_work
     assert engine.stats().blocks_held == 0
     return outputs
+
+
+def steps_of(engine: Engine, *requests: EngineRequest) -> Iterator[StepOutput]:
+    """The output of each step, until all requests have ended; then no block may be held."""
+    for request in requests:
+        engine.add(request)
+    waiting = {request.request_id for request in requests}
+    while waiting:
+        output = engine.step()
+        yield output
+        for done in output.done:
+            assert done.error is None
+            waiting.remove(done.request_id)
+            engine.abort(done.request_id)
+    assert engine.stats().blocks_held == 0
 
 
 class ThreadGroup:

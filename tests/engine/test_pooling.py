@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest, PromptEmbedding, SamplingParams
 from engine.runner import ModelRunner
 from engine.scheduler.decision import StepDecision
-from tests.engine.ranks import engine_of, make_engine, runners
+from tests.engine.ranks import engine_of, make_engine, runners, steps_of
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.embeddings import make_base_model, make_embedding_model, reference_embedding
 
@@ -30,20 +30,11 @@ def asked(name: str, prompt: list[int], mode: str = "mean", **more: Any) -> Engi
 
 def embedded(engine: Engine, *requests: EngineRequest) -> dict[str, np.ndarray]:
     """The vector of each request that asks for one; each comes once, before its request's end."""
-    for request in requests:
-        engine.add(request)
     found: dict[str, np.ndarray] = {}
-    waiting = {request.request_id for request in requests}
-    while waiting:
-        output = engine.step()
+    for output in steps_of(engine, *requests):
         for one in output.prompts:
             assert isinstance(one, PromptEmbedding) and one.request_id not in found
             found[one.request_id] = np.frombuffer(one.vector, "<f4")
-        for done in output.done:
-            assert done.error is None
-            waiting.remove(done.request_id)
-            engine.abort(done.request_id)
-    assert engine.stats().blocks_held == 0
     return found
 
 

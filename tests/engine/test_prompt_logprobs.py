@@ -12,7 +12,7 @@ from engine import prompt_scores
 from engine.engine import Engine
 from engine.request import EngineRequest, PromptOutput, SamplingParams, StepOutput
 from engine.runner import ModelRunner
-from tests.engine.ranks import engine_of, make_engine, runners
+from tests.engine.ranks import engine_of, make_engine, runners, steps_of
 from tests.harness.checkpoints import prompt_ids, reference_logits
 
 TOP = 3
@@ -26,19 +26,10 @@ def scores_of(output: StepOutput) -> list[PromptOutput]:
 
 
 def scored(engine: Engine, *requests: EngineRequest) -> dict[str, list[PromptOutput]]:
-    for request in requests:
-        engine.add(request)
     found: dict[str, list[PromptOutput]] = {request.request_id: [] for request in requests}
-    waiting = set(found)
-    while waiting:
-        output = engine.step()
+    for output in steps_of(engine, *requests):
         for one in scores_of(output):
             found[one.request_id].append(one)
-        for done in output.done:
-            assert done.error is None
-            waiting.remove(done.request_id)
-            engine.abort(done.request_id)
-    assert engine.stats().blocks_held == 0
     return found
 
 

@@ -10,6 +10,7 @@ import orjson
 from pydantic import Field
 
 from router.frontends.embeddings import Vectors, read_inputs, usage_of
+from router.frontends.http.endpoint import CreatingEndpoint
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
 from router.frontends.http.long_body import Lists
@@ -23,7 +24,7 @@ from router.frontends.http.requests import (
     Prompts,
     read_request,
 )
-from router.frontends.http.serving import Admit, ParsedRequest, Serving, StreamedAnswer, request_id
+from router.frontends.http.serving import Admit, ParsedRequest, StreamedAnswer, request_id
 from router.frontends.http.shapes import baton
 from router.observe.traces import Arrival
 from router.request.completion import Delta, Outcome
@@ -46,14 +47,7 @@ class EmbeddingRequest(EmbeddingOptions):
     user: Ignored = None
 
 
-class Embeddings:
-    def __init__(self, serving: Serving):
-        self._serving = serving
-        self._gateway = serving.gateway
-
-    async def create(self, request: Exchange) -> None:
-        await self._serving.serve(request, self._read)
-
+class Embeddings(CreatingEndpoint):
     async def _read(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:

@@ -47,9 +47,7 @@ class Messages:
         self._gateway = serving.gateway
 
     async def create(self, request: Exchange) -> Response | None:
-        """Every answer has a `request-id`, which an error's body repeats."""
-        shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
-        request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
+        shown_id = _show_id(request)
         try:
             await self._serving.serve(request, self._reader(shown_id))
         except Exception as error:
@@ -57,8 +55,7 @@ class Messages:
         return None
 
     async def count_tokens(self, request: Exchange) -> Response | None:
-        shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
-        request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
+        shown_id = _show_id(request)
         try:
             await self._tokenizing.answer(request, self._counted)
         except Exception as error:
@@ -107,6 +104,13 @@ class Messages:
             tenant=caller.tenant,
             cache_salt=cache_salt,
         )
+
+
+def _show_id(request: Exchange) -> str:
+    """Every answer has a `request-id`, which an error's body repeats."""
+    shown_id = request.headers.get("x-request-id", "")[:MAX_REQUEST_ID] or new_request_id()
+    request.add_headers(((b"request-id", shown_id.encode("latin-1")),))
+    return shown_id
 
 
 def _failure(error: Exception, request: Exchange, shown_id: str) -> Response:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.security.keys import Caller
 from router.frontends.field_names import renamed
+from router.frontends.http.endpoint import CreatingEndpoint
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
 from router.frontends.http.requests import read_request
@@ -15,7 +16,7 @@ from router.frontends.http.responses.answer import ResponseForm
 from router.frontends.http.responses.request import ResponseRequest
 from router.frontends.http.responses.shape import ResponseShape
 from router.frontends.http.responses.truncation import MAX_CUTS, Turns
-from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
+from router.frontends.http.serving import Admit, ParsedRequest, request_id
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
 from router.request.permissions import check_allowed
@@ -28,14 +29,7 @@ _NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "inp
 _PARTS = [(re.compile(r"(tools\[\d+\])\.function\."), r"\1.")]
 
 
-class Responses:
-    def __init__(self, serving: Serving):
-        self._serving = serving
-        self._gateway = serving.gateway
-
-    async def create(self, request: Exchange) -> None:
-        await self._serving.serve(request, self._read)
-
+class Responses(CreatingEndpoint):
     async def _read(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
