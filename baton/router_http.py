@@ -41,7 +41,7 @@ class RouterHttp:
             ) from error
         if answer.status_code in (401, 403):
             raise UnauthenticatedError(
-                f"{self.address} wants an admin's API key (--api-key)", field="api_key"
+                f"{self.address} requires an admin's API key (--api-key)", field="api_key"
             )
         if answer.status_code != 200:
             raise UnavailableError(f"{self.address} answers with status {answer.status_code}", field="url")

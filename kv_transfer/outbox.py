@@ -1,7 +1,7 @@
 """The queue of messages to send on a control stream: in order, bounded, and several together.
 
 Each message costs both ends together a tenth of a millisecond of processor time, and grants and results come in
-bursts. A patient message therefore waits for the next impatient one, for PATIENT_MESSAGES, or for PATIENT_SECONDS.
+bursts. A delayable message therefore waits for the next urgent one, for MAX_DELAYED_MESSAGES, or for MAX_DELAY_SECONDS.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from wire import handoff_pb2
 MAX_QUEUED_MESSAGES = 4096
 MAX_TOGETHER = 64  # that travel with the first one
 MAX_TOGETHER_BYTES = 64 << 10  # the bytes of parts (gRPC transport) travel alone
-PATIENT_MESSAGES = 4  # two parts' results and the grants that follow from them
-PATIENT_SECONDS = 0.002
+MAX_DELAYED_MESSAGES = 4  # two parts' results and the grants that follow from them
+MAX_DELAY_SECONDS = 0.002
 
 M = TypeVar("M", handoff_pb2.PrefillToDecode, handoff_pb2.DecodeToPrefill)
 
@@ -27,24 +27,24 @@ class Outbox(Generic[M]):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._messages: deque[M] = deque()
-        self._patient = 0  # number of queued patient messages
+        self._delayed = 0  # number of queued delayable messages
         self.due = False  # whether messages may be sent now
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, message: M, *, patient: bool = False) -> None:
+    def put(self, message: M, *, delayable: bool = False) -> None:
         """Queue a message; after `end` it is dropped. Raises asyncio.QueueFull."""
         if self._ended:
             return
         if len(self._messages) >= MAX_QUEUED_MESSAGES:
             raise asyncio.QueueFull
         self._messages.append(message)
-        self._patient += patient
-        if not patient or self._patient >= PATIENT_MESSAGES:
+        self._delayed += delayable
+        if not delayable or self._delayed >= MAX_DELAYED_MESSAGES:
             self._send()
         elif self._timer is None:
-            self._timer = self._loop.call_later(PATIENT_SECONDS, self._send)
+            self._timer = self._loop.call_later(MAX_DELAY_SECONDS, self._send)
 
     def end(self) -> None:
         """Send what is queued, and nothing after it."""
@@ -77,7 +77,7 @@ class Outbox(Generic[M]):
             first.more.append(message)
         if not self._messages and not self._ended:
             self.due = False
-            self._patient = 0
+            self._delayed = 0
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None

@@ -10,20 +10,20 @@ from typing import Generic, TypeVar
 M = TypeVar("M")
 MIN_SECONDS = 30e-6
 MAX_SECONDS = 0.02
-PATIENCE = 64
+PAUSE_DIVISOR = 64
 
 
-def pause_between(quiet_seconds: float, shortest: float, longest: float, patience: float) -> float:
+def pause_between(quiet_seconds: float, shortest: float, longest: float, divisor: float) -> float:
     """Pause between two polls, `quiet_seconds` after the last progress."""
-    return min(longest, max(shortest, quiet_seconds / patience))
+    return min(longest, max(shortest, quiet_seconds / divisor))
 
 
 class PollPace:
     """How often pending writes are polled: at once after progress, then at growing intervals.
 
     Over TCP a poll also moves the bytes, so the pause grows only in proportion to the time without progress: the end of
-    a write that takes T is noticed after at most T / PATIENCE more. A write to a stopped peer, which may stay pending for
-    ever, costs one poll every MAX_SECONDS.
+    a write that takes T is noticed after at most T / PAUSE_DIVISOR more. A write to a stopped peer, which may stay pending
+    for ever, costs one poll every MAX_SECONDS.
     """
 
     def __init__(self, now: float):
@@ -33,7 +33,7 @@ class PollPace:
         self._since = now
 
     def pause(self, now: float) -> float:
-        return pause_between(now - self._since, MIN_SECONDS, MAX_SECONDS, PATIENCE)
+        return pause_between(now - self._since, MIN_SECONDS, MAX_SECONDS, PAUSE_DIVISOR)
 
 
 class RankThread(Generic[M]):

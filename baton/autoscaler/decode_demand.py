@@ -73,8 +73,8 @@ class StepModel:
         return max(0.0, self.seconds - self.each * self.batch)
 
     def batch_within(self, seconds: float) -> float:
-        """The largest batch whose steps take at most `seconds`; at least 1. The line is believed up to twice the
-        largest batch seen, and not at all where it says that no batch is small enough. What was seen to fit, fits."""
+        """The largest batch whose steps take at most `seconds`; at least 1. The line is used up to twice the
+        largest batch seen, and not at all where no batch on it is small enough. A batch that was seen to fit fits."""
         if self.each <= 0:
             return 1.0
         proportional = self.batch * seconds / self.seconds

@@ -68,7 +68,7 @@ class Explained:
             if took > max(expected, 1.2 * self._warned.get((model, role), 0.0)):
                 self._warned[model, role] = took
                 self._log.warning(
-                    "autoscaling %spool=%s: a replica took %.0f s to start; startup_seconds says %.0f, and should be more",
+                    "autoscaling %spool=%s: a replica took %.0f s to start; startup_seconds is %.0f and should be larger",
                     *(f"model={model} " if model else "", role, took, expected),
                 )
 

@@ -101,7 +101,7 @@ class Sender:
         while True:
             outcome, wanted = await self._attempt(request.path, content)
             if outcome.status == 401:
-                raise UnauthenticatedError("the routers want a valid API key (--api-key)", field="api_key")
+                raise UnauthenticatedError("the routers require a valid API key (--api-key)", field="api_key")
             if outcome.error is None and outcome.status not in RETRIED:
                 return outcome
             pause = max(wanted, _pause_seconds(attempt))

@@ -57,7 +57,8 @@ def drain(
 ) -> None:
     """Let workers leave: nothing new is placed on them, what runs finishes or goes on elsewhere, then they end.
 
-    Exit code 0: told, and with --wait gone. 3: still draining when the wait was over. 1: no worker could be told.
+    Exit code 0: the workers were notified, and with --wait they have ended. 3: the wait ended before a drain did. 1: no
+    worker could be notified.
     """
     if bool(worker) == this:
         raise ConfigError("name workers, or say --self", field="worker")

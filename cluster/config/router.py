@@ -291,8 +291,8 @@ class RouterConfig(
     drain_delay_seconds: Seconds = Field(
         0.0,
         ge=0,
-        description="time after SIGTERM in which requests are still accepted while /ready says no, for load balancers to "
-        "notice and clients to reconnect (max_connection_seconds)",
+        description="time after SIGTERM in which requests are still accepted while /ready answers 503, for load balancers "
+        "to notice and clients to reconnect (max_connection_seconds)",
     )
     fault_orders: Path | None = no_flag(
         None, description="tests only: a directory whose orders inject faults at named points"

@@ -107,7 +107,7 @@ def _registered(registration: bytes) -> Mapping[str, Any]:
     facts["layout"] = bytes.fromhex(facts["layout"])
     facts["epoch"] = int(facts["epoch"], 16)
     for name in ("link_min_version", "link_max_version"):
-        facts.setdefault(name, 0)  # a worker from before the link speaks none
+        facts.setdefault(name, 0)  # a worker from before the link has none
     facts["location"] = Location(**_known(facts.get("location", {}), _LOCATION))
     facts["adapters"] = _adapters(facts.get("adapters", ()))
     facts["pod"] = Pod(**_known(facts.get("pod", {}), _POD))
@@ -161,7 +161,7 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
 def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
     """`read_workers` for a user that may only read: dead workers are left to the routers to delete.
 
-    Plain commands, because Redis wants the right to write every key that is declared for a script. Raises
+    Plain commands, because Redis requires the right to write every key that is declared for a script. Raises
     redis.RedisError.
     """
     client = connect(redis_url)

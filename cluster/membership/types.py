@@ -36,7 +36,7 @@ class WorkerInfo:
     location: Location = Location()
     pod: Pod = Pod()
     link_address: str = ""  # host:port at which it accepts the links of routers
-    link_min_version: int = MIN_LINK_VERSION  # of the link's messages that it speaks
+    link_min_version: int = MIN_LINK_VERSION  # of the link's messages that it supports
     link_max_version: int = LINK_VERSION
     served_model: str = ""  # the name under which routers of several models serve it; "" = their first
     process: str = ""  # the same for all epochs of its process

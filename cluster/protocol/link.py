@@ -39,6 +39,6 @@ def prompt_window_of(alternatives: int) -> int:
 
 
 def common_version(min_version: int, max_version: int) -> int:
-    """The highest version that both sides speak; 0 if there is none."""
+    """The highest version that both sides support; 0 if there is none."""
     version = min(max_version, LINK_VERSION)
     return version if version >= max(min_version, MIN_LINK_VERSION) else 0

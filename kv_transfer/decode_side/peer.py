@@ -104,19 +104,19 @@ class PeerLink:
     def name(self) -> str:
         return f"{self.prefill.worker_id}@{self.prefill.epoch:x}"
 
-    def send(self, message: handoff_pb2.DecodeToPrefill, *, patient: bool = False) -> None:
-        """Queue a message. A patient one may wait a moment for others."""
+    def send(self, message: handoff_pb2.DecodeToPrefill, *, delayable: bool = False) -> None:
+        """Queue a message. A delayable one may wait a moment for others."""
         fault = self._at_message(message.WhichOneof("message") or "", self.name)
         if fault is not None:
-            inject(fault, lambda: self._put(message, patient), asyncio.get_running_loop().call_later)
+            inject(fault, lambda: self._put(message, delayable), asyncio.get_running_loop().call_later)
         else:
-            self._put(message, patient)
+            self._put(message, delayable)
 
-    def _put(self, message: handoff_pb2.DecodeToPrefill, patient: bool) -> None:
+    def _put(self, message: handoff_pb2.DecodeToPrefill, delayable: bool) -> None:
         if self.closed:
             return
         try:
-            self._outbox.put(message, patient=patient)
+            self._outbox.put(message, delayable=delayable)
         except asyncio.QueueFull:
             self.end()
 

@@ -172,8 +172,8 @@ class HandoffReceiver:
         grant = replies.slot_grant(part, slot, rank, self._landing.device(rank), seconds)
         self._landing.expect(grant, seconds + 1.0, self._too_late)
         # With enough slots the peer has parts to write meanwhile.
-        patient = handoff.under_way >= ENOUGH_UNDER_WAY
-        handoff.link.send(handoff_pb2.DecodeToPrefill(slot_grant=grant), patient=patient)
+        delayable = handoff.under_way >= ENOUGH_UNDER_WAY
+        handoff.link.send(handoff_pb2.DecodeToPrefill(slot_grant=grant), delayable=delayable)
         handoff.granted()
 
     def _too_late(self, slot: Slot) -> None:
@@ -272,7 +272,7 @@ class HandoffReceiver:
         handoff.part_verified(part)
         self.stats.part_verified(part)
         # Only the staging of this one part waits for the result.
-        handoff.link.send(replies.part_result(part, verified=True), patient=True)
+        handoff.link.send(replies.part_result(part, verified=True), delayable=True)
         if handoff.parts.complete:
             self._background_tasks.spawn(self._commit_if_complete(handoff))
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 # Polling: fast while a part is expected, at growing intervals when none arrives, rarely when none is expected.
 FAST_POLL_SECONDS = 50e-6
 SLOW_POLL_SECONDS = 2e-3
-PATIENCE = 16
+PAUSE_DIVISOR = 16
 IDLE_POLL_SECONDS = 0.25  # an unpolled side completes nothing for its peer over TCP
 LINGER_SECONDS = 1.0
 # Far more than a socket's buffer takes. Both limits, because on a busy machine few polls fit into that time.
@@ -53,9 +53,9 @@ EXPECTED = (m.ExpectTransfer, handoff_pb2.SlotGrant, m.ForgetTransfer)
 def pause_of(quiet_seconds: float) -> float:
     """Pause between two polls while parts are expected, after `quiet_seconds` without an arrival.
 
-    A part that takes T is noticed at most T / PATIENCE after its arrival; a part that never comes costs few polls.
+    A part that takes T is noticed at most T / PAUSE_DIVISOR after its arrival; a part that never comes costs few polls.
     """
-    return pause_between(quiet_seconds, FAST_POLL_SECONDS, SLOW_POLL_SECONDS, PATIENCE)
+    return pause_between(quiet_seconds, FAST_POLL_SECONDS, SLOW_POLL_SECONDS, PAUSE_DIVISOR)
 
 
 class Settling:

@@ -17,7 +17,7 @@ from wire import common_pb2, handoff_pb2
 
 EPOCH = 5
 DECODE_EPOCH = 2
-PATIENCE_SECONDS = 10.0
+WAIT_SECONDS = 10.0
 
 
 class ScriptedPeer:
@@ -54,7 +54,7 @@ class ScriptedPeer:
 
     async def received(self, kind: str, transfer_id: bytes | None = None, count: int = 1) -> Any:
         await until(
-            lambda: len(self.all(kind, transfer_id)) >= count, f"{count} {kind} received", PATIENCE_SECONDS
+            lambda: len(self.all(kind, transfer_id)) >= count, f"{count} {kind} received", WAIT_SECONDS
         )
         return self.all(kind, transfer_id)[-1]
 
@@ -97,7 +97,7 @@ class ScriptedPeer:
             said = self.all("slot_grant", transfer_id)
             return [one for one in said if (one.part, one.source_rank) == (part, source)]
 
-        await until(lambda: bool(grants()), f"a slot for part {part}", PATIENCE_SECONDS)
+        await until(lambda: bool(grants()), f"a slot for part {part}", WAIT_SECONDS)
         return grants()[-1]
 
     async def send(
@@ -145,7 +145,7 @@ class ScriptedPeer:
             answers = self.all("part_result", transfer_id)
             return [one for one in answers if (one.part, one.source_rank) == (part, source) and one.verified]
 
-        await until(lambda: bool(results()), f"part {part} is verified", PATIENCE_SECONDS)
+        await until(lambda: bool(results()), f"part {part} is verified", WAIT_SECONDS)
 
     def finish(self, transfer_id: bytes, *flows: tuple[int, int, int]) -> None:
         """`flows`: (source rank, target rank, parts)."""

@@ -9,7 +9,7 @@ from typing import Any
 from kv_transfer import messages as m
 from kv_transfer.decode_side.receiver_rank import (
     FAST_POLL_SECONDS,
-    PATIENCE,
+    PAUSE_DIVISOR,
     SETTLE_POLLS,
     SLOW_POLL_SECONDS,
     ReceiverRank,
@@ -39,7 +39,7 @@ def test_looks_become_rarer_while_nothing_arrives():
 def test_a_part_is_seen_soon_after_it_arrived():
     for milliseconds in range(1, 32):
         waited = milliseconds / 1000
-        assert pause_of(waited) <= max(FAST_POLL_SECONDS, waited / PATIENCE)
+        assert pause_of(waited) <= max(FAST_POLL_SECONDS, waited / PAUSE_DIVISOR)
     assert pause_of(60.0) == SLOW_POLL_SECONDS
 
 

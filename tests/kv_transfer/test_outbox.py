@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kv_transfer.outbox import MAX_QUEUED_MESSAGES, PATIENT_MESSAGES, Outbox
+from kv_transfer.outbox import MAX_DELAYED_MESSAGES, MAX_QUEUED_MESSAGES, Outbox
 from wire import handoff_pb2
 
 
@@ -28,33 +28,33 @@ def waits(outbox: Outbox[handoff_pb2.DecodeToPrefill]) -> bool:
 
 async def test_a_message_is_sent_at_once_with_those_that_wait():
     outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
-    outbox.put(message(0), patient=True)
+    outbox.put(message(0), delayable=True)
     assert waits(outbox)
     outbox.put(message(1))
     assert await taken(outbox) == [0, 1]
     assert waits(outbox)
 
 
-async def test_patient_messages_leave_when_there_are_enough():
+async def test_delayed_messages_leave_when_there_are_enough():
     outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
-    for part in range(PATIENT_MESSAGES - 1):
-        outbox.put(message(part), patient=True)
+    for part in range(MAX_DELAYED_MESSAGES - 1):
+        outbox.put(message(part), delayable=True)
     assert waits(outbox)
-    outbox.put(message(PATIENT_MESSAGES - 1), patient=True)
-    assert await taken(outbox) == list(range(PATIENT_MESSAGES))
+    outbox.put(message(MAX_DELAYED_MESSAGES - 1), delayable=True)
+    assert await taken(outbox) == list(range(MAX_DELAYED_MESSAGES))
 
 
 async def test_a_delayed_message_is_sent_by_itself_after_a_moment():
     outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
-    outbox.put(message(0), patient=True)
+    outbox.put(message(0), delayable=True)
     assert await taken(outbox) == [0]
-    outbox.put(message(1), patient=True)  # the timer runs again
+    outbox.put(message(1), delayable=True)  # the timer runs again
     assert await taken(outbox) == [1]
 
 
 async def test_the_end_comes_after_what_is_queued():
     outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
-    outbox.put(message(0), patient=True)
+    outbox.put(message(0), delayable=True)
     outbox.end()
     assert await taken(outbox) == [0]
     assert await outbox.get() is None

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_transfer import outbox as module
-from kv_transfer.outbox import MAX_TOGETHER, MAX_TOGETHER_BYTES, PATIENT_MESSAGES, PATIENT_SECONDS, Outbox
+from kv_transfer.outbox import (
+    MAX_DELAY_SECONDS,
+    MAX_DELAYED_MESSAGES,
+    MAX_TOGETHER,
+    MAX_TOGETHER_BYTES,
+    Outbox,
+)
 from tests.harness.virtual_time import VirtualLoop
 from wire import handoff_pb2
 
@@ -43,7 +49,9 @@ class OutboxMachine(RuleBasedStateMachine):
         self.box = self.loop.run(make())
         self.put_count = 0
         self.left = 0  # how many have been read
-        self.waiting: list[tuple[float, bool]] = []  # of those that have not: since when, and whether patient
+        self.waiting: list[
+            tuple[float, bool]
+        ] = []  # of those that have not: since when, and whether delayable
         self.reading: asyncio.Task[Message | None] | None = None
         self.ended = False
         self.ends_after = ends_after  # messages
@@ -57,22 +65,22 @@ class OutboxMachine(RuleBasedStateMachine):
         self.look()
 
     @rule(
-        patient=st.booleans(),
+        delayable=st.booleans(),
         size=st.sampled_from([0, 0, 0, 10, MAX_TOGETHER_BYTES]),
         count=st.integers(1, 5),
     )
-    def puts(self, patient: bool, size: int, count: int) -> None:
+    def puts(self, delayable: bool, size: int, count: int) -> None:
         if self.ended:
             return
         for _ in range(count):
             one = message(self.put_count, size)
             if len(self.waiting) >= MOST:
                 with pytest.raises(asyncio.QueueFull):
-                    self.inside(self.box.put, one, patient=patient)
+                    self.inside(self.box.put, one, delayable=delayable)
                 return
-            self.waiting.append((self.loop.time(), patient))
+            self.waiting.append((self.loop.time(), delayable))
             self.put_count += 1
-            self.inside(self.box.put, one, patient=patient)
+            self.inside(self.box.put, one, delayable=delayable)
 
     @rule()
     def ends(self) -> None:
@@ -93,13 +101,13 @@ class OutboxMachine(RuleBasedStateMachine):
 
             self.inside(read)
 
-    @rule(patient=st.booleans(), count=st.integers(1, 5))
-    def a_reader_waits_for_them(self, patient: bool, count: int) -> None:
+    @rule(delayable=st.booleans(), count=st.integers(1, 5))
+    def a_reader_waits_for_them(self, delayable: bool, count: int) -> None:
         """All that was there has been read; by chance alone few would come to that."""
         for _ in range(MOST):
             if self.reading is None and not self.ended:
                 self.reads()
-        self.puts(patient, 0, count)
+        self.puts(delayable, 0, count)
 
     @rule()
     def the_reader_is_cut_off(self) -> None:
@@ -107,7 +115,7 @@ class OutboxMachine(RuleBasedStateMachine):
             reading, self.reading = self.reading, None
             self.inside(reading.cancel)
 
-    @rule(seconds=st.sampled_from([0.0005, PATIENT_SECONDS, 1.0]))
+    @rule(seconds=st.sampled_from([0.0005, MAX_DELAY_SECONDS, 1.0]))
     def time_passes(self, seconds: float) -> None:
         self.loop.pass_time(seconds)
         self.loop.settle(3)
@@ -135,10 +143,10 @@ class OutboxMachine(RuleBasedStateMachine):
         assert len(self.box._messages) == len(self.waiting)
         if self.reading is None:
             return
-        assert all(patient for _, patient in self.waiting), "this one is urgent"
-        assert len(self.waiting) < PATIENT_MESSAGES and not self.ended
+        assert all(delayable for _, delayable in self.waiting), "this one is urgent"
+        assert len(self.waiting) < MAX_DELAYED_MESSAGES and not self.ended
         for since, _ in self.waiting:
-            assert self.loop.time() - since <= PATIENT_SECONDS + 1e-9, "patient, but not for ever"
+            assert self.loop.time() - since <= MAX_DELAY_SECONDS + 1e-9, "delayable, but not for ever"
 
     def teardown(self) -> None:
         if hasattr(self, "box"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kv_transfer.rank_thread import MAX_SECONDS, MIN_SECONDS, PATIENCE, PollPace
+from kv_transfer.rank_thread import MAX_SECONDS, MIN_SECONDS, PAUSE_DIVISOR, PollPace
 
 
 def looks(pace: PollPace, begin: float, seconds: float) -> int:
@@ -18,7 +18,7 @@ def looks(pace: PollPace, begin: float, seconds: float) -> int:
 
 def test_a_write_that_never_ends_costs_a_look_now_and_then():
     """Many polls at first, then one per MAX_SECONDS."""
-    quick = PATIENCE * (1 + math.log(MAX_SECONDS / MIN_SECONDS))
+    quick = PAUSE_DIVISOR * (1 + math.log(MAX_SECONDS / MIN_SECONDS))
     assert looks(PollPace(0.0), 0.0, 60.0) < quick + 60.0 / MAX_SECONDS
     steady = PollPace(0.0)
     assert looks(steady, 3600.0, 60.0) <= 60.0 / MAX_SECONDS + 2
@@ -27,7 +27,7 @@ def test_a_write_that_never_ends_costs_a_look_now_and_then():
 def test_the_end_of_a_write_is_seen_in_a_share_of_the_time_it_took():
     pace = PollPace(0.0)
     for took in (0.0001, 0.001, 0.01, 0.1, 1.0):
-        assert pace.pause(took) <= max(MIN_SECONDS, took / PATIENCE)
+        assert pace.pause(took) <= max(MIN_SECONDS, took / PAUSE_DIVISOR)
 
 
 def test_it_is_quick_again_once_something_happened():

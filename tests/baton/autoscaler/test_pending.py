@@ -117,4 +117,4 @@ def test_starts_that_take_longer_than_configured_are_warned_of_once(caplog: pyte
     for _ in range(3):
         explained.warn(CONFIG, state)
     (said,) = caplog.messages
-    assert "pool=decode" in said and "took 95 s" in said and "startup_seconds says 60" in said
+    assert "pool=decode" in said and "took 95 s" in said and "startup_seconds is 60" in said

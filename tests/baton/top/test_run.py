@@ -77,7 +77,7 @@ def test_once_prints_a_frame_for_scripts(router: tuple[str, Any]) -> None:
     ("status", "flags", "sentence"),
     [
         (503, ["--once"], "answers with status 503"),
-        (403, ["--once"], "wants an admin's API key"),
+        (403, ["--once"], "requires an admin's API key"),
         (200, [], "draws on a terminal; --once prints one frame"),
     ],
 )
