@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 import pytest
 
-from tests.chaos.campaign import Campaign
-from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
-from tests.chaos.checker import Checker
-from tests.chaos.faults import FaultInjector
-from tests.chaos.results import Result
-from tests.chaos.rows import ANY_MOMENT, ROWS, draw_fault
-from tests.chaos.workload import Workload
+from tests.chaos.rows import ANY_MOMENT, draw_fault
+from tests.chaos.short_run import assert_recovered, run_short
 from tests.harness.bounds import PLACEMENT_BACK_SECONDS, allowed
 
 SEED = "short"
@@ -36,29 +30,6 @@ LATE_SECONDS = 0.3
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_faults_lose_no_token_break_no_stream_and_leave_nothing(checkpoint, tmp_path):
-    model = checkpoint("llama")
-    results: list[Result] = []
-    with run_chaos_cluster(tmp_path / "chaos", model) as cluster:
-        checker = Checker(model)
-        try:
-            asyncio.run(_campaign(cluster, checker, results, tmp_path / "wrong.jsonl"))
-        finally:
-            checker.close()
-    assert [(result.fault, result.point) for result in results] == list(FAULTS)
-    for result in results:
-        assert (result.lost, result.doubled, result.wrong) == (0, 0, 0), result
-        assert not result.errors, result
-        assert not result.leaks, result
-        assert result.tokens > 0, result
-        bound = ROWS[result.fault].bound_seconds
-        assert bound is not None and result.recovery <= allowed(bound), result
-        assert result.placement_back <= allowed(PLACEMENT_BACK_SECONDS), result
-
-
-async def _campaign(cluster: ChaosCluster, checker, results, evidence) -> None:
-    target = cluster.target
-    workload = Workload(target.grpc, target.http, checker, baton_clients=3, openai_clients=1, seed=SEED)
-    injector = FaultInjector(target, workload, cluster.orders, cluster.network)
     schedule = [
         dataclasses.replace(
             draw_fault(SEED, number, [row]),
@@ -69,4 +40,8 @@ async def _campaign(cluster: ChaosCluster, checker, results, evidence) -> None:
         )
         for number, (row, point) in enumerate(FAULTS)
     ]
-    await Campaign(target, workload, injector, SEED, results.append, evidence).run(schedule)
+    results = run_short(tmp_path, checkpoint("llama"), SEED, schedule)
+    assert [(result.fault, result.point) for result in results] == list(FAULTS)
+    for result in results:
+        assert_recovered(result)
+        assert result.placement_back <= allowed(PLACEMENT_BACK_SECONDS), result

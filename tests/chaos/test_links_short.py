@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tests.chaos.__main__ import wrong_attempts
-from tests.chaos.campaign import Campaign
-from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
-from tests.chaos.checker import Checker
-from tests.chaos.faults import FaultInjector
-from tests.chaos.results import Result
-from tests.chaos.rows import ROWS, draw_fault
-from tests.chaos.workload import Workload
+from tests.chaos.rows import draw_fault
+from tests.chaos.short_run import assert_recovered, run_short
 from tests.harness.bounds import REDISPATCH_SECONDS, allowed
 
 SEED = "short links"
@@ -32,26 +25,9 @@ ROWS_OF_LINKS = (
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_links_that_break_cost_what_they_may_and_nothing_more(checkpoint, tmp_path):
-    model = checkpoint("llama")
-    results: list[Result] = []
-    with run_chaos_cluster(tmp_path / "chaos", model) as cluster:
-        checker = Checker(model)
-        try:
-            asyncio.run(_campaign(cluster, checker, results, tmp_path / "wrong.jsonl"))
-        finally:
-            checker.close()
+    schedule = [draw_fault(SEED, number, [row]) for number, row in enumerate(ROWS_OF_LINKS)]
+    results = run_short(tmp_path, checkpoint("llama"), SEED, schedule)
     assert [result.fault for result in results] == list(ROWS_OF_LINKS)
     for result in results:
-        assert (result.lost, result.doubled, result.wrong) == (0, 0, 0), result
-        assert not result.errors and not result.leaks and result.tokens > 0, result
+        assert_recovered(result)
         assert not wrong_attempts(result, allowed(REDISPATCH_SECONDS)), result
-        bound = ROWS[result.fault].bound_seconds
-        assert bound is not None and result.recovery <= allowed(bound), result
-
-
-async def _campaign(cluster: ChaosCluster, checker, results, evidence) -> None:
-    target = cluster.target
-    workload = Workload(target.grpc, target.http, checker, baton_clients=3, openai_clients=1, seed=SEED)
-    injector = FaultInjector(target, workload, cluster.orders, cluster.network)
-    schedule = [draw_fault(SEED, number, [row]) for number, row in enumerate(ROWS_OF_LINKS)]
-    await Campaign(target, workload, injector, SEED, results.append, evidence).run(schedule)
