@@ -7,7 +7,6 @@ import secrets
 import torch
 from torch import Tensor
 
-from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from kv_transfer.device.base import REACHED
 from kv_transfer.device.cpu import CpuCopier
@@ -15,10 +14,8 @@ from kv_transfer.layout.conversion import Conversion
 from kv_transfer.layout.digest import NONE
 from kv_transfer.layout.geometry import plan_flows
 from kv_transfer.layout.rows import Place
-from tests.engine.test_parity_ranks import heads, layers
+from tests.engine.rank_parts import heads, layers
 
-NEW = 32
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 HEADS, KV, DIM, PAGE, LAYERS, BLOCKS = 6, 2, 16, 16, 2, 12
 
 
@@ -34,7 +31,7 @@ def move(
     count: int,
     conversion: Conversion | None = None,
 ) -> int:
-    """As in test_parity_ranks, by the copiers of workers; returns the bytes."""
+    """As in rank_parts, by the copiers of workers; returns the bytes."""
     config, page = sources[0].model_config, sources[0].page_size
     cut, moved = count // 2 // page * page + 3, 0
     for flow in plan_flows(config.num_kv_heads, len(sources), len(targets), secrets.token_bytes(16)):

@@ -22,8 +22,8 @@ from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from engine.step_buffers import Padding, StepBuffers
 from engine.step_delta import StepDelta
+from tests.engine.decode_steps import PAGE, filled, tokens_after
 from tests.engine.ranks import engine_of, run
-from tests.engine.test_decode_jobs import PAGE, filled, tokens_after
 from tests.harness.checkpoints import EXPERTS, prompt_ids, variants
 from tests.harness.replayed import Captured, HostRead, ReplayRecorder, paged_tokens
 

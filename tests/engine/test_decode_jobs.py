@@ -22,18 +22,18 @@ from engine.ops.team import KernelTeam
 from engine.plan import ExportSink, PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
+from tests.engine.decode_steps import (
+    ADDS_BIASES,
+    BLOCKS,
+    NO_LIST,
+    filled,
+    needs_kernels,
+    one_by_one,
+    tokens_after,
+)
 from tests.engine.ranks import engine_of, run
 from tests.gpu.models import write
-from tests.harness.checkpoints import EXPERTS, FIRST, prompt_ids, variants
-
-PAGE, BLOCKS = 16, 96
-ADDS_BIASES = "llama-rope-scaled-biases"  # after the sum over ranks: not a kernel
-# A rank adds biases apart, norms whole rows and chooses experts: not as jobs.
-BY_ROWS = ("olmo2", "olmo2-biases-mqa")
-NO_LIST = (ADDS_BIASES, *BY_ROWS, "granite-plain-biases", "gemma2-uncapped-biases", *EXPERTS)
-needs_kernels = pytest.mark.skipif(
-    not cpu_products.has_instruction(), reason="the list is for CPUs with our own products"
-)
+from tests.harness.checkpoints import FIRST, prompt_ids, variants
 
 
 def make(model: Any, threads: int, sink: ExportSink | None = None) -> ModelRunner:
@@ -43,35 +43,6 @@ def make(model: Any, threads: int, sink: ExportSink | None = None) -> ModelRunne
     runner = ModelRunner(load_model(config), sink)
     assert runner.num_blocks >= BLOCKS
     return runner
-
-
-def tokens_after(lengths: list[int]) -> list[PlanItem]:
-    """One token for each sequence, behind so many others; blocks lie anywhere."""
-    free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
-    items = []
-    for row, length in enumerate(lengths):
-        blocks = [free.pop() for _ in range(length // PAGE + 1)]
-        items.append(PlanItem(str(row), [7 + row], length, blocks, row, 1))
-    return items
-
-
-def filled(runner: ModelRunner, items: list[PlanItem], stale: float) -> None:
-    """The sequences' own keys and values; all else is `stale`."""
-    source = torch.Generator().manual_seed(2)
-    cache = runner.kv_cache
-    cache.fill_(stale)
-    for item in items:
-        for first in range(0, item.begin, PAGE):
-            own = cache[item.block_ids[first // PAGE], ..., : min(PAGE, item.begin - first), :]
-            own.copy_(torch.randn(own.shape, generator=source))
-
-
-def one_by_one(runner: ModelRunner, plan: StepPlan) -> Tensor:
-    jobs, runner._decode_jobs = runner._decode_jobs, None
-    try:
-        return runner.execute(plan)
-    finally:
-        runner._decode_jobs = jobs
 
 
 @torch.inference_mode()

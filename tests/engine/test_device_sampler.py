@@ -22,7 +22,7 @@ from engine.sampling.philox import DrawKey, all_words, key_words, words
 from engine.sampling.row import Row
 from engine.sampling.sampler import Result, Sampled, sample
 from tests.engine.fake_model import FakeRunner
-from tests.engine.test_sampling_oracle import VOCAB, some_params
+from tests.engine.sampling_cases import VOCAB, some_params
 from tests.harness import sampling_oracle as oracle
 from tests.harness.exactness import sampled
 from tests.harness.replayed import Captured

@@ -11,9 +11,9 @@ from engine import kv_blocks, kv_conversion
 from engine.ops import cpu_conversion
 from engine.request import EngineRequest
 from kv_transfer.layout.conversion import Conversion
-from tests.engine.kv_moves import GREEDY, NEW, PAGE, move, random
+from tests.engine.kv_moves import PAGE, move, random
+from tests.engine.rank_parts import GREEDY, NEW, compute_prompt
 from tests.engine.ranks import engine_of, run, runners
-from tests.engine.test_parity_ranks import compute_prompt
 from tests.harness.checkpoints import prompt_ids
 
 

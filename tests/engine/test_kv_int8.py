@@ -27,11 +27,11 @@ from engine.ops.torch_ops import TorchOps
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest
 from engine.runner import ModelRunner
-from tests.engine.kv_moves import BLOCKS, DIM, GREEDY, HEADS, KV, LAYERS, NEW, PAGE, move, random
+from tests.engine.kv_moves import BLOCKS, DIM, HEADS, KV, LAYERS, PAGE, move, random
+from tests.engine.rank_parts import GREEDY, NEW, compute_prompt
 from tests.engine.ranks import engine_of, make_engine, run, runners
 from tests.engine.shapes import SHAPES
 from tests.engine.steps import buffers_of
-from tests.engine.test_parity_ranks import compute_prompt
 from tests.harness.checkpoints import prompt_ids
 
 TOKENS = 70

@@ -24,9 +24,9 @@ from engine.runner import ModelRunner
 from engine.scheduler.decision import _slot
 from engine.speculation.per_sequence import PerSequence
 from engine.step_delta import StepDelta
+from tests.engine.decode_steps import needs_kernels
+from tests.engine.rank_parts import move
 from tests.engine.ranks import KV_BYTES, engine_of, make_engine, run, runners
-from tests.engine.test_decode_jobs import needs_kernels
-from tests.engine.test_parity_ranks import move
 from tests.harness.adapters import ALL, ATTENTION, make_adapter, merge
 from tests.harness.checkpoints import EXPERTS, prompt_ids, reference_greedy, variants
 from tests.harness.exactness import assert_greedy

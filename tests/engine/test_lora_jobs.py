@@ -14,8 +14,8 @@ from engine.build import load_model
 from engine.lora.loaded import LoadedAdapters
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
+from tests.engine.decode_steps import NO_LIST, needs_kernels, one_by_one
 from tests.engine.ranks import KV_BYTES
-from tests.engine.test_decode_jobs import NO_LIST, needs_kernels, one_by_one
 from tests.harness.adapters import ALL, make_adapter
 from tests.harness.checkpoints import variants
 

@@ -19,11 +19,10 @@ from engine.sampling.philox import DrawKey
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled, sample
 from tests.engine.ranks import make_engine, run
+from tests.engine.sampling_cases import VOCAB, some_params
 from tests.harness import sampling_oracle as oracle
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.exactness import judge, sampled
-
-VOCAB = 400
 
 # (seed, choice, position) → the noise of TOKENS, in millionths. Every half and every word of key and counter is used.
 TOKENS = [0, 1, 2, 3, 7, 398, 131071]
@@ -121,20 +120,6 @@ def test_tokens_are_the_literal_ones(asked, tokens):
     params = [SamplingParams(**{"temperature": 1.0, **asked, "seed": seed}) for seed in range(6)]
     assert [token_by_oracle(spread(), one) for one in params] == tokens
     assert tokens_by_engine([spread()] * 6, params) == tokens
-
-
-def some_params(rng: random.Random) -> SamplingParams:
-    return SamplingParams(
-        temperature=rng.choice([0.0, 1e-3, 0.3, 0.7, 1.0, 1.2, 5.0, 100.0]),
-        top_k=rng.choice([0, 0, 1, 2, 7, 40, 300, VOCAB, 2**31]),
-        top_p=rng.choice([1.0, 1.0, 0.999, 0.95, 0.5, 0.01]),
-        min_p=rng.choice([0.0, 0.0, 1e-6, 0.05, 0.9]),
-        repetition_penalty=rng.choice([1.0, 1.0, 0.5, 1.3]),
-        presence_penalty=rng.choice([0.0, 0.0, -1.5, 2.0]),
-        frequency_penalty=rng.choice([0.0, 0.0, 0.7, -2.0]),
-        logit_bias=rng.choice([{}, {}, {3: 4.0, 17: -9.0}]),
-        seed=rng.randrange(2**64),
-    )
 
 
 @pytest.mark.parametrize("width", [0.1, 1.0, 6.0])

@@ -16,7 +16,7 @@ from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from engine.scheduler.shares import Shares, Victims
 from tests.engine.parts import PAGE, Parts, count_calls, request
-from tests.engine.test_starvation import World
+from tests.engine.starvation_world import World
 
 
 class PlainScan:
