@@ -14,7 +14,7 @@ from cluster.protocol.block_hash import pack_tokens
 from engine.request import MAX_PENALTY
 from tests.fuzz.conftest import few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from tests.fuzz.test_workers import message
+from tests.fuzz.worker_messages import message
 from tests.harness.checkpoints import VOCAB
 from wire import common_pb2
 from worker.validate import MAX_LOGIT_BIAS, MAX_TOKENS

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from cluster.errors import InternalError
 from cluster.rpc.errors import error_from_rpc
 from tests.fuzz.conftest import BATCH, few
+from tests.fuzz.raw_grpc import CLEAN, PREFACE, frames
+from tests.fuzz.raw_http import exchange
 from tests.fuzz.strategies import tokens
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
-from tests.fuzz.test_http import exchange
 from tests.harness.router import Router
 from wire import inference_pb2 as pb
 
@@ -23,11 +24,6 @@ METHODS = {
     "Embed": pb.EmbedRequest,
     "Tokenize": pb.TokenizeRequest,
     "ListModels": pb.ListModelsRequest,
-}
-CLEAN = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 _floats = st.one_of(st.floats(width=32), st.floats(-1, 3, width=32))
@@ -149,12 +145,6 @@ _KEYS = st.from_regex(r"[a-z][a-z0-9_.]{0,15}", fullmatch=True).filter(lambda ke
 def test_metadata(metadata, binary, channel, tally):
     with contextlib.suppress(ValueError):  # what the client itself refuses
         call(channel, "ListModels", b"", tally, "gRPC: metadata", (*metadata, ("x-bin", binary)))
-
-
-frames = st.tuples(st.integers(0, 12), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=30)).map(
-    lambda f: len(f[3]).to_bytes(3, "big") + bytes(f[:2]) + f[2].to_bytes(4, "big") + f[3]
-)
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 @few(240, 0.05, BATCH)

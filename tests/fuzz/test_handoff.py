@@ -19,7 +19,7 @@ from cluster.rpc.errors import error_from_rpc
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from tests.fuzz.test_workers import NUMBERS
+from tests.fuzz.worker_messages import NUMBERS
 from tests.fuzz.workers import Pair
 from wire import common_pb2, decode_pb2, handoff_pb2
 

@@ -23,7 +23,7 @@ from cluster.protocol.block_hash import pack_tokens
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changing
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from tests.fuzz.test_workers import NUMBERS, message
+from tests.fuzz.worker_messages import NUMBERS, message
 from tests.fuzz.workers import Pair
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 from wire.handoff_pb2 import DecodeToPrefill as From

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import selectors
-import socket
 import string
-import time
 
 import httpx
 import pytest
@@ -14,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.conftest import BATCH, few
+from tests.fuzz.raw_http import exchange
 from tests.fuzz.strategies import anything, bodies, raw_requests, texts
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
 from tests.harness.router import Router
@@ -103,34 +101,6 @@ def test_paths(path, method, client, tally):
     tally.count("HTTP: paths and methods", REFUSED if answer.status_code >= 400 else ANSWERED)
     if method != "HEAD" and answer.status_code >= 400:
         assert answer.json()["error"]["message"]
-
-
-def exchange(address: tuple[str, int], payloads: list[bytes], seconds: float) -> list[bytes]:
-    """Sends every payload on a connection of its own, all at once; the first bytes that came back on each."""
-    answers = [b""] * len(payloads)
-    with selectors.DefaultSelector() as selector:
-        for index, payload in enumerate(payloads):
-            sock = socket.create_connection(address, timeout=5)
-            sock.sendall(payload)
-            sock.setblocking(False)
-            selector.register(sock, selectors.EVENT_READ, index)
-        deadline = time.monotonic() + seconds
-        while selector.get_map() and time.monotonic() < deadline:
-            for key, _ in selector.select(0.05):
-                assert isinstance(key.fileobj, socket.socket)
-                sock = key.fileobj
-                try:
-                    answers[key.data] = sock.recv(65536)
-                except OSError:
-                    answers[key.data] = b""
-                selector.unregister(sock)
-                sock.close()
-        left = [key.fileobj for key in selector.get_map().values()]
-        for one in left:
-            assert isinstance(one, socket.socket)
-            one.close()
-        assert not left, "the router neither answers nor hangs up"
-    return answers
 
 
 @few(320, 0.1, BATCH)

@@ -24,7 +24,7 @@ from router.link.token import Token
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
-from tests.fuzz.test_workers import message
+from tests.fuzz.worker_messages import message
 from tests.fuzz.workers import Pair
 from tests.harness.link_client import BlockingLinkClient, Reading, blocking_link_client
 from wire import common_pb2, link_pb2

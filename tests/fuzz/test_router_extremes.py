@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from cluster.errors import InternalError
 from cluster.rpc.errors import error_from_rpc
 from tests.fuzz.conftest import BATCH, few
+from tests.fuzz.raw_grpc import CLEAN
+from tests.fuzz.raw_http import exchange
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from tests.fuzz.test_grpc import CLEAN
-from tests.fuzz.test_http import exchange
 from tests.harness.router import Router
 from wire import inference_pb2 as pb
 

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.fuzz.test_workers import message
+from tests.fuzz.worker_messages import message
 from tests.fuzz.workers import Pair, running_pair
 from wire import common_pb2, handoff_pb2
 
