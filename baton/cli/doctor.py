@@ -20,11 +20,13 @@ EXIT_MISSING = 2
 
 def doctor(
     kubeconfig: Annotated[
-        Path | None, typer.Option(help="Default: the usual one, or the pod's service account.")
+        Path | None, typer.Option(help="Default: kubectl's, or the pod's service account.")
     ] = None,
     context: Annotated[str, typer.Option(help="Context of the kubeconfig.")] = "",
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Where Baton shall be.")] = "default",
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Namespace of the install.")
+    ] = "default",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
     redis_url: Annotated[
         str,
@@ -48,10 +50,10 @@ def doctor(
         bool,
         typer.Option(
             "--without-permissions",
-            help="Do not ask what this account may create: a pod's account is not the one that installs.",
+            help="Skip the check of what this account may create: a pod's account is not the one that installs.",
         ),
     ] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each call of the API.")] = 10.0,
 ) -> None:
     """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
 

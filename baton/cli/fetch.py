@@ -14,9 +14,10 @@ def fetch(
     source: Annotated[str, typer.Argument(help="hf://ORG/NAME or hf://ORG/NAME@REVISION.")],
     out: Annotated[Path, typer.Option(help="Directory for the model.")],
     endpoint: Annotated[str, typer.Option(help="The Hub, or a mirror.")] = "https://huggingface.co",
-    seconds: Annotated[float, typer.Option(min=1, help="The longest it may take.")] = 3600.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Limit of the download, in seconds.")] = 3600.0,
     sha256: Annotated[
-        str, typer.Option(help="What the last line below said; anything else is refused.")
+        str,
+        typer.Option(help="The hash that an earlier run printed last; files with another one are refused."),
     ] = "",
     without_weights: Annotated[
         bool, typer.Option("--without-weights", help="Only what a router reads.")

@@ -30,7 +30,7 @@ PROMPT_TOKENS = 512
 TOGETHER = 4
 
 selftest = typer.Typer(help="Check a running cluster from outside, as helm test does.", no_args_is_help=True)
-Seconds = Annotated[float, typer.Option(min=0.0, help="How long to wait for it.")]
+Seconds = Annotated[float, typer.Option(min=0.0, help="Limit of the wait, in seconds.")]
 
 
 @selftest.callback()
@@ -79,7 +79,7 @@ def handoff(
 @selftest.command()
 def load(
     context: typer.Context,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to ask.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the load.")] = 10.0,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 2.0,
 ) -> None:
     """A short load run in which no request fails."""

@@ -14,13 +14,15 @@ from loadgen.reach import why_unreachable
 
 Http = Annotated[str, typer.Option("--url", help="A router's HTTP address.")]
 ApiKey = Annotated[
-    str, typer.Option(envvar="BATON_API_KEY", help="Where the routers ask for keys.", show_default=False)
+    str,
+    typer.Option(envvar="BATON_API_KEY", help="API key, where the routers require one.", show_default=False),
 ]
 TlsCa = Annotated[
     Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CA", help="Use TLS, and trust this authority.")
 ]
 TlsCert = Annotated[
-    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CERT", help="Our certificate, where clients need one.")
+    Path | None,
+    typer.Option(envvar="BATON_CLIENT_TLS_CERT", help="Client certificate, where the routers require one."),
 ]
 TlsKey = Annotated[Path | None, typer.Option(envvar="BATON_CLIENT_TLS_KEY", help="Its key.")]
 Grpc = Annotated[str, typer.Option("--target", help="A router's gRPC address; several with commas.")]
@@ -28,7 +30,7 @@ Grpc = Annotated[str, typer.Option("--target", help="A router's gRPC address; se
 
 def status(
     url: Http = "http://127.0.0.1:8000",
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     api_key: ApiKey = "",
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -44,8 +46,8 @@ def top(
     router: Annotated[str, typer.Option("--router", "--url", help="A router's HTTP address.")] = (
         "http://127.0.0.1:8000"
     ),
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     api_key: ApiKey = "",
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
