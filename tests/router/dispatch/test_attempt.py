@@ -4,80 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from cluster.errors import BatonError, DrainingError, PeerLostError, StaleEpochError
-from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.link import WINDOW_TOKENS
 from router.dispatch import attempt as attempts
 from router.dispatch.arbiter import CONTROL_SECONDS
 from router.dispatch.attempt import Attempt
 from router.dispatch.attempt_events import Broken, Ended, Source
 from router.link import links as all_links
-from router.link.token import Token
 from tests.harness.waiting import until
-from tests.router.dispatch.scripted_workers import FIRST, HANG, TRANSFER, ScriptedPair, done, token
-from wire import common_pb2, decode_pb2
+from tests.router.dispatch.attempt_world import World
+from tests.router.dispatch.scripted_workers import FIRST, HANG, TRANSFER, done, token
+from wire import decode_pb2
 
 P, D = Source.PREFILL, Source.DECODE
 LONG = 60.0
-
-
-class Recorded(Attempt):
-    """Keeps which worker each token came from."""
-
-    def came(self, source: Source, token: Token) -> None:
-        self.tokens.append((source, token.position))
-        super().came(source, token)
-
-    @cached_property
-    def tokens(self) -> list[tuple[Source, int]]:
-        return []
-
-    def note(self, token: Token) -> bool:
-        self.taken.append(token.position)
-        return True
-
-    @cached_property
-    def taken(self) -> list[int]:
-        """Positions."""
-        return []
-
-
-@dataclass
-class World(ScriptedPair):
-    made: list[Attempt] = field(default_factory=list)
-    when_drained: list[Callable[[], None]] = field(default_factory=list)
-
-    def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Recorded:
-        """`held`: output that the request has so far."""
-        choice: Any = SimpleNamespace(index=0, next_position=FIRST, finish=None)
-        made = Recorded(
-            request_id="r",
-            spec=common_pb2.GenerateSpec(
-                model_id="m",
-                prompt_tokens=pack_tokens(list(range(FIRST - held))),
-                output_tokens=pack_tokens([7] * held),
-                sampling=common_pb2.SamplingParams(max_tokens=new),
-                n=1,
-            ),
-            placed=self.placed(local=local),
-            channels=self.channels,
-            links=self.links,
-            choices=[choice],
-            admission_seconds=2.5,
-            take=lambda token, attempt: attempt.note(token),  # type: ignore[attr-defined]
-            when_drained=self.when_drained.append,
-            transfer_id=TRANSFER,
-        )
-        self.made.append(made)
-        return made
 
 
 @pytest.fixture

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 import redis
 
+from cluster.config.router import RouterConfig
+from cluster.membership import keys
+from cluster.redis.connect import connect
 from cluster.redis.embedded import EmbeddedRedis
+from router.placement.placement import Placement
+from router.placement.types import Mode
+from tests.router.placement.fleets import fleet
 from tests.router.placement.scripts import Cluster
 
 
@@ -24,3 +31,26 @@ def cluster(redis_url: str, namespace: str) -> Iterator[Cluster]:
         made = Cluster(client, namespace)
         made.begin()
         yield made
+
+
+@pytest.fixture
+async def make(redis_url: str, namespace: str) -> AsyncIterator[Callable[..., Awaitable[Placement]]]:
+    """Placements over fleets of so many pairs."""
+    made = []
+
+    async def one(pairs: int, mode: Mode = "never") -> Placement:
+        config = RouterConfig(model="/m", redis_url=redis_url, namespace=namespace, local_prefill=mode)
+        members = fleet(pairs)
+        client = connect(redis_url)
+        owners = {str(worker.slot): worker.name for worker in members.all}
+        for slot, name in owners.items():
+            client.hset(keys.slot_owners(namespace), slot, name)
+        client.close()
+        placement = Placement(config, members, random.Random(1))
+        made.append(placement)
+        await placement.start()
+        return placement
+
+    yield one
+    for placement in made:
+        await placement.close()

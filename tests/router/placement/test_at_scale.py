@@ -2,74 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import secrets
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.config.router import RouterConfig
 from cluster.membership import keys
 from cluster.membership.facts import pack
 from cluster.membership.scripts import SETS
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
-from router.placement import eligibility, place_script
+from router.placement import eligibility
 from router.placement.candidates import Candidates, Heads
 from router.placement.charges import Charges
 from router.placement.eligibility import MAX_CANDIDATES_KEPT, MAX_LISTED, MAX_SAMPLED
 from router.placement.placement import Placement
-from router.placement.script_call import RedisBackoff
-from router.placement.types import Mode, Placed, PlacementRequest, Reason
+from router.placement.types import Placed, PlacementRequest
 from tests.harness.redis_text import decoded
-from tests.harness.waiting import until
+from tests.router.placement.fleets import fleet, request
 from tests.router.placement.regret import FILL
-
-INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
-
-
-def fleet(pairs: int) -> Any:
-    """A router's membership view without a registry."""
-    names = [(role, n) for role in ("prefill", "decode") for n in range(pairs)]
-    workers = [
-        replace(INFO, worker_id=f"{role}-{n}", slot=slot, role=role, host=f"h{n}")  # type: ignore[arg-type]
-        for slot, (role, n) in enumerate(names, 1)
-    ]
-
-    async def refresh() -> None:
-        """The view stays."""
-
-    return SimpleNamespace(all=workers, refresh=refresh)
-
-
-def request(*excluded: str) -> PlacementRequest:
-    return PlacementRequest(secrets.token_bytes(16), b"", 100, 10, dict.fromkeys(excluded, Reason.SILENT))
-
-
-@pytest.fixture
-async def make(redis_url, namespace):
-    made = []
-
-    async def one(pairs: int, mode: Mode = "never") -> Placement:
-        config = RouterConfig(model="/m", redis_url=redis_url, namespace=namespace, local_prefill=mode)
-        members = fleet(pairs)
-        client = connect(redis_url)
-        owners = {str(worker.slot): worker.name for worker in members.all}
-        for slot, name in owners.items():
-            client.hset(keys.slot_owners(namespace), slot, name)
-        client.close()
-        placement = Placement(config, members, random.Random(1))
-        made.append(placement)
-        await placement.start()
-        return placement
-
-    yield one
-    for placement in made:
-        await placement.close()
 
 
 async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make, monkeypatch):
@@ -353,60 +306,6 @@ async def test_where_every_lease_has_run_out_nothing_is_removed(many, redis_url,
         assert {name: client.zcard(name) for name in sets} == before
 
 
-async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
-    placement, asked = await make(2), []
-    way, ready = placement.script._script, asyncio.Event()
-    now = [100.0]
-    placement.script._backoff = RedisBackoff(1.0, clock=lambda: now[0])
-
-    async def slow(*arguments: Any) -> Any:
-        asked.append(arguments)
-        await ready.wait()
-        if len(asked) == 1:
-            raise TimeoutError("not back yet")
-        return await way(*arguments)
-
-    monkeypatch.setattr(placement.script, "_script", slow)
-    placement.script._backoff.failed()
-    assert not (await placement.place(request())).from_redis and not asked, "it rests"
-    for attempts in (1, 2):
-        now[0] += 1.0
-        ready.clear()
-        waiting = [asyncio.create_task(placement.place(request())) for _ in range(50)]
-        await until(lambda w=waiting: sum(task.done() for task in w) == 49, "the others go on", 10.0)
-        assert len(asked) == attempts, "one tries, the others go on without"
-        ready.set()
-        placed = await asyncio.gather(*waiting)
-        assert sum(one.from_redis for one in placed) == attempts - 1
-    placed = await asyncio.gather(*(placement.place(request()) for _ in range(5)))
-    assert all(one.from_redis for one in placed)
-    monkeypatch.undo()
-
-
-async def test_without_redis_a_placement_does_not_look_at_the_whole_fleet(make, monkeypatch):
-    """Nor at all charges: the event loop would stand still for milliseconds."""
-    placement = await make(20)
-    packed: list[Any] = []
-    built: list[Any] = []
-    monkeypatch.setattr(placement.script, "may_ask", lambda: False)
-    monkeypatch.setattr("cluster.membership.facts.pack", packed.append)
-    usable = eligibility.Eligibility.usable
-
-    def counted(self: Any, *arguments: Any) -> Any:
-        built.append(arguments)
-        return usable(self, *arguments)
-
-    monkeypatch.setattr(eligibility.Eligibility, "usable", counted)
-    requests = [request() for _ in range(10)] + [request("decode-1") for _ in range(10)]
-    for one in requests:
-        placed = await placement.place(one)
-        assert not placed.from_redis and (not one.excluded or placed.decode.worker_id != "decode-1")
-    assert not packed and len(built) == 2 * 2, "by role and set of excluded workers"
-    for number in range(100):
-        await placement.place(request(f"decode-{number}"))
-    assert len(placement.eligibility._kept_whole) <= MAX_CANDIDATES_KEPT
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_load_of_each_worker_follows_the_charges(seed):
     rng, charges, workers = random.Random(seed), Charges(), fleet(3).all
@@ -430,26 +329,3 @@ def test_the_load_of_each_worker_follows_the_charges(seed):
         assert charges.by_worker == +wanted
     charges.clear()
     assert len(charges.by_worker) == 0
-
-
-async def test_an_outage_of_redis_is_logged_at_its_begin_and_end(make, monkeypatch, caplog):
-    placement, now = await make(2), [100.0]
-    placement.script._backoff = RedisBackoff(1.0, clock=lambda: now[0])
-
-    async def silent(*arguments: Any) -> Any:
-        raise TimeoutError
-
-    def logged() -> list[str]:
-        return [record.message for record in caplog.records if record.name == place_script.__name__]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(placement.script, "_script", silent)
-        for _ in range(5):
-            assert not (await placement.place(request())).from_redis
-            now[0] += 1.0
-    assert placement.script.errors == 5
-    (began,) = logged()
-    assert began.endswith("places without Redis: TimeoutError")
-    for _ in range(3):
-        assert (await placement.place(request())).from_redis
-    assert logged()[1:] == [began.replace("without Redis: TimeoutError", "with Redis again")]

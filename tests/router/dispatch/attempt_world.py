@@ -1,0 +1,67 @@
+"""Attempts against two scripted workers, over real calls and links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.protocol.block_hash import pack_tokens
+from router.dispatch.attempt import Attempt
+from router.dispatch.attempt_events import Source
+from router.link.token import Token
+from tests.router.dispatch.scripted_workers import FIRST, TRANSFER, ScriptedPair
+from wire import common_pb2
+
+
+class Recorded(Attempt):
+    """Keeps which worker each token came from."""
+
+    def came(self, source: Source, token: Token) -> None:
+        self.tokens.append((source, token.position))
+        super().came(source, token)
+
+    @cached_property
+    def tokens(self) -> list[tuple[Source, int]]:
+        return []
+
+    def note(self, token: Token) -> bool:
+        self.taken.append(token.position)
+        return True
+
+    @cached_property
+    def taken(self) -> list[int]:
+        """Positions."""
+        return []
+
+
+@dataclass
+class World(ScriptedPair):
+    made: list[Attempt] = field(default_factory=list)
+    when_drained: list[Callable[[], None]] = field(default_factory=list)
+
+    def attempt(self, *, local: bool = False, new: int = 100, held: int = 0) -> Recorded:
+        """`held`: output that the request has so far."""
+        choice: Any = SimpleNamespace(index=0, next_position=FIRST, finish=None)
+        made = Recorded(
+            request_id="r",
+            spec=common_pb2.GenerateSpec(
+                model_id="m",
+                prompt_tokens=pack_tokens(list(range(FIRST - held))),
+                output_tokens=pack_tokens([7] * held),
+                sampling=common_pb2.SamplingParams(max_tokens=new),
+                n=1,
+            ),
+            placed=self.placed(local=local),
+            channels=self.channels,
+            links=self.links,
+            choices=[choice],
+            admission_seconds=2.5,
+            take=lambda token, attempt: attempt.note(token),  # type: ignore[attr-defined]
+            when_drained=self.when_drained.append,
+            transfer_id=TRANSFER,
+        )
+        self.made.append(made)
+        return made
