@@ -23,9 +23,7 @@ def doctor(
         Path | None, typer.Option(help="Default: kubectl's, or the pod's service account.")
     ] = None,
     context: Annotated[str, typer.Option(help="Context of the kubeconfig.")] = "",
-    namespace: Annotated[
-        str, typer.Option("--namespace", "-n", help="Namespace of the install.")
-    ] = "default",
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Target namespace.")] = "default",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
     redis_url: Annotated[

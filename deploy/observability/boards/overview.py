@@ -16,6 +16,36 @@ from deploy.observability.boards.parts import (
 
 
 def overview() -> Board:
+    return Board(
+        "overview",
+        "Overview",
+        "Is it up, how fast is it, what do clients see?",
+        [_now(), _what_clients_see(), _autoscaling(), _trouble()],
+    )
+
+
+def _now() -> Row:
+    return Row(
+        "Now",
+        [
+            Panel(
+                "Workers alive",
+                "short",
+                [Query(total("baton_workers", "role", 'lease="live"', "max"), "{{role}}")],
+                kind="stat",
+            ),
+            Panel("Requests in flight", "short", [Query(total("baton_requests_in_flight"))], kind="stat"),
+            Panel(
+                "Tokens a second",
+                "short",
+                [Query(rate("baton_router_generation_tokens_total"))],
+                kind="stat",
+            ),
+        ],
+    )
+
+
+def _what_clients_see() -> Row:
     stages = by(
         "Where the time goes",
         "s",
@@ -24,74 +54,49 @@ def overview() -> Board:
         stacked=True,
         description="Mean seconds of a request by stage; decode includes the first step.",
     )
-    return Board(
-        "overview",
-        "Overview",
-        "Is it up, how fast is it, what do clients see?",
+    return Row(
+        "What clients see",
         [
-            Row(
-                "Now",
+            by(
+                "Requests",
+                "reqps",
+                rate("baton_requests_total", "outcome"),
+                "{{outcome}}",
+                stacked=True,
+            ),
+            quantiles("Time to first token", "baton_time_to_first_token_seconds"),
+            quantiles("Between tokens", "baton_inter_token_latency_seconds"),
+            quantiles("Whole requests", "baton_e2e_request_latency_seconds"),
+            Panel(
+                "Tokens",
+                "short",
                 [
-                    Panel(
-                        "Workers alive",
-                        "short",
-                        [Query(total("baton_workers", "role", 'lease="live"', "max"), "{{role}}")],
-                        kind="stat",
-                    ),
-                    Panel(
-                        "Requests in flight", "short", [Query(total("baton_requests_in_flight"))], kind="stat"
-                    ),
-                    Panel(
-                        "Tokens a second",
-                        "short",
-                        [Query(rate("baton_router_generation_tokens_total"))],
-                        kind="stat",
-                    ),
+                    Query(rate("baton_prompt_tokens_total"), "prompt"),
+                    Query(rate("baton_router_generation_tokens_total"), "generated"),
+                    Query(rate("baton_router_prefix_cache_hits_total"), "prompt, cached"),
                 ],
             ),
-            Row(
-                "What clients see",
-                [
-                    by(
-                        "Requests",
-                        "reqps",
-                        rate("baton_requests_total", "outcome"),
-                        "{{outcome}}",
-                        stacked=True,
-                    ),
-                    quantiles("Time to first token", "baton_time_to_first_token_seconds"),
-                    quantiles("Between tokens", "baton_inter_token_latency_seconds"),
-                    quantiles("Whole requests", "baton_e2e_request_latency_seconds"),
-                    Panel(
-                        "Tokens",
-                        "short",
-                        [
-                            Query(rate("baton_prompt_tokens_total"), "prompt"),
-                            Query(rate("baton_router_generation_tokens_total"), "generated"),
-                            Query(rate("baton_router_prefix_cache_hits_total"), "prompt, cached"),
-                        ],
-                    ),
-                    stages,
-                ],
+            stages,
+        ],
+    )
+
+
+def _trouble() -> Row:
+    return Row(
+        "Trouble",
+        [
+            by("Attempts made again", "ops", rate("baton_retries_total", "reason"), "{{reason}}"),
+            by(
+                "Workers by lease",
+                "short",
+                total("baton_workers", "role, lease", "", "max"),
+                "{{role}} {{lease}}",
             ),
-            _autoscaling(),
-            Row(
-                "Trouble",
-                [
-                    by("Attempts made again", "ops", rate("baton_retries_total", "reason"), "{{reason}}"),
-                    by(
-                        "Workers by lease",
-                        "short",
-                        total("baton_workers", "role, lease", "", "max"),
-                        "{{role}} {{lease}}",
-                    ),
-                    by(
-                        "Event loops run late",
-                        "s",
-                        mean("baton_event_loop_lag_seconds", "instance"),
-                        "{{instance}}",
-                    ),
-                ],
+            by(
+                "Event loops run late",
+                "s",
+                mean("baton_event_loop_lag_seconds", "instance"),
+                "{{instance}}",
             ),
         ],
     )
