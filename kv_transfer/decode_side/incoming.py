@@ -158,7 +158,7 @@ class ReceiverStats:
         self.handoff_seconds.observe(time.monotonic() - handoff.times.reserved)
 
 
-async def take_on(
+async def accept(
     link: PeerLink,
     request: handoff_pb2.Reserve,
     *,

@@ -16,7 +16,7 @@ from kv_transfer import messages as m
 from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side import replies
 from kv_transfer.decode_side.handshake import Handshake
-from kv_transfer.decode_side.incoming import IncomingHandoff, ReceiverStats, as_baton_error, error_of, take_on
+from kv_transfer.decode_side.incoming import IncomingHandoff, ReceiverStats, accept, as_baton_error, error_of
 from kv_transfer.decode_side.landing import Landing
 from kv_transfer.decode_side.part_ledger import contradiction
 from kv_transfer.decode_side.peer import PeerLink
@@ -129,7 +129,7 @@ class HandoffReceiver:
             raise errors.UnavailableError(f"the decode worker is leaving: {self.exhausted}")
         if link.closed:  # closed while this request was queued
             raise errors.PeerLostError("the prefill worker is gone")
-        handoff = await take_on(
+        handoff = await accept(
             link, request, layout=self._handshake.layout, engine=self._engine, landing=self._landing
         )
         self._live[transfer_id] = handoff

@@ -60,7 +60,7 @@ class RankPeers:
     def link_lost(self, name: str) -> None:
         self._leaving.add(name)
 
-    def let_go(self) -> bool:
+    def disconnect_lost(self) -> bool:
         """Disconnect peers whose link is lost, except from agents that another link needs; returns whether there were any.
 
         Never while a write is pending: its handle could be an error at once, and its bytes would still land, after

@@ -139,7 +139,7 @@ class SenderRank:
                     worked |= self._advance(transfer)
                 except Exception as error:  # this thread serves every hand-off
                     self._fail(transfer, error)
-            worked |= self._peers.let_go()
+            worked |= self._peers.disconnect_lost()
             if worked:
                 self._pace.progressed(time.monotonic())
             else:

@@ -128,7 +128,7 @@ class WorkerLink:
         if self._connection is not None:
             self._handles.ask(self._loop.time(), silent_seconds)
 
-    def forgive(self, seconds: float) -> None:
+    def allow_delay(self, seconds: float) -> None:
         """Allow for a delay of this process: frames that arrived meanwhile may be unread."""
         self._heard = min(self._loop.time(), self._heard + seconds)
 

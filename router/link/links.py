@@ -130,7 +130,7 @@ class Links:
             if stopped:
                 link.restart_clocks()
             elif late > TICK_SECONDS:
-                link.forgive(late)
+                link.allow_delay(late)
             elif link.silent_seconds > LOST_SECONDS:
                 link.give_up(no_message(LOST_SECONDS))
             if beats:

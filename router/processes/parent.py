@@ -222,7 +222,7 @@ class Watch:
         self._memory = memory
         self._children = children
         self._due = 0.0
-        self._forgive_until = 0.0
+        self._lenient_until = 0.0
         self._watching = Periodic("watching the processes", WATCH_SECONDS, self._look)
 
     def start(self) -> None:
@@ -235,9 +235,9 @@ class Watch:
     async def _look(self) -> None:
         now = time.monotonic()
         if now > self._due + LATE_SECONDS:
-            self._forgive_until = now + LOOP_STALL_SECONDS
+            self._lenient_until = now + LOOP_STALL_SECONDS
         self._due = now + WATCH_SECONDS
-        for child in [] if now < self._forgive_until else list(self._children.values()):
+        for child in [] if now < self._lenient_until else list(self._children.values()):
             silent = self._memory.slot(child.index).silent_seconds() if child.serves else None
             if silent is not None and silent > LOOP_STALL_SECONDS:
                 log.error("the event loop of process %d has stood still for %.0f s", child.index, silent)
