@@ -235,4 +235,4 @@ def test_certificates_in_any_order(tmp_path, caplog):
     for directory in sets:
         make_certs(directory, [], 30)
     contents = [[(one / name).read_bytes() for name in FILES] for one in sets]
-    run_state_machine_as_test(lambda: Certificates(contents), settings=HOW)
+    run_state_machine_as_test(lambda: Certificates(contents), settings=HOW)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def test_leaders_in_any_order(redis_url):
         max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     with redis.Redis.from_url(redis_url) as client:
-        run_state_machine_as_test(lambda: Leaders(client, redis_url), settings=how)
+        run_state_machine_as_test(lambda: Leaders(client, redis_url), settings=how)  # type: ignore[arg-type]
 
 
 def test_a_lease_that_is_not_renewed_ends_by_rediss_clock(redis_url):

@@ -229,7 +229,7 @@ def test_charges_in_any_order(redis_url, monkeypatch):
         max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
     )
     with redis.Redis.from_url(redis_url) as client:
-        run_state_machine_as_test(lambda: Charges(client, redis_url), settings=how)
+        run_state_machine_as_test(lambda: Charges(client, redis_url), settings=how)  # type: ignore[arg-type]
     for what in (
         "rolled back",
         "repeated",

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http.exchange import Exchange
-from router.frontends.http.protocol import KEEPS, limited
+from router.frontends.http.protocol import KEEPS, LimitedProtocol, limited
 from tests.harness.waiting import until
 from tests.router.frontends.http.cycles import EveryRequest
 
@@ -41,7 +41,7 @@ class Server:
         self.go_on = asyncio.Event()
         self.running = 0
         self.read_ahead = 0  # reads while requests waited behind a running one
-        self.protocols: weakref.WeakSet[asyncio.BaseProtocol] = weakref.WeakSet()
+        self.protocols: weakref.WeakSet[LimitedProtocol] = weakref.WeakSet()
         self._seen = 0
         self._made: list[Connection] = []
         server = self
