@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
 
 _FIRST = 0xD800
-_MOST_MARKERS = 0x400
+_MAX_MARKERS = 0x400
 _SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_SPACE = 64  # characters of white space that are held back before a marker that may follow
 MAX_HEAD = 1024  # characters of a call before its arguments; a name has 64
@@ -32,7 +32,7 @@ class Markers:
         self._forms = {text: text for text in texts}
         self._chars: dict[int, str] = {}
         self.texts: dict[int, str] = {}  # of the special tokens
-        for number, text in enumerate(sorted(set(self._forms) & set(special))[:_MOST_MARKERS]):
+        for number, text in enumerate(sorted(set(self._forms) & set(special))[:_MAX_MARKERS]):
             self._forms[text] = self._chars[special[text]] = chr(_FIRST + number)
             self.texts[special[text]] = text
 
