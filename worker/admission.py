@@ -134,16 +134,16 @@ class Admission:
         if self.waiting and self._engine_full():
             for queue in self._queues:
                 for waiting in queue.pop_others(self._inside):
-                    self._admit_one(waiting)
+                    self._let_in(waiting)
             self._admit_in_order()
 
     def _admit_in_order(self) -> None:
         while (queue := next((one for one in self._queues if len(one)), None)) is not None:
             if self._inside_tokens and self._inside_tokens + queue.first.tokens > self._max_tokens:
                 return
-            self._admit_one(queue.pop())
+            self._let_in(queue.pop())
 
-    def _admit_one(self, waiting: Waiting) -> None:
+    def _let_in(self, waiting: Waiting) -> None:
         if not waiting.turn.done():
             self._inside_tokens += waiting.tokens
             self._inside[waiting.tenant] += waiting.tokens
