@@ -88,11 +88,12 @@ class ParsedRequest:
     arrival: Arrival
     echo_bytes: int = 0  # of the body's fields, held until the answer has ended
     kept_whole: bool = False  # if it is streamed: its last events repeat all of it
+    dimensions: int = 0  # of the vectors that are its answer
 
     @property
     def size(self) -> AnswerSize:
         """Of the whole answer: each choice of a prompt repeats its fields."""
-        return answer_size(self.completions, self.echo_bytes * self.completions[0].n)
+        return answer_size(self.completions, self.echo_bytes * self.completions[0].n, self.dimensions)
 
     @property
     def first_choices(self) -> list[int]:
