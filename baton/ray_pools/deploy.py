@@ -39,7 +39,7 @@ def deploy(
     """
     from ray import serve
     from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
-    from ray.serve.api import _run  # type: ignore[attr-defined]
+    from ray.serve.api import _run
 
     _check(stop)
     serve.start(proxy_location="Disabled")

@@ -130,7 +130,7 @@ async def test_an_error_of_the_engine_frees_its_lane(directory):
     world = Failing(directory)
     world.wanted = {"x": Wanted("a", "1")}
 
-    def digest(lane: int) -> str:
+    def digest(lane: int = 0) -> str | None:
         raise RuntimeError("of a collective operation")
 
     world.runner.digest = digest  # type: ignore[method-assign]

@@ -14,10 +14,10 @@ from cluster.membership.types import WorkerInfo
 from router.placement.calibration import Calibration, Calibrations
 from router.placement.candidates import Candidates
 from router.placement.charges import Charges
+from router.placement.place_script import Decision
 from router.placement.prefix_index import PrefixIndex
 from router.placement.standalone_placement import StandalonePlacement
 from router.placement.types import Placed, PlacementRequest
-from tests.harness.place_call import decision
 from tests.router.placement.scripts import Cluster, charge
 from wire import common_pb2
 
@@ -52,8 +52,8 @@ def test_a_whole_prompt_goes_where_it_is_computed_first(cluster, cached):
     p, d = cached
     chosen = cluster.place(TOKENS, chain=CHAIN, transfer_id=b"t", token_bytes=1e9, whole=True)
     assert chosen[0] != p and chosen[1] == d
-    names = (cluster.by_id[one].name for one in chosen)
-    assert cluster.table() == {b"t": charge(*names, TOKENS, TOKENS + 10)}, "all of it waits there"
+    p_name, d_name = (cluster.by_id[one].name for one in chosen)
+    assert cluster.table() == {b"t": charge(p_name, d_name, TOKENS, TOKENS + 10)}, "all of it waits there"
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -80,7 +80,7 @@ def test_an_attempt_that_ends_at_its_prefill_worker_leaves_nothing_at_a_decode_w
     assert cluster.table() == {b"t": charge(cluster.by_id[p].name, cluster.by_id[d].name, TOKENS, 0)}
     assert holders(cluster) == {p}
     answer: Any = cluster.client.hget(cluster.tag + "answers:router", "1")
-    terms = decision(answer).terms
+    terms = Decision.unpack(answer).terms
     assert (terms["handoff"], terms["decode_penalty"]) == (0, 0)
     assert terms["cost"] == terms["first_token"] == pytest.approx(TOKENS * 1e-3)
 
@@ -126,7 +126,12 @@ async def test_an_index_of_its_own_expects_blocks_where_they_will_be(more, slots
     config = RouterConfig(model="/m", redis_url="redis://h:1", index_url="redis://h:2")
     index = PrefixIndex(config, random.Random(1))
     sent: list[Any] = []
-    index._record = SimpleNamespace(send=lambda keys, arguments, *_: sent.append(arguments) or True)  # type: ignore[assignment]
+
+    def send(keys: Any, arguments: Any, *_: Any) -> bool:
+        sent.append(arguments)
+        return True
+
+    index._record = SimpleNamespace(send=send)  # type: ignore[assignment]
     index.record(request(**more), Placed(worker("prefill", 1), worker("decode", 2), 0, 0, True))
     assert sent[0][4:] == slots
     index.record(request(**more), Placed(None, worker("decode", 2), 0, 0, True))
