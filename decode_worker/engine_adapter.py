@@ -9,6 +9,7 @@ from cluster.errors import CancelledError, EngineRequestError, InvalidRequestErr
 from cluster.faults.points import Point
 from cluster.grammar.spec import grammar_from_wire
 from cluster.protocol.block_hash import hash_blocks
+from cluster.protocol.names import invalid
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from decode_worker.attempts import DecodeAttempts
 from engine.engine import Engine
@@ -119,10 +120,9 @@ class HandoffEngineAdapter:
         tokens = (len(request.spec.prompt_tokens) + len(request.spec.output_tokens)) // 4
         if request.token_count != tokens:
             raise InvalidRequestError(f"token_count: {request.token_count} of {tokens}", field="token_count")
-        if request.spec.sampling.prompt_logprobs:
-            raise InvalidRequestError(
-                "prompt_logprobs: the worker that computes the prompt reports them", field="prompt_logprobs"
-            )
+        for field in ("prompt_logprobs", "pooling"):
+            if getattr(request.spec.sampling, field):
+                raise invalid(field, "comes from the worker that computes the prompt, and is left out here")
 
     def _check_first(self, attempt: DecodeAttempt, tokens: Sequence[common_pb2.Token]) -> None:
         """Check that there is one token per choice, at the position after the prompt. Raises InvalidRequestError."""

@@ -166,13 +166,15 @@ class RequestGateway:
         truncated: bool = False,
         tenant: str = "",
         cache_salt: str = "",
+        field: str = "prompt",
     ) -> list[int]:
-        """Tokenise a prompt. Raises ContextLengthError or InvalidRequestError before tokenising a text that is too long;
-        one that will be `truncated` may exceed the context."""
+        """Tokenise a prompt, which is the client's `field`. Raises ContextLengthError or InvalidRequestError before
+        tokenising a text that is too long; one that will be `truncated` may exceed the context. Raises DeadlineError."""
         asked = self.model(model)
         asked.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
         scope = self._prefix_scope(tenant, cache_salt)
-        return await self._in_time(asked.text.encode(given, special=special, tenant=tenant, scope=scope))
+        work = asked.text.encode(given, special=special, tenant=tenant, scope=scope)
+        return await self._in_time(work, field)
 
     async def converse(
         self,
@@ -184,12 +186,13 @@ class RequestGateway:
         truncated: bool = False,
         tenant: str = "",
         cache_salt: str = "",
+        field: str = "messages",
     ) -> ChatPrompt:
         """Render, plan and tokenise the conversation that `read` returns (ModelText.chat), whose answer must match the
         grammar that was `asked` for.
 
         Raises ContextLengthError or InvalidRequestError before special tokens are searched in texts that are too long, and
-        for tools and grammars that the model does not support.
+        for tools and grammars that the model does not support; DeadlineError naming the conversation's `field`.
         """
 
         served = self.model(model)
@@ -199,7 +202,8 @@ class RequestGateway:
             served.validator.check_contents(conversation.characters, truncated=truncated)
             return conversation
 
-        conversation, rendered = await self._in_time(served.text.chat(checked, characters, tenant=tenant))
+        chat = served.text.chat(checked, characters, tenant=tenant)
+        conversation, rendered = await self._in_time(chat, field)
         plan = served.plans.plan(conversation, rendered.text, asked)
         await served.grammars.check(tenant, *plan.checks)
         tokens = await self.encode(
@@ -209,6 +213,7 @@ class RequestGateway:
             truncated=truncated,
             tenant=tenant,
             cache_salt=cache_salt,
+            field=field,
         )
         return ChatPrompt(tokens, plan)
 
@@ -216,21 +221,25 @@ class RequestGateway:
         self, read: Callable[[], Sequence[str]], characters: int, *, model: str = "", tenant: str = ""
     ) -> list[int]:
         """The tokens of each text that `read` returns (ModelText.lengths). Raises DeadlineError."""
-        return await self._in_time(self.model(model).text.lengths(read, characters, tenant=tenant))
+        return await self._in_time(
+            self.model(model).text.lengths(read, characters, tenant=tenant), "messages"
+        )
 
-    async def decode(self, tokens: Sequence[int], *, model: str = "", tenant: str = "") -> str:
-        """The text of token ids. Raises DeadlineError."""
-        return await self._in_time(self.model(model).text.decode(tokens, tenant=tenant))
+    async def decode(
+        self, tokens: Sequence[int], *, model: str = "", tenant: str = "", field: str = "prompt"
+    ) -> str:
+        """The text of token ids, which the client's `field` has. Raises DeadlineError."""
+        return await self._in_time(self.model(model).text.decode(tokens, tenant=tenant), field)
 
-    async def _in_time(self, work: Awaitable[T]) -> T:
+    async def _in_time(self, work: Awaitable[T], field: str) -> T:
         """Raises DeadlineError where the threads are not free, or not done, within `request_seconds`."""
         seconds = self.config.request_seconds
         try:
             async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError:
-            late = f"prompt: it was not tokenised within {seconds:g} s (request_seconds)"
-            raise DeadlineError(late, field="prompt", limit=f"{seconds:g} s") from None
+            late = f"{field}: it was not tokenised within {seconds:g} s (request_seconds)"
+            raise DeadlineError(late, field=field, limit=f"{seconds:g} s") from None
 
     @contextlib.asynccontextmanager
     async def preparing(

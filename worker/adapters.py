@@ -10,21 +10,25 @@ that hangs) delay their own adapter only. A thread that is still blocked keeps i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import redis
 
 from cluster.config.adapters import MAX_ADAPTERS
-from cluster.errors import AdapterSlotsError, UnavailableError
+from cluster.errors import AdapterSlotsError, DrainingError, UnavailableError
 from cluster.membership.adapter_refusals import Refusal, encode
 from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import ASK_SECONDS, READ_SECONDS, read_too_slowly
 from engine.lora.message import LANES
 from worker.engine_host import EngineHost
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
@@ -105,7 +109,8 @@ class AdapterChanges:
                     return
                 for task in done:
                     del self._loading[task]
-                    task.result()
+                    if not task.cancelled():  # with a former call of this
+                        task.result()
                 if done:
                     await self._announce()
                     continue
@@ -123,7 +128,7 @@ class AdapterChanges:
             task.cancel()
 
     async def _give_up_all(self) -> None:
-        """Cancel what is being loaded. What was read is dropped when the next reading of its lane begins."""
+        """Cancel what is being loaded; what was read is dropped."""
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
@@ -187,14 +192,17 @@ class AdapterChanges:
 
     async def _announce_locked(self) -> None:
         if self.pairs != self._published:
-            pairs = self.pairs
-            self._published = pairs if await asyncio.to_thread(self._publish, pairs) else None
+            pairs, self._published = self.pairs, None  # unknown, if this is given up meanwhile
+            if await asyncio.to_thread(self._publish, pairs):
+                self._published = pairs
 
     async def _release(self, names: Sequence[str]) -> None:
         """Give up these names; also that of one which is then not loaded: the name means another one now."""
-        gone = {self._loaded.pop(name).digest for name in names}
-        for digest in sorted(gone - {digest for _, digest in self.pairs}):
+        gone = {self._loaded[name].digest for name in names}
+        for digest in sorted(gone - {digest for name, digest in self.pairs if name not in names}):
             await self._host.call(lambda engine, digest=digest: engine.adapters.release(digest))  # type: ignore[misc]
+        for name in names:  # only now: what fails before is repeated at the next look
+            del self._loaded[name]
 
     async def _try(self, key: _Key, lane: int) -> None:
         name, wanted = key
@@ -222,23 +230,35 @@ class AdapterChanges:
             held = frozenset(self._held())
             if not await self._host.call(lambda engine: engine.adapter_fits(known, held)):
                 raise self._refused_before(key)  # not read again for that
-        digest = await self._read(key, lane)
-        async with self._changing:
-            try:
+        try:
+            digest = await self._read(key, lane)
+            async with self._changing:
                 await self._look_locked()  # routers would take it for its successor of the same name
                 if self._now.get(key[0]) != key[1]:
                     raise _NotWantedError
                 self._check_names()
-                held = frozenset(self._held())
-            except Exception:
-                await self._host.call(lambda engine: engine.adapters.drop(lane))
-                raise
-            try:
-                await self._host.call(lambda engine: engine.write_adapter(digest, held, lane))
-            except AdapterSlotsError:
-                self._without_slot[key] = digest
-                raise
-            self._loaded[key[0]] = _Loaded(key[1], digest)
+                await self._write(key, digest, frozenset(self._held()), lane)
+        except BaseException:  # however it ends, also if it is cancelled
+            await self._undo(lambda engine: engine.adapters.drop(lane))
+            raise
+
+    async def _write(self, key: _Key, digest: str, held: frozenset[str], lane: int) -> None:
+        """Raises AdapterSlotsError."""
+        try:
+            await self._host.call(lambda engine: engine.write_adapter(digest, held, lane))
+        except AdapterSlotsError:
+            self._without_slot[key] = digest
+            raise
+        except BaseException:  # the engine may have written it all the same
+            if all(digest != loaded for _, loaded in self.pairs):
+                await self._undo(lambda engine: engine.adapters.release(digest))
+            raise
+        self._loaded[key[0]] = _Loaded(key[1], digest)
+
+    async def _undo(self, function: Callable[[Engine], None]) -> None:
+        """The engine runs it even if this is cancelled meanwhile; one that has stopped has nothing to give back."""
+        with contextlib.suppress(DrainingError):
+            await self._host.call(function)
 
     def _check_names(self) -> None:
         """Raises AdapterSlotsError."""
@@ -254,8 +274,9 @@ class AdapterChanges:
         return AdapterSlotsError(former.message, field="max_loras", retry_after_seconds=wait)
 
     async def _read(self, key: _Key, lane: int) -> str:
-        """Let all ranks read it, while steps go on; returns the digest. Raises _NotWantedError once it is not wanted,
-        ModelError, DeadlineError, UnavailableError while an earlier reading blocks the lane."""
+        """Let all ranks read it, while steps go on; returns the digest. What was read stays in the lane. Raises
+        _NotWantedError once it is not wanted, ModelError, DeadlineError, UnavailableError while an earlier reading blocks
+        the lane."""
         root, directory = self._directory, self._directory / key[1].path
         await self._host.call(lambda engine: engine.adapters.begin(directory, below=root, lane=lane))
         began = self._clock()
@@ -274,6 +295,5 @@ class AdapterChanges:
             if late or self._now.get(key[0]) != key[1]:
                 self._blocked.pop(lane, None)
                 self._blocked[lane] = key
-                await self._host.call(lambda engine: engine.adapters.drop(lane))
                 raise read_too_slowly(READ_SECONDS) if late else _NotWantedError
             await asyncio.sleep(ASK_SECONDS)

@@ -57,7 +57,12 @@ def pools(
         signal.signal(number, lambda *_: stop.set())
     described = _read(config)
     found = _pools(described)
-    head = _connect(address, stop)
+    try:
+        head = _connect(address, stop)
+    except SetupError:
+        if stop.is_set():  # a signal has ended the wait for it
+            return
+        raise
     watch = RayHeadWatch(head, means="workers that serve go on; none is started, replaced or removed")
     try:
         if not deployed:
@@ -91,15 +96,14 @@ def _pools(described: Mapping[str, Any]) -> dict[Role, PoolDescription]:
 def _deploy(
     head: str, found: Mapping[Role, PoolDescription], described: Mapping[str, Any], stop: threading.Event
 ) -> None:
-    """Raises SetupError if Ray's head stops responding, or `stop` is set meanwhile."""
+    """Raises SetupError if Ray's head stops responding, or `stop` is set meanwhile. It is `deploy` that looks at that: a
+    thread left behind would deploy the pools beside their end, or behind it."""
     from baton.ray_pools.deploy import deploy
 
     policy = described.get("autoscaling")
     scaled = None if policy is None else sources.load(ServeAutoscalingConfig, policy)
     environment = described.get("environment", {})
-    call_ray(
-        head, "the deployment of the pools", lambda: deploy(found, environment, scaled), math.inf, stop=stop
-    )
+    call_ray(head, "the deployment of the pools", lambda: deploy(found, environment, scaled, stop), math.inf)
 
 
 def _disconnect(head: str, watch: RayHeadWatch) -> None:

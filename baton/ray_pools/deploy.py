@@ -8,7 +8,9 @@ that task instead.
 from __future__ import annotations
 
 import json
+import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -27,25 +29,44 @@ POLL_SECONDS = 0.2
 def deploy(
     pools: Mapping[Role, PoolDescription],
     environment: Mapping[str, str],
-    autoscaling: ServeAutoscalingConfig | None = None,
+    autoscaling: ServeAutoscalingConfig | None,
+    stop: threading.Event,
 ) -> None:
-    """Deploy the pools and return when they run.
+    """Deploy the pools and return when they run, or soon after `stop` is set: nothing is deployed after the return.
 
     With `autoscaling` the pools begin as large as `pools` says and one policy sizes both.
-    Raises RuntimeError if a replica cannot start, SetupError if they do not run in time.
+    Raises SetupError if a replica cannot start, the pools do not run in time, or `stop` is set before they do.
     """
     from ray import serve
+    from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
+    from ray.serve.api import _run
 
+    _check(stop)
     serve.start(proxy_location="Disabled")
+    _check(stop)
     if autoscaling is None:
-        serve.run(application(pools, environment), name=APPLICATION, route_prefix=None)
+        _run(application(pools, environment), _blocking=False, name=APPLICATION, route_prefix=None)
+        deadline = math.inf
     else:
         _deploy_scaled(pools, environment, autoscaling)
+        deadline = time.monotonic() + START_SECONDS
+    client: Any = _get_global_client()
+    while (status := client.get_serve_status(APPLICATION).app_status).status != "RUNNING":
+        if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
+            raise SetupError(f"the pools did not start: {status.status}: {status.message}")
+        _check(stop)
+        time.sleep(POLL_SECONDS)
+
+
+def _check(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise SetupError("the deployment of the pools was stopped")
 
 
 def _deploy_scaled(
     pools: Mapping[Role, PoolDescription], environment: Mapping[str, str], autoscaling: ServeAutoscalingConfig
 ) -> None:
+    """Ask Serve for them."""
     from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
     from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
@@ -66,11 +87,6 @@ def _deploy_scaled(
     )
     client: Any = _get_global_client()
     client.deploy_apps(ServeDeploySchema(applications=[declared]))
-    deadline = time.monotonic() + START_SECONDS
-    while (status := client.get_serve_status(APPLICATION).app_status).status != "RUNNING":
-        if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
-            raise SetupError(f"the pools did not start: {status.status}: {status.message}")
-        time.sleep(POLL_SECONDS)
 
 
 def build(arguments: dict[str, str]) -> Any:

@@ -19,6 +19,11 @@ from cluster.redis.connect import connect, connect_async
 
 MAX_PATH = 512
 log = logging.getLogger(__name__)
+_REMOVE = """
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if not held or cjson.decode(held)[2] ~= ARGV[2] then return 0 end
+return redis.call('HDEL', KEYS[1], ARGV[1])
+"""
 
 
 class Wanted(NamedTuple):
@@ -99,9 +104,12 @@ class WantedWriter:
         entry = await self._client.hget(self._key, name)
         return parse({name.encode(): entry}).get(name) if entry is not None else None
 
-    async def remove(self, name: str) -> bool:
-        """Whether it was there. Raises redis.RedisError."""
-        return bool(await self._client.hdel(self._key, name))
+    async def remove(self, name: str, entry: Wanted | None) -> bool:
+        """Whether it was there: `entry`, and no other one that has come in its place; None: whatever is there, since
+        `find` did not understand it. Raises redis.RedisError."""
+        if entry is None:
+            return bool(await self._client.hdel(self._key, name))
+        return bool(await self._client.eval(_REMOVE, 1, self._key, name, entry.tag))
 
     async def close(self) -> None:
         if self._connected is not None:

@@ -15,7 +15,6 @@ from functools import cached_property
 
 from cluster import errors
 from cluster.protocol.first_token import ends_with_first_token
-from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
 from cluster.state_machine import StateMachine
 from router.dispatch.attempt import Attempt
 from router.dispatch.attempt_events import Broken, Ended, Source
@@ -33,7 +32,7 @@ from router.link.token import Token
 from router.observe import traces
 from router.observe.traces import Arrival
 from router.placement.candidates import level_of
-from router.placement.types import Placed, Reason
+from router.placement.types import Reason
 from router.quota.quota import Use
 from router.request.completion import Completion, Delta, Outcome
 from wire import common_pb2
@@ -211,9 +210,7 @@ class RequestDispatcher:
         c = self._completion
         began = time.monotonic()
         self._services.check_any_worker()
-        spec, request, placed = await self._placer.place(choices, deadline)
-        if not self._lacks_prompt:
-            leave_out_prompt_logprobs(spec)
+        spec, request, placed = await self._placer.place(choices, deadline, scores=self._lacks_prompt)
         ended = time.monotonic()
         self.stats.placement_seconds += ended - began
         if c.explain:
@@ -326,7 +323,7 @@ class RequestDispatcher:
             )
             if event.source is Source.PREFILL or attempt.is_local:
                 attempt.prefill_report = report
-            self._keep_report(event.source, report, attempt.placed)
+            self._keep_report(event.source, report, attempt)
         outcome = event.end.outcome if event.end is not None else None
         if event.source is Source.PREFILL and outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
             self._services.pairs.met(attempt.placed)
@@ -359,11 +356,12 @@ class RequestDispatcher:
 
     async def _after_worker_loss(self, event: Ended, attempt: Attempt, reason: errors.BatonError) -> None:
         """A worker was lost. If it was P, D alone says whether the attempt has committed; with a part of the prompt's log
-        probabilities the whole attempt is lost."""
+        probabilities the whole attempt is lost, and an attempt that ends at P has no D."""
         placed = attempt.placed
+        may_go_on = not self._lacks_prompt and not ends_with_first_token(attempt.spec)
         if event.source is Source.PREFILL and placed.prefill is not None:
             try:
-                if not self._lacks_prompt and await attempt.abort_unless_committed():
+                if may_go_on and await attempt.abort_unless_committed():
                     return  # go on reading from D
             except errors.BatonError as error:
                 self._placer.excluded[placed.decode.worker_id] = Reason.UNANSWERED
@@ -378,13 +376,14 @@ class RequestDispatcher:
             self._placer.excluded[placed.decode.worker_id] = ended_by(event)
         raise _Retry(reason)
 
-    def _keep_report(self, source: Source, report: common_pb2.WorkReport, placed: Placed) -> None:
+    def _keep_report(self, source: Source, report: common_pb2.WorkReport, attempt: Attempt) -> None:
+        placed, scored = attempt.placed, attempt.spec.sampling.prompt_logprobs
         self.stats.keep(report, of_prefill=source is Source.PREFILL)
         self._services.recorder.handed_over(placed, report)
         level = level_of(placed.prefill, placed.decode) if placed.prefill is not None else None
         # What a worker measured corrects what placement assumes.
         calibration = self._services.placement.calibrations.of(self._completion.served_model)
-        calibration.learn(report, len(self._completion.prompt_tokens), level)
+        calibration.learn(report, len(self._completion.prompt_tokens), level, scored=scored)
 
     @cached_property
     def outcome(self) -> Outcome:

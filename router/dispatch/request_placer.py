@@ -7,6 +7,8 @@ import time
 
 from cluster import errors
 from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
+from cluster.protocol.first_token import ends_with_first_token
+from cluster.protocol.prompt_scores import computes_each_position, leave_out_prompt_logprobs
 from router.dispatch.choice import ChoiceStream
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.engine_failures import EngineFailures
@@ -37,15 +39,18 @@ class RequestPlacer:
         self.engine_failures = EngineFailures()
 
     async def place(
-        self, choices: list[ChoiceStream], deadline: float
+        self, choices: list[ChoiceStream], deadline: float, *, scores: bool = True
     ) -> tuple[common_pb2.GenerateSpec, PlacementRequest, Placed]:
-        """Choose workers; while there are none, wait for them up to `deadline`. Raises UnavailableError."""
+        """Choose workers; while there are none, wait for them up to `deadline`. `scores`: log probabilities of the prompt,
+        where wanted, are still to come. Raises UnavailableError."""
         while True:
             try:
                 self._kv_group = self._services.placement.kv_group(
                     self._kv_group, self._completion.served_model
                 )
                 spec = self.spec(choices, self._kv_group)
+                if not scores:
+                    leave_out_prompt_logprobs(spec)
                 request = self.request(choices, spec, self._kv_group)
                 request = self._services.without_unreachable_pairs(request)
                 placed = await self._services.placement.place(request)
@@ -78,6 +83,8 @@ class RequestPlacer:
             tenant=c.tenant,
             weight=c.weight,
             model=c.served_model,
+            whole_prompt=computes_each_position(spec),
+            ends_at_prefill=ends_with_first_token(spec),
         )
 
     def _exclusions(self) -> dict[str, Reason]:

@@ -31,6 +31,11 @@ class Vectors:
     how: Embedding
     dimensions: int
 
+    @property
+    def packed_bytes(self) -> int:
+        """Of one vector."""
+        return 4 * self.dimensions
+
     def of(self, sent: bytes) -> npt.NDArray[np.float32]:
         """float32 [dimensions] of a worker's bytes: cut, and then normalised if the checkpoint says so."""
         made: npt.NDArray[Any] = np.frombuffer(sent, dtype="<f4")[: self.dimensions]

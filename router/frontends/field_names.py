@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import DeadlineError, InvalidRequestError
 
 
 @contextlib.contextmanager
@@ -15,7 +15,7 @@ def renamed(names: Mapping[str, str], parts: Sequence[tuple[re.Pattern[str], str
     and a message, and what replaces them."""
     try:
         yield
-    except InvalidRequestError as error:
+    except (InvalidRequestError, DeadlineError) as error:
         field, message = error.field, error.message
         name = names.get(field, field)
         if message.startswith(field):

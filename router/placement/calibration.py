@@ -36,10 +36,14 @@ class Calibration:
         """Prefill tokens per second."""
         return 1.0 / self.a
 
-    def learn(self, report: common_pb2.WorkReport, prompt_tokens: int, level: int | None) -> None:
-        """From a worker's report of one request. `level`: of the pair of its hand-off; None without one."""
+    def learn(
+        self, report: common_pb2.WorkReport, prompt_tokens: int, level: int | None, *, scored: bool = False
+    ) -> None:
+        """From a worker's report of one request. `level`: of the pair of its hand-off; None without one. `scored`: its
+        steps made logits of each position, which takes longer than other prompts do."""
         total = report.computed_prompt_tokens + report.cached_tokens
-        self.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)
+        if not scored:
+            self.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)
         if report.kv_bytes_shipped and level is not None:
             shipped = prompt_tokens - report.not_shipped_tokens
             self.observe_transfer(level, report.kv_bytes_shipped, shipped, report.handoff_exposed_seconds)

@@ -15,7 +15,7 @@ local function worth_a_look()
   for k = 1, #ps do
     if score[ps[k]] < least then p, least = ps[k], score[ps[k]] end
   end
-  if not p then return near_p, near_d end
+  if not p or alone then return near_p, near_d end
   local most = math.huge  -- that the best pair costs
   for k = 1, #ds do
     local d = ds[k]
@@ -26,7 +26,7 @@ local function worth_a_look()
     p = ps[k]
     if score[p] <= most and L * far_rate > 0.9 * (computes[p] or cold) then near_p[#near_p + 1] = p end
   end
-  local compute = prefill_seconds(L - math.min(unlisted * page, L - 1))
+  local compute = prefill_seconds(whole and L or L - math.min(unlisted * page, L - 1))
   for k = 1, #ds do
     local d = ds[k]
     if compute + wait[d] <= most and (L - (hits[d] or 0)) * far_rate > 0.9 * compute then near_d[#near_d + 1] = d end

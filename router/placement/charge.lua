@@ -25,7 +25,10 @@ for k = 1, #gone do exit(tag, names[gone[k]], facts[gone[k]]) end
 if #gone > 0 then changed(tag) end
 
 local at = p > 0 and p or d  -- who prefills
-local cached = hits[at] or 0
+local ends = alone and p > 0  -- there, so that the decode worker gets nothing of it
+local lives, penalty = ends and 0 or need, p > 0 and joining[d] or wait[d]
+local cached = reused(at)
+local cached_decode = p == 0 and cached or ends and 0 or hits[d] or 0
 local u = L - cached
 local compute = prefill_seconds(u)
 local pending = 'p:' .. name_of(at)
@@ -39,13 +42,13 @@ if waits > 0 and priority_class ~= 'batch' then
 end
 -- Refusing helps only where waiting is what makes it late: an idle worker takes whatever comes, and a long prompt
 -- may wait as long as it computes.
-local first = ahead + compute + wait[d]
+local first = ahead + compute + penalty
 if (deadline > 0 and first > deadline and ahead > 0) or (target > 0 and first > target and ahead > compute) then
   return {-3, tostring(first)}
 end
 
 local class = CLASSES[priority_class]
-local charge = pack_charge(class, u, need, name_of(at), name_of(d))
+local charge = pack_charge(class, u, lives, name_of(at), name_of(d))
 if call('HSETNX', KEYS[5], transfer_id, charge) == 0 then
   local charged = call('HGET', KEYS[5], transfer_id)
   if charged ~= replaces then return refused({-7}) end  -- the router has placed it by itself meanwhile
@@ -53,7 +56,7 @@ if call('HSETNX', KEYS[5], transfer_id, charge) == 0 then
   count(former, -prefill, -decode, its_p, its_d)
   call('HSET', KEYS[5], transfer_id, charge)
 end
-count(class, u, need, name_of(at), name_of(d))
+count(class, u, lives, name_of(at), name_of(d))
 apply(tag, not small and known)
 -- Of a run that Redis did not give out: the lease expires the charges of a router that dies before it ever settles.
 if life > latest then
@@ -62,12 +65,12 @@ if life > latest then
 end
 
 if records then
-  local winners = winners_of(p, d)
+  local winners = ends and {p} or winners_of(p, d)
   for k = 1, #winners do winners[k] = string.format('%d', slots[winners[k]]) end
   insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl, seen_nodes, not tends)
 end
 
-local answer = struct.pack(ANSWER, number, cached, hits[d] or 0, u, cost, waits, compute, ship, wait[d], first)
+local answer = struct.pack(ANSWER, number, cached, cached_decode, u, cost, waits, compute, ship, penalty, first)
 answer = answer .. (p > 0 and name_of(p) or '') .. '\0' .. name_of(d)
 if in_vain == former_in_vain then
   call('HSET', KEYS[7], number % ANSWERS, answer)

@@ -78,7 +78,7 @@ class Charges:
             prefill.name,
             decode.name,
             uncached,
-            request.token_count + request.output_tokens,
+            request.decode_tokens(local=prefill.name == decode.name),
             request.priority_class,
         )
         self._count(charge.prefill, charge.prefill_tokens)

@@ -1,7 +1,7 @@
 -- Fifth part of the placement script: the pair that costs least.
-local places_count = fast > slow
+local places_count = fast > slow and not alone
 -- Racks count where they are faster than what lies beyond, and in fleets of many racks only.
-local racks_count = not listed and bandwidths[3] > bandwidths[4]
+local racks_count = not listed and not alone and bandwidths[3] > bandwidths[4]
 local UNKNOWN = listed and 0 or NOWHERE
 
 -- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place and rack.
@@ -53,7 +53,7 @@ end
 local function choose()
   local best_ps, among_ps, p_places, p_racks = best(ps)
   local best_ds, among_ds, d_places, d_racks = best(ds)
-  local free = best_ps[1] and best_ds[1] and score[best_ps[1]] + wait[best_ds[1]]
+  local free = best_ps[1] and best_ds[1] and score[best_ps[1]] + joining[best_ds[1]]
   if longest and not bad[longest] and not among_ds[longest] then
     best_ds[#best_ds + 1] = longest
     among_ds[longest] = true
@@ -67,19 +67,19 @@ local function choose()
   end
   -- ready: seconds until p has computed it, `compute` of them its own.
   local function join(p, d, ready, compute)
-    local ship = (L - (hits[d] or 0)) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
+    local ship = alone and 0 or (L - (hits[d] or 0)) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
     if ship < 0 then ship = 0 end
-    consider(p, d, ready + wait[d] + ship, ship)
+    consider(p, d, ready + joining[d] + ship, ship)
   end
   local function pair(p, d)
-    if score[p] + wait[d] <= cheapest * TIE then join(p, d, score[p], computes[p] or cold) end
+    if score[p] + joining[d] <= cheapest * TIE then join(p, d, score[p], computes[p] or cold) end
   end
   for i = 1, #best_ps do
     local p = best_ps[i]
     local ready, compute = score[p], computes[p] or cold
     for k = 1, #best_ds do  -- beyond the tie already, most of them: whatever the hand-off adds
       local d = best_ds[k]
-      if ready + wait[d] <= cheapest * TIE then join(p, d, ready, compute) end
+      if ready + joining[d] <= cheapest * TIE then join(p, d, ready, compute) end
     end
   end
   -- Those beside one of them, and the own best two of a place or rack, may win by lying together.
@@ -103,7 +103,7 @@ local function choose()
     local function locally(d)
       -- Its own running batch waits for the chunks: prefill here costs those streams too.
       local slow = living[d] > 0 and 2 or 1
-      consider(0, d, queue[d] + slow * prefill_seconds(L - (hits[d] or 0)) + wait[d], 0)
+      consider(0, d, queue[d] + slow * prefill_seconds(L - reused(d)) + wait[d], 0)
     end
     for k = 1, #ds do
       if not bad[ds[k]] then locally(ds[k]) end
@@ -116,7 +116,8 @@ local function choose()
   local tied = {}
   for c = 1, choices do
     if cost[c] <= cheapest * TIE then
-      local cached = (hits[cp[c]] or 0) + (hits[cd[c]] or 0)
+      local p, d = cp[c], cd[c]
+      local cached = p == 0 and reused(d) or reused(p) + (alone and 0 or hits[d] or 0)
       if cached > reuse then reuse, equal = cached, 0 end
       if cached == reuse then
         equal = equal + 1

@@ -9,8 +9,9 @@
 --       cost model, token_bytes, per_token (seconds that a resident token adds to a decode step), rate (prefill tokens per
 --       second), ttl_ms of index entries, target and deadline of the first token (seconds, 0 = none), run of the router, number
 --       of the call, predict_ms of index entries that a placement predicts, lease_ms of the router, age_ms of a lease from which
---       a worker is suspect and from which it is dead, bandwidths (bytes per second of pairs that share a clique, a host, a rack, a
---       zone, nothing)
+--       a worker is suspect and from which it is dead, whole (1: the worker that prefills computes each position, whatever it has
+--       cached), alone (1: the attempt ends at a prefill worker, without a hand-off), bandwidths (bytes per second of pairs that
+--       share a clique, a host, a rack, a zone, nothing)
 --   5   mode of local prefill (at the decode worker): never | fallback | auto | always
 --   6   feeds of the index
 --   7   priority class: high | normal | batch
@@ -36,9 +37,10 @@
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
-local NUMBERS = '>' .. string.rep('d', 23)
+local NUMBERS = '>' .. string.rep('d', 25)
 local L, page, out, random, a, b, token_bytes, per_token, rate, ttl, target, deadline, life, number, predict, lease, suspect, dead,
-  to_clique, to_host, to_rack, to_zone, to_far = struct.unpack(NUMBERS, ARGV[4])
+  whole, alone, to_clique, to_host, to_rack, to_zone, to_far = struct.unpack(NUMBERS, ARGV[4])
+whole, alone = whole == 1, alone == 1
 local bandwidths = {to_clique, to_host, to_rack, to_zone, to_far}
 local mode, feeds, priority_class, transfer_id, replaces, group = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 local small = group == ''

@@ -121,6 +121,8 @@ class Numbers(NamedTuple):
     lease_ms: int = int(ROUTER_LEASE_SECONDS * 1000)
     suspect_ms: int = int(LEASE_SUSPECT_SECONDS * 1000)
     dead_ms: int = int(LEASE_DEAD_SECONDS * 1000)
+    whole: bool = False
+    alone: bool = False
 
     def packed(self, bandwidths: Sequence[float]) -> bytes:
         return _NUMBERS.pack(*self, *bandwidths)
@@ -249,6 +251,8 @@ class PlaceScript:
             deadline_seconds=deadline,
             run=run,
             number=number,
+            whole=request.whole_prompt,
+            alone=request.ends_at_prefill,
         )
         return [
             scripts.prefix(config.namespace, candidates.model_id),

@@ -243,6 +243,6 @@ def _charge_of(request: PlacementRequest, decision: Decision) -> AttemptCharge:
     """What the script has charged for it."""
     return AttemptCharge(
         *(decision.prefill or decision.decode, decision.decode, decision.uncached_tokens),
-        request.token_count + request.output_tokens,
+        request.decode_tokens(local=not decision.prefill),
         request.priority_class,
     )

@@ -138,7 +138,11 @@ class PrefixIndex:
         memory = self.watch.memory
         if not request.chain or not self.up or feeds(self._config, memory) == "reported":
             return
-        workers = [one for one in (placed.decode, placed.prefill) if one is not None]
+        prefill = placed.prefill
+        if prefill is None:
+            workers = [placed.decode]
+        else:
+            workers = [prefill] if request.ends_at_prefill else [placed.decode, prefill]
         arguments: list[Argument] = [
             scripts.prefix(self._config.namespace, placed.decode.model_id),
             request.chain,

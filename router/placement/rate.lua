@@ -40,6 +40,8 @@ local cold_ship = L * ship_rate
 -- By index. Only of workers that hold some of the prompt: hits (tokens), computes (seconds of a prefill there). Only of decode
 -- workers: wait (seconds), living (resident tokens), queue (seconds).
 local score, hits, computes, wait, living, queue = {}, {}, {}, {}, {}, {}
+local joining = {}  -- as `wait`, of a request that a prefill worker computes: nothing, where it ends there
+local function reused(i) return whole and 0 or hits[i] or 0 end  -- by the worker, if it prefills
 local function waits_at(p) return math.max(0, (load_of[p] or 0) / rate) end
 local longest, longest_hit, cover, may_local = nil, 0, nil, nil
 local rated, rated_p, rated_d = 0, 0, 0  -- candidates that are read so far
@@ -90,7 +92,7 @@ local function rate_new()
     if load < 0 then load = 0 end
     local penalty, lack = per_token * load, need + load - capacities[i]
     if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i]) end
-    wait[i] = penalty
+    wait[i], joining[i] = penalty, alone and 0 or penalty
     if may_local then living[i], queue[i] = load, math.max(0, tonumber(load_of[-i] or 0)) / rate end
     if blocks then
       local held = math.min(blocks * page, L - 1)
@@ -105,7 +107,7 @@ local function rate_new()
     local load, blocks = load_of[i], cover[slots[i]]
     local seconds = load and load / rate or 0
     if seconds < 0 then seconds = 0 end
-    if blocks then
+    if blocks and not whole then
       local held = math.min(blocks * page, L - 1)
       local compute = prefill_seconds(L - held)
       hits[i], computes[i], score[i] = held, compute, seconds + compute

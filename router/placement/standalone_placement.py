@@ -42,10 +42,12 @@ class StandalonePlacement:
 
     def place(self, request: PlacementRequest, candidates: Candidates) -> Placed:
         """Raises OverloadedError."""
-        decode = self._pick(candidates.decode, candidates.decode_by_id, request.chain)
-        prefill = None
+        chain, prefill = request.chain, None
+        at_prefill = b"" if request.whole_prompt else chain
+        hands_over = candidates.prefill and not request.ends_at_prefill
+        decode = self._pick(candidates.decode, candidates.decode_by_id, chain if hands_over else at_prefill)
         if candidates.prefill:
-            prefill = self._pick(candidates.prefill, candidates.prefill_by_id, request.chain)
+            prefill = self._pick(candidates.prefill, candidates.prefill_by_id, at_prefill)
             self._refuse_late(request, self._charges.by_worker.get(prefill.name, 0))
         return Placed(prefill, decode, 0, 0, False, uncached_tokens=request.token_count)
 

@@ -64,6 +64,12 @@ class PlacementRequest:
     tenant: str = ""
     weight: float = 1.0  # of the tenant
     model: str = ""  # the name of one of the router's models; "": the first
+    whole_prompt: bool = False  # the worker that prefills computes each position, whatever it has cached
+    ends_at_prefill: bool = False  # without a hand-off, unless a decode worker prefills
+
+    def decode_tokens(self, *, local: bool) -> int:
+        """Those that come to live at the decode worker. `local`: it prefills."""
+        return 0 if self.ends_at_prefill and not local else self.token_count + self.output_tokens
 
 
 @dataclass(frozen=True)

@@ -161,10 +161,8 @@ async def test_first_tokens_that_do_not_fit_the_request_end_the_attempt(tokens):
     await close(world)
 
 
-async def refused(
-    stream: Stream, token_count: int = len(PROMPT), *, scored: bool = False
-) -> common_pb2.ErrorDetail:
-    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=scored)
+async def refused(stream: Stream, token_count: int = len(PROMPT), **sampled: Any) -> common_pb2.ErrorDetail:
+    sampling = common_pb2.SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **sampled})
     spec = common_pb2.GenerateSpec(
         model_id="m", prompt_tokens=pack_tokens(PROMPT), sampling=sampling, n=1, salt=SALT
     )
@@ -207,11 +205,15 @@ async def test_a_reserve_whose_length_differs_from_its_tokens_is_refused(count):
     await close(world)
 
 
-async def test_a_reserve_that_asks_for_the_prompts_log_probabilities_is_refused():
-    """Its log would wait for them: the worker that computes the prompt reports them."""
+@pytest.mark.parametrize(
+    ("field", "sampled"),
+    [("prompt_logprobs", {"prompt_logprobs": True}), ("pooling", {"pooling": 3, "max_tokens": 1})],
+)
+async def test_a_reserve_that_asks_for_something_of_the_prompt_is_refused(field, sampled):
+    """Its log would wait for it: the worker that computes the prompt sends it."""
     world = DecodeWorld()
-    error = await refused(world.connect("p", 1, 1), scored=True)
-    assert (error.code, error.field) == ("InvalidRequestError", "prompt_logprobs")
+    error = await refused(world.connect("p", 1, 1), **sampled)
+    assert (error.code, error.field) == ("InvalidRequestError", field)
     assert world.core.engine.stats().blocks_held == 0 and len(world.role.attempts) == 0
     await close(world)
 

@@ -38,6 +38,8 @@ class PlaceCall:
     lease_ms: int = 60_000
     transfer_id: bytes = b"t"
     replaces: bytes = b""
+    whole: bool = False
+    alone: bool = False
 
     def arguments(self, run: int, number: int, candidates: Candidates | Heads) -> list[Any]:
         numbers = Numbers(
@@ -57,6 +59,8 @@ class PlaceCall:
             number=number,
             predict_ms=self.predict_ms,
             lease_ms=self.lease_ms,
+            whole=self.whole,
+            alone=self.alone,
         )
         return [
             *(scripts.prefix(self.namespace, self.model_id), self.router, self.chain),

@@ -25,6 +25,7 @@ class Gateway(SimpleNamespace):
     _in_time, _prefix_scope = RequestGateway._in_time, RequestGateway._prefix_scope
     _rate_limits, _owned = RequestGateway._rate_limits, RequestGateway._owned
     counted, _buckets = RequestGateway.counted, RequestGateway._buckets
+    decode, lengths = RequestGateway.decode, RequestGateway.lengths
 
 
 class Text:

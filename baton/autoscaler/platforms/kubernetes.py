@@ -36,11 +36,18 @@ def connect(kubeconfig: Path | None) -> client.ApiClient:
 
 
 def own_namespace() -> str:
-    """Return the pod's namespace, or "default" outside of pods."""
+    """Return the pod's namespace, or "default" outside of pods. Raises SetupError if a pod's cannot be read: the pools of
+    another namespace would be scaled."""
     try:
         return _SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
-    except OSError:
+    except FileNotFoundError:
         return "default"
+    except OSError as error:
+        raise SetupError(
+            f"the pod's namespace is unknown, {_SERVICE_ACCOUNT_NAMESPACE} cannot be read: {error}; set "
+            "kubernetes_namespace",
+            field="kubernetes_namespace",
+        ) from error
 
 
 class StatefulSets:

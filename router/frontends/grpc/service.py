@@ -16,6 +16,7 @@ from cluster.security.keys import Caller
 from router.admission.admission import Place
 from router.dispatch.services import Identity
 from router.dispatch.turn import Turn
+from router.frontends.answer_room import expect_answer
 from router.frontends.grpc.conversation import check_conversation, read_conversation, size_of
 from router.frontends.grpc.embed import EmbedCall
 from router.frontends.grpc.gate import Context, caller_of
@@ -112,7 +113,8 @@ class InferenceService:
                 )
                 completions, vectors = await call.read(request, context.time_remaining())
                 del request
-                place.body.release()
+                size = vectors.packed_bytes * len(completions)
+                await expect_answer(gateway, caller, place, completions[0].served_model, size, size)
                 answer = await call.answer(completions, vectors, arrival)
                 place.body.hold_answer(len(answer), place.model)
                 await self._answer(answer, context)
@@ -234,6 +236,7 @@ class InferenceService:
                 asked,
                 model=request.model,
                 tenant=caller.tenant,
+                field="chat",
             )
         if asked is not None:
             await model.grammars.check(caller.tenant, asked)

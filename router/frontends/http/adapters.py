@@ -81,11 +81,9 @@ class AdapterCalls:
                 )
 
     async def _take_back(self, name: str, wanted: Wanted) -> None:
-        """Else calls for the name would be refused, and workers try again."""
-        entries = self._gateway.services.wanted_adapters
+        """Else calls for the name would be refused, and workers try again. A later entry of the same name stays."""
         try:
-            if await entries.find(name) == wanted:
-                await entries.remove(name)
+            await self._gateway.services.wanted_adapters.remove(name, wanted)
         except (redis.RedisError, OSError):
             log.warning("adapter %s, which a worker has refused, stays wanted: Redis does not answer", name)
 
@@ -111,8 +109,9 @@ class AdapterCalls:
         name, entries = body["lora_name"], self._gateway.services.wanted_adapters
         asked = self._model(body["model"]) if "model" in body else None
         try:
-            models = self._models_of(await entries.find(name))
-            known = (asked is None or asked in models) and await entries.remove(name)
+            found = await entries.find(name)
+            models = self._models_of(found)
+            known = (asked is None or asked in models) and await entries.remove(name, found)
         except (redis.RedisError, OSError) as error:
             raise UnavailableError("Redis does not answer", retry_after_seconds=1.0) from error
         if not known:

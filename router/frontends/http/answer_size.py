@@ -21,9 +21,10 @@ class AnswerSize(NamedTuple):
     most: int
 
 
-def answer_size(completions: Sequence[Completion], texts: int) -> AnswerSize:
-    """`texts`: bytes of what the answer repeats of its request."""
-    least = most = texts
+def answer_size(completions: Sequence[Completion], texts: int, dimensions: int = 0) -> AnswerSize:
+    """`texts`: bytes of what the answer repeats of its request. `dimensions`: of its vectors, one for each completion."""
+    numbers = len(completions) * dimensions
+    least, most = texts + numbers * MIN_NUMBER_BYTES, texts + numbers * MAX_NUMBER_BYTES
     for one in completions:
         sampling = one.sampling
         of_prompt = 0
@@ -31,8 +32,6 @@ def answer_size(completions: Sequence[Completion], texts: int) -> AnswerSize:
             of_prompt = len(one.prompt_tokens) * (1 + sampling.prompt_top_logprobs)
         of_token = 1 + sampling.top_logprobs if sampling.logprobs else 0
         tokens = 0 if one.prompt_only else sampling.max_tokens
-        least += one.embedding_dimensions * MIN_NUMBER_BYTES
-        most += one.embedding_dimensions * MAX_NUMBER_BYTES
         least += one.n * (of_prompt + _certain_tokens(one) * of_token) * MIN_ENTRY_BYTES
         most += one.n * ((of_prompt + tokens * of_token) * MAX_ENTRY_BYTES + tokens * TOKEN_BYTES)
     return AnswerSize(least, most)

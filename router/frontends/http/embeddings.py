@@ -69,7 +69,7 @@ class Embeddings(CreatingEndpoint):
         form = EmbeddingsForm(
             completions[0].model, vectors, base64=options.encoding_format == "base64", admin=caller.admin
         )
-        return ParsedRequest(completions, False, form, arrival)
+        return ParsedRequest(completions, False, form, arrival, dimensions=vectors.dimensions)
 
 
 class EmbeddingsForm:

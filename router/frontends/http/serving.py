@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, DrainingError, InvalidRequestError, OverloadedError
-from cluster.security.keys import Caller
 from router.admission.admission import HeldBytes, Place
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.turn import Turn
 from router.frontends.answer_queue import AnswerQueue
+from router.frontends.answer_room import expect_answer
 from router.frontends.http.answer_size import AnswerSize, answer_size
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.exchange import Exchange, Written
@@ -88,11 +88,12 @@ class ParsedRequest:
     arrival: Arrival
     echo_bytes: int = 0  # of the body's fields, held until the answer has ended
     kept_whole: bool = False  # if it is streamed: its last events repeat all of it
+    dimensions: int = 0  # of the vectors that are its answer
 
     @property
     def size(self) -> AnswerSize:
         """Of the whole answer: each choice of a prompt repeats its fields."""
-        return answer_size(self.completions, self.echo_bytes * self.completions[0].n)
+        return answer_size(self.completions, self.echo_bytes * self.completions[0].n, self.dimensions)
 
     @property
     def first_choices(self) -> list[int]:
@@ -132,7 +133,9 @@ class Serving:
         """An answer of known length; None: it was streamed."""
         parsed = await self._read(request, read, place, admit)
         if parsed.kept_whole or not parsed.stream:
-            await self._expect_answer(parsed, caller_of(request), place)
+            # All prompts are for one model
+            model = parsed.completions[0].served_model
+            await expect_answer(self.gateway, caller_of(request), place, model, *parsed.size)
         else:
             place.body.keep(parsed.echo_bytes)
         with contextlib.ExitStack() as running:
@@ -145,16 +148,6 @@ class Serving:
                 return await _whole(request, parsed, dispatchers, *turns)
             await _stream(request, parsed, place.body, dispatchers, *turns)
             return None
-
-    async def _expect_answer(self, parsed: ParsedRequest, caller: Caller, place: Place) -> None:
-        """Refuse a request before it is dispatched if the budget of bodies has no room for its answer. Its prompt has been
-        tokenised, so it counts as a request of the tenant's quota. Raises OverloadedError."""
-        try:
-            place.body.expect_answer(*parsed.size, place.model)
-        except OverloadedError:
-            async with self.gateway.counted(caller, parsed.completions[0].served_model):
-                await self.gateway.low_priority.refuse(caller.tenant)
-            raise
 
     async def deliver(self, request: Exchange, answer: Response, place: Place) -> None:
         """Send an answer of known length; until its client has read it, it counts in the budget of bodies. Raises

@@ -141,5 +141,7 @@ class Tokenizing:
     async def _text(self, body: Mapping[str, Any], caller: Caller) -> bytes:
         model = self._gateway.model(body.get("model"))
         options = read_request(DetokenizeRequest, body, model.validator.limits)
-        text = await self._gateway.decode(options.tokens, model=model.name, tenant=caller.tenant)
+        text = await self._gateway.decode(
+            options.tokens, model=model.name, tenant=caller.tenant, field="tokens"
+        )
         return orjson.dumps({"prompt": text})

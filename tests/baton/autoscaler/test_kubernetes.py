@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from baton.autoscaler.autoscaler import Autoscaler, FurtherModel
 from baton.autoscaler.leader import Leadership
 from baton.autoscaler.platforms.base import PlatformPool
-from baton.autoscaler.platforms.kubernetes import StatefulSets, connect
+from baton.autoscaler.platforms.kubernetes import StatefulSets, connect, own_namespace
 from baton.cli.autoscale import AutoscaleConfig
 from cluster.config.worker import Role
 from cluster.errors import SetupError, UnavailableError
@@ -335,3 +335,19 @@ def test_the_command_scales_and_shows_its_metrics(
             process.wait(10.0)
         for worker in workers:
             worker.registration.stop()
+
+
+def test_a_namespace_that_cannot_be_read_is_not_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would scale another namespace's pools, if they have the same names."""
+    of_pod = "baton.autoscaler.platforms.kubernetes._SERVICE_ACCOUNT_NAMESPACE"
+    file = tmp_path / "namespace"
+    monkeypatch.setattr(of_pod, file)
+    assert own_namespace() == "default", "outside of pods"
+    file.write_text("llm\n")
+    assert own_namespace() == "llm"
+    monkeypatch.setattr(of_pod, tmp_path)
+    with pytest.raises(SetupError, match="the pod's namespace is unknown") as caught:
+        own_namespace()
+    assert caught.value.field == "kubernetes_namespace"

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli import pools
 from baton.cli.pools import beside, with_secrets
+from baton.ray_pools import deploy
 from baton.ray_pools.serve_app import AppArguments, build
 from cluster.errors import ConfigError, SetupError, UnavailableError
 
@@ -105,3 +107,52 @@ def test_a_signal_while_pools_are_deployed_is_no_error(
     with nullcontext() if signalled else pytest.raises(SetupError):
         pools.pools(tmp_path / "pools")
     assert ended == ["h:1"]
+
+
+def test_a_signal_before_ray_is_reached_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(address: str, stop: threading.Event) -> str:
+        stop.set()
+        raise SetupError("stopped before Ray's head responded")
+
+    (tmp_path / "pools").write_text("{}")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pools, "_pools", lambda described: {})
+    monkeypatch.setattr(pools, "_connect", connect)
+    pools.pools(tmp_path / "pools")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("at", ["before", "start", "ask", "status", "never"])
+def test_nothing_is_deployed_once_a_signal_has_come(
+    at: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the signal meets the deployment: when that returns, the end of the pools may begin."""
+    stop, calls = threading.Event(), []
+
+    def did(what: str) -> None:
+        calls.append(what)
+        if what == at:
+            stop.set()
+
+    states = iter(["DEPLOYING", "DEPLOYING", "RUNNING"])
+
+    def status(name: str) -> Any:
+        did("status")
+        return SimpleNamespace(app_status=SimpleNamespace(status=next(states), message=""))
+
+    client = SimpleNamespace(get_serve_status=status)
+    serve = SimpleNamespace(start=lambda **_: did("start"))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
+    monkeypatch.setitem(sys.modules, "ray.serve", serve)
+    monkeypatch.setitem(sys.modules, "ray.serve.api", SimpleNamespace(_run=lambda *_, **__: did("ask")))
+    monkeypatch.setitem(
+        sys.modules, "ray.serve._private.api", SimpleNamespace(_get_global_client=lambda: client)
+    )
+    monkeypatch.setattr(deploy, "application", lambda *_: None)
+    monkeypatch.setattr(deploy, "_deploy_scaled", lambda *_: did("ask"))
+    monkeypatch.setattr(deploy, "POLL_SECONDS", 0)
+    did("before")
+    with nullcontext() if at == "never" else pytest.raises(SetupError, match="was stopped"):
+        deploy.deploy({}, {}, ServeAutoscalingConfig() if scaled else None, stop)
+    whole = ["before", "start", "ask", "status", "status", "status"]
+    assert calls == (whole if at == "never" else whole[: whole.index(at) + 1 + (at == "ask")])

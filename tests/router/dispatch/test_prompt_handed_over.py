@@ -19,6 +19,7 @@ from router.dispatch.attempt_events import Source
 from router.dispatch.batch_queue import BatchQueue
 from router.dispatch.held_answer import TOKENS_A_TURN, HeldAnswer
 from router.link.handle import Reader
+from router.placement.calibration import Calibration
 from router.request.completion import Completion
 from tests.router.dispatch.test_dispatcher import World, end
 from wire import common_pb2, decode_pb2
@@ -286,6 +287,14 @@ async def test_who_resumes_behind_the_prompt_does_not_get_it_again(text):
     assert [pair.scored for pair in world.pairs] == [False]
 
 
+async def test_scored_attempts_are_reported_as_such(text, monkeypatch):
+    learned: list[bool] = []
+    monkeypatch.setattr(Calibration, "learn", lambda *_, scored: learned.append(scored))
+    await asyncio.wait_for(deliver(Handed(text, []), 1), 20)
+    await asyncio.wait_for(deliver(Handed(text, []), 1, resumed=2), 20)
+    assert learned == [True, True, False, False]
+
+
 async def test_a_failed_token_of_a_held_answer_ends_the_attempt(text):
     """Nothing else would: it is passed on in a callback of its own."""
     broken: list[str] = []
@@ -311,6 +320,7 @@ class Embedded(Handed):
     attempt."""
 
     ends_early = False
+    asked = 0  # times that a decode worker was asked whether it has committed
 
     async def run(self, request: Any, timeout: float) -> None:
         worker = self.opened[request.handle.number]
@@ -324,6 +334,7 @@ class Embedded(Handed):
             worker.step()
 
     async def abort(self, request: Any, timeout: float) -> decode_pb2.AbortResponse:
+        self.asked += 1
         return decode_pb2.AbortResponse(state=decode_pb2.ATTEMPT_STATE_ABORTED)
 
 
@@ -343,5 +354,6 @@ async def test_an_attempt_behind_an_embedding_repeats_it(text, ends_early):
         while batch := await deltas.take():
             vectors += sum(len(delta.prompt) for delta in batch)
     assert (vectors, len(world.opened), running.complete) == (1, 2, True)
+    assert world.asked == 0, "the attempts end at their prefill worker"
     await world.services.finish(5.0)
     assert len(world.released) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,12 @@ from cluster.errors import (
     OverloadedError,
 )
 from cluster.security.keys import ANYONE, Caller, RateLimits
+from router.frontends.field_names import renamed
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http import generate
+from router.frontends.http.anthropic.endpoint import _NAMES as _MESSAGES
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
+from router.frontends.http.responses.endpoint import _NAMES as _RESPONSES
 from router.frontends.http.serving import Serving
 from router.observe.traces import Arrival
 from router.request.completion import Completion
@@ -100,11 +103,23 @@ async def test_a_text_does_not_wait_for_its_thread_for_ever(gateway):
         await asyncio.Event().wait()
 
     gateway.config = RouterConfig(model=Path("/models/m"), request_seconds=0.05)
-    gateway.text.encode = gateway.text.chat = never
-    for work in (gateway.encode("a"), gateway.converse(lambda: Conversation([]), 1)):
+    gateway.text.encode = gateway.text.chat = gateway.text.decode = gateway.text.lengths = never
+    works: dict[str, Callable[[], Any]] = {
+        "prompt": lambda: gateway.encode("a"),
+        "messages": lambda: gateway.converse(lambda: Conversation([]), 1),
+        "chat": lambda: gateway.converse(lambda: Conversation([]), 1, field="chat"),
+        "tokens": lambda: gateway.decode([5], field="tokens"),
+    }
+    for field, work in works.items():
         with pytest.raises(DeadlineError) as caught:
-            await work
-        assert (caught.value.field, caught.value.limit) == ("prompt", "0.05 s")
+            await work()
+        assert (caught.value.field, caught.value.limit) == (field, "0.05 s")
+        assert caught.value.message.startswith(f"{field}: it was not tokenised")
+    for names, field in ((_RESPONSES, "input"), (_MESSAGES, "messages")):
+        with pytest.raises(DeadlineError) as caught, renamed(names, ()):
+            await gateway.lengths(list, 1)
+        assert caught.value.field == field and caught.value.message.startswith(f"{field}: ")
+        assert caught.value.limit == "0.05 s"
 
 
 async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway):

@@ -442,6 +442,20 @@ REFUSED |= {
         "have the same listener of Gateway g and a hostname in common",
         "give them different hostnames, or a sectionName each",
     ),
+    "certificates of clients behind a Gateway": (
+        {
+            "tls": {
+                "enabled": True,
+                "source": "secrets",
+                "secrets": {"router": "router-tls", "worker": "worker-tls", "redis": "redis-tls"},
+                "clientCaSecret": "client-ca",
+            },
+            "tests": {"tlsSecret": "test-tls"},
+            "router": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}},
+        },
+        "router.grpcRoute with tls.clientCaSecret: a Gateway ends its clients' TLS",
+        "empty tls.clientCaSecret and let the Gateway check certificates, or turn the route off",
+    ),
     "a route without the Gateway API": (
         {"router": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}},
         "router.httpRoute is enabled, but this cluster has no gateway.networking.k8s.io/v1",

@@ -11,14 +11,23 @@ from unittest.mock import AsyncMock, MagicMock
 import numpy as np
 import pytest
 
-from cluster.errors import ForbiddenError, InvalidRequestError, OverloadedError
+from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError, OverloadedError
 from cluster.protocol.pooling import Embedding, Pooling
-from cluster.security.keys import Caller
+from cluster.security.keys import Caller, RateLimits
+from router.admission.admission import ByteBudget
 from router.dispatch.turn import Turn
 from router.frontends.grpc.service import InferenceService
 from router.request.limits import FieldLimits
 from tests.harness.waiting import until
-from tests.router.frontends.vector_gateway import HOW, VectorGateway, close, unit, vector_gateway, vector_of
+from tests.router.frontends.vector_gateway import (
+    DIMENSIONS,
+    HOW,
+    VectorGateway,
+    close,
+    unit,
+    vector_gateway,
+    vector_of,
+)
 from wire import common_pb2
 from wire import inference_pb2 as pb
 
@@ -155,6 +164,19 @@ async def test_refusals_name_their_fields(gateway: VectorGateway, monkeypatch: p
     assert not gateway.accepted and gateway.admission.in_flight == 0
 
 
+async def test_inputs_that_wait_for_a_thread_too_long_are_named(
+    gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*given: Any, **named: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(gateway.first.text, "encode", never)
+    monkeypatch.setattr(gateway, "config", gateway.config.model_copy(update={"request_seconds": 0.01}))
+    with pytest.raises(DeadlineError, match=r"^input: it was not tokenised") as caught:
+        await embed(gateway, "a")
+    assert (caught.value.field, gateway.admission.in_flight) == ("input", 0)
+
+
 async def test_each_input_takes_a_place_a_turn_and_the_quota(
     gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +231,32 @@ async def test_an_unread_answer_counts_in_the_budget_of_bodies(
     context.write = write
     await InferenceService(gateway).Embed(MagicMock(), context)
     assert held == [0] and gateway.admission.bodies.held == 0
+
+
+async def test_vectors_without_room_are_refused_before_they_are_computed(
+    gateway: VectorGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over HTTP; what has room is held meanwhile."""
+    bodies, size = ByteBudget(1000, 1000, lambda tenant: None), 2 * 4 * DIMENSIONS
+    monkeypatch.setattr("router.admission.admission.FREE_BYTES", 0)
+    monkeypatch.setattr(gateway.admission, "bodies", bodies)
+    limits = RateLimits(requests_per_minute=9)
+    quota = keyed(gateway, monkeypatch, Caller(tenant="acme", rate_limits=limits))
+    unread = bodies.hold("")
+    unread.hold_answer(1000 - size + 1)
+    with pytest.raises(OverloadedError, match="unread answers") as caught:
+        await embed(gateway, "a", "b")
+    assert caught.value.field == "body" and not gateway.accepted
+    assert quota.charge.await_count == quota.settle.await_count == 1, "its inputs were tokenised"
+    unread.hold_answer(1000 - size)
+    monkeypatch.setattr(gateway, "silent", True)
+    asking = asyncio.create_task(embed(gateway, "a", "b"))
+    await until(lambda: len(gateway.made) == 2, "its inputs are dispatched", 5)
+    assert bodies.held == 1000
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert bodies.held == 1000 - size
 
 
 async def test_the_list_of_models_says_what_each_embeds(

@@ -85,10 +85,13 @@ class Cluster:
     async def find(self, name: str) -> Wanted | None:
         return self.entries.get(name)
 
-    async def remove(self, name: str) -> bool:
-        found = self.entries.pop(name, None)
+    async def remove(self, name: str, entry: Wanted | None) -> bool:
+        found = self.entries.get(name)
+        if found is None or entry not in (None, found):
+            return False
+        del self.entries[name]
         self.follow()
-        return found is not None
+        return True
 
     @property
     def loaded(self) -> dict[str, list[str]]:

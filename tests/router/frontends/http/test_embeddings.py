@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from cluster.protocol.pooling import Embedding, Pooling
+from router.admission.admission import HeldBytes
+from router.frontends.http.answer_size import MIN_NUMBER_BYTES
 from router.frontends.http.openapi.document import build_document
 from tests.harness.waiting import wait_for
 from tests.router.frontends.http.responses.conftest import serving
@@ -186,6 +189,24 @@ def test_each_input_takes_a_place(gateway, client, monkeypatch):
     ask(client, input=["a", "b", "c"])
     assert seen == [3, 3, 3]
     wait_for(lambda: gateway.admission.in_flight == 0, 5, "places end when the client has read")
+
+
+@pytest.mark.parametrize("dimensions", [4, DIMENSIONS])
+def test_the_room_of_an_answer_is_that_of_its_cut_vectors(gateway, client, monkeypatch, dimensions):
+    """Not of those that workers send: a budget would refuse what fits."""
+    expected: list[tuple[int, int]] = []
+    expect = HeldBytes.expect_answer
+
+    def noted(held: HeldBytes, least: int, most: int, model: str = "") -> None:
+        expected.append((least, most))
+        expect(held, least, most, model)
+
+    monkeypatch.setattr(HeldBytes, "expect_answer", noted)
+    for form in ("float", "base64"):
+        vectors = ask(client, input=["a", "b"], dimensions=dimensions, encoding_format=form)["data"]
+        sent = sum(len(json.dumps(one["embedding"], separators=(",", ":"))) for one in vectors)
+        least, most = expected.pop()
+        assert least == 2 * dimensions * MIN_NUMBER_BYTES <= sent <= most + 2 * len("[]")
 
 
 def test_the_document_describes_request_and_answer(gateway, client):

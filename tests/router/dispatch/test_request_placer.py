@@ -1,0 +1,45 @@
+"""What placement is told of a request whose prompt is scored or pooled."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from cluster.protocol.block_hash import pack_tokens
+from router.dispatch.choice import ChoiceStream
+from router.dispatch.deadlines import RequestDeadlines
+from router.dispatch.request_placer import RequestPlacer
+from router.dispatch.request_stats import RequestStats
+from router.request.completion import Completion
+from tests.router.dispatch.test_dispatcher import World
+from wire import common_pb2
+
+MEAN, LAST_TOKEN = common_pb2.POOLING_MEAN, common_pb2.POOLING_LAST_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("sampling", "scores", "whole", "ends"),
+    [
+        ({"max_tokens": 4}, True, False, False),
+        ({"max_tokens": 1}, True, False, True),
+        ({"max_tokens": 4, "prompt_logprobs": True}, True, True, False),
+        ({"max_tokens": 4, "prompt_logprobs": True}, False, False, False),  # the client has them
+        ({"max_tokens": 1, "pooling": MEAN}, True, True, True),
+        ({"max_tokens": 1, "pooling": MEAN}, False, True, True),  # a vector comes again
+        ({"max_tokens": 1, "pooling": LAST_TOKEN}, True, False, True),
+    ],
+)
+async def test_what_its_worker_reuses_and_where_it_ends(text, sampling, scores, whole, ends):
+    world: Any = World(text, [])
+    completion = Completion("r", "m", [5] * 40, common_pb2.SamplingParams(**sampling))
+    now = time.monotonic()
+    deadlines = RequestDeadlines(world.services.config, completion, now)
+    packed = pack_tokens(completion.prompt_tokens)
+    placer = RequestPlacer(completion, world.services, deadlines, RequestStats(), packed)
+    choices = [ChoiceStream(0, completion, text, 0)]
+    spec, request, _ = await placer.place(choices, now + 1, scores=scores)
+    assert (request.whole_prompt, request.ends_at_prefill) == (whole, ends)
+    assert len(request.chain) == 16, "it fills blocks for others all the same"
+    assert spec.sampling.prompt_logprobs == (scores and "prompt_logprobs" in sampling)
