@@ -11,7 +11,7 @@ from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
 from router.request.first_call import FirstCall
-from router.request.grammars import AskedGrammar, json_spec
+from router.request.grammars import RequestedGrammar, json_spec
 from router.text.conversation import Conversation, Tool
 
 
@@ -21,8 +21,8 @@ class AnswerPlan:
     `grammar`, and before it the schemas in it, which name the part of the request that cannot be compiled."""
 
     format: ParserSource | None = None
-    grammar: AskedGrammar | None = None
-    checks: tuple[AskedGrammar, ...] = ()
+    grammar: RequestedGrammar | None = None
+    checks: tuple[RequestedGrammar, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class AnswerPlans:
         self._formats = formats
         self._refusal = refusal
 
-    def plan(self, conversation: Conversation, rendered: str, asked: AskedGrammar | None) -> AnswerPlan:
+    def plan(self, conversation: Conversation, rendered: str, asked: RequestedGrammar | None) -> AnswerPlan:
         """`rendered`: the prompt's text. Raises InvalidRequestError."""
         if conversation.callable and not self.tool_parser:
             raise UnsupportedFieldError(
@@ -113,7 +113,7 @@ class AnswerPlans:
             return AnswerPlan(parsed)
         if not self._refusal and self.reasoning_parser:
             spec = self._made(asked.field, lambda: self._formats.reasoning_grammar(asked.spec, rendered))
-            whole = AskedGrammar(asked.field, spec)
+            whole = RequestedGrammar(asked.field, spec)
             return AnswerPlan(parsed, whole, (asked, whole) if spec != asked.spec else (asked,))
         return AnswerPlan(parsed, asked, (asked,))
 
@@ -121,7 +121,7 @@ class AnswerPlans:
         self,
         conversation: Conversation,
         rendered: str,
-        asked: AskedGrammar | None,
+        asked: RequestedGrammar | None,
         demanding: str,
         parsed: ParserSource | None,
     ) -> AnswerPlan:
@@ -132,7 +132,7 @@ class AnswerPlans:
             )
         answer = None if asked is None else asked.spec
         spec = self._made(name, lambda: self._formats.tool_grammar(conversation, rendered, answer))
-        whole = AskedGrammar(name, spec)
+        whole = RequestedGrammar(name, spec)
         parts = () if asked is None else (asked,)
         return AnswerPlan(parsed, whole, (*parts, *_schemas(conversation), whole))
 
@@ -152,11 +152,11 @@ def _demanding(conversation: Conversation) -> str:
     return f"tools[{conversation.tools.index(strict[0])}].function.strict" if strict else ""
 
 
-def _schemas(conversation: Conversation) -> list[AskedGrammar]:
+def _schemas(conversation: Conversation) -> list[RequestedGrammar]:
     """Schemas of the arguments that a grammar contains."""
     wanted: Sequence[Tool] = conversation.callable
     return [
-        AskedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))
+        RequestedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))
         for index, tool in enumerate(conversation.tools)
         if tool.parameters is not None and tool in wanted and (conversation.must_call or tool.strict)
     ]

@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 
 from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
+from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_too_long
 from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
-from router.text.fair_threads import FairThreads, call_on
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 MAX_CHECKED = 1024  # grammars whose check is remembered
@@ -23,7 +23,7 @@ CHECK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class AskedGrammar:
+class RequestedGrammar:
     """A grammar, and the name of the request's field that contains it."""
 
     field: str
@@ -57,7 +57,7 @@ class GrammarChecks:
         except ModelError as error:
             self.refusal = error.message
 
-    async def check(self, tenant: str, *grammars: AskedGrammar) -> None:
+    async def check(self, tenant: str, *grammars: RequestedGrammar) -> None:
         """Check the grammars of one request, the last of which has the others in it.
 
         Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; OverloadedError where
@@ -86,7 +86,7 @@ class GrammarChecks:
             ) from None
 
     def _raise_refused(
-        self, grammars: Sequence[AskedGrammar], found: Mapping[bytes, InvalidRequestError | None]
+        self, grammars: Sequence[RequestedGrammar], found: Mapping[bytes, InvalidRequestError | None]
     ) -> None:
         for one in grammars:
             if one.spec.key in self._checked:
@@ -94,7 +94,7 @@ class GrammarChecks:
             if (reason := found.get(one.spec.key)) is not None:
                 raise type(reason)(f"{one.field}: {reason.message}", field=one.field, limit=reason.limit)
 
-    async def _try(self, grammars: Sequence[AskedGrammar], tenant: str) -> None:
+    async def _try(self, grammars: Sequence[RequestedGrammar], tenant: str) -> None:
         """Try what is not known yet, together with the tenant's requests that ask for the same."""
         while new := {one.spec.key: one.spec for one in grammars if one.spec.key not in self._checked}:
             if mine := [spec for key, spec in new.items() if (tenant, key) not in self._trying]:

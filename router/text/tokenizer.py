@@ -13,6 +13,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
+from cluster.fair_threads import FairThreads
 from cluster.protocol import model_limits, output_head
 from cluster.protocol.pooling import Embedding
 from router.text.bound import most_bytes
@@ -20,7 +21,6 @@ from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
 from router.text.conversation import Conversation, Tool
 from router.text.detokenize import Detokenizer
-from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
 from router.text.templates import MARK_NAME, searched_texts, template_environment
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
