@@ -50,8 +50,10 @@ class GrammarChecks:
         self._checked = OrderedDict[bytes, InvalidRequestError | None]()
         # By tenant and grammar: one that waits for the turns of another tenant could be delayed by it.
         self._trying: dict[tuple[str, bytes], _Trial] = {}
-        self._threads = FairThreads(1, "grammars")
-        self._trials = GrammarTrials(tokenizer_json, vocab_size, eos)
+        # Grammars that take long have a queue and a process of their own: the others of all tenants wait for short trials.
+        self._threads, self._long_threads = FairThreads(1, "grammars"), FairThreads(1, "long-grammars")
+        self._trials = GrammarTrials(tokenizer_json, vocab_size, eos, short=True)
+        self._long_trials = GrammarTrials(tokenizer_json, vocab_size, eos)
         try:
             make_tokenizer(tokenizer_json, vocab_size, eos)
         except ModelError as error:
@@ -112,11 +114,17 @@ class GrammarChecks:
             self._raise_refused(grammars, self._checked)
 
     def _begin(self, specs: list[GrammarSpec], tenant: str) -> None:
-        loop = asyncio.get_running_loop()
-        task = asyncio.create_task(self._threads.run(tenant, self._find, specs, loop))
+        task = asyncio.create_task(self._tried(specs, tenant))
         trial = _Trial([spec.key for spec in specs], task)
         self._trying |= dict.fromkeys(((tenant, key) for key in trial.keys), trial)
         task.add_done_callback(lambda _: self._forget(trial, tenant))
+
+    async def _tried(self, specs: list[GrammarSpec], tenant: str) -> dict[bytes, InvalidRequestError]:
+        loop = asyncio.get_running_loop()
+        refused = await self._threads.run(tenant, self._find, self._trials, specs, loop)
+        if refused is None:
+            refused = await self._long_threads.run(tenant, self._find, self._long_trials, specs, loop)
+        return refused or {}
 
     def _leave(self, trial: _Trial, tenant: str) -> None:
         trial.waiters -= 1
@@ -132,19 +140,20 @@ class GrammarChecks:
             trial.task.exception()  # without a caller that takes it, asyncio would log it as lost
 
     def _find(
-        self, specs: list[GrammarSpec], loop: asyncio.AbstractEventLoop
-    ) -> dict[bytes, InvalidRequestError]:
-        """In the thread. What is found is remembered even if no request waits for it any more."""
+        self, trials: GrammarTrials, specs: list[GrammarSpec], loop: asyncio.AbstractEventLoop
+    ) -> dict[bytes, InvalidRequestError] | None:
+        """In a thread. None: the trial was too short. What is found is remembered even if no request waits for it any
+        more."""
         left = [spec for spec in specs if spec.key not in self._checked]
         if not left:  # another tenant's request had its turn before
             return {}
-        found = self._trials.find(left)
+        found = trials.find(left)
         verdicts: dict[bytes, InvalidRequestError | None] = {spec.key: None for spec in left[: found.passed]}
         refused: dict[bytes, InvalidRequestError] = {}
         if found.refused is not None:
             refused[left[found.refused].key] = InvalidRequestError(found.reason, limit=found.limit)
         call_on(loop, lambda: self._remember(verdicts | refused if found.lasting else verdicts))
-        return refused
+        return None if found.unfinished else refused
 
     def _remember(self, verdicts: Mapping[bytes, InvalidRequestError | None]) -> None:
         self._checked.update(verdicts)
@@ -152,8 +161,10 @@ class GrammarChecks:
             self._checked.popitem(last=False)
 
     def close(self) -> None:
-        self._threads.close()
-        self._trials.close()
+        for threads in (self._threads, self._long_threads):
+            threads.close()
+        for trials in (self._trials, self._long_trials):
+            trials.close()
 
 
 def spec_of(kind: Kind, text: str) -> GrammarSpec:
