@@ -48,7 +48,7 @@ class Formats(Protocol):
         self, conversation: Conversation, rendered: str, *, constrained: bool = False
     ) -> ParserSource | None:
         """How the answers to a prompt are parsed, whose text may begin the reasoning. `constrained`: an answer without a
-        call matches a grammar of the request, and may look like a call of another function."""
+        call matches a grammar of the request."""
         ...
 
     def tool_grammar(
@@ -104,7 +104,8 @@ class AnswerPlans:
         demanding = _demanding(conversation)
         # Calls, or an answer that matches what was asked for.
         either = asked is not None and bool(conversation.callable) and self._formats.has_tool_grammar
-        parsed = self._formats.format(conversation, rendered, constrained=asked is not None)
+        constrained = asked is not None and not conversation.must_call
+        parsed = self._formats.format(conversation, rendered, constrained=constrained)
         if parsed is not None and not conversation.parallel_tool_calls:
             parsed = FirstCall(parsed)
         if demanding or (either and not self._refusal):

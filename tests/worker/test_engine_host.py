@@ -293,7 +293,10 @@ async def test_grammars_are_compiled_for_tenants_in_turn():
         def compile(self, spec: GrammarSpec) -> Any:
             began.append(spec.text)
             assert go_on.acquire(timeout=30)
-            return SimpleNamespace(size_bytes=1)
+            return Compiled()
+
+    class Compiled:
+        size_bytes = 1
 
     host = make(SimpleNamespace(grammars=Grammars(Gated())))
     try:

@@ -71,7 +71,7 @@ def test_calls_that_are_demanded_have_a_grammar(fields, name, checked):
 
 def test_further_calls_are_left_out_where_one_is_wanted():
     class Parser:
-        called = True
+        called = unfinished = True
 
         def feed(self, pieces):
             begun = [CallBegin(0, "a", "f"), CallArguments(0, "{}"), CallBegin(1, "b", "f")]
@@ -86,8 +86,9 @@ def test_further_calls_are_left_out_where_one_is_wanted():
 
     source = planned(formats=Parsed(), tools=[LOOSE], parallel_tool_calls=False).format
     parser = source.parser()
-    assert source.marker_texts == {7: "<7>"} and parser.called
+    assert source.marker_texts == {7: "<7>"} and parser.called and parser.unfinished
     assert parser.feed(["x"]) == [CallBegin(0, "a", "f"), CallArguments(0, "{}"), ContentText("x")]
+    assert not parser.unfinished, "what is unfinished is left out"
     assert parser.end() == []
 
 
