@@ -22,7 +22,7 @@ from router.text.contents import Contents, Rendered
 from router.text.conversation import Conversation, Tool
 from router.text.detokenize import Detokenizer
 from router.text.pieces import TokenPieces
-from router.text.templates import MARK_NAME, searched_texts, template_environment
+from router.text.templates import MARK_NAME, WRITTEN_NAME, searched_texts, template_environment
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _CONTINUES = "\U000f0100"
 RESERVED_KWARGS = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-        *("bos_token", "eos_token", "pad_token", "unk_token", MARK_NAME),
+        *("bos_token", "eos_token", "pad_token", "unk_token", MARK_NAME, WRITTEN_NAME),
         *template_environment().globals,
     }
 )
@@ -207,7 +207,7 @@ class ModelText:
                 documents=None,
                 add_generation_prompt=conversation.add_generation_prompt,
                 **self._special,
-                **{MARK_NAME: mark},
+                **{MARK_NAME: mark, WRITTEN_NAME: conversation.has_written_numbers},
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequestError(f"the chat template refuses: {error}", field="messages") from error
