@@ -24,6 +24,7 @@ from router.text.parsers.registry import (
     opens_reasoning,
     reasoning_texts,
 )
+from router.text.parsers.stream import JsonValue
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</x> \\" }"}}\n</tool_call>'
 F = ("f", '{"a": "</x> \\" }"}')
@@ -452,3 +453,29 @@ def by_python(text: str) -> list[tuple[str, Any]] | None:
     except (SyntaxError, TypeError, ValueError, AttributeError):
         return None
     return made if all(name.isidentifier() for name, _ in made) else None
+
+
+def test_names_of_characters_are_searched_in_linear_time():
+    parser = made("pythonic", "", False)
+    began = time.process_time()
+    parser.feed(['[f(a="' + "\\N{" * 5000 + '")]'])
+    parser.end()
+    assert time.process_time() - began < 0.02, "quadratic, it took 45 ms"
+    assert read(made("pythonic", "", False), ["[f(a='\\N{EURO SIGN}')]"])[2] == [("f", '{"a": "€"}')]
+
+
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral"])
+def test_the_head_of_a_call_is_read_once(monkeypatch, tools):
+    """Not again from its beginning for each token."""
+    seen: list[int] = []
+    real = JsonValue.end
+
+    def counted(self, text):
+        seen.append(len(text))
+        return real(self, text)
+
+    monkeypatch.setattr(JsonValue, "end", counted)
+    before = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]["}.get(tools, "")
+    head = '{"id": "' + "x" * 900 + '", "name": "f", "parameters": '
+    assert read(made(tools, "", False), list(before + head + "{}}"))[2] == [("f", "{}")]
+    assert sum(seen) < 2 * len(head)
