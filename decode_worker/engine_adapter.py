@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cluster.errors import CancelledError, EngineRequestError, InvalidRequestError
 from cluster.faults.points import Point
@@ -40,9 +41,11 @@ class HandoffEngineAdapter:
     async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
         self._parts.health.check_accepting()
         self._check(request)
+        compiled = None
         if request.spec.HasField("grammar"):
             # Now: a step that had to compile it would keep every other sequence waiting.
-            await self._parts.host.compile_grammar(grammar_from_wire(request.spec.grammar), GRAMMAR_SECONDS)
+            grammar = grammar_from_wire(request.spec.grammar)
+            compiled = await self._parts.host.compile_grammar(grammar, request.spec.tenant, GRAMMAR_SECONDS)
             self._parts.health.check_accepting()
         attempt = self._attempts.open_new(request)
         attempt.whole_tokens = request.spec.sampling.logprobs
@@ -50,7 +53,8 @@ class HandoffEngineAdapter:
         began = time.monotonic()
         attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
         # Refused ones come again and again; commits, aborts and pauses do not wait for all of them.
-        reserve = self._reserve_blocks(request_from_wire(attempt.engine_id, request.spec), request)
+        wanted = replace(request_from_wire(attempt.engine_id, request.spec), compiled=compiled)
+        reserve = self._reserve_blocks(wanted, request)
         reservation = await self._parts.host.call(reserve, behind=True)
         try:
             self._reserved(attempt, request, reservation)

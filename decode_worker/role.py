@@ -95,7 +95,10 @@ class DecodeRole:
         try:
             tokens = _tokens(request)
             if request.grammar is not None:
-                await self._parts.host.compile_grammar(request.grammar, deadline_seconds)
+                compiled = await self._parts.host.compile_grammar(
+                    request.grammar, request.tenant, deadline_seconds
+                )
+                request = replace(request, compiled=compiled)
             priority = await self.attempts.admission.enter(
                 tokens, request.priority, deadline_seconds, request.tenant, request.weight
             )

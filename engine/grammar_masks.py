@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError, InvalidRequestError, engine_request_error
-from engine.sampling.grammar.base import Matcher, Words, word_count
+from engine.compiled_grammar import CompiledGrammar, Matcher, Words
+from engine.sampling.grammar.base import word_count
 from engine.sampling.grammar.store import Grammars
 from engine.scheduler.sequence import Sequence
 
@@ -80,11 +81,10 @@ class GrammarMasks:
         )
 
     def _fill(self, sequence: Sequence) -> Words:
-        grammar, followed = sequence.request.grammar, self._followed.get(sequence)
-        assert grammar is not None, "only sequences with one have masks"
+        followed = self._followed.get(sequence)
         try:
             if followed is None:
-                followed = _Followed(self._grammars.get(grammar).matcher(), self._vocab)
+                followed = _Followed(self._compiled(sequence).matcher(), self._vocab)
                 self._followed[sequence] = followed
             output = sequence.tokens[sequence.num_prompt :]
             followed.matcher.accept(output[followed.accepted :])
@@ -97,3 +97,9 @@ class GrammarMasks:
             raise engine_request_error(error) from error
         except BaseException as error:  # the library's panics; one must not end the engine
             raise EngineRequestError(f"grammar: {type(error).__name__}", field="grammar") from error
+
+    def _compiled(self, sequence: Sequence) -> CompiledGrammar:
+        """That of the request: workers compile it before they add the request, so that no step waits for it."""
+        request = sequence.request
+        assert request.grammar is not None, "only sequences with one have masks"
+        return self._grammars.get(request.grammar) if request.compiled is None else request.compiled

@@ -11,10 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
+from engine.compiled_grammar import Words
 from engine.grammar_masks import GrammarMasks
 from engine.request import FinishReason, SamplingParams, TokenOutput
 from engine.sampling.base import Sampler, is_sound
-from engine.sampling.grammar.base import Words
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampled
 from engine.scheduler.sequence import Sequence

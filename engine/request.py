@@ -13,6 +13,7 @@ from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.pooling import Pooling
 
 if TYPE_CHECKING:
+    from engine.compiled_grammar import CompiledGrammar
     from engine.prompt_scores import Scores
 
 
@@ -70,13 +71,14 @@ class EngineRequest:
     samples every choice's first token and then holds the blocks until `Engine.abort`.
 
     Every choice matches the `grammar`: an end-of-sequence token is drawn where, and only where, the grammar allows it, and
-    ends the choice whatever `min_tokens` and `ignore_eos` say.
+    ends the choice whatever `min_tokens` and `ignore_eos` say. `compiled` is this grammar: no step then compiles it.
     """
 
     request_id: str
     prompt_tokens: list[int]
     sampling: SamplingParams
     grammar: GrammarSpec | None = None
+    compiled: CompiledGrammar | None = field(default=None, compare=False, repr=False)
     output_tokens: list[int] = field(default_factory=list)
     first_choice: int = 0
     n: int = 1

@@ -130,7 +130,9 @@ class Prefilling:
                 attempt.parts = PartTimes()
             await handoff.start(attempt.engine_id, attempt.parts)
         if request.grammar is not None:
-            await self._parts.host.compile_grammar(request.grammar, attempt.deadline - time.monotonic())
+            left = attempt.deadline - time.monotonic()
+            compiled = await self._parts.host.compile_grammar(request.grammar, request.tenant, left)
+            request = replace(request, compiled=compiled)
         await self._add(attempt, request)
         prefilled = await attempt.prefilled
         self.counts.first_token(time.monotonic() - attempt.received)

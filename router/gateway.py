@@ -28,7 +28,7 @@ from router.quota.quota import Use
 from router.request.adapters import LoadedAdapters
 from router.request.answer_plan import ChatPrompt
 from router.request.completion import Completion, prefix_scope
-from router.request.grammars import AskedGrammar
+from router.request.grammars import RequestedGrammar
 from router.request.permissions import check_model_allowed
 from router.request.served_model import ServedModel, further_models
 from router.text.contents import Rendered
@@ -180,7 +180,7 @@ class RequestGateway:
         self,
         read: Callable[[], Conversation],
         characters: int,
-        asked: AskedGrammar | None = None,
+        asked: RequestedGrammar | None = None,
         *,
         model: str = "",
         truncated: bool = False,

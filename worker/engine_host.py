@@ -16,7 +16,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from cluster.errors import DeadlineError, DrainingError
+from cluster.fair_threads import FairThreads
 from cluster.grammar.spec import GrammarSpec
+from engine.compiled_grammar import CompiledGrammar
 from engine.engine import Engine
 from engine.parallel.group import LostRankError
 from engine.request import StepOutput
@@ -27,7 +29,7 @@ log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 ROUND_SECONDS = 0.005  # of commands between two steps
 JOIN_LOOK_SECONDS = 0.1
-GRAMMAR_SECONDS = 10.0  # one takes less than a second; they are compiled one after another
+GRAMMAR_SECONDS = 10.0  # one takes less than a second; they are compiled one after another, tenants in turn
 LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 
 
@@ -51,6 +53,7 @@ class EngineHost:
 
     def __post_init__(self) -> None:
         self._commands = CommandQueue()
+        self._compiling = FairThreads(1, "grammars")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -65,6 +68,7 @@ class EngineHost:
     async def stop(self) -> None:
         """End the thread after the step in progress and refuse waiting commands. A thread that hangs is abandoned."""
         self._commands.put(None)
+        self._compiling.close()
         await asyncio.to_thread(self._join)
 
     def _join(self) -> None:
@@ -130,15 +134,18 @@ class EngineHost:
             self._refuse_the_rest()
         return await future
 
-    async def compile_grammar(self, grammar: GrammarSpec, seconds: float = GRAMMAR_SECONDS) -> None:
-        """Compile a request's grammar off the loop and off the engine's thread. Raises DeadlineError, InvalidRequestError,
-        ModelError."""
-        if self.engine.grammars.has(grammar):
-            return
+    async def compile_grammar(
+        self, grammar: GrammarSpec, tenant: str, seconds: float = GRAMMAR_SECONDS
+    ) -> CompiledGrammar:
+        """Compile a request's grammar off the loop and off the engine's thread, for the request to hold. Raises
+        DeadlineError, InvalidRequestError, ModelError."""
+        grammars = self.engine.grammars
+        if (found := grammars.find(grammar)) is not None:
+            return found
         limit = min(seconds, GRAMMAR_SECONDS)
         try:
             async with asyncio.timeout(limit):
-                await asyncio.wrap_future(self.engine.grammars.begin(grammar))
+                return await self._compiling.run(tenant, grammars.get, grammar)
         except TimeoutError:
             raise DeadlineError(
                 f"grammar: it was not compiled within {limit:.1f} s", field="grammar"

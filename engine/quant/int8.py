@@ -21,7 +21,7 @@ SMALLEST = 1e-30
 MAX_INPUTS = 1 << 16  # up to here sums of products are exact in 32 bits
 OUTPUT_BYTES = 12  # of an output channel beside its codes: its scale, its bias, where its sum begins
 # torch's integer product on CUDA needs so many rows, and this multiple of inputs and outputs
-CUDA_LEAST_ROWS, CUDA_MULTIPLE = 17, 8
+CUDA_MIN_ROWS, CUDA_MULTIPLE = 17, 8
 _CHANNELS = 128  # quantised at a time: less memory beside the weights
 
 
@@ -78,7 +78,7 @@ class TorchInt8:
     def _product(self, codes: Tensor) -> Tensor:
         if codes.device.type == "cuda":
             rows, inputs = codes.shape
-            codes = F.pad(codes, (0, len(self._columns) - inputs, 0, max(0, CUDA_LEAST_ROWS - rows)))
+            codes = F.pad(codes, (0, len(self._columns) - inputs, 0, max(0, CUDA_MIN_ROWS - rows)))
             return torch._int_mm(codes, self._columns)[:rows, : len(self._scales)]
         return torch._int_mm(codes, self._columns)
 

@@ -42,7 +42,6 @@ class ChoiceStream:
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
         source = completion.answer_format
         self._marked = None if source is None else MarkedText(source.parser(), source.marker_texts)
-        self._marker: int | None = None  # the token that was read last, if it is one
 
     @property
     def reasoning_tokens(self) -> int:
@@ -56,9 +55,9 @@ class ChoiceStream:
         began = time.monotonic()
         for token in self.output:
             try:
-                text = self._read(token)
+                text, marker = self._read(token)
                 if self._marked is not None:
-                    self._marked.passed(text, self._marker)
+                    self._marked.passed(text, marker)
             except Exception as error:
                 raise self._unreadable(error) from error
             if time.monotonic() - began > RESUMED_SECONDS:
@@ -85,7 +84,7 @@ class ChoiceStream:
         token_id = token.token_id
         ended = _FINISH.get(token.finish)
         # The token that stops an answer is not part of its text (it may be an ordinary word: a stop id).
-        text = "" if ended == "stop" else self._read(token_id)
+        text, marker = ("", None) if ended == "stop" else self._read(token_id)
         if self._stop.stopped:
             self.finish = "stop"
         elif ended is not None:
@@ -93,28 +92,26 @@ class ChoiceStream:
             self.finish = "stop" if self._stop.stopped else ended
         if self._marked is None:
             return Delta(self._shown_as, text, (token,), self.finish, None, self._stop.found)
-        return self._parsed(self._marked, text, token)
+        return self._parsed(self._marked, text, marker, token)
 
-    def _read(self, token_id: int) -> str:
-        """The text that can be shown now that the token came."""
-        self._marker = None
+    def _read(self, token_id: int) -> tuple[str, int | None]:
+        """The text that can be shown now that the token came, and the token if it is a marker behind this text."""
         if self._marked is None or token_id not in self._marked.marker_texts:
-            return self._stop.add(self._detokenizer.add(token_id))
+            return self._stop.add(self._detokenizer.add(token_id)), None
         # No stop string reaches over a marker, which is text between the two; it may be in the marker's own text.
         text = self._stop.add(self._detokenizer.complete()) + self._stop.flush()
         self._stop.add(self._marked.marker_texts[token_id])
         self._stop.flush()
-        if not self._stop.stopped:
-            self._marker = token_id
-        return text
+        return text, None if self._stop.stopped else token_id
 
-    def _parsed(self, marked: MarkedText, text: str, token: Token) -> Delta:
+    def _parsed(self, marked: MarkedText, text: str, marker: int | None, token: Token) -> Delta:
         # Until the parts are there the choice has not finished: what goes wrong with them ends no request as complete
         finish, self.finish = self.finish, None
-        parts = marked.passed(text, self._marker)
+        parts = marked.passed(text, marker)
         if finish is not None:
             parts += marked.end()
-        self.finish = "tool_calls" if finish == "stop" and marked.called else finish
+        cut = self._stop.stopped and marked.unfinished  # by a stop string: no call that could be carried out
+        self.finish = "tool_calls" if finish == "stop" and marked.called and not cut else finish
         return Delta(self._shown_as, text, (token,), self.finish, parts, self._stop.found)
 
     def _unreadable(self, error: Exception) -> UnreadableAnswerError:

@@ -13,13 +13,14 @@ from router.text.conversation import Conversation
 from router.text.parsers import grammars
 from router.text.parsers.lark_rules import quoted
 from router.text.parsers.registry import (
+    GPT_OSS,
     REASONING_PARSERS,
     TOOL_PARSERS,
     find_reasoning_parser,
     find_tool_parser,
     format_of,
     grammar_form,
-    opens_reasoning,
+    is_opened,
     reasoning_texts,
 )
 from router.text.tokenizer import ModelText
@@ -70,7 +71,7 @@ class ModelFormats:
         tools = self.tool_parser if conversation.callable else ""
         if not tools and not self.reasoning_parser:
             return None
-        opened = opens_reasoning(self.reasoning_parser, rendered)
+        opened = is_opened(GPT_OSS if tools == GPT_OSS else self.reasoning_parser, rendered)
         names = [one.name for one in conversation.callable] if constrained else None
         return format_of(tools, self.reasoning_parser, opened=opened, special=self._special, names=names)
 
@@ -85,6 +86,7 @@ class ModelFormats:
             reasoning=reasoning_texts(self.reasoning_parser, rendered),
             marker=self._marker,
             answer=answer,
+            continues=self.tool_parser == GPT_OSS and is_opened(GPT_OSS, rendered),
         )
 
     def reasoning_grammar(self, spec: GrammarSpec, rendered: str) -> GrammarSpec:

@@ -56,3 +56,8 @@ class AnswerParser(Protocol):
     def called(self) -> bool:
         """Whether a call was complete or begun, so that the finish reason is `tool_calls`."""
         ...
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last call's arguments have not ended: a stop string that ends the choice now has cut them."""
+        ...

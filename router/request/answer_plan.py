@@ -11,7 +11,7 @@ from cluster.grammar.spec import GrammarSpec
 from router.request.completion import ParserSource
 from router.request.fields import refuse
 from router.request.first_call import FirstCall
-from router.request.grammars import AskedGrammar, json_spec
+from router.request.grammars import RequestedGrammar, json_spec
 from router.text.conversation import Conversation, Tool
 
 
@@ -21,8 +21,8 @@ class AnswerPlan:
     `grammar`, and before it the schemas in it, which name the part of the request that cannot be compiled."""
 
     format: ParserSource | None = None
-    grammar: AskedGrammar | None = None
-    checks: tuple[AskedGrammar, ...] = ()
+    grammar: RequestedGrammar | None = None
+    checks: tuple[RequestedGrammar, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Formats(Protocol):
         self, conversation: Conversation, rendered: str, *, constrained: bool = False
     ) -> ParserSource | None:
         """How the answers to a prompt are parsed, whose text may begin the reasoning. `constrained`: an answer without a
-        call matches a grammar of the request, and may look like a call of another function."""
+        call matches a grammar of the request."""
         ...
 
     def tool_grammar(
@@ -92,7 +92,7 @@ class AnswerPlans:
         self._formats = formats
         self._refusal = refusal
 
-    def plan(self, conversation: Conversation, rendered: str, asked: AskedGrammar | None) -> AnswerPlan:
+    def plan(self, conversation: Conversation, rendered: str, asked: RequestedGrammar | None) -> AnswerPlan:
         """`rendered`: the prompt's text. Raises InvalidRequestError."""
         if conversation.callable and not self.tool_parser:
             raise UnsupportedFieldError(
@@ -104,7 +104,8 @@ class AnswerPlans:
         demanding = _demanding(conversation)
         # Calls, or an answer that matches what was asked for.
         either = asked is not None and bool(conversation.callable) and self._formats.has_tool_grammar
-        parsed = self._formats.format(conversation, rendered, constrained=asked is not None)
+        constrained = asked is not None and not conversation.must_call
+        parsed = self._formats.format(conversation, rendered, constrained=constrained)
         if parsed is not None and not conversation.parallel_tool_calls:
             parsed = FirstCall(parsed)
         if demanding or (either and not self._refusal):
@@ -113,7 +114,7 @@ class AnswerPlans:
             return AnswerPlan(parsed)
         if not self._refusal and self.reasoning_parser:
             spec = self._made(asked.field, lambda: self._formats.reasoning_grammar(asked.spec, rendered))
-            whole = AskedGrammar(asked.field, spec)
+            whole = RequestedGrammar(asked.field, spec)
             return AnswerPlan(parsed, whole, (asked, whole) if spec != asked.spec else (asked,))
         return AnswerPlan(parsed, asked, (asked,))
 
@@ -121,7 +122,7 @@ class AnswerPlans:
         self,
         conversation: Conversation,
         rendered: str,
-        asked: AskedGrammar | None,
+        asked: RequestedGrammar | None,
         demanding: str,
         parsed: ParserSource | None,
     ) -> AnswerPlan:
@@ -132,7 +133,7 @@ class AnswerPlans:
             )
         answer = None if asked is None else asked.spec
         spec = self._made(name, lambda: self._formats.tool_grammar(conversation, rendered, answer))
-        whole = AskedGrammar(name, spec)
+        whole = RequestedGrammar(name, spec)
         parts = () if asked is None else (asked,)
         return AnswerPlan(parsed, whole, (*parts, *_schemas(conversation), whole))
 
@@ -152,11 +153,11 @@ def _demanding(conversation: Conversation) -> str:
     return f"tools[{conversation.tools.index(strict[0])}].function.strict" if strict else ""
 
 
-def _schemas(conversation: Conversation) -> list[AskedGrammar]:
+def _schemas(conversation: Conversation) -> list[RequestedGrammar]:
     """Schemas of the arguments that a grammar contains."""
     wanted: Sequence[Tool] = conversation.callable
     return [
-        AskedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))
+        RequestedGrammar(f"tools[{index}].function.parameters", json_spec(tool.parameters))
         for index, tool in enumerate(conversation.tools)
         if tool.parameters is not None and tool in wanted and (conversation.must_call or tool.strict)
     ]

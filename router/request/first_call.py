@@ -29,17 +29,23 @@ class FirstCall:
 class _Parser:
     def __init__(self, inner: AnswerParser):
         self._inner = inner
+        self._later = False  # a further call has begun
 
     def feed(self, pieces: Sequence[str | int]) -> Sequence[Part]:
-        return _without_later(self._inner.feed(pieces))
+        return self._without_later(self._inner.feed(pieces))
 
     def end(self) -> Sequence[Part]:
-        return _without_later(self._inner.end())
+        return self._without_later(self._inner.end())
 
     @property
     def called(self) -> bool:
         return self._inner.called
 
+    @property
+    def unfinished(self) -> bool:
+        return self._inner.unfinished and not self._later
 
-def _without_later(parts: Sequence[Part]) -> Sequence[Part]:
-    return [one for one in parts if not (isinstance(one, CallBegin | CallArguments) and one.call)]
+    def _without_later(self, parts: Sequence[Part]) -> Sequence[Part]:
+        first = [one for one in parts if not (isinstance(one, CallBegin | CallArguments) and one.call)]
+        self._later |= len(first) < len(parts)
+        return first

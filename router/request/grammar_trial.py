@@ -36,6 +36,9 @@ from router.request import schema_walk
 
 CPU_SECONDS = 1.0  # of a grammar: compiling, and the search for the place of a fault
 TOTAL_CPU_SECONDS = 3.0  # of all grammars of a request
+SHORT_CPU_SECONDS = (
+    0.2  # of a request whose grammars are like nearly all: others wait for a trial of this length
+)
 HANG_SECONDS = 3.0  # the library may hang where memory ends: a process that sleeps then has ended
 WALL_SECONDS = 8.0  # a process that still works then has too little of a processor
 STACK_BYTES = 1 << 20  # threads have 2 MiB or more
@@ -61,7 +64,7 @@ class Finding(NamedTuple):
 
     `passed`: so many of the first ones are allowed. `refused`: the number of the one that is not; None = all passed. Those
     behind the first `passed` were not tried to the end. `lasting`: the grammar is refused by itself, whatever the others
-    of its request took.
+    of its request took. `unfinished`: the time of a short trial ended before there was a verdict about those.
     """
 
     passed: int
@@ -69,13 +72,16 @@ class Finding(NamedTuple):
     reason: str = ""
     limit: str = ""
     lasting: bool = True
+    unfinished: bool = False
 
 
 class GrammarTrials:
-    """The router's side. One thread at a time."""
+    """The router's side. One thread at a time. `short`: a trial's processor time is SHORT_CPU_SECONDS, and decides nothing
+    about a grammar."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos: tuple[int, ...]):
-        self._settings = json.dumps([tokenizer_json, vocab_size, eos]).encode()
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos: tuple[int, ...], *, short: bool = False):
+        seconds = SHORT_CPU_SECONDS if short else None
+        self._settings = json.dumps([tokenizer_json, vocab_size, eos, seconds]).encode()
         self._server: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Any] | None = None
         self._lock = threading.Lock()
@@ -178,7 +184,7 @@ def _serve() -> None:
     """Until the router closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes of the router
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer_json, vocab_size, eos = json.loads(_receive(questions))
+    tokenizer_json, vocab_size, eos, short = json.loads(_receive(questions))
     tokenizer = make_tokenizer(tokenizer_json, vocab_size, tuple(eos))
     import llguidance  # noqa: F401  # before a fork, once for all
 
@@ -189,26 +195,28 @@ def _serve() -> None:
         except ValueError:
             return
         specs = [GrammarSpec(*one) for one in json.loads(question)]
-        _send(answers, json.dumps(_in_a_process(tokenizer, specs)).encode())
+        _send(answers, json.dumps(_in_a_process(tokenizer, specs, short)).encode())
 
 
-def _in_a_process(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Finding | str:
-    """What a process finds; or _NO_VERDICT, or the traceback of a fault that is no grammar's."""
+def _in_a_process(tokenizer: Any, specs: Sequence[GrammarSpec], short: float | None = None) -> Finding | str:
+    """What a process finds; or _NO_VERDICT, or the traceback of a fault that is no grammar's. `short`: the processor time
+    of a short trial."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(ours)
-        _try_all(tokenizer, specs, theirs)
+        _try_all(tokenizer, specs, theirs, short)
     os.close(theirs)
     lines, late = _read(ours, pid)
     os.close(ours)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    return _finding(lines, "hangs" if late == "hangs" else "" if late else _end_of(status), len(specs))
+    end = "hangs" if late == "hangs" else "" if late else _end_of(status)
+    return _finding(lines, end, len(specs), is_short=short is not None)
 
 
-def _try_all(tokenizer: Any, specs: Sequence[GrammarSpec], pipe: int) -> NoReturn:
+def _try_all(tokenizer: Any, specs: Sequence[GrammarSpec], pipe: int, short: float | None = None) -> NoReturn:
     """The process of a request's grammars."""
 
     def write(line: Sequence[Any]) -> None:
@@ -218,7 +226,7 @@ def _try_all(tokenizer: Any, specs: Sequence[GrammarSpec], pipe: int) -> NoRetur
     try:
         _leave_server()
         _limit()
-        for line in _verdicts(tokenizer, specs):
+        for line in _verdicts(tokenizer, specs, short):
             write(line)
         status = 0
     except (MemoryError, RecursionError):
@@ -237,7 +245,7 @@ def _end_of(status: int) -> str:
     return "crash" if os.WEXITSTATUS(status) == _MEMORY_ENDED else ""
 
 
-def _finding(lines: Sequence[Sequence[Any]], end: str, count: int) -> Finding | str:
+def _finding(lines: Sequence[Sequence[Any]], end: str, count: int, *, is_short: bool) -> Finding | str:
     """`lines`: of the process; `end`: `hangs`, or as `_end_of` says; `count`: of the grammars."""
     if not lines:
         return _NO_VERDICT
@@ -248,6 +256,8 @@ def _finding(lines: Sequence[Sequence[Any]], end: str, count: int) -> Finding | 
     if not end:
         return _NO_VERDICT
     _, index, seconds = lines[-1]  # of the grammar that was being tried: those before it passed
+    if end == "time" and is_short:
+        return Finding(index, unfinished=True)
     if end == "time" and seconds < CPU_SECONDS:
         return _all_too_much(index, count)
     # Without those before it the grammar might have had memory enough. They are not tried a second time.
@@ -255,12 +265,14 @@ def _finding(lines: Sequence[Sequence[Any]], end: str, count: int) -> Finding | 
     return Finding(index, index, _TOO_MUCH, f"{CPU_SECONDS:g} s, {MEMORY_BYTES >> 20} MiB", lasting)
 
 
-def _verdicts(tokenizer: Any, specs: Sequence[GrammarSpec]) -> Iterator[Sequence[Any]]:
+def _verdicts(tokenizer: Any, specs: Sequence[GrammarSpec], short: float | None) -> Iterator[Sequence[Any]]:
     """("begins", number of a grammar, its processor time in seconds), and at last ("verdict", a Finding)."""
+    total = TOTAL_CPU_SECONDS if short is None else short
     for index, spec in enumerate(specs):
-        seconds = min(CPU_SECONDS, TOTAL_CPU_SECONDS - time.process_time())
+        seconds = min(CPU_SECONDS, total - time.process_time())
         if seconds <= 0:
-            yield "verdict", _all_too_much(index, len(specs))
+            late = Finding(index, unfinished=True) if short is not None else _all_too_much(index, len(specs))
+            yield "verdict", late
             return
         yield "begins", index, seconds
         signal.setitimer(signal.ITIMER_PROF, seconds)

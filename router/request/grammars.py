@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 
 from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
+from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_too_long
 from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
-from router.text.fair_threads import FairThreads, call_on
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 MAX_CHECKED = 1024  # grammars whose check is remembered
@@ -23,7 +23,7 @@ CHECK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class AskedGrammar:
+class RequestedGrammar:
     """A grammar, and the name of the request's field that contains it."""
 
     field: str
@@ -50,14 +50,16 @@ class GrammarChecks:
         self._checked = OrderedDict[bytes, InvalidRequestError | None]()
         # By tenant and grammar: one that waits for the turns of another tenant could be delayed by it.
         self._trying: dict[tuple[str, bytes], _Trial] = {}
-        self._threads = FairThreads(1, "grammars")
-        self._trials = GrammarTrials(tokenizer_json, vocab_size, eos)
+        # Grammars that take long have a queue and a process of their own: the others of all tenants wait for short trials.
+        self._threads, self._long_threads = FairThreads(1, "grammars"), FairThreads(1, "long-grammars")
+        self._trials = GrammarTrials(tokenizer_json, vocab_size, eos, short=True)
+        self._long_trials = GrammarTrials(tokenizer_json, vocab_size, eos)
         try:
             make_tokenizer(tokenizer_json, vocab_size, eos)
         except ModelError as error:
             self.refusal = error.message
 
-    async def check(self, tenant: str, *grammars: AskedGrammar) -> None:
+    async def check(self, tenant: str, *grammars: RequestedGrammar) -> None:
         """Check the grammars of one request, the last of which has the others in it.
 
         Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; OverloadedError where
@@ -86,7 +88,7 @@ class GrammarChecks:
             ) from None
 
     def _raise_refused(
-        self, grammars: Sequence[AskedGrammar], found: Mapping[bytes, InvalidRequestError | None]
+        self, grammars: Sequence[RequestedGrammar], found: Mapping[bytes, InvalidRequestError | None]
     ) -> None:
         for one in grammars:
             if one.spec.key in self._checked:
@@ -94,7 +96,7 @@ class GrammarChecks:
             if (reason := found.get(one.spec.key)) is not None:
                 raise type(reason)(f"{one.field}: {reason.message}", field=one.field, limit=reason.limit)
 
-    async def _try(self, grammars: Sequence[AskedGrammar], tenant: str) -> None:
+    async def _try(self, grammars: Sequence[RequestedGrammar], tenant: str) -> None:
         """Try what is not known yet, together with the tenant's requests that ask for the same."""
         while new := {one.spec.key: one.spec for one in grammars if one.spec.key not in self._checked}:
             if mine := [spec for key, spec in new.items() if (tenant, key) not in self._trying]:
@@ -112,11 +114,17 @@ class GrammarChecks:
             self._raise_refused(grammars, self._checked)
 
     def _begin(self, specs: list[GrammarSpec], tenant: str) -> None:
-        loop = asyncio.get_running_loop()
-        task = asyncio.create_task(self._threads.run(tenant, self._find, specs, loop))
+        task = asyncio.create_task(self._tried(specs, tenant))
         trial = _Trial([spec.key for spec in specs], task)
         self._trying |= dict.fromkeys(((tenant, key) for key in trial.keys), trial)
         task.add_done_callback(lambda _: self._forget(trial, tenant))
+
+    async def _tried(self, specs: list[GrammarSpec], tenant: str) -> dict[bytes, InvalidRequestError]:
+        loop = asyncio.get_running_loop()
+        refused = await self._threads.run(tenant, self._find, self._trials, specs, loop)
+        if refused is None:
+            refused = await self._long_threads.run(tenant, self._find, self._long_trials, specs, loop)
+        return refused or {}
 
     def _leave(self, trial: _Trial, tenant: str) -> None:
         trial.waiters -= 1
@@ -132,19 +140,20 @@ class GrammarChecks:
             trial.task.exception()  # without a caller that takes it, asyncio would log it as lost
 
     def _find(
-        self, specs: list[GrammarSpec], loop: asyncio.AbstractEventLoop
-    ) -> dict[bytes, InvalidRequestError]:
-        """In the thread. What is found is remembered even if no request waits for it any more."""
+        self, trials: GrammarTrials, specs: list[GrammarSpec], loop: asyncio.AbstractEventLoop
+    ) -> dict[bytes, InvalidRequestError] | None:
+        """In a thread. None: the trial was too short. What is found is remembered even if no request waits for it any
+        more."""
         left = [spec for spec in specs if spec.key not in self._checked]
         if not left:  # another tenant's request had its turn before
             return {}
-        found = self._trials.find(left)
+        found = trials.find(left)
         verdicts: dict[bytes, InvalidRequestError | None] = {spec.key: None for spec in left[: found.passed]}
         refused: dict[bytes, InvalidRequestError] = {}
         if found.refused is not None:
             refused[left[found.refused].key] = InvalidRequestError(found.reason, limit=found.limit)
         call_on(loop, lambda: self._remember(verdicts | refused if found.lasting else verdicts))
-        return refused
+        return None if found.unfinished else refused
 
     def _remember(self, verdicts: Mapping[bytes, InvalidRequestError | None]) -> None:
         self._checked.update(verdicts)
@@ -152,8 +161,10 @@ class GrammarChecks:
             self._checked.popitem(last=False)
 
     def close(self) -> None:
-        self._threads.close()
-        self._trials.close()
+        for threads in (self._threads, self._long_threads):
+            threads.close()
+        for trials in (self._trials, self._long_trials):
+            trials.close()
 
 
 def spec_of(kind: Kind, text: str) -> GrammarSpec:

@@ -9,6 +9,7 @@ import orjson
 from cluster.config.router import RequestLimits
 from router.request.fields import refuse
 from router.request.json_scan import JsonScan
+from router.text import written_numbers
 
 
 class JsonTexts:
@@ -18,8 +19,9 @@ class JsonTexts:
         self._limits = limits
         self._elements = 0
 
-    def object(self, text: str, field: str) -> dict[str, Any]:
-        """Parse a JSON object. Raises InvalidRequestError naming `field`."""
+    def object(self, text: str, field: str, *, as_written: bool = False) -> dict[str, Any]:
+        """Parse a JSON object. `as_written`: templates write its numbers as they are in `text`. Raises InvalidRequestError
+        naming `field`."""
         deepest, most = self._limits.max_json_depth, self._limits.max_json_elements
         raw, scan = text.encode(errors="surrogatepass"), JsonScan()
         scan.read(raw)
@@ -30,8 +32,8 @@ class JsonTexts:
             which = "has" if self._elements == scan.elements else "has, with the texts before it,"
             raise refuse(field, f"{which} more than {most} elements (max_json_elements)", most)
         try:
-            value = orjson.loads(raw)
-        except orjson.JSONDecodeError:
+            value = written_numbers.loads(raw) if as_written else orjson.loads(raw)
+        except (ValueError, RecursionError):  # orjson's error is a ValueError
             value = None
         if not isinstance(value, dict):
             raise refuse(field, "must be the text of a JSON object")

@@ -10,7 +10,7 @@ from pydantic import PlainValidator
 from router.request.fields import Length, OnlyNeutral, RequestModel, read, refuse, wrong
 from router.request.json_text import JsonTexts
 from router.request.limits import FieldLimits
-from router.request.tools import MAX_NAME, check_name
+from router.request.tools import MAX_NAME, check_called
 from router.text.contents import AskingRole, role_of
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
@@ -131,8 +131,8 @@ def _call(value: object, name: str, limits: FieldLimits, texts: JsonTexts) -> di
 
 def template_call(call_id: str, name: str, arguments: str, field: str, texts: JsonTexts) -> dict[str, Any]:
     """A call of an assistant's message, with arguments as an object, as chat templates read it."""
-    values = texts.object(arguments, f"{field}.arguments") if arguments else {}
-    function = {"name": check_name(name, f"{field}.name"), "arguments": values}
+    values = texts.object(arguments, f"{field}.arguments", as_written=True) if arguments else {}
+    function = {"name": check_called(name, f"{field}.name"), "arguments": values}
     return {"id": call_id, "type": "function", "function": function}
 
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
 from router.request.fields import AtMost, Length, RequestModel, Within, late, limits_of, wrong
-from router.request.grammars import AskedGrammar
+from router.request.grammars import RequestedGrammar
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 REASONING_EFFORTS: tuple[str, ...] = get_args(ReasoningEffort)
@@ -100,7 +100,7 @@ class GenerationOptions(RequestModel):
     priority: Priority | None = None
 
     @property
-    def asked_grammar(self) -> AskedGrammar | None:
+    def asked_grammar(self) -> RequestedGrammar | None:
         """What every answer must match."""
         return None
 

@@ -17,6 +17,7 @@ from router.text.tokenizer import RESERVED_KWARGS
 
 MAX_NAME = 64  # characters
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_CALLED = re.compile(r"[a-zA-Z0-9_.-]{1,64}")  # models also call tools of namespaces: `browser.search`
 MAX_KWARGS = 16
 MAX_KWARG_CHARACTERS = 1024  # of a name, and of a value
 
@@ -25,6 +26,15 @@ def check_name(name: object, field: str) -> str:
     """Raises InvalidRequestError unless it is the name of a function."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise refuse(field, f"{shown(name)} is not a name of 1 … 64 letters, digits, _ and -", NAME.pattern)
+    return name
+
+
+def check_called(name: str, field: str) -> str:
+    """Raises InvalidRequestError unless a call of an answer may have had this name."""
+    if _CALLED.fullmatch(name) is None:
+        raise refuse(
+            field, f"{shown(name)} is not a name of 1 … 64 letters, digits, _ . and -", _CALLED.pattern
+        )
     return name
 
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import orjson
 
+from router.text.written_numbers import WithWrittenNumbers
+
 ToolChoice = Literal["none", "auto", "required"]
 
 
@@ -62,6 +64,14 @@ class Conversation:
                 yield call["function"]["name"]
                 # As the template writes them: numbers and lists count as well
                 yield orjson.dumps(call["function"]["arguments"], default=str).decode()
+
+    @property
+    def has_written_numbers(self) -> bool:
+        return any(
+            isinstance(call["function"]["arguments"], WithWrittenNumbers)
+            for message in self.messages
+            for call in message.get("tool_calls", ())
+        )
 
     @property
     def callable(self) -> Sequence[Tool]:

@@ -20,6 +20,10 @@ class MarkedText:
     def called(self) -> bool:
         return self._parser.called
 
+    @property
+    def unfinished(self) -> bool:
+        return self._parser.unfinished
+
     def passed(self, text: str, marker: int | None) -> tuple[Part, ...]:
         """Parse the text that passed with one token, and the marker that the token is."""
         pieces: list[str | int] = [text] if text else []

@@ -13,6 +13,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
+from cluster.fair_threads import FairThreads
 from cluster.protocol import model_limits, output_head
 from cluster.protocol.pooling import Embedding
 from router.text.bound import most_bytes
@@ -20,9 +21,8 @@ from router.text.byte_table import make_byte_table
 from router.text.contents import Contents, Rendered
 from router.text.conversation import Conversation, Tool
 from router.text.detokenize import Detokenizer
-from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
-from router.text.templates import MARK_NAME, searched_texts, template_environment
+from router.text.templates import MARK_NAME, WRITTEN_NAME, searched_texts, template_environment
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _CONTINUES = "\U000f0100"
 RESERVED_KWARGS = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-        *("bos_token", "eos_token", "pad_token", "unk_token", MARK_NAME),
+        *("bos_token", "eos_token", "pad_token", "unk_token", MARK_NAME, WRITTEN_NAME),
         *template_environment().globals,
     }
 )
@@ -207,7 +207,7 @@ class ModelText:
                 documents=None,
                 add_generation_prompt=conversation.add_generation_prompt,
                 **self._special,
-                **{MARK_NAME: mark},
+                **{MARK_NAME: mark, WRITTEN_NAME: conversation.has_written_numbers},
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequestError(f"the chat template refuses: {error}", field="messages") from error

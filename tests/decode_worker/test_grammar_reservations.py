@@ -13,6 +13,8 @@ from tests.decode_worker.test_commit import PROMPT, SALT, TRANSFER, close
 from tests.harness.waiting import until
 from wire import common_pb2, handoff_pb2
 
+COMPILED: Any = object()
+
 
 def reserve(world: DecodeWorld) -> handoff_pb2.Reserve:
     spec = common_pb2.GenerateSpec(
@@ -21,6 +23,7 @@ def reserve(world: DecodeWorld) -> handoff_pb2.Reserve:
         sampling=common_pb2.SamplingParams(max_tokens=4),
         grammar=common_pb2.Grammar(regex="a+"),
         n=1,
+        tenant="acme",
         salt=SALT,
     )
     return handoff_pb2.Reserve(
@@ -32,27 +35,30 @@ async def test_blocks_are_reserved_once_the_grammar_is_compiled():
     world = DecodeWorld()
     compiled, asked = asyncio.Event(), list[Any]()
 
-    async def compile_grammar(grammar, seconds):
-        asked.append((grammar.text, seconds < ANSWER_SECONDS))
+    async def compile_grammar(grammar, tenant, seconds):
+        asked.append((grammar.text, tenant, seconds < ANSWER_SECONDS))
         await compiled.wait()
+        return COMPILED
 
     world.core.compile_grammar = compile_grammar  # type: ignore[attr-defined]
     stream = world.connect("p", 1, 1)
     stream.say(reserve=reserve(world))
     await until(lambda: bool(asked), "asked for")
-    assert asked == [("a+", True)]
+    assert asked == [("a+", "acme", True)]
     for _ in range(5):
         await asyncio.sleep(0)
     assert world.receiver.live == 0 and world.core.engine.stats().blocks_held == 0
     compiled.set()
     await until(lambda: world.receiver.live == 1, "reserved")
+    (choices,) = world.core.engine._scheduler.requests.values()
+    assert choices[0].request.compiled is COMPILED, "the cache may have dropped it by the first step"
     await close(world)
 
 
 async def test_a_grammar_that_does_not_compile_leaves_nothing():
     world = DecodeWorld()
 
-    async def compile_grammar(grammar, seconds):
+    async def compile_grammar(grammar, tenant, seconds):
         raise InvalidRequestError("grammar: no", field="grammar")
 
     world.core.compile_grammar = compile_grammar  # type: ignore[attr-defined]

@@ -290,18 +290,16 @@ def test_without_grammars_a_step_does_nothing_for_them(model, monkeypatch):
     assert not engine._masks.active
 
 
-def test_compiled_grammars_are_kept_up_to_a_number(model):
+def test_no_step_compiles_what_a_request_holds(model, monkeypatch):
     engine = grammar_engine(model)
-    engine.grammars._most = 3
-    first = engine.grammars.get(FOUR_DIGITS)
-    assert engine.grammars.get(FOUR_DIGITS) is first
-    for n in range(3):
-        engine.grammars.get(GrammarSpec("regex", f"a{{{n + 1}}}"))
-    assert len(engine.grammars) == 3 and not engine.grammars.has(FOUR_DIGITS)
+    compiled = engine.grammars.get(FOUR_DIGITS)
+    assert compiled.size_bytes > 0
+    monkeypatch.setattr(engine.grammars, "get", None)
+    answers = serve(engine, replace(grammar_request("a", FOUR_DIGITS), compiled=compiled))
+    assert len(answers.text("a")) == 4
 
 
 def test_an_engine_keeps_the_store_that_it_is_given(model):
-    """An empty store is false."""
     given = grammar_engine(model).grammars
     runner = RandomRunner(8, model=model)
     assert Engine(runner, runner.config, secret=b"g", grammars=given).grammars is given

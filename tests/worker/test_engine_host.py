@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import DrainingError, InternalError
+from cluster.errors import DeadlineError, DrainingError, InternalError
+from cluster.grammar.spec import GrammarSpec
 from engine.engine import Engine
 from engine.parallel.group import LostRankError
 from engine.request import EngineRequest, SamplingParams, StepOutput
+from engine.sampling.grammar.store import Grammars
 from tests.engine.fake_model import FakeRunner, continuation
 from tests.harness.waiting import until
 from worker.engine_commands import MAX_PASSES
@@ -282,3 +284,33 @@ async def test_an_engine_that_launches_steps_ahead_serves_and_frees():
     assert runner.ahead > 0
     await host.stop()
     assert host.ended_well
+
+
+async def test_grammars_are_compiled_for_tenants_in_turn():
+    began, go_on = list[str](), threading.Semaphore(0)
+
+    class Gated:
+        def compile(self, spec: GrammarSpec) -> Any:
+            began.append(spec.text)
+            assert go_on.acquire(timeout=30)
+            return Compiled()
+
+    class Compiled:
+        size_bytes = 1
+
+    host = make(SimpleNamespace(grammars=Grammars(Gated())))
+    try:
+        many = [
+            asyncio.create_task(host.compile_grammar(GrammarSpec("regex", f"a{n}"), "many")) for n in range(4)
+        ]
+        await until(lambda: bool(began), "compiled")
+        other = asyncio.create_task(host.compile_grammar(GrammarSpec("regex", "b"), "other"))
+        with pytest.raises(DeadlineError):
+            await host.compile_grammar(GrammarSpec("regex", "late"), "late", 0.001)
+        go_on.release(5)
+        compiled = [*await asyncio.gather(*many), await other]
+        assert began == ["a0", "a1", "b", "a2", "a3"], "one of another tenant's before it, at most"
+        assert await host.compile_grammar(GrammarSpec("regex", "a0"), "other") is compiled[0]
+    finally:
+        go_on.release(5)
+        host._compiling.close()

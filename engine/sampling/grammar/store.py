@@ -1,49 +1,58 @@
-"""Compiled grammars, by the hash of their text; the least recently used ones are dropped."""
+"""Compiled grammars, by the hash of their text."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 from cluster.grammar.spec import GrammarSpec
-from engine.sampling.grammar.base import CompiledGrammar, GrammarBackend
+from engine.compiled_grammar import CompiledGrammar
+from engine.sampling.grammar.base import GrammarBackend
 
-MOST_GRAMMARS = 32
+MAX_CACHED = 128
+MAX_CACHED_BYTES = 64 << 20
 
 
 class Grammars:
-    """Keeps at most `most` compiled grammars. Thread-safe."""
+    """Finds each compiled grammar as long as a request holds it, and beyond that the ones used last: at most `most`, of
+    `most_bytes` together. Thread-safe."""
 
-    def __init__(self, backend: GrammarBackend, most: int = MOST_GRAMMARS):
+    def __init__(self, backend: GrammarBackend, most: int = MAX_CACHED, most_bytes: int = MAX_CACHED_BYTES):
         self._backend = backend
-        self._most = most
+        self._most, self._most_bytes = most, most_bytes
         self._lock = threading.Lock()
-        self._compiled = OrderedDict[bytes, CompiledGrammar]()
-        self._thread: ThreadPoolExecutor | None = None
+        self._held = WeakValueDictionary[bytes, CompiledGrammar]()
+        self._cached = OrderedDict[bytes, CompiledGrammar]()
+        self._cached_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._compiled)
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
 
-    def has(self, spec: GrammarSpec) -> bool:
-        return spec.key in self._compiled
-
-    def begin(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        """Start to compile a grammar on the store's one thread, so that `get` finds it later."""
+    def find(self, spec: GrammarSpec) -> CompiledGrammar | None:
         with self._lock:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "grammars")
-            return self._thread.submit(self.get, spec)
+            found = self._held.get(spec.key)
+            if found is not None:
+                self._cache(spec.key, found)
+            return found
 
     def get(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Return a compiled grammar; compile it if it is not in the store. Raises InvalidRequestError, ModelError."""
-        with self._lock:
-            if (found := self._compiled.get(spec.key)) is not None:
-                self._compiled.move_to_end(spec.key)
-                return found
+        """Return a compiled grammar; compile it if it is not found. Raises InvalidRequestError, ModelError."""
+        if (found := self.find(spec)) is not None:
+            return found
         made = self._backend.compile(spec)
         with self._lock:
-            self._compiled[spec.key] = made
-            while len(self._compiled) > self._most:
-                self._compiled.popitem(last=False)
+            self._held[spec.key] = made
+            self._cache(spec.key, made)
         return made
+
+    def _cache(self, key: bytes, grammar: CompiledGrammar) -> None:
+        """As the one used last."""
+        if (before := self._cached.pop(key, None)) is not None:
+            self._cached_bytes -= before.size_bytes
+        self._cached[key] = grammar
+        self._cached_bytes += grammar.size_bytes
+        while len(self._cached) > self._most or self._cached_bytes > self._most_bytes:
+            _, dropped = self._cached.popitem(last=False)
+            self._cached_bytes -= dropped.size_bytes

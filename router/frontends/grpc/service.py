@@ -31,7 +31,7 @@ from router.request import model_hint
 from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.completion import Completion
 from router.request.fields import read, refuse, wrong
-from router.request.grammars import AskedGrammar, json_spec
+from router.request.grammars import RequestedGrammar, json_spec
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions, LogprobCount
 from router.request.permissions import check_allowed
@@ -43,10 +43,10 @@ from wire import inference_pb2 as pb
 SERVICE = "baton.v1.Inference"
 
 
-def _grammar(message: common_pb2.Grammar) -> AskedGrammar:
+def _grammar(message: common_pb2.Grammar) -> RequestedGrammar:
     try:
         spec = grammar_from_wire(message)
-        return AskedGrammar("grammar", json_spec(spec.text) if spec.kind == "json_schema" else spec)
+        return RequestedGrammar("grammar", json_spec(spec.text) if spec.kind == "json_schema" else spec)
     except InvalidRequestError as error:
         raise wrong(error.message.removeprefix("grammar: "), error.limit) from None
     except ValueError as error:
@@ -54,11 +54,11 @@ def _grammar(message: common_pb2.Grammar) -> AskedGrammar:
 
 
 class GrpcOptions(GenerationOptions):
-    grammar: Annotated[AskedGrammar | None, PlainValidator(_grammar)] = None
+    grammar: Annotated[RequestedGrammar | None, PlainValidator(_grammar)] = None
     prompt_logprobs: LogprobCount | None = None
 
     @property
-    def asked_grammar(self) -> AskedGrammar | None:
+    def asked_grammar(self) -> RequestedGrammar | None:
         return self.grammar
 
     @property
@@ -222,7 +222,7 @@ class InferenceService:
             await self._answer(pb.ListModelsResponse(models=models).SerializeToString(), context)
 
     async def _prompt(
-        self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller, asked: AskedGrammar | None
+        self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller, asked: RequestedGrammar | None
     ) -> ChatPrompt:
         """Token ids of a text or a conversation, and how it is answered."""
         model = self._gateway.model(request.model)

@@ -34,7 +34,7 @@ from router.request.fields import (
     unsupported,
     wrong,
 )
-from router.request.grammars import AskedGrammar
+from router.request.grammars import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.messages import AnyMessage, chat_size, read_messages
 from router.request.options import (
@@ -183,9 +183,11 @@ class HttpRequest(GenerationOptions):
     )
 
     @property
-    def asked_grammar(self) -> AskedGrammar | None:
+    def asked_grammar(self) -> RequestedGrammar | None:
         given = [
-            AskedGrammar(name, spec) for name in GRAMMAR_FIELDS if (spec := getattr(self, name)) is not None
+            RequestedGrammar(name, spec)
+            for name in GRAMMAR_FIELDS
+            if (spec := getattr(self, name)) is not None
         ]
         if len(given) > 1:
             raise refuse(given[1].field, f"not with {given[0].field}: an answer has one grammar")

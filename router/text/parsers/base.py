@@ -29,10 +29,12 @@ class TextParser(Protocol):
 @dataclass(frozen=True)
 class ToolFormat:
     """One format of calls. `in_template`: texts of which a chat template with this format has one; `not_in_template`:
-    texts of similar formats that have no parser."""
+    texts of similar formats that have no parser. `opens`: the text or marker that calls begin with in their grammar; empty
+    = they have none."""
 
     markers: tuple[str, ...]
     make: Callable[[Answer, Markers], TextParser]
     in_template: tuple[str, ...]
     not_in_template: tuple[str, ...] = ()
+    opens: str = ""
     id_length: int = 0  # of calls' ids, alphanumeric; 0 = OpenAI's form

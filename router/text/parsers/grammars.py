@@ -13,10 +13,15 @@ from cluster.grammar.spec import GrammarSpec
 from router.text.conversation import Tool
 from router.text.parsers.base import Reasoning
 from router.text.parsers.lark_rules import CHANNEL, Marker, Rules, json_rule, quoted
+from router.text.parsers.reasoning.think import MAX_GAP
+from router.text.parsers.tools import hermes, llama3_json, mistral
+from router.text.parsers.tools.json_call import exact_head
 
 MAX_CALLS = 16  # of an answer that must have calls
-# Between the end of reasoning and a call: models write an empty line.
-_GAP = r'"\n"{0,2}'
+# Between the end of reasoning and a call or compact JSON, which begins with no line end.
+_GAP = rf'"\n"{{0,{MAX_GAP}}}'
+# Before an answer that may begin with one: the parser leaves out as many.
+_WHOLE_GAP = quoted(MAX_GAP * "\n")
 _AGAIN = "<|start|>assistant"  # begins the next message of an answer in gpt-oss's format
 _FINAL = "<|channel|>final<|message|>"
 
@@ -31,6 +36,8 @@ class _Calls:
     rules: Rules
     reasoning: Reasoning | None
     answer: str = ""  # the rule of answers without a call; empty = any text is one
+    gap: str = _GAP  # between reasoning and call or answer
+    continues: bool = False  # the answer continues the text of a message
 
     @property
     def bound(self) -> bool:
@@ -51,10 +58,8 @@ class _Calls:
 
     def objects(self, arguments: str, space: str = "") -> str:
         """Add the rule of a call as an object with the members `name` and `arguments`."""
-        if (
-            self.answer
-        ):  # cut as the library cuts JSON: it cannot go back from a text to the beginning of another
-            head, middle, quote = self.rules.json_head(arguments)
+        if self.answer:
+            head, middle, quote = self.rules.json_head(arguments, spaced=arguments == llama3_json.MEMBER)
         else:
             head = self.rules.add("OBJECT_BEGIN", rf'/{space}\{{"name": ?"/')
             middle, quote = self.rules.add("OBJECT_MIDDLE", rf'/", ?"{arguments}": ?/'), ""
@@ -76,22 +81,68 @@ def tool_grammar(
     reasoning: Reasoning | None,
     marker: Marker,
     answer: GrammarSpec | None = None,
+    continues: bool = False,
 ) -> GrammarSpec:
     """Return the grammar of answers with calls of `tools`, in the format that `tool_parser` reads.
 
     `must_call`: the answer is one call, or with `parallel` up to MAX_CALLS. Otherwise it is a text that may have calls,
     and only the arguments of strict tools match their schemas; with an `answer` it is calls, or matches this. `marker`:
-    the form of a marker's text in a grammar, `<[id]>` where it is one token. Raises ValueError if there is
-    no such grammar.
+    the form of a marker's text in a grammar, `<[id]>` where it is one token. `continues`: the answer continues the text of
+    a message, where the format has messages. Raises ValueError if there is no such grammar.
     """
     if tool_parser not in _FORMATS:
         raise ValueError(f"the calls that {tool_parser} reads have no grammar")
     if not tools:
         raise ValueError("there are no tools to call")
     rules = Rules(marker)
-    response = "" if answer is None or must_call else rules.add("response", _nested(answer))
-    _FORMATS[tool_parser](_Calls(tools, must_call, parallel, rules, reasoning, response))
+    if answer is None or must_call:
+        response, gap = "", _GAP
+    else:
+        begins = _call_begins(tool_parser, tools, marker)
+        response = rules.add("response", _nested(_without_calls(answer, begins, tools)))
+        gap = _gap_before(answer)
+    calls = _Calls(tools, must_call, parallel, rules, reasoning, response, gap, continues)
+    _FORMATS[tool_parser](calls)
     return rules.spec()
+
+
+def _call_begins(tool_parser: str, tools: Sequence[Tool], marker: Marker) -> list[str]:
+    """The texts with which the parser takes an answer for calls. None where calls begin with a token that no text has."""
+    if tool_parser == "llama3_json":
+        return [exact_head(tool.name, llama3_json.MEMBER) for tool in tools]
+    begin = hermes.BEGIN if tool_parser == "hermes" else mistral.BEGIN
+    return [] if tool_parser == "gpt_oss" or marker(begin).startswith("<[") else [begin]
+
+
+def _without_calls(answer: GrammarSpec, begins: Sequence[str], tools: Sequence[Tool]) -> GrammarSpec:
+    """The answers that do not begin as a call. Raises ValueError where they cannot be told from calls of strict tools."""
+    if not begins or answer.kind == "json_schema":  # compact JSON begins with none of them
+        return answer
+    if answer.kind == "choice":
+        choices = json.loads(answer.text)
+        if called := next((one for one in choices if one.startswith(tuple(begins))), None):
+            raise ValueError(f"the choice {called[:64]!r} is a call of a tool")
+        return answer
+    if answer.kind == "regex":
+        calls = " | ".join(f"({quoted(one)} /(?s:.*)/)" for one in begins)
+        whole = _lark_of_regex(answer).removeprefix("start: ")
+        return GrammarSpec("lark", f"start: ANSWER\nANSWER: {whole} & ~({calls})\n")
+    if any(tool.strict for tool in tools):
+        raise ValueError(
+            "a grammar in Lark's syntax cannot be told from calls of strict tools; use a JSON schema"
+        )
+    return answer
+
+
+def _gap_before(answer: GrammarSpec) -> str:
+    """What is between reasoning and the answer, which is all that follows it."""
+    texts = json.loads(answer.text) if answer.kind == "choice" else ()
+    begins = answer.kind in ("regex", "lark") or any(one.startswith("\n") for one in texts)
+    return _WHOLE_GAP if begins else _GAP
+
+
+def _lark_of_regex(spec: GrammarSpec) -> str:
+    return str(json.loads(library_text(spec))["grammars"][0]["lark_grammar"])
 
 
 def reasoning_grammar(spec: GrammarSpec, reasoning: Reasoning, marker: Marker) -> GrammarSpec:
@@ -102,7 +153,7 @@ def reasoning_grammar(spec: GrammarSpec, reasoning: Reasoning, marker: Marker) -
         answer = f"{rules.marks(_FINAL)} {answer}"
         rules.start(answer, reasoning, after=_AGAIN)
     else:
-        rules.start(answer, reasoning, gap=_GAP)
+        rules.start(answer, reasoning, gap=_gap_before(spec))
     return rules.spec()
 
 
@@ -111,9 +162,7 @@ def _nested(spec: GrammarSpec) -> str:
     if spec.kind == "json_schema":
         schema = json.loads(spec.text)
         return json_rule(schema if isinstance(schema, dict) else {"allOf": [schema]}, spaced=False)
-    text = library_text(spec)
-    if spec.kind == "regex":
-        text = json.loads(text)["grammars"][0]["lark_grammar"]
+    text = _lark_of_regex(spec) if spec.kind == "regex" else library_text(spec)
     if text.lstrip().startswith("{"):
         raise ValueError("a grammar that is a JSON object cannot follow reasoning; write it in Lark's syntax")
     return f"%lark {{\n{text}\n}}"
@@ -133,7 +182,7 @@ def _hermes(calls: _Calls) -> None:
     call = rules.add("call", rf'"\n" {calls.objects("arguments")} "\n" {rules.marks("</tool_call>")}')
     if calls.bound:
         marked = rules.add("marked", f"{rules.marks('<tool_call>')} {call}")
-        rules.start(calls.or_answer(calls.several(marked, r'"\n"')), calls.reasoning, gap=_GAP)
+        rules.start(calls.or_answer(calls.several(marked, r'"\n"')), calls.reasoning, gap=calls.gap)
     else:
         text = rules.without("TEXT", "<tool_call>")
         more = "*" if calls.parallel else "?"
@@ -145,7 +194,9 @@ def _mistral(calls: _Calls) -> None:
     several = calls.several(calls.objects("arguments"), rules.add("COMMA", "/, ?/"))
     listed = rules.add("listed", f'" "? "[" {several} "]"')
     if calls.bound:
-        rules.start(calls.or_answer(f"{rules.marks('[TOOL_CALLS]')} {listed}"), calls.reasoning, gap=_GAP)
+        rules.start(
+            calls.or_answer(f"{rules.marks('[TOOL_CALLS]')} {listed}"), calls.reasoning, gap=calls.gap
+        )
     else:
         text = rules.without("TEXT", "[TOOL_CALLS]")
         rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {listed})", calls.reasoning)
@@ -165,7 +216,7 @@ def _mistral_args(calls: _Calls, *, call_id: bool = False) -> None:
     call = rules.add("call", f"({' | '.join(names)})")
     if calls.bound:
         marked = rules.add("marked", f"{rules.marks('[TOOL_CALLS]')} {call}")
-        rules.start(calls.or_answer(calls.several(marked, "")), calls.reasoning, gap=_GAP)
+        rules.start(calls.or_answer(calls.several(marked, "")), calls.reasoning, gap=calls.gap)
     else:
         text = rules.without("TEXT", "[TOOL_CALLS]")
         several = rules.add("several", f"{call} ({rules.marks('[TOOL_CALLS]')} {call})*")
@@ -175,9 +226,9 @@ def _mistral_args(calls: _Calls, *, call_id: bool = False) -> None:
 
 def _llama3_json(calls: _Calls) -> None:
     rules = calls.rules
-    several = calls.several(calls.objects("parameters", r"" if calls.bound else r"\s*"), '"; "')
+    several = calls.several(calls.objects(llama3_json.MEMBER, r"" if calls.bound else r"\s*"), '"; "')
     if calls.bound:
-        rules.start(calls.or_answer(several), calls.reasoning, gap=_GAP)
+        rules.start(calls.or_answer(several), calls.reasoning, gap=calls.gap)
     else:
         begun = r'/\s*\{\s*"(name|parameters|arguments|function|type)"/'
         # The parser takes the members of a call in any order, and escapes in their names.
@@ -196,6 +247,11 @@ def _gpt_oss(calls: _Calls) -> None:
     ]
     channel, message = rules.marks(CHANNEL), rules.marks("<|message|>")
     call = f'{channel} "commentary" " to=functions." ({" | ".join(names)})'
+    if calls.continues and calls.must_call:
+        raise ValueError("the answer continues a message, which has no calls")
+    if calls.continues and calls.answer:
+        rules.start(calls.answer, None)
+        return
     if calls.bound:  # no notes to the user, which would be content beside the answer
         final = f"({call} | {rules.marks(_FINAL)} {calls.answer})"
         rules.start(final if calls.answer else call, calls.reasoning, after=_AGAIN)
@@ -203,7 +259,10 @@ def _gpt_oss(calls: _Calls) -> None:
     note = f'{channel} ("analysis" | "commentary") {message} {rules.until("note_text", "<|end|>")}'
     notes = rules.add("note", f"{note} {rules.marks(_AGAIN)}")
     opened = calls.reasoning if calls.reasoning is not None and calls.reasoning.opened else None
-    rules.start(f"{notes}* ({rules.marks(_FINAL)} ANY | {call})", opened, after=_AGAIN)
+    answer = f"{notes}* ({rules.marks(_FINAL)} ANY | {call})"
+    if calls.continues:
+        answer = f"(ANY | {rules.until('continued', '<|end|>')} {rules.marks(_AGAIN)} {answer})"
+    rules.start(answer, opened, after=_AGAIN)
 
 
 def _pythonic(calls: _Calls) -> None:

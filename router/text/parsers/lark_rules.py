@@ -59,9 +59,12 @@ class Rules:
             return self.add(name, self.marks(text))
         return self._lazy(name, forms[0][1])
 
-    def json_head(self, arguments: str) -> tuple[str, str, str]:
-        """The rules of an object's text before its name and between name and arguments, and what is around the name."""
-        colon, comma = self.add("COLON", "/: ?/"), self.add("COMMA_SPACE", "/, ?/")
+    def json_head(self, arguments: str, *, spaced: bool) -> tuple[str, str, str]:
+        """The rules of an object's text before its name and between name and arguments, and what is around the name, where
+        an answer may be JSON too: cut as the library cuts JSON, since it cannot go back from a text to the beginning of
+        another. `spaced`: there are spaces, which compact JSON does not have."""
+        colon, comma = ('": "', '", "') if spaced else ("/: ?/", "/, ?/")
+        colon, comma = self.add("COLON", colon), self.add("COMMA_SPACE", comma)
         head = self.add("object_begin", f'"{{" "\\"name\\"" {colon}')
         return head, self.add("object_middle", f"{comma} {quoted(quoted(arguments))} {colon}"), '"'
 

@@ -12,6 +12,7 @@ from router.text.parsers.base import Reasoning, TextParser, ToolFormat
 from router.text.parsers.reasoning import gpt_oss, think
 from router.text.parsers.stream import Answer, Markers
 from router.text.parsers.tools import hermes, llama3_json, mistral, pythonic
+from router.text.parsers.tools.calls_or_answer import CallsOrAnswer
 from router.text.parsers.tools.plain import Plain
 
 GPT_OSS = "gpt_oss"
@@ -53,7 +54,7 @@ def grammar_form(tool_parser: str, template: str) -> str:
 
 def reasoning_texts(parser: str, rendered: str) -> Reasoning | None:
     """The texts around a model's reasoning, for the grammar of what follows. None: an answer to this prompt has none."""
-    if parser == GPT_OSS:
+    if parser == GPT_OSS and not gpt_oss.is_in_message(rendered):
         return Reasoning(f"{gpt_oss.CHANNEL}analysis{gpt_oss.MESSAGE}", gpt_oss.END)
     if parser not in think.MARKERS:
         return None
@@ -61,6 +62,11 @@ def reasoning_texts(parser: str, rendered: str) -> Reasoning | None:
     if rendered.rstrip().endswith(end):
         return None
     return Reasoning(begin, end, opened=opens_reasoning(parser, rendered))
+
+
+def is_opened(parser: str, rendered: str) -> bool:
+    """Whether an answer begins inside a part that the prompt has opened: reasoning, or a message of gpt-oss."""
+    return gpt_oss.is_in_message(rendered) if parser == GPT_OSS else opens_reasoning(parser, rendered)
 
 
 def opens_reasoning(parser: str, rendered: str) -> bool:
@@ -76,7 +82,9 @@ class AnswerFormat:
     reasoning_parser: str
     opened: bool
     markers: Markers
-    names: frozenset[str] | None = None  # of the functions that calls may have; None = any
+    # None: any text may have calls, of any function. Else an answer is calls of these functions as their grammar writes
+    # them, or matches a grammar of the request.
+    names: frozenset[str] | None = None
 
     @property
     def name(self) -> str:
@@ -93,13 +101,19 @@ class AnswerFormat:
         reads: TextParser
         if GPT_OSS in (self.tool_parser, self.reasoning_parser):
             reads = gpt_oss.GptOss(
-                answer, self.markers, tools=bool(self.tool_parser), reasoning=bool(self.reasoning_parser)
+                answer,
+                self.markers,
+                tools=bool(self.tool_parser),
+                reasoning=bool(self.reasoning_parser),
+                opened=self.opened,
             )
             return _Parser(answer, self.markers, reads)
         reads = (tools.make if tools is not None else Plain)(answer, self.markers)
+        if tools is not None and tools.opens and self.names is not None:
+            reads = CallsOrAnswer(answer, self.markers[tools.opens], reads)
         if self.reasoning_parser:
             begin, end = (self.markers[one] for one in think.MARKERS[self.reasoning_parser])
-            reads = think.Think(answer, begin, end, reads, opened=self.opened)
+            reads = think.Think(answer, begin, end, reads, opened=self.opened, exact=self.names is not None)
         return _Parser(answer, self.markers, reads)
 
 
@@ -111,8 +125,8 @@ def format_of(
     special: Mapping[str, int],
     names: Iterable[str] | None = None,
 ) -> AnswerFormat:
-    """`special`: ids of the tokenizer's special tokens by their texts. `names`: of functions; an object with another name
-    is content."""
+    """`special`: ids of the tokenizer's special tokens by their texts. `names`: of functions, where an answer without
+    calls matches a grammar."""
     texts: list[str] = []
     if GPT_OSS in (tool_parser, reasoning_parser):
         texts += gpt_oss.MARKERS
@@ -151,3 +165,7 @@ class _Parser:
     @property
     def called(self) -> bool:
         return self._answer.called
+
+    @property
+    def unfinished(self) -> bool:
+        return self._answer.unfinished

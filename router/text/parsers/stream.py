@@ -38,7 +38,7 @@ class Markers:
 
     def __getitem__(self, text: str) -> str:
         """As it stands in `joined` texts."""
-        return self._forms[text]
+        return self._forms.get(text, text)
 
     def joined(self, pieces: Sequence[str | int]) -> str:
         return "".join(piece if isinstance(piece, str) else self._chars.get(piece, "") for piece in pieces)
@@ -140,38 +140,6 @@ class JsonValue:
         return False
 
 
-def head_pattern(*arguments: str) -> re.Pattern[str]:
-    """Of a call as a JSON object whose name precedes its arguments, up to where these begin."""
-    return re.compile(
-        r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*)?"name"\s*:\s*'
-        rf'("(?:[^"\\]|\\.)*")\s*,\s*"(?:{"|".join(arguments)})"\s*:'
-    )
-
-
-def whole_call(
-    text: str, arguments: Sequence[str], names: Collection[str] | None = None, *, bare: bool = True
-) -> tuple[str, str] | None:
-    """Name and arguments, as JSON, of a call that is a whole JSON object, whatever the order of its members. With `names`
-    it has one of them, and an object of arguments. `bare`: a name alone is a call without arguments; where no marker
-    precedes calls, any object may have one."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    absent: object = {} if names is None and bare else None
-    given = next((value[one] for one in arguments if one in value), absent)
-    if names is not None and value["name"] not in names:
-        return None
-    if not isinstance(given, dict) and (names is not None or not bare):
-        return None
-    try:
-        return value["name"], json_text(given)
-    except ValueError:
-        return None
-
-
 def json_text(value: object) -> str:
     """Lone surrogates stay escapes: they have no UTF-8. Raises ValueError, or TypeError for what JSON does not have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -187,10 +155,15 @@ class Answer:
         self.names = names
         self._parts: list[Part] = []
         self._calls = 0
+        self._arguments: JsonValue | None = None  # of the last call, unless they have ended
 
     @property
     def called(self) -> bool:
         return self._calls > 0
+
+    @property
+    def unfinished(self) -> bool:
+        return self._arguments is not None
 
     def content(self, text: str) -> None:
         if text := self._markers.shown(text):
@@ -203,11 +176,14 @@ class Answer:
     def call(self, name: str) -> None:
         self._parts.append(CallBegin(self._calls, self._make_id(), self._markers.shown(name)))
         self._calls += 1
+        self._arguments = JsonValue()
 
     def arguments(self, text: str) -> None:
         """Of the last call."""
         if text := self._markers.shown(text):
             self._parts.append(CallArguments(self._calls - 1, text))
+            if self._arguments is not None and self._arguments.end(text) >= 0:
+                self._arguments = None
 
     def taken(self) -> list[Part]:
         parts, self._parts = self._parts, []

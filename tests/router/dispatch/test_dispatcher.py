@@ -309,7 +309,7 @@ async def test_an_answer_that_a_stop_string_ends_does_not_wait_for_its_workers(t
 class _Parser:
     """Fails at its third piece, or where a resumed answer is read again."""
 
-    called = False
+    called = unfinished = False
 
     def __init__(self) -> None:
         self.fed = 0

@@ -21,7 +21,7 @@ class Parser:
 
     def __init__(self):
         self.kind: Any = ReasoningText
-        self.called = False
+        self.called = self.unfinished = False
 
     def feed(self, pieces):
         parts = []
@@ -29,11 +29,12 @@ class Parser:
             if piece == END_OF_REASONING:
                 self.kind = ContentText
             elif piece == CALL:
-                self.called = True
+                self.called = self.unfinished = True
                 self.kind = lambda text: CallArguments(0, text)
                 parts.append(CallBegin(0, "c", "f"))
             else:
                 parts.append(self.kind(piece))
+                self.unfinished &= not piece.endswith("}")
         return parts
 
     def end(self):
@@ -123,6 +124,28 @@ def test_a_stop_string_may_be_in_a_markers_text(included):
     deltas = [stream.take(token(stream, one)) for one in (1, END_OF_REASONING, 2, CALL)]
     assert parts(deltas) == [ReasoningText("plan"), ContentText("say"), ContentText("!")]
     assert deltas[-1] is not None and (deltas[-1].finish, deltas[-1].stop_string) == ("stop", "call>")
+
+
+def test_a_marker_before_the_end_is_read_once():
+    assert parts(taken(choice(), CALL, EOS)) == [CallBegin(0, "c", "f"), ContentText("!")]
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish"),
+    [
+        ((CALL, 3, 4), "stop"),
+        ((CALL, 5, CALL, 3, 4), "stop"),
+        ((CALL, 5, END_OF_REASONING, 3, 4), "tool_calls"),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_is_no_reason_to_finish(ids, finish):
+    stream = choice(stop=("STOP",))
+    deltas = [stream.take(token(stream, one)) for one in ids]
+    assert deltas[-1] is not None and (deltas[-1].finish, deltas[-1].stop_string) == (finish, "STOP")
+
+
+def test_a_call_that_the_model_leaves_open_is_one():
+    assert taken(choice(), CALL, 3, EOS)[-1].finish == "tool_calls"
 
 
 def test_stop_strings_are_searched_in_reasoning_and_calls():

@@ -10,14 +10,14 @@ from cluster.errors import UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec
 from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.request.answer_plan import AnswerPlans, NoFormats
-from router.request.grammars import ANY_OBJECT, AskedGrammar
+from router.request.grammars import ANY_OBJECT, RequestedGrammar
 from router.text.conversation import Conversation, Tool
 
 CALLS, AFTER_REASONING = GrammarSpec("lark", "calls"), GrammarSpec("lark", "after")
 FORMAT = SimpleNamespace(marker_texts={}, parser=None)
 CONSTRAINED = SimpleNamespace(marker_texts={}, parser=None)
 CALLS_OR_ANSWER = GrammarSpec("lark", "either")
-ASKED = AskedGrammar("response_format", ANY_OBJECT)
+ASKED = RequestedGrammar("response_format", ANY_OBJECT)
 SCHEMA = {"type": "object"}
 LOOSE, STRICT = Tool("loose", None, SCHEMA), Tool("strict", None, SCHEMA, strict=True)
 
@@ -58,11 +58,11 @@ def test_a_free_choice_needs_no_grammar():
 )
 def test_calls_that_are_demanded_have_a_grammar(fields, name, checked):
     plan = planned(tools=[LOOSE, STRICT], **fields)
-    assert plan.grammar == AskedGrammar(name, CALLS)
+    assert plan.grammar == RequestedGrammar(name, CALLS)
     names = [f"tools[{index}].function.parameters" for index in checked]
     assert [one.field for one in plan.checks] == [*names, name]
     both = planned(ASKED, tools=[LOOSE, STRICT], **fields)
-    assert both.grammar == AskedGrammar(name, CALLS if fields else CALLS_OR_ANSWER)
+    assert both.grammar == RequestedGrammar(name, CALLS if fields else CALLS_OR_ANSWER)
     assert [one.field for one in both.checks] == ["response_format", *names, name]
     with pytest.raises(UnsupportedFieldError, match="its tokenizer") as caught:
         planned(refusal="its tokenizer", tools=[LOOSE, STRICT], **fields)
@@ -71,7 +71,7 @@ def test_calls_that_are_demanded_have_a_grammar(fields, name, checked):
 
 def test_further_calls_are_left_out_where_one_is_wanted():
     class Parser:
-        called = True
+        called = unfinished = True
 
         def feed(self, pieces):
             begun = [CallBegin(0, "a", "f"), CallArguments(0, "{}"), CallBegin(1, "b", "f")]
@@ -86,15 +86,16 @@ def test_further_calls_are_left_out_where_one_is_wanted():
 
     source = planned(formats=Parsed(), tools=[LOOSE], parallel_tool_calls=False).format
     parser = source.parser()
-    assert source.marker_texts == {7: "<7>"} and parser.called
+    assert source.marker_texts == {7: "<7>"} and parser.called and parser.unfinished
     assert parser.feed(["x"]) == [CallBegin(0, "a", "f"), CallArguments(0, "{}"), ContentText("x")]
+    assert not parser.unfinished, "what is unfinished is left out"
     assert parser.end() == []
 
 
 def test_a_free_choice_and_a_response_format_are_calls_or_the_answer():
     plan = planned(ASKED, tools=[LOOSE])
     assert plan.format is CONSTRAINED
-    assert plan.grammar == AskedGrammar("response_format", CALLS_OR_ANSWER)
+    assert plan.grammar == RequestedGrammar("response_format", CALLS_OR_ANSWER)
     assert plan.checks == (ASKED, plan.grammar)
     assert planned(ASKED, tools=[LOOSE], tool_choice="none").grammar.spec == AFTER_REASONING
 
@@ -110,7 +111,7 @@ def test_calls_without_a_grammar_leave_the_answer_alone():
 
 def test_a_grammar_begins_after_reasoning():
     plan = planned(ASKED)
-    assert plan.grammar == AskedGrammar("response_format", AFTER_REASONING)
+    assert plan.grammar == RequestedGrammar("response_format", AFTER_REASONING)
     assert plan.checks == (ASKED, plan.grammar)
 
 

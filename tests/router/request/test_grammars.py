@@ -21,7 +21,7 @@ from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFiel
 from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding, GrammarTrials
-from router.request.grammars import AskedGrammar, GrammarChecks, json_spec
+from router.request.grammars import GrammarChecks, RequestedGrammar, json_spec
 from tests.harness.model_text import VOCAB, make_model_text
 from wire import common_pb2
 
@@ -36,7 +36,7 @@ def checks(tmp_path_factory):
 
 async def refusal(checks: GrammarChecks, schema: Any) -> str:
     with pytest.raises(InvalidRequestError) as caught:
-        await checks.check("", AskedGrammar("response_format", json_spec(schema)))
+        await checks.check("", RequestedGrammar("response_format", json_spec(schema)))
     assert caught.value.field == "response_format"
     return caught.value.message
 
@@ -70,7 +70,7 @@ async def test_the_keyword_is_named_with_its_place(checks, schema, place):
 
 
 async def test_schemas_have_a_depth(checks):
-    await checks.check("", AskedGrammar("guided_json", json_spec(nested(32))))
+    await checks.check("", RequestedGrammar("guided_json", json_spec(nested(32))))
     assert "more than 32 levels" in await refusal(checks, nested(33))
 
 
@@ -106,7 +106,7 @@ async def test_a_model_whose_tokenizer_has_no_use_for_grammars_says_why():
     refused = GrammarChecks(plain.to_str(), 3, (2,))
     assert refused.refusal
     with pytest.raises(UnsupportedFieldError, match=r"guided_json: this model has no structured output: .+"):
-        await refused.check("", AskedGrammar("guided_json", json_spec({})))
+        await refused.check("", RequestedGrammar("guided_json", json_spec({})))
     assert "end-of-sequence" in GrammarChecks(json.dumps({}), 3, ()).refusal
 
 
@@ -139,10 +139,10 @@ def references(count: int) -> str:
     ids=range(7),
 )
 async def test_grammars_that_would_end_or_stop_a_process_are_refused(checks, kind, text, reason):
-    asked = AskedGrammar("guided", GrammarSpec(kind, text))
+    asked = RequestedGrammar("guided", GrammarSpec(kind, text))
     with pytest.raises(InvalidRequestError, match=reason):
         await answered(checks, asked)
-    await answered(checks, AskedGrammar("guided", GrammarSpec("regex", "still|here")))
+    await answered(checks, RequestedGrammar("guided", GrammarSpec("regex", "still|here")))
 
 
 async def answered(checks, asked, tries=5):
@@ -154,13 +154,13 @@ async def answered(checks, asked, tries=5):
 
 
 async def test_a_killed_process_of_the_checks_is_started_again(checks):
-    await checks.check("", AskedGrammar("guided", GrammarSpec("regex", "before")))
+    await checks.check("", RequestedGrammar("guided", GrammarSpec("regex", "before")))
     checks._trials._server.kill()
-    await checks.check("", AskedGrammar("guided", GrammarSpec("regex", "after")))
+    await checks.check("", RequestedGrammar("guided", GrammarSpec("regex", "after")))
 
 
 async def test_all_grammars_of_a_request_are_tried_in_one_process(checks, monkeypatch):
-    asked = [AskedGrammar(f"tools[{i}]", json_spec({"const": f"one of {i}"})) for i in range(128)]
+    asked = [RequestedGrammar(f"tools[{i}]", json_spec({"const": f"one of {i}"})) for i in range(128)]
     trials: list[int] = []
     find = checks._trials.find
 
@@ -172,9 +172,9 @@ async def test_all_grammars_of_a_request_are_tried_in_one_process(checks, monkey
     await checks.check("", *asked)
     await checks.check("", *asked)
     assert trials == [128]
-    wrong = AskedGrammar("tools[128]", json_spec({"contains": {}}))
+    wrong = RequestedGrammar("tools[128]", json_spec({"contains": {}}))
     with pytest.raises(InvalidRequestError, match="at /contains") as caught:
-        await checks.check("", *asked, wrong, AskedGrammar("tool_choice", json_spec({"const": "all"})))
+        await checks.check("", *asked, wrong, RequestedGrammar("tool_choice", json_spec({"const": "all"})))
     assert caught.value.field == "tools[128]" and trials == [128, 2]
 
 
@@ -269,7 +269,7 @@ def stubbed(checks, quick, monkeypatch):
 
 
 def asked_for(*texts):
-    return [AskedGrammar(f"field {text}", GrammarSpec("regex", text)) for text in texts]
+    return [RequestedGrammar(f"field {text}", GrammarSpec("regex", text)) for text in texts]
 
 
 async def test_a_grammar_that_ends_the_process_is_never_allowed(checks, stubbed):
@@ -393,7 +393,7 @@ async def test_load_is_no_refusal(checks, monkeypatch):
         time.sleep(0.2)
         return Finding(len(specs))
 
-    asked = AskedGrammar("guided", GrammarSpec("regex", "under load"))
+    asked = RequestedGrammar("guided", GrammarSpec("regex", "under load"))
     with monkeypatch.context() as patch:
         patch.setattr(checks._trials, "_ask", lambda question: json.dumps(grammar_trial._NO_VERDICT))
         with pytest.raises(OverloadedError) as caught:

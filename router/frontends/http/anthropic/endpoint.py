@@ -26,7 +26,7 @@ from router.frontends.http.serving import Admit, ParsedRequest, Reader, Serving,
 from router.frontends.http.tokenize import Tokenizing
 from router.observe.traces import Arrival
 from router.request.answer_plan import ChatPrompt
-from router.request.grammars import AskedGrammar
+from router.request.grammars import RequestedGrammar
 from router.request.permissions import check_allowed
 from router.request.validator import MAX_REQUEST_ID, Envelope
 
@@ -91,7 +91,7 @@ class Messages:
         return orjson.dumps({"input_tokens": len(prompt.tokens)})
 
     async def _prompt(
-        self, options: ConversationFields, asked: AskedGrammar | None, caller: Caller, cache_salt: str
+        self, options: ConversationFields, asked: RequestedGrammar | None, caller: Caller, cache_salt: str
     ) -> ChatPrompt:
         """Render and tokenise the conversation. Raises InvalidRequestError, ContextLengthError."""
         model = self._gateway.model(options.model)

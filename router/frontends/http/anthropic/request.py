@@ -30,7 +30,7 @@ from router.frontends.http.requests import (
     ModelName,
 )
 from router.request.fields import OnlyNeutral, RequestModel, Within, late, limits_of, unsupported, wrong
-from router.request.grammars import AskedGrammar
+from router.request.grammars import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import Flag, GenerationOptions, StopStrings
 from router.request.tools import tools_size
@@ -168,9 +168,9 @@ class MessagesRequest(ConversationFields, GenerationOptions):
     speed: Ignored = None
 
     @property
-    def asked_grammar(self) -> AskedGrammar | None:
+    def asked_grammar(self) -> RequestedGrammar | None:
         asked = self.output_config.format if self.output_config is not None else None
-        return None if asked is None else AskedGrammar("output_config.format", asked)
+        return None if asked is None else RequestedGrammar("output_config.format", asked)
 
     @property
     def alternatives(self) -> int | None:

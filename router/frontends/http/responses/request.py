@@ -29,7 +29,7 @@ from router.request.fields import (
     unsupported,
     wrong,
 )
-from router.request.grammars import AskedGrammar
+from router.request.grammars import RequestedGrammar
 from router.request.limits import FieldLimits
 from router.request.options import AnswerTokens, Flag, GenerationOptions, LogprobCount, ReasoningEffort
 from router.request.tools import check_kwargs, tools_size
@@ -196,9 +196,11 @@ class ResponseRequest(GenerationOptions):
     user: Ignored = None
 
     @property
-    def asked_grammar(self) -> AskedGrammar | None:
+    def asked_grammar(self) -> RequestedGrammar | None:
         asked = self.text.format if self.text is not None else None
-        return None if asked is None or asked.grammar is None else AskedGrammar("text.format", asked.grammar)
+        return (
+            None if asked is None or asked.grammar is None else RequestedGrammar("text.format", asked.grammar)
+        )
 
     @property
     def token_limit(self) -> int | None:

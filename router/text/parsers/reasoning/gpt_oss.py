@@ -14,23 +14,31 @@ CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKERS = (CHANNEL, MESSAGE, START, END, CALL, RETURN, CONSTRAIN)
 MAX_HEADER = 256  # characters
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_-]+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.-]+)")
 
 
 class GptOss:
-    """Reads whole answers: calls, too. A text without channels is content."""
+    """Reads whole answers: calls, too. A text without channels is content; one that matches a grammar of the request is
+    content to its end, whatever it has in it."""
 
-    def __init__(self, answer: Answer, markers: Markers, *, tools: bool, reasoning: bool):
+    def __init__(
+        self, answer: Answer, markers: Markers, *, tools: bool, reasoning: bool, opened: bool = False
+    ):
+        """`opened`: the answer continues the text of a message."""
         self._answer, self._markers = answer, markers
         self._tools, self._reasons = tools, reasoning
         self._message = markers[MESSAGE]
         self._body_ends = tuple(markers[one] for one in (END, CALL, RETURN, START))
-        self._header: str | None = ""  # of a message; None: its body is read
+        self._header: str | None = None if opened else ""  # of a message; None: its body is read
+        self._to_end = opened and answer.names is not None
         self._held = Held(*self._body_ends)
         self._show = answer.content
 
     def feed(self, text: str) -> None:
         while text:
+            if self._to_end:
+                self._answer.content(text)
+                return
             text = self._in_body(text) if self._header is None else self._in_header(self._header + text)
 
     def end(self) -> None:
@@ -49,6 +57,7 @@ class GptOss:
             return rest
         if plain or len(text) > MAX_HEADER + len(self._message):
             self._header, self._show = None, self._answer.content
+            self._to_end = self._answer.names is not None
             return text.removeprefix(self._markers[START])  # it would begin the same header again
         self._header = text
         return ""
@@ -56,7 +65,7 @@ class GptOss:
     def _begin_body(self, header: str) -> None:
         self._header = None
         _, _, channel = header.partition(self._markers[CHANNEL])
-        recipient = _RECIPIENT.search(header)
+        recipient = _RECIPIENT.search(header)  # a tool of another namespace keeps it in its name
         if recipient is not None and self._tools:
             self._answer.call(recipient[1])
             self._show = self._answer.arguments
@@ -64,6 +73,7 @@ class GptOss:
             self._show = self._answer.reasoning
         else:
             self._show = self._answer.content
+            self._to_end = self._answer.names is not None and channel.strip().startswith("final")
 
     def _in_body(self, text: str) -> str:
         before, marker, rest = self._held.add(text)
@@ -71,3 +81,9 @@ class GptOss:
         if marker:
             self._header = self._markers[START] if marker == self._markers[START] else ""
         return rest
+
+
+def is_in_message(rendered: str) -> bool:
+    """Whether a prompt ends within the text of a final message, which the answer continues."""
+    _, _, last = rendered.rpartition(f"{CHANNEL}final{MESSAGE}")
+    return len(last) < len(rendered) and not any(one in last for one in (START, END, CALL, RETURN))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from router.text.parsers.base import TextParser
 from router.text.parsers.stream import MAX_SPACE, Answer, Held
 
+MAX_GAP = 2  # line ends between reasoning and an answer: models write an empty line
 # By the parser's name
 MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
@@ -13,12 +14,17 @@ MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 class Think:
     """Passes the text behind the reasoning on to the parser of calls."""
 
-    def __init__(self, answer: Answer, begin: str, end: str, inner: TextParser, *, opened: bool):
-        """`begin` and `end`: the markers as `Markers` writes them."""
+    def __init__(
+        self, answer: Answer, begin: str, end: str, inner: TextParser, *, opened: bool, exact: bool = False
+    ):
+        """`begin` and `end`: the markers as `Markers` writes them. `exact`: the answer matches a grammar, and all white
+        space is part of it but for the MAX_GAP line ends that precede it."""
         self._answer, self._inner = answer, inner
         self._begin, self._end = begin, end
         self._state = "reasoning" if opened else "start"
         self._trims = True  # white space behind a marker is left out
+        self._exact = exact
+        self._gap = 0  # characters left out behind the reasoning
         self._start = ""
         self._held = Held(self._end)
 
@@ -27,7 +33,7 @@ class Think:
             text = self._in_start(text)
         if self._state == "reasoning":
             text = self._in_reasoning(text)
-        if self._state == "behind" and (text := text.lstrip()):
+        if self._state == "behind" and (text := self._behind_gap(text)):
             self._state = "answer"
         if self._state == "answer" and text:
             self._inner.feed(text)
@@ -57,6 +63,13 @@ class Think:
         if marker:
             self._state = "behind"
         return rest
+
+    def _behind_gap(self, text: str) -> str:
+        if not self._exact:
+            return text.lstrip()
+        while text.startswith("\n") and self._gap < MAX_GAP:
+            text, self._gap = text[1:], self._gap + 1
+        return text
 
     def _reason(self, text: str) -> None:
         if self._trims:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.text.parsers.base import ToolFormat
-from router.text.parsers.stream import Answer, Held, Markers
+from router.text.parsers.stream import MAX_SPACE, Answer, Held, Markers
 from router.text.parsers.tools.json_call import JsonCall
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -11,63 +11,79 @@ _BETWEEN = " \t\r\n,;"  # calls behind one marker
 
 
 class Hermes:
-    """What is no call stays content, with its markers. Text behind a call is left out up to the end marker, but for
-    further calls."""
+    """What is no call is content, with its markers. Behind a call there may be further ones, text, and the end marker."""
 
     def __init__(self, answer: Answer, markers: Markers):
         self._answer, self._begin, self._end = answer, markers[BEGIN], markers[END]
-        self._text, self._behind = Held(self._begin), Held(self._begin, self._end)
+        self._text = Held(self._begin)
         self._call: JsonCall | None = None
         self._further = False  # the call is not the first one behind its marker
-        self._left_out = False  # text behind a call that is none has come
-        self._marked = self._begin  # the call's marker, with the space before it if this is content
-        self._trims = False  # white space behind a marker is left out
+        self._marked = (
+            ""  # what precedes the call and is content if the call is: its marker, with the space before it
+        )
+        self._between = ""  # behind a call, what may precede a further one
+        self._trims = False  # white space behind a marker or a call is left out
 
     def feed(self, text: str) -> None:
         while text:
-            text = self._content(text) if self._call is None else self._in_call(self._call, text)
+            if self._call is None:
+                text = self._content(text)
+            elif self._call.ended:
+                text = self._behind(text)
+            else:
+                text = self._in_call(self._call, text)
 
     def end(self) -> None:
         if self._call is None:
             self._show(self._text.rest())
-        elif self._call.state == "head" and not self._further:
-            self._answer.content(self._marked + self._call.head)
+        elif self._call.state == "head":
+            self._show(self._marked + self._call.held)
+        else:
+            self._trims = True
+            self._show(self._between + self._call.held)
 
     def _content(self, text: str) -> str:
         before, marker, rest = self._text.add(text)
         self._show(before)
-        if marker:
-            self._call, self._behind, self._further = self._new_call(), Held(self._begin, self._end), False
-            self._marked = marker if self._trims else self._text.space + marker
+        if marker == self._begin:
+            self._begin_call("" if self._trims else self._text.space, marker, further=False)
+        elif marker:
+            if not self._trims:  # content is on both sides
+                self._show(self._text.space)
+            self._text = Held(self._begin)
         return rest
 
-    def _new_call(self) -> JsonCall:
-        return JsonCall(self._answer, ("arguments", "parameters"), (self._begin, self._end))
+    def _begin_call(self, space: str, marker: str, *, further: bool) -> None:
+        self._call = JsonCall(self._answer, ("arguments", "parameters"), (self._begin, self._end))
+        self._marked, self._further = space + marker, further
+        self._trims = further
 
     def _in_call(self, call: JsonCall, text: str) -> str:
-        if not call.ended:
-            text = call.feed(text)
-        if call.state == "failed" and self._further:
-            call.state, text = "done", call.head + text
-            self._left_out = True
-        if call.state == "failed":
-            self._call, self._trims = None, False
-            self._answer.content(self._marked)
-            return call.head + text
-        if call.state != "done":
-            return ""
+        rest = call.feed(text)
+        if call.state != "failed":
+            return rest
+        self._end_calls(inside=self._further)
+        self._show(self._marked)
+        return call.held
+
+    def _behind(self, text: str) -> str:
+        text, self._between = self._between + text, ""
         begun = text.lstrip(_BETWEEN)
-        if begun[:1] == "{" and not self._left_out:
-            self._call, self._behind, self._further = self._new_call(), Held(self._begin, self._end), True
-            return begun
-        self._left_out = self._left_out or bool(begun)
-        _, marker, rest = self._behind.add(text)
-        if marker:
-            self._call = self._new_call() if marker == self._begin else None
-            self._behind, self._trims = Held(self._begin, self._end), True
-            self._further = self._left_out = False
-            self._marked = self._begin
-        return rest
+        space = len(text) - len(begun)
+        if space > MAX_SPACE or begun[:1] not in ("{", ""):
+            self._end_calls(inside=True)
+            self._trims = True
+            return text
+        if begun:
+            self._begin_call(text[:space], "", further=True)
+        else:
+            self._between = text
+        return begun
+
+    def _end_calls(self, *, inside: bool) -> None:
+        """`inside`: content follows whose first end marker is that of the calls before it."""
+        self._call = None
+        self._text = Held(self._begin, self._end) if inside else Held(self._begin)
 
     def _show(self, text: str) -> None:
         if self._trims:
@@ -76,4 +92,4 @@ class Hermes:
         self._answer.content(text)
 
 
-FORMAT = ToolFormat((BEGIN, END), Hermes, (BEGIN,), not_in_template=("<function=", "<arg_key>"))
+FORMAT = ToolFormat((BEGIN, END), Hermes, (BEGIN,), not_in_template=("<function=", "<arg_key>"), opens=BEGIN)

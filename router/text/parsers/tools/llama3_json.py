@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from router.text.parsers.base import ToolFormat
 from router.text.parsers.stream import MAX_SPACE, Answer, Markers
-from router.text.parsers.tools.json_call import JsonCall
+from router.text.parsers.tools.json_call import EXACT_BEGIN, JsonCall
 
 TAG = "<|python_tag|>"
-_MEMBERS = ("parameters", "arguments")
+MEMBER = "parameters"
 
 
 class Llama3Json:
@@ -25,8 +25,8 @@ class Llama3Json:
         self._answer.content(text)
 
     def end(self) -> None:
-        if self._call is not None and self._call.state == "head":
-            self._answer.content(self._call.head)
+        if self._call is not None:
+            self._answer.content(self._call.held)
         if self._waiting.strip():
             self._answer.content(self._waiting)
 
@@ -43,9 +43,14 @@ class Llama3Json:
         elif self._tag.startswith(begun):
             return ""
         if begun[:1] == "{":
-            self._call, self._waiting = JsonCall(self._answer, _MEMBERS), ""
+            self._call, self._waiting = self._new_call(), ""
             return begun
         return self._give_up() if begun else ""
+
+    def _new_call(self) -> JsonCall:
+        if self._answer.names is not None:
+            return JsonCall(self._answer, (MEMBER,), exact=True)
+        return JsonCall(self._answer, (MEMBER, "arguments"))
 
     def _give_up(self) -> str:
         text, self._waiting, self._content = self._waiting, "", True
@@ -55,10 +60,10 @@ class Llama3Json:
         rest = call.feed(text)
         if call.state == "failed":
             self._call, self._content = None, True
-            return call.head + rest
+            return call.held
         if call.state == "done":
             self._call = None
         return rest
 
 
-FORMAT = ToolFormat((TAG,), Llama3Json, (TAG, '"parameters": dictionary of argument'))
+FORMAT = ToolFormat((TAG,), Llama3Json, (TAG, '"parameters": dictionary of argument'), opens=EXACT_BEGIN)

@@ -46,8 +46,7 @@ class Mistral:
         elif self._state == "head":
             self._answer.content(self._marked + self._head)
         elif self._state == "list":
-            begun = self._call.head if self._call is not None and self._call.state == "head" else ""
-            self._answer.content(self._begun + begun)
+            self._answer.content(self._begun + ("" if self._call is None else self._call.held))
 
     def _content(self, text: str) -> str:
         before, marker, rest = self._text.add(text)
@@ -57,6 +56,8 @@ class Mistral:
         return rest
 
     def _in_head(self, text: str) -> str:
+        before = self._head[1 - len(self._begin) :] if len(self._begin) > 1 else ""
+        marked = self._begin in before + text
         self._head += text
         begun = self._head.lstrip()
         room = len(self._head) - len(begun) <= MAX_HEAD
@@ -64,14 +65,16 @@ class Mistral:
             self._state, self._call = "list", None
             self._begun = self._marked + self._head[: len(self._head) - len(begun) + 1]
             return begun[1:]
-        found = self._name.match(self._head)
+        found = (
+            self._name.match(self._head) if "{" in text else None
+        )  # a name has none: the first one decides
         names = self._answer.names
         other = found is not None and names is not None and found[1] not in names
         if found is not None and not other and found.end() <= MAX_HEAD:
             self._answer.call(found[1])
             self._state, self._value = "value", JsonValue()
             return self._head[found.end() :]
-        if other or len(self._head) > MAX_HEAD or self._begin in self._head:
+        if other or "{" in text or marked or len(self._head) > MAX_HEAD:
             self._state, text = "content", self._head
             self._answer.content(self._marked)
             return text
@@ -101,7 +104,7 @@ class Mistral:
             return text
         rest = self._call.feed(text)
         if self._call.state == "failed":
-            rest = self._give_up(self._call.head + rest)
+            rest = self._give_up(self._call.held)
         elif self._call.state != "head":
             self._begun = ""
         if self._call.ended:
@@ -115,4 +118,4 @@ class Mistral:
         return text
 
 
-FORMAT = ToolFormat((BEGIN, ARGUMENTS, CALL_ID), Mistral, (BEGIN,), id_length=9)
+FORMAT = ToolFormat((BEGIN, ARGUMENTS, CALL_ID), Mistral, (BEGIN,), opens=BEGIN, id_length=9)

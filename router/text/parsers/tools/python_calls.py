@@ -28,8 +28,9 @@ _WORD = re.compile(r"(?:(?<=[0-9.][eE])[+-]|[\w.])+")
 _FUNCTION = re.compile(r"[^\W\d][\w.-]*")  # names of tools may have hyphens
 _SPACE = re.compile(r"\s+")
 _ESCAPE = re.compile(
-    r"\\(?:\n|[\\'\"abfnrtv]|[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\})"
-)
+    r"\\(?:\n|[\\'\"abfnrtv]|[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^{}\\]{1,128}\})"
+)  # no name of a character has more than 128 characters
+_JSON_NUMBER = re.compile(r"(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _PLAIN_ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 _CLOSES = {"[": "]", "(": ")", "{": "}"}
 
@@ -170,16 +171,20 @@ class PythonCalls:
 
     def _value(self, found: str | None, word: str = "") -> None:
         """A value has been read, as JSON; None: it is the number `word`."""
-        found = self._sign.replace("+", "") + _number(word) if found is None else found
-        self._sign = ""
         opened = self._open[-1]
+        is_key = opened.kind == "{" and opened.next == "item"
+        if found is None:
+            # In a key it is Python's own text of it, as json.dumps writes keys.
+            as_written = not is_key and _JSON_NUMBER.fullmatch(word) is not None
+            found = self._sign.replace("+", "") + (word if as_written else _number(word))
+        self._sign = ""
         if opened.next not in ("item", "value") or (
             opened.next == "item" and opened.kind in ("calls", "call")
         ):
             raise NoCallsError("a value, where none can be")
         if opened.next == "item":
             self._separate(opened)
-        if opened.kind == "{" and opened.next == "item":
+        if is_key:
             self._pieces.append(found if found.startswith('"') else f'"{found}"')
             opened.next = ":"
             return

@@ -37,7 +37,7 @@ TOOLS: list[Any] = [
 class Parser:
     """One letter at the begin of a token's text says what it is."""
 
-    called = False
+    called = unfinished = False
 
     def feed(self, pieces):
         return [self._part(one) for one in pieces]

@@ -197,6 +197,11 @@ def test_every_grammar_can_begin_after_reasoning(matched, inner, valid, wrong):
             ],
         ),
     ]:
+        if inner.kind in (
+            "regex",
+            "lark",
+        ):  # they may begin with line ends: those before them have a fixed number
+            before = [f"{one}\n\n" if one.endswith("</think>") else one for one in before]
         for one in before:
             assert matched.accepts(spec, one + valid), one
             assert not matched.accepts(spec, one + wrong) and not matched.accepts(spec, one)
@@ -244,8 +249,11 @@ def test_calls_or_an_answer_by_the_schema(matched, parser, reasoned):
         '{"name":"Ada L."}',
         '{"name":"weather_f"}',
     ]
-    loose = VALID[parser][1].replace('"on"', '"off"')
-    accepted = [*VALID[parser], loose, *(final + one for one in people)]
+    called = VALID[parser]
+    if parser == "llama3_json":  # compact JSON is the answer's
+        called = (called[0], '{"name": "weather_flag", "parameters": {"on":false}}')
+    loose = called[1].replace('"on"', '"off"')
+    accepted = [*called, loose, *(final + one for one in people)]
     if reasoned and parser != "gpt_oss":
         accepted += [f"<think>Who?</think>\n\n{one}" for one in accepted]
     if reasoned and parser == "gpt_oss":
@@ -259,6 +267,7 @@ def test_calls_or_an_answer_by_the_schema(matched, parser, reasoned):
         VALID[parser][0] + people[0],
         final + people[0] + people[0],
         "",
+        *(VALID[parser][1:] if parser == "llama3_json" else ()),
     ]
     assert [one for one in wrong if matched.accepts(spec, one)] == []
     demanded = tool_grammar(

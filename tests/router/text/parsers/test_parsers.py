@@ -24,6 +24,7 @@ from router.text.parsers.registry import (
     opens_reasoning,
     reasoning_texts,
 )
+from router.text.parsers.stream import JsonValue
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</x> \\" }"}}\n</tool_call>'
 F = ("f", '{"a": "</x> \\" }"}')
@@ -118,15 +119,57 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
         "hermes",
         "",
         False,
-        '<tool_call>{"name": "f", "arguments": {}}{"no": "call"}{"name": "g", "arguments": {}}</tool_call>x',
-        ("", "x", [("f", "{}")]),
+        '<tool_call>{"name": "f", "arguments": {}}{"no": "call"}{"name": "g", "arguments": {}}</tool_call>\n x',
+        ("", '{"no": "call"}{"name": "g", "arguments": {}}\n x', [("f", "{}")]),
     ),
     (
         "hermes",
         "",
         False,
         '<tool_call>{"name": "f", "arguments": {}}}</tool_call><tool_call>{"arguments": {}, "name": "g"}, {"name": "h',
-        ("", "", [("f", "{}"), ("g", "{}")]),
+        ("", '}, {"name": "h', [("f", "{}"), ("g", "{}")]),
+    ),
+    ("hermes", "", False, f"{CALL[:-12]}Let me know. <tool_call>{{", ("", "Let me know. <tool_call>{", [F])),
+    ("hermes", "", False, f"{CALL[:-13]} \n</tool_call>\n a", ("", "a", [F])),
+    ("hermes", "", False, f"{CALL[:-13]}Done.\n", ("", "Done.\n", [F])),
+    ("hermes", "", False, f"{CALL[:-13]}, {{1}} </tool_call> b", ("", ", {1}  b", [F])),
+    ("hermes", "", False, '<tool_call>{"name": "f", "arguments": {}\nSo', ("", "So", [("f", "{}")])),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"name": "f", "arguments": {}, "x": [1',
+        ("", ', "x": [1', [("f", "{}")]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"name": "f", "arguments": {}, so </tool_call>b',
+        ("", ", so b", [("f", "{}")]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"x": 1, "name": "f", "arguments": {"a": 1.10}, "id": "}"}</tool_call>',
+        ("", "", [("f", '{"a": 1.10}')]),
+    ),
+    (
+        "hermes",
+        "",
+        False,
+        '<tool_call>{"arguments": {"a":1e400, "b": 1.10,"c":12345678901234567890123}, "name": "g"}',
+        ("", "", [("g", '{"a":1e400, "b": 1.10,"c":12345678901234567890123}')]),
+    ),
+    ("hermes", "", False, '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
+    ("llama3_json", "", False, '{"name": "f", "parameters": {}\n so', ("", "so", [("f", "{}")])),
+    (
+        "mistral",
+        "",
+        False,
+        '[TOOL_CALLS][{"name": "f", "arguments": {}, "x": 1',
+        ("", ', "x": 1', [("f", "{}")]),
     ),
     ("pythonic", "", False, "[1, 2]", ("", "[1, 2]", [])),
     ("pythonic", "", False, "[f(a=" + "[" * 60, ("", "[f(a=" + "[" * 60, [])),
@@ -150,6 +193,20 @@ EXAMPLES: list[tuple[str, str, bool, str, tuple[str, str, list[tuple[str, str]]]
     ("gpt_oss", "", False, "<|start|>" + "word " * 80, ("", "word " * 80, [])),
     ("pythonic", "", False, "[f(a={1, 2})]", ("", "[f(a={1, 2})]", [])),
     ("pythonic", "", False, "[f(), g()(a=1)]", ("", "[f(), g()(a=1)]", [])),
+    (
+        "pythonic",
+        "",
+        False,
+        "[f(a=1e400, b=1.10, c=-0.50, d={1.10: 0x1f})]",
+        ("", "", [("f", '{"a": 1e400, "b": 1.10, "c": -0.50, "d": {"1.1": 31}}')]),
+    ),
+    (
+        "gpt_oss",
+        "gpt_oss",
+        False,
+        "<|channel|>commentary to=browser.search<|message|>{}<|call|>",
+        ("", "", [("browser.search", "{}")]),
+    ),
     ("pythonic", "", False, '[f(a="\\ud800")]', ("", "", [("f", '{"a": "\\ud800"}')])),
     (
         "hermes",
@@ -396,3 +453,29 @@ def by_python(text: str) -> list[tuple[str, Any]] | None:
     except (SyntaxError, TypeError, ValueError, AttributeError):
         return None
     return made if all(name.isidentifier() for name, _ in made) else None
+
+
+def test_names_of_characters_are_searched_in_linear_time():
+    parser = made("pythonic", "", False)
+    began = time.process_time()
+    parser.feed(['[f(a="' + "\\N{" * 5000 + '")]'])
+    parser.end()
+    assert time.process_time() - began < 0.02, "quadratic, it took 45 ms"
+    assert read(made("pythonic", "", False), ["[f(a='\\N{EURO SIGN}')]"])[2] == [("f", '{"a": "€"}')]
+
+
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral"])
+def test_the_head_of_a_call_is_read_once(monkeypatch, tools):
+    """Not again from its beginning for each token."""
+    seen: list[int] = []
+    real = JsonValue.end
+
+    def counted(self, text):
+        seen.append(len(text))
+        return real(self, text)
+
+    monkeypatch.setattr(JsonValue, "end", counted)
+    before = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]["}.get(tools, "")
+    head = '{"id": "' + "x" * 900 + '", "name": "f", "parameters": '
+    assert read(made(tools, "", False), list(before + head + "{}}"))[2] == [("f", "{}")]
+    assert sum(seen) < 2 * len(head)

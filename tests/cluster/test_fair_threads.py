@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.text.fair_threads import FairThreads
+from cluster.fair_threads import FairThreads
 
 
 class Gate:

@@ -1,0 +1,78 @@
+"""Numbers of a client's JSON that pass as they were written, though no number of Python has that text."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import orjson
+
+# Whether a JSON text may have such numbers: whole ones of fewer digits are exact. Digits within texts count too.
+_MAY_DIFFER = re.compile(rb"\d(?:\.\d|[eE][-+\d])|\d{19}|-0")
+_LONG = 19  # digits of a whole number that may exceed 64 bits
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class WrittenNumber(float):
+    """`text`: as the client wrote it. Templates can compute with its nearest value, and show its text."""
+
+    text: str
+
+    def __new__(cls, text: str) -> WrittenNumber:
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+
+class WithWrittenNumbers(dict[str, Any]):
+    """An object that may have such numbers in it."""
+
+
+def loads(raw: bytes) -> Any:
+    """Parse JSON, with WrittenNumber where Python would write a number in another way. Raises ValueError, also for texts
+    without UTF-8."""
+    if not _MAY_DIFFER.search(raw):
+        return orjson.loads(raw)
+    value = json.loads(raw, parse_int=_whole, parse_float=_fraction, parse_constant=_no_constant)
+    if _SURROGATE.search(raw):
+        json.dumps(value, ensure_ascii=False).encode()
+    return WithWrittenNumbers(value) if isinstance(value, dict) else value
+
+
+def dumps(value: Any, **options: Any) -> str:
+    """json.dumps that writes each WrittenNumber as its text."""
+    texts: list[str] = []
+    mark = secrets.token_hex(16)
+
+    def replaced(one: Any) -> Any:
+        if isinstance(one, WrittenNumber):
+            texts.append(one.text)
+            return f"{mark}{len(texts) - 1}"
+        if isinstance(one, Mapping):
+            return {key: replaced(inner) for key, inner in one.items()}
+        return [replaced(inner) for inner in one] if isinstance(one, list | tuple) else one
+
+    text = json.dumps(replaced(value), **options)
+    return re.sub(rf'"{mark}(\d+)"', lambda found: texts[int(found[1])], text) if texts else text
+
+
+def _whole(text: str) -> int | WrittenNumber:
+    return WrittenNumber(text) if len(text) >= _LONG or text == "-0" else int(text)
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    return value if repr(value) == text else WrittenNumber(text)
+
+
+def _no_constant(name: str) -> NoReturn:
+    """JSON has no NaN and no Infinity."""
+    raise ValueError(name)

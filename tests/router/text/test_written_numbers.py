@@ -1,0 +1,64 @@
+"""Numbers in the arguments of earlier calls reach the template as the client wrote them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.config.router import RequestLimits
+from cluster.errors import InvalidRequestError
+from router.request.json_text import JsonTexts
+from router.request.messages import template_call
+from router.text.conversation import Conversation, Tool
+from router.text.tokenizer import ModelText
+from tests.harness.model_text import write_tokenizer
+
+NUMBERS = [
+    "12345678901234567890123",
+    "-9223372036854775809",
+    "1e400",
+    "1E5",
+    "1.10",
+    "-0",
+    "0.1234567890123456789",
+]
+PLAIN = ["1", "-7", "0.5", "1.5e-07", "true", '"1.10"']
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return template_call("c", "browser.search", arguments, "call", JsonTexts(RequestLimits()))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}|{{ c | tojson }}|"
+    template += "{{ c.function.arguments.n }}{% endfor %}{% endfor %}{{ tools | tojson }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return ModelText(folder)
+
+
+@pytest.mark.parametrize("number", NUMBERS + PLAIN)
+def test_templates_write_numbers_of_calls_as_they_are(text: ModelText, number: str) -> None:
+    given = call(f'{{"n":{number}, "of": [{{"n": {number}}}, "{chr(8364)}"]}}')
+    message = {"role": "assistant", "content": "", "tool_calls": [given]}
+    made = Conversation([message], [Tool("f", None, {"maximum": 1.5})])
+    arguments, whole, value = text.render(made).removesuffix('"maximum": 1.5}}}]').split("|")
+    assert arguments == f'{{"n": {number}, "of": [{{"n": {number}}}, "{chr(8364)}"]}}' and arguments in whole
+    assert value.startswith(number.strip('"').replace("true", "True"))
+    assert made.has_written_numbers == (number in NUMBERS or "." in number)
+    assert made.characters > 0
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "1.5, Infinity", '1.5, "\\ud800"', "1.5, 01", "[1.5"])
+def test_what_is_no_json_is_refused(wrong: str) -> None:
+    with pytest.raises(InvalidRequestError, match="JSON object"):
+        call(f'{{"n": [{wrong}]}}')
+
+
+def test_a_number_of_the_arguments_can_be_computed_with() -> None:
+    given = call('{"n": 1.10}')["function"]["arguments"]["n"]
+    assert given == 1.1 and given * 2 == 2.2 and str(given) == f"{given}" == "1.10"
