@@ -125,6 +125,14 @@ images: $(STAMP)  ## Build the images with buildah, print sizes and contents, ru
 	$(BIN)/python -m deploy.images $(BASE) $(TARGETS)
 	$(BIN)/python -m pytest -q -m system -rs -o addopts="--import-mode=importlib --strict-markers" tests/system/images tests/images
 
+# Both with the machine's own Python: what publishes has no environment.
+.PHONY: image-tag release-check
+image-tag:  ## The tag by which the chart names IMAGE=prefill, with SUFFIX=-cuda
+	@python3 -m deploy.versions tag $(IMAGE) $(SUFFIX)
+
+release-check:  ## Fail unless git's TAG=v1.2.3 is the version of chart and package
+	@python3 -m deploy.versions check $(TAG)
+
 .PHONY: images-if-possible
 images-if-possible: $(STAMP)  ## The images that test-system runs; where this machine cannot build them it says why, and succeeds
 	$(BIN)/python -m deploy.images --if-possible redis router

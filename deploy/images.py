@@ -23,16 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-import baton
 from deploy import image_probe, image_sbom
 from deploy.image_sbom import Package
+from deploy.versions import tag_of
 
 ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "deploy" / "helm" / "baton"
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 SUITE = "bookworm"
 BASE = f"localhost/baton-python:{SUITE}"
@@ -181,7 +179,8 @@ def mirror() -> str:
 
 
 def name_of(target: str) -> str:
-    return f"{NAME}/{target}:{baton.__version__}"
+    """As the chart names it with image.registry and image.repository of NAME."""
+    return f"{NAME}/{target}:{tag_of(target)}"
 
 
 def build(target: str, base: str, cpu_index: str | None = None) -> Built:
@@ -199,14 +198,7 @@ def build(target: str, base: str, cpu_index: str | None = None) -> Built:
         for source, place in mounts(Path(folder), settings):
             command += ["--volume", f"{source}:{place}:ro"]
         run([*command, str(ROOT)], shown=True)
-    if target == "redis":
-        run(["buildah", "tag", image, f"{NAME}/redis:{redis_tag()}"])
     return Built(target, image, size_of(image), time.monotonic() - began, contents(image))
-
-
-def redis_tag() -> str:
-    """The tag by which the chart names the image of Redis."""
-    return str(yaml.safe_load((CHART / "values.yaml").read_text())["redis"]["tag"])
 
 
 def pip_settings() -> dict[str, str]:

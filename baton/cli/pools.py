@@ -52,9 +52,7 @@ def pools(
     """Deploy both pools on a Ray cluster as one Serve application, and stay until told to stop."""
     # `config`: {"environment": {…}, "prefill": [worker, …], "decode": [worker, …]}, and "autoscaling": {…}
     # (baton/autoscaler/config.py) where the pools are to be sized by load.
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = _set_by_signals(threading.Event())
     described = _read(config)
     found = _pools(described)
     try:
@@ -63,6 +61,8 @@ def pools(
         if stop.is_set():  # a signal has ended the wait for it
             return
         raise
+    # Ray has put a handler of its own before that of SIGTERM: it aborts the process 3 s later, while the pools drain.
+    _set_by_signals(stop)
     watch = RayHeadWatch(head, means="workers that serve go on; none is started, replaced or removed")
     try:
         if not deployed:
@@ -77,6 +77,12 @@ def pools(
         raise SetupError(f"the pools did not start: {error}") from error
     finally:
         _disconnect(head, watch)
+
+
+def _set_by_signals(stop: threading.Event) -> threading.Event:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def _pools(described: Mapping[str, Any]) -> dict[Role, PoolDescription]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -10,6 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+
+import baton
+from deploy import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -117,23 +121,38 @@ def test_images_are_published_by_the_names_that_the_chart_forms() -> None:
     for words in _images():
         if "--push" in words:
             assert {"--sbom=true", "--provenance=mode=max"} <= {*words}
-            name = _after(words, "--tag").removeprefix("$REPOSITORY/").replace("${VERSION#v}", "VERSION")
-            name = re.sub(r"\$\{TAG:-(.*)\}$", r"\1", name)
-            published[name] = (_after(words, "--target"), _after(words, "--build-arg").rpartition("/")[2])
-    (redis,) = [
-        one
-        for one in _workflow(ROOT / ".github/workflows/images.yml")["jobs"]["publish"]["strategy"]["matrix"][
-            "include"
-        ]
-        if one["tag"]
-    ]
-    assert (redis["image"], redis["tag"]) == ("redis", values["redis"]["tag"])
+            image, _, tag = _after(words, "--tag").removeprefix("$REPOSITORY/").partition(":")
+            assert tag.startswith("$(make -s image-tag IMAGE=") and tag.endswith(")"), tag
+            tag = _said(tag.removeprefix("$(").removesuffix(")"))
+            index = _after(words, "--build-arg").rpartition("/")[2]
+            published[f"{image}:{tag}"] = (_after(words, "--target"), index)
+    version = yaml.safe_load((ROOT / "deploy/helm/baton/Chart.yaml").read_text())["appVersion"]
     suffix = values["image"]["gpuSuffix"]
     for role in ("prefill", "decode"):
-        assert published[f"{role}:VERSION"][0] == role
-        assert published[f"{role}:VERSION{suffix}"] == (f"{role}-cuda", "cu130")
-        assert published[f"{role}:VERSION-cuda12"] == (f"{role}-cuda", "cu126")
-    assert {"router:VERSION", "worker:VERSION", "redis:VERSION"} <= published.keys()
+        assert published[f"{role}:{version}"][0] == role
+        assert published[f"{role}:{version}{suffix}"] == (f"{role}-cuda", "cu130")
+        assert published[f"{role}:{version}-cuda12"] == (f"{role}-cuda", "cu126")
+    assert {f"router:{version}", f"worker:{version}", f"redis:{values['redis']['tag']}"} <= published.keys()
+
+
+@functools.cache
+def _said(command: str) -> str:
+    """The output of a target of the Makefile, as on a machine without this environment."""
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+def test_only_the_charts_version_is_published() -> None:
+    jobs = _workflow(ROOT / ".github" / "workflows" / "images.yml")["jobs"]
+    checked = {"if": ON_A_TAG, "run": 'make release-check TAG="$GITHUB_REF_NAME"'}
+    assert checked in jobs["images"]["steps"] and jobs["publish"]["needs"] == "images"
+    assert versions.why_not(f"v{baton.__version__}") == ""
+    assert "must begin with v" in versions.why_not(baton.__version__)
+    assert versions.main(["check", "v9.9.9"]) == 1
+    reason = versions.why_not("v9.9.9")
+    assert "appVersion is" in reason and "Chart.yaml" in reason and "__version__ is" in reason
 
 
 def test_the_chart_is_published_after_its_images() -> None:

@@ -135,6 +135,11 @@ class RayNodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def told(self) -> str:
+        """What Ray has said of its pools: the end of the log of Serve's controller."""
+        logs = (self.directory / "one" / "r" / "session_latest" / "logs" / "serve").glob("controller_*.log")
+        return "\n".join(log.read_text()[-2000:] for log in logs)
+
     def baton_status(self) -> str:
         """What `baton status` prints."""
         console = Console(file=io.StringIO(), width=200)

@@ -1,10 +1,11 @@
-"""Ray over two nodes: workers on both, one over both, a node lost under load, and a head that hangs.
+"""Ray over two nodes: workers on both, one over both, a node lost under load and back again, a head that hangs or is lost.
 
-The tests of this file use one cluster, in their order: a lost node stays lost. Each can also run alone.
+The tests of this file use one cluster, in their order. Each can also run alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -92,6 +93,23 @@ def test_a_lost_node_costs_no_request(nodes: RayNodes, wide: subprocess.Popen[by
 
 
 @pytest.mark.usefixtures("pools")
+def test_a_node_that_comes_back_gets_its_worker_again(nodes: RayNodes) -> None:
+    """Without a word to `baton pools`: Serve has waited for room."""
+    nodes.kill("two")
+    wait_for(lambda: not nodes.on("two"), 30, "its workers are gone")
+    began = time.monotonic()
+    nodes.start_ray("two")
+    nodes.wait_ray("two")
+    print(f"the node is back in Ray after {time.monotonic() - began:.1f} s")
+    wait_for(lambda: len(nodes.on("two")) == 1, 240, f"Serve starts a worker there: {nodes.told()}")
+    print(f"its worker is back after {time.monotonic() - began:.1f} s")
+    (back,) = nodes.on("two")
+    with Client(nodes.grpc) as client:
+        seeds = itertools.count(100)  # no worker has a prefix of these prompts
+        wait_for(lambda: back["id"] in _workers_of(client, next(seeds)), 60, f"it serves: {back}")
+
+
+@pytest.mark.usefixtures("pools")
 def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> None:
     before = {one["id"] for one in nodes.workers()}
     (gcs,) = nodes.pids("one", "gcs_server")
@@ -130,10 +148,33 @@ def test_pools_end_although_the_head_hangs(nodes: RayNodes, pools: subprocess.Po
     before = {one["id"] for one in nodes.workers()}
     (gcs,) = nodes.pids("one", "gcs_server")
     os.kill(gcs, signal.SIGSTOP)
-    wait_for(lambda: nodes.head in nodes.baton_status(), 30, "the head is silent")
-    pools.terminate()
-    assert pools.wait(20) == 1
+    pools.terminate()  # before it is known: the end is given up after 15 s
+    assert pools.wait(60) == 1
     assert f"Ray's head at {nodes.head} has not responded" in nodes.log("pools").read_text().splitlines()[-1]
+    assert {one["id"] for one in nodes.workers()} == before
+
+
+@pytest.mark.usefixtures("pools")
+def test_a_head_that_is_lost_is_named_and_costs_no_request(nodes: RayNodes) -> None:
+    """Its process is killed, and with it ends all of Ray on its machine. Workers are not Ray's."""
+    before = {one["id"] for one in nodes.workers()}
+    (gcs,) = nodes.pids("one", "gcs_server")
+    os.kill(gcs, signal.SIGCONT)  # of a test before
+    wait_for(lambda: nodes.head not in nodes.baton_status(), 30, "the head responds")
+    streams = Streams(nodes)
+    os.kill(gcs, signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for(lambda: nodes.head in nodes.baton_status(), 30, "baton status names the head")
+    print(f"baton status says so after {time.monotonic() - killed:.1f} s")
+    for worker in nodes.workers():
+        wait_for(partial(_warns, nodes, worker["metrics"], nodes.head), 30, f"{worker['id']} warns")
+    at_router = nodes.http.removeprefix("http://")
+    wait_for(partial(_warns, nodes, at_router, "Ray's head has not responded"), 30, "the router warns")
+    doctored = check_ray_head(nodes.head)
+    assert doctored.grade == "missing" and f"nothing listens at {nodes.head}" in doctored.found
+    wait_for(lambda: not nodes.pids("one", "raylet"), 60, "Ray on its machine has ended")
+    streams.wait_for_more(3)
+    streams.stop(nodes.model)
     assert {one["id"] for one in nodes.workers()} == before
 
 
@@ -142,6 +183,13 @@ def _warns(nodes: RayNodes, address: str, of: str) -> bool:
     answer = nodes.ready(address)
     assert answer["ready"]
     return of in " ".join(answer.get("warnings", []))
+
+
+def _workers_of(client: Client, seed: int) -> tuple[str, str]:
+    """The two of an answer."""
+    answer = client.generate(prompt_ids(70, seed=seed), max_tokens=8, temperature=0, ignore_eos=True)
+    assert answer.timings is not None
+    return answer.timings.prefill_worker, answer.timings.decode_worker
 
 
 def _busy(nodes: RayNodes) -> set[str]:

@@ -87,7 +87,10 @@ def test_pools_whose_head_hangs_are_left_as_they_are(
 def test_a_signal_while_pools_are_deployed_is_no_error(
     signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    handled: list[int] = []
+
     def connected(address: str, stop: threading.Event) -> str:
+        handled.clear()
         if signalled:
             stop.set()
         return "h:1"
@@ -98,7 +101,7 @@ def test_a_signal_while_pools_are_deployed_is_no_error(
     ended: list[str] = []
     watch = SimpleNamespace(why_silent="", close=lambda: None)
     (tmp_path / "pools").write_text("{}")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
     monkeypatch.setattr(pools, "_connect", connected)
     monkeypatch.setattr(pools, "_pools", lambda described: {})
     monkeypatch.setattr(pools, "RayHeadWatch", lambda *_, **__: watch)
@@ -107,6 +110,7 @@ def test_a_signal_while_pools_are_deployed_is_no_error(
     with nullcontext() if signalled else pytest.raises(SetupError):
         pools.pools(tmp_path / "pools")
     assert ended == ["h:1"]
+    assert signal.SIGTERM in handled, "behind Ray's, which would abort the process while the pools end"
 
 
 def test_a_signal_before_ray_is_reached_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 """The chart on pods that are containers of the images that `make images` builds: it is installed, tested, upgraded under
 load, runs out of memory, and is removed.
 
-One release for each mode of Ray, in this order. With Ray's head and nodes it is installed, tested and removed only: half
-as many containers more start, and what an upgrade does to them is seen on processes (tests/system/helm_life).
+One release for each mode of Ray, in this order. `baton doctor` runs as a Job before it is installed and upgraded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import secrets
 import subprocess
 import time
@@ -20,9 +21,9 @@ from deploy.image_probe import PODMAN
 from deploy.images import name_of
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet import cgroup
-from tests.kubernetes.kubelet.cluster import container_cluster
+from tests.kubernetes.kubelet.cluster import PodCluster, container_cluster
 from tests.kubernetes.kubelet.podman import Podman
-from tests.system.helm_life.helm import NAMESPACE
+from tests.system.helm_life.helm import NAMESPACE, HelmFailed
 from tests.system.helm_life.release import MIN_IN_FLIGHT, MODEL, Release, confinement, installed
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -34,8 +35,9 @@ LIMIT_BYTES = 2 << 30
 VICTIM = "one-baton-decode-0"
 # More than its limit, all of it touched.
 HOG = f"import time; held = b'x' * {LIMIT_BYTES + (1 << 20)}; time.sleep(60)"
+NODE = "node"
 NEXT = f"next-{secrets.token_hex(4)}"  # a tag for the same images
-WITHOUT_RAY = pytest.mark.parametrize("mode", ["none"], indirect=True, scope="module")
+HEAD: dict[str, set[str]] = {"none": set(), "embedded": {"ray-head"}}
 ROLES = {"none": ("router", "worker"), "embedded": ("router", "prefill", "decode")}
 
 
@@ -48,6 +50,14 @@ def images(mode: str, tag: str = "") -> str:
         worker = f"{registry}/{repository}/worker:{tag}"
         values += f",prefill.image={worker},decode.image={worker}"
     return values
+
+
+@contextlib.contextmanager
+def cluster_with_a_node(folder: Path) -> Iterator[PodCluster]:
+    """One for doctor to find; its amounts are not this machine's."""
+    with container_cluster(folder) as running:
+        running.server.add_node(NODE, {}, {"cpu": "64", "memory": "256Gi"})
+        yield running
 
 
 @pytest.fixture(scope="module", params=list(ROLES))
@@ -64,11 +74,11 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def release(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    settings = f"ray.mode={mode},redis.image={name_of('redis')},decode.resources.limits.memory=2Gi"
+    settings = f"ray.mode={mode},decode.resources.limits.memory=2Gi,doctor.enabled=true"
     folder = tmp_path_factory.mktemp("cluster")
     flags = ("--set", f"{settings},{images(mode)}")
     with installed(
-        folder, container_cluster, *flags, install_seconds=PATIENCE, upgrade_seconds=PATIENCE
+        folder, cluster_with_a_node, *flags, install_seconds=PATIENCE, upgrade_seconds=PATIENCE
     ) as running:
         yield running
     print({step: round(seconds, 1) for step, seconds in running.seconds.items()})
@@ -84,9 +94,7 @@ def explain(release: Release, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_install_waits_until_containers_serve(release: Release, mode: str) -> None:
-    expected = {"redis": 1, "router": 2, "prefill": 1, "decode": 2} | (
-        {"ray-head": 1} if mode == "embedded" else {}
-    )
+    expected = {"redis": 1, "router": 2, "prefill": 1, "decode": 2} | dict.fromkeys(HEAD[mode], 1)
     assert len(release.pods()) == sum(expected.values())
     assert release.components() == expected.keys()
     assert all(pods.is_ready(pod) for pod in release.pods())
@@ -121,7 +129,30 @@ def test_helm_test_generates_tokens_through_them(release: Release) -> None:
     assert "Failed" not in said
 
 
-@WITHOUT_RAY
+def test_doctor_refuses_an_upgrade_that_has_no_room(release: Release) -> None:
+    """Nothing else of the upgrade has begun, and the Job's log says why. (Its success came before the install.)"""
+    before = {pod["metadata"]["uid"] for pod in release.pods()}
+    taint = {"key": "dedicated", "value": "others", "effect": "NoSchedule"}
+    _taint(release, [taint])
+    tolerated = json.dumps([{"key": "dedicated", "operator": "Exists"}])
+    try:
+        with pytest.raises(HelmFailed, match="pre-upgrade hooks failed"):
+            release.helm.upgrade(*release.values, "--set-json", f"doctor.pod.tolerations={tolerated}")
+    finally:
+        _taint(release, [])
+    (job,) = [pod for pod in release.pods() if pod["metadata"]["uid"] not in before]
+    log = release.cluster.kubelet.logs(NAMESPACE, job["metadata"]["name"], "doctor").decode()
+    assert "1 of 1 ready and schedulable" in log, "its account may list nodes"
+    assert "none for" in log and "taints, which pod.tolerations" in log
+    assert before < {pod["metadata"]["uid"] for pod in release.pods()}
+
+
+def _taint(release: Release, taints: list[dict[str, str]]) -> None:
+    node = release.cluster.server.object("Node", NODE, "")
+    node["spec"]["taints"] = taints
+    release.cluster.server.update(node)
+
+
 async def test_an_upgrade_under_load_loses_nothing(release: Release, mode: str) -> None:
     """To other images' names: everything rolls but Redis."""
     old = frozenset(pod["metadata"]["uid"] for pod in release.pods())
@@ -130,12 +161,11 @@ async def test_an_upgrade_under_load_loses_nothing(release: Release, mode: str) 
     assert outcome.failures == []
     assert in_flight >= MIN_IN_FLIGHT
     assert outcome.wrong(MODEL) == []
-    assert release.components(old) == {"router", "prefill", "decode"}
+    assert release.components(old) == {"router", "prefill", "decode"} | HEAD[mode]
     assert {one["image"].rpartition(":")[2] for pod in release.pods() for one in pod["status"]["containerStatuses"]
             if "redis" not in one["name"]} == {NEXT}  # fmt: skip
 
 
-@WITHOUT_RAY
 async def test_a_worker_out_of_memory_recovers_and_its_streams_go_on(release: Release) -> None:
     """The kernel kills it for its container's limit, which is not the machine's."""
 

@@ -141,6 +141,30 @@ def test_a_group_is_a_ray_cluster_of_its_own(group: dict[str, Pod]) -> None:
     assert rank["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
+def test_ray_has_a_head_of_the_charts_only_where_a_pod_joins_it(renderer: Renderer) -> None:
+    """Mode embedded with both pools in groups is mode none: drawn secrets apart, the same objects."""
+    embedded, none = (
+        renderer.render(VALUE_SETS[f"leader worker set{more}"]) for more in ("", " without ray")
+    )
+    assert "ray-head" not in embedded.text and "ray-redis-password" not in embedded.text
+    for one in (*embedded.manifests, *none.manifests):
+        if one["kind"] == "Secret":
+            one["data"] = sorted(one["data"])
+    assert embedded.manifests == none.manifests
+    assert "ray-token" in none.named("Secret", "t-baton")["data"]
+    mixed = {pod.component for pod in pods_of(renderer.render(VALUE_SETS["one pool in groups"]))}
+    assert mixed >= {"ray-head", "prefill", "decode", "decode-ranks"}
+
+
+def test_without_ray_a_pool_of_one_pod_each_has_none_beside_groups(renderer: Renderer) -> None:
+    pods = {
+        pod.component: [one["name"] for one in pod.spec["containers"]]
+        for pod in pods_of(renderer.render(VALUE_SETS["one pool in groups without ray"]))
+    }
+    assert "ray-head" not in pods and pods["prefill"] == ["worker"]
+    assert pods["decode"] == ["worker", "ray"] and pods["decode-ranks"] == ["ray"]
+
+
 def test_leader_and_ranks_are_those_of_the_stateful_sets(renderer: Renderer, group: dict[str, Pod]) -> None:
     """Apart from how their Ray nodes find each other, the pods do not depend on who creates them."""
     pods = {pod.component: pod for pod in pods_of(renderer.render(VALUE_SETS["multi-node"]))}

@@ -195,13 +195,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
             "prefill": {"gpus": 8, "nodes": 2, "tensorParallel": 16},
         },
-        "prefill.nodes = 2 needs ray.mode embedded, and it is external",
+        "prefill.nodes = 2 needs ray.mode embedded, or none with multiNode.by leaderWorkerSet, and the mode is external",
         "give the worker one pod",
     ),
     "wide workers without any Ray": (
         {"ray": {"mode": "none"}, "decode": {"gpus": 8, "nodes": 2, "tensorParallel": 16}},
-        "decode.nodes = 2 needs ray.mode embedded, and it is none",
-        "set it, or give the worker one pod with all of its GPUs",
+        "decode.nodes = 2 needs ray.mode embedded, or none with multiNode.by leaderWorkerSet, and the mode is none",
+        "set one of them, or give the worker one pod with all of its GPUs",
+    ),
+    "groups on an external Ray": (
+        {
+            "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
+            "multiNode": {"by": "leaderWorkerSet"},
+            "decode": {"gpus": 8, "nodes": 2, "tensorParallel": 16},
+        },
+        "decode.nodes = 2 needs ray.mode embedded, or none with multiNode.by leaderWorkerSet, and the mode is external",
+        "set one of them",
     ),
     "two Redis": (
         {"externalRedis": {"url": "redis://x"}},

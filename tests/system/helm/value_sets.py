@@ -86,6 +86,22 @@ MORE: dict[str, ValueSet] = {
         values={"multiNode": {"by": "leaderWorkerSet", "exclusiveTopology": "topology.kubernetes.io/rack"}},
         apis=GROUPS,
     ),
+    "leader worker set without ray": ValueSet(
+        ("multi-node.yaml",),
+        values={
+            "multiNode": {"by": "leaderWorkerSet", "exclusiveTopology": "topology.kubernetes.io/rack"},
+            "ray": {"mode": "none"},
+        },
+        apis=GROUPS,
+    ),
+    "one pool in groups without ray": ValueSet(
+        values={
+            "multiNode": {"by": "leaderWorkerSet"},
+            "decode": {"gpus": 2, "nodes": 2, "tensorParallel": 4},
+            "ray": {"mode": "none"},
+        },
+        apis=GROUPS,
+    ),
     "one pool in groups": ValueSet(
         values={
             "multiNode": {"by": "leaderWorkerSet", "maxSurge": 1},

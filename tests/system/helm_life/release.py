@@ -120,7 +120,8 @@ class Release:
 
         def left() -> list[str]:
             everything = server.objects_api.store.everything()
-            return [f"{key.kind.name}/{key.name}" for key, _ in everything if key.kind.name != "Namespace"]
+            kinds = ("Namespace", "Node")
+            return [f"{key.kind.name}/{key.name}" for key, _ in everything if key.kind.name not in kinds]
 
         wait_for(lambda: not left(), 120, f"no objects: {left()}")
         wait_for(lambda: self.cluster.kubelet.running == 0, 30, "no pods")

@@ -11,6 +11,7 @@ import redis
 from rich.console import Console
 
 from deploy import image_sbom, images
+from deploy.versions import tag_of
 from tests.harness import containers
 from tests.harness.image_cluster import ImageCluster, image_cluster
 
@@ -87,4 +88,4 @@ def test_the_sbom_has_what_dpkg_and_python_find_in_the_image(
 
 def test_the_charts_tag_of_redis_is_the_version_in_its_image(built: dict[str, images.Built]) -> None:
     (version,) = [one.version for one in built["redis"].packages if one.name == "redis-server"]
-    assert version.partition(":")[2].partition("-")[0] == images.redis_tag()
+    assert version.partition(":")[2].partition("-")[0] == tag_of("redis")

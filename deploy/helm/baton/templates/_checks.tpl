@@ -115,8 +115,9 @@
 {{- if and (eq $pool.probe "grpc") $values.tls.enabled }}
 {{- fail (printf "%s.probe = grpc with tls.enabled: a worker's gRPC port requires a certificate, and probes have none in any version of Kubernetes; set %s.probe to http" $role $role) }}
 {{- end }}
-{{- if and (gt (int $pool.nodes) 1) (ne $values.ray.mode "embedded") }}
-{{- fail (printf "%s.nodes = %d needs ray.mode embedded, and it is %s: set it, or give the worker one pod with all of its GPUs" $role (int $pool.nodes) $values.ray.mode) }}
+{{- $groups := and (eq $values.ray.mode "none") (include "baton.inGroups" .) }}
+{{- if and (gt (int $pool.nodes) 1) (ne $values.ray.mode "embedded") (not $groups) }}
+{{- fail (printf "%s.nodes = %d needs ray.mode embedded, or none with multiNode.by leaderWorkerSet, and the mode is %s: set one of them, or give the worker one pod with all of its GPUs" $role (int $pool.nodes) $values.ray.mode) }}
 {{- end }}
 {{- if and (gt (int $pool.nodes) 1) $values.autoscaling.enabled }}
 {{- fail (printf "autoscaling.enabled can't size workers of %s.nodes = %d pods: turn it off, or set nodes to 1" $role (int $pool.nodes)) }}

@@ -12,8 +12,19 @@
 - {name: RAY_NUM_REDIS_GET_RETRIES, value: "150"}
 {{- end -}}
 
-{{- /* Whether the chart starts nodes of Ray. */ -}}
-{{- define "baton.rayRuns" -}}{{ if has .Values.ray.mode (list "embedded" "kuberay") }}true{{ end }}{{- end -}}
+{{- /* Whether the chart starts a Ray with a head of its own. Where all pools are LeaderWorkerSets none of their pods could join it. */ -}}
+{{- define "baton.rayRuns" -}}
+{{- $prefill := include "baton.inGroups" (dict "root" . "pool" .Values.prefill) -}}
+{{- $decode := include "baton.inGroups" (dict "root" . "pool" .Values.decode) -}}
+{{- if eq .Values.ray.mode "kuberay" }}true
+{{- else if and (eq .Values.ray.mode "embedded") (or .Values.models (not (and $prefill $decode))) }}true{{ end -}}
+{{- end -}}
+
+{{- /* Whether some pod has Ray's token: in any mode but none, and in a LeaderWorkerSet, whose groups are Rays of their own. */ -}}
+{{- define "baton.rayTokenIsUsed" -}}
+{{- if ne .Values.ray.mode "none" }}true
+{{- else }}{{ range list .Values.prefill .Values.decode }}{{ include "baton.inGroups" (dict "root" $ "pool" .) }}{{ end }}{{ end -}}
+{{- end -}}
 
 {{- /* Whether workers are the chart's own StatefulSets, and not Ray Serve's. */ -}}
 {{- define "baton.workersAreSets" -}}{{ if has .Values.ray.mode (list "none" "embedded") }}true{{ end }}{{- end -}}

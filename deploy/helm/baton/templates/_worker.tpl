@@ -20,7 +20,7 @@
 {{- define "baton.workerMounts" -}}
 - {name: config, mountPath: /etc/baton/config, readOnly: true}
 {{ include "baton.rankMounts" . }}
-{{- if and (gt (int .pool.nodes) 1) (eq .root.Values.ray.mode "embedded") }}
+{{- if gt (int .pool.nodes) 1 }}
 - {name: ray, mountPath: /tmp/ray}
 {{- end }}
 {{- include "baton.secretMounts" . }}
@@ -32,14 +32,12 @@
 {{- define "baton.workerVolumes" -}}
 - {name: config, configMap: {name: {{ .configName }}}}
 {{ include "baton.rankVolumes" . }}
-{{- if eq .root.Values.ray.mode "embedded" }}
 {{- if gt (int .pool.nodes) 1 }}
 - {name: ray, emptyDir: {}}
 - {name: ray-tmp, emptyDir: {}}
-{{- else if .root.Values.ray.joinWorkers }}
+{{- else if and (eq .root.Values.ray.mode "embedded") .root.Values.ray.joinWorkers }}
 - {name: ray-tmp, emptyDir: {}}
 - {name: ray-shm, emptyDir: {medium: Memory, sizeLimit: 256Mi}}
-{{- end }}
 {{- end }}
 {{- include "baton.secretVolumes" . }}
 {{- if include "baton.asksApi" (dict "root" .root "role" (.workers | default .component)) }}
