@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +20,11 @@ class FairThreads:
     A call that is cancelled before its turn is never run.
     """
 
-    def __init__(self, threads: int, name: str):
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    def __init__(self, threads: int, name: str, nice: int = 0):
+        """`nice`: how far below this process's other threads in priority, where the system has that for threads."""
+        self._executor = ThreadPoolExecutor(
+            threads, thread_name_prefix=name, initializer=_lower_priority, initargs=(nice,)
+        )
         self._free = threads
         # The tenant whose turn is next comes first.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
@@ -75,3 +81,9 @@ def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> No
     """Call it on the loop, from another thread."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)
+
+
+def _lower_priority(nice: int) -> None:
+    if nice and sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 ROUND_SECONDS = 0.005  # of commands between two steps
 JOIN_LOOK_SECONDS = 0.1
+# A third of the weight of other threads: a tenant that sends a new grammar with each request would slow down all steps.
+COMPILE_NICE = 5
 GRAMMAR_SECONDS = 10.0  # one takes less than a second; they are compiled one after another, tenants in turn
 LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 
@@ -53,7 +55,7 @@ class EngineHost:
 
     def __post_init__(self) -> None:
         self._commands = CommandQueue()
-        self._compiling = FairThreads(1, "grammars")
+        self._compiling = FairThreads(1, "grammars", nice=COMPILE_NICE)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator
 
@@ -121,3 +123,15 @@ async def test_an_error_gives_the_thread_back(threads: FairThreads) -> None:
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             await threads.run("a", lambda: 1 // 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+async def test_threads_may_have_a_lower_priority() -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    here = nice()
+    lower = FairThreads(1, "test", nice=5)
+    assert await lower.run("a", nice) == min(19, here + 5)
+    assert nice() == here
+    lower.close()

@@ -30,7 +30,7 @@ ATTACKS = (
     "tests/fuzz/test_workers.py",
 )
 # Of most files the tests wait for limits of time
-PROCESSES = 2
+PROCESSES = 4
 
 
 def main() -> int:

@@ -60,11 +60,12 @@ MORE: dict[str, dict[str, object]] = {
     "tokenize": {"return_token_strs": True},
     "tokenize a chat": {},
     "detokenize": {"tokens": [3864] * 4000},
-    "embedding": {"input": [[3864] * 4000] * 8},
 }
 COUNTED = [
     (ENDPOINTS[name].path, ENDPOINTS[name].body("a word and " * 1000, **more)) for name, more in MORE.items()
 ]
+EMBEDDINGS = 2
+EMBEDDING = ENDPOINTS["embedding"].body("", input=[[3864] * 4000] * 8)
 # Compiled in 0.4 s, and each is new
 GRAMMARS = 4
 FIELDS = {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,50}[0-9]+$"} for i in range(300)}
@@ -236,6 +237,10 @@ class Attackers:
         asked = itertools.cycle(COUNTED)
         await self._again("count", lambda: self._post(self.second, *next(asked)), PAUSE_SECONDS)
 
+    async def _embedding(self) -> None:
+        path = ENDPOINTS["embedding"].path
+        await self._again("embedding", lambda: self._post(self.second, path, EMBEDDING), PAUSE_SECONDS)
+
     async def _unread_answer(self) -> None:
         body = json.dumps(ECHO).encode()
 
@@ -289,6 +294,7 @@ ATTACKS: dict[str, Callable[[Attackers], list[Coroutine[Any, Any, None]]]] = {
     "watch": lambda one: [one._watches()],
     "tokenize": lambda one: [one._tokenize()],
     "count": lambda one: [one._count() for _ in range(COUNTS)],
+    "embedding": lambda one: [one._embedding() for _ in range(EMBEDDINGS)],
     "large-answer": lambda one: [one._large_answer()],
     "unread-answer": lambda one: [one._unread_answer() for _ in range(UNREAD)],
     "most-logprobs": lambda one: [one._most_logprobs(*call) for call in LARGE_CALLS],
