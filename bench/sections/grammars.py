@@ -30,8 +30,8 @@ from cluster.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:
     from bench.context import Context
+    from engine.compiled_grammar import CompiledGrammar
     from engine.engine import Engine
-    from engine.sampling.grammar.base import CompiledGrammar
 
 PAIRS = 9
 BATCH, PROMPT, STEPS, WARM_STEPS = 16, 16, 48, 4

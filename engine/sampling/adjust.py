@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
-from engine.sampling.grammar.base import Words
+from engine.compiled_grammar import Words
 from engine.sampling.row import Row
 
 # Bound on logits after the repetition penalty: still finite when divided by the lowest temperature

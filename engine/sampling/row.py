@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.compiled_grammar import Words
 from engine.request import SamplingParams
 from engine.sampling.cuts import has_cuts
-from engine.sampling.grammar.base import Words
 from engine.sampling.philox import DrawKey
 
 GREEDY_BELOW = 1e-5  # temperatures
