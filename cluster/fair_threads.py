@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -31,7 +32,11 @@ class FairThreads:
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: object) -> T:
         await self._turn(tenant)
-        running = self._executor.submit(function, *arguments)
+        try:
+            running = self._executor.submit(function, *arguments)
+        except RuntimeError:  # closed
+            self._give_back()
+            raise
         loop = asyncio.get_running_loop()
         # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
         running.add_done_callback(lambda _: call_on(loop, self._give_back))
@@ -86,4 +91,5 @@ def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> No
 def _lower_priority(nice: int) -> None:
     if nice and sys.platform == "linux":
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+        with contextlib.suppress(OSError):  # a sandbox may deny it
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)

@@ -135,3 +135,20 @@ async def test_threads_may_have_a_lower_priority() -> None:
     assert await lower.run("a", nice) == min(19, here + 5)
     assert nice() == here
     lower.close()
+
+
+async def test_a_sandbox_that_denies_priorities_stops_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", denied)
+    lower = FairThreads(1, "test", nice=5)
+    assert await lower.run("a", str, 7) == "7"
+    lower.close()
+
+
+async def test_calls_of_a_closed_pool_wait_for_no_turn(threads: FairThreads) -> None:
+    threads.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shutdown"):
+            await asyncio.wait_for(threads.run("a", str), 5)
