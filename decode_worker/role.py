@@ -22,6 +22,7 @@ from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
 from worker.convert import request_from_wire
+from worker.engine_host import with_grammar
 from worker.link.routers import Routers
 from worker.role import RoleParts
 from worker.validate import admission_seconds, check_spec
@@ -94,11 +95,7 @@ class DecodeRole:
         """Cancelled when the attempt ends. Until its first token the prompt counts against the admission's bound."""
         try:
             tokens = _tokens(request)
-            if request.grammar is not None:
-                compiled = await self._parts.host.compile_grammar(
-                    request.grammar, request.tenant, deadline_seconds
-                )
-                request = replace(request, compiled=compiled)
+            request = await with_grammar(self._parts.host, request, deadline_seconds)
             priority = await self.attempts.admission.enter(
                 tokens, request.priority, deadline_seconds, request.tenant, request.weight
             )

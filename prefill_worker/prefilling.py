@@ -18,6 +18,7 @@ from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import handoff_pb2
 from worker.admission import Admission
 from worker.convert import add_to_log, request_from_wire, token_to_wire
+from worker.engine_host import with_grammar
 from worker.request_counts import RequestCounts
 from worker.role import RoleParts
 
@@ -129,10 +130,7 @@ class Prefilling:
             if attempt.trace is not None:
                 attempt.parts = PartTimes()
             await handoff.start(attempt.engine_id, attempt.parts)
-        if request.grammar is not None:
-            left = attempt.deadline - time.monotonic()
-            compiled = await self._parts.host.compile_grammar(request.grammar, request.tenant, left)
-            request = replace(request, compiled=compiled)
+        request = await with_grammar(self._parts.host, request, attempt.deadline - time.monotonic())
         await self._add(attempt, request)
         prefilled = await attempt.prefilled
         self.counts.first_token(time.monotonic() - attempt.received)

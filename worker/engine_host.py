@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeVar
 
 from cluster.errors import DeadlineError, DrainingError
@@ -21,7 +21,7 @@ from cluster.grammar.spec import GrammarSpec
 from engine.compiled_grammar import CompiledGrammar
 from engine.engine import Engine
 from engine.parallel.group import LostRankError
-from engine.request import StepOutput
+from engine.request import EngineRequest, StepOutput
 from worker.engine_commands import CommandQueue
 
 T = TypeVar("T")
@@ -232,3 +232,10 @@ def _set_result(future: asyncio.Future[T], result: T) -> None:
 def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+async def with_grammar(host: EngineHost, request: EngineRequest, seconds: float) -> EngineRequest:
+    """The request with its grammar, if it has one, compiled within `seconds`. Raises as `compile_grammar` does."""
+    if request.grammar is None:
+        return request
+    return replace(request, compiled=await host.compile_grammar(request.grammar, request.tenant, seconds))

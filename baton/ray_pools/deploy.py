@@ -44,13 +44,13 @@ def deploy(
     _check(stop)
     serve.start(proxy_location="Disabled")
     _check(stop)
+    client: Any = _get_global_client()
     if autoscaling is None:
         _run(application(pools, environment), _blocking=False, name=APPLICATION, route_prefix=None)
         deadline = math.inf
     else:
-        _deploy_scaled(pools, environment, autoscaling)
+        _deploy_scaled(client, pools, environment, autoscaling)
         deadline = time.monotonic() + START_SECONDS
-    client: Any = _get_global_client()
     while (status := client.get_serve_status(APPLICATION).app_status).status != "RUNNING":
         if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
             raise SetupError(f"the pools did not start: {status.status}: {status.message}")
@@ -64,10 +64,12 @@ def _check(stop: threading.Event) -> None:
 
 
 def _deploy_scaled(
-    pools: Mapping[Role, PoolDescription], environment: Mapping[str, str], autoscaling: ServeAutoscalingConfig
+    client: Any,
+    pools: Mapping[Role, PoolDescription],
+    environment: Mapping[str, str],
+    autoscaling: ServeAutoscalingConfig,
 ) -> None:
     """Ask Serve for them."""
-    from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
     from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
     described = {
@@ -85,7 +87,6 @@ def _deploy_scaled(
             "policy_kwargs": {"config": described["autoscaling"]},
         },
     )
-    client: Any = _get_global_client()
     client.deploy_apps(ServeDeploySchema(applications=[declared]))
 
 

@@ -41,7 +41,7 @@ def loads(raw: bytes) -> Any:
     without UTF-8."""
     if not _MAY_DIFFER.search(raw):
         return orjson.loads(raw)
-    value = json.loads(raw, parse_int=_whole, parse_float=_fraction, parse_constant=_no_constant)
+    value = json.loads(raw, parse_int=_whole, parse_float=_fraction, parse_constant=no_constant)
     if _SURROGATE.search(raw):
         json.dumps(value, ensure_ascii=False).encode()
     return WithWrittenNumbers(value) if isinstance(value, dict) else value
@@ -73,6 +73,6 @@ def _fraction(text: str) -> float:
     return value if repr(value) == text else WrittenNumber(text)
 
 
-def _no_constant(name: str) -> NoReturn:
-    """JSON has no NaN and no Infinity."""
+def no_constant(name: str) -> NoReturn:
+    """For json.loads, which takes NaN and Infinity: JSON has neither."""
     raise ValueError(name)

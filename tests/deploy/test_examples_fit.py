@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.checkpoint import ModelShape, write_model
 from cluster.config.worker import EngineConfig, Role
 from cluster.errors import ConfigError
-from engine import build, largest_step
+from engine import build
 from tests.deploy.fit import CHART, card_of, check, step_bytes, values_of
-from tests.engine.fake_memory import GIB
+from tests.engine.fake_memory import GIB, noted_step_bytes
 
 EXAMPLES = sorted((CHART / "values").glob("*.yaml"))
 # What the host's matrix products keep beside their results: 30 MB on a processor with AMX, little without.
@@ -40,14 +39,7 @@ def test_the_estimate_is_above_what_a_step_takes_here(
 ) -> None:
     tokens, requests, length = limits
     write_model(tmp_path, ModelShape(layers=2))
-    taken: list[int] = []
-    measure = largest_step.bytes_taken
-
-    def noted(*arguments: Any) -> int:
-        taken.append(measure(*arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(largest_step, "bytes_taken", noted)
+    taken = noted_step_bytes(monkeypatch)
     config = EngineConfig(
         model=tmp_path,
         device="cpu",

@@ -1,12 +1,15 @@
-"""The memory of a card or a machine that does not exist."""
+"""The memory of a card or a machine that does not exist, and what steps take of one that does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 
 from cluster.process.memory import Limit
+from engine import largest_step
 
 GIB = 1 << 30
 
@@ -32,3 +35,16 @@ class FakeMemory:
     def peak_bytes(self) -> int:
         self.calls.append("peak")
         return self.peak
+
+
+def noted_step_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each largest step takes that is measured from now on, in bytes."""
+    taken: list[int] = []
+    measure = largest_step.bytes_taken
+
+    def noted(*arguments: Any) -> int:
+        taken.append(measure(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(largest_step, "bytes_taken", noted)
+    return taken

@@ -19,7 +19,7 @@ from engine.model.decoder import Decoder
 from engine.plan import StepPlan
 from engine.runner import ModelRunner
 from engine.step_buffers import StepBuffers
-from tests.engine.fake_memory import GIB, FakeMemory
+from tests.engine.fake_memory import GIB, FakeMemory, noted_step_bytes
 from tests.engine.loading import MIB, Loading, settings
 
 
@@ -176,14 +176,7 @@ def test_a_step_that_does_not_fit_names_the_setting(sequences, checkpoint, monke
 
 def test_the_step_is_measured_on_the_host(checkpoint, monkeypatch) -> None:
     """It grows with the tokens of a step, and what it took is free again."""
-    taken: list[int] = []
-    measure = largest_step.bytes_taken
-
-    def noted(*arguments: Any) -> int:
-        taken.append(measure(*arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(largest_step, "bytes_taken", noted)
+    taken = noted_step_bytes(monkeypatch)
     config = EngineConfig(model=checkpoint("llama"), device="cpu", max_model_len=256, memory_bytes=8 * GIB)
     for tokens in (64, 64, 16384):  # the first one compiles kernels too
         load_model(config.model_copy(update={"max_batch_tokens": tokens, "max_batch_requests": 4}))

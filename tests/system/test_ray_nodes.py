@@ -118,15 +118,7 @@ def test_a_head_that_hangs_is_named_and_costs_no_request(nodes: RayNodes) -> Non
     stopped = time.monotonic()
     try:
         started = {"wide-2": nodes.start_wide("wide-2"), "pools-2": nodes.start_pools("pools-2", decode=3)}
-        wait_for(lambda: nodes.head in nodes.baton_status(), 30, "baton status names the head")
-        print(f"baton status says so after {time.monotonic() - stopped:.1f} s")
-        for worker in nodes.workers():
-            wait_for(partial(_warns, nodes, worker["metrics"], nodes.head), 30, f"{worker['id']} warns")
-        at_router = nodes.http.removeprefix("http://")
-        wait_for(partial(_warns, nodes, at_router, "Ray's head has not responded"), 30, "the router warns")
-        assert nodes.head not in str(nodes.ready(at_router))  # this endpoint needs no key
-        doctored = check_ray_head(nodes.head)
-        assert doctored.grade == "missing" and nodes.head in doctored.found
+        _wait_until_named(nodes, stopped, nodes.head)
         wait_for(
             lambda: f"Ray's head at {nodes.head}" in nodes.log("pools").read_text(), 10, "baton pools logs it"
         )
@@ -163,18 +155,24 @@ def test_a_head_that_is_lost_is_named_and_costs_no_request(nodes: RayNodes) -> N
     streams = Streams(nodes)
     os.kill(gcs, signal.SIGKILL)
     killed = time.monotonic()
-    wait_for(lambda: nodes.head in nodes.baton_status(), 30, "baton status names the head")
-    print(f"baton status says so after {time.monotonic() - killed:.1f} s")
-    for worker in nodes.workers():
-        wait_for(partial(_warns, nodes, worker["metrics"], nodes.head), 30, f"{worker['id']} warns")
-    at_router = nodes.http.removeprefix("http://")
-    wait_for(partial(_warns, nodes, at_router, "Ray's head has not responded"), 30, "the router warns")
-    doctored = check_ray_head(nodes.head)
-    assert doctored.grade == "missing" and f"nothing listens at {nodes.head}" in doctored.found
+    _wait_until_named(nodes, killed, f"nothing listens at {nodes.head}")
     wait_for(lambda: not nodes.pids("one", "raylet"), 60, "Ray on its machine has ended")
     streams.wait_for_more(3)
     streams.stop(nodes.model)
     assert {one["id"] for one in nodes.workers()} == before
+
+
+def _wait_until_named(nodes: RayNodes, since: float, found: str) -> None:
+    """Until status and all readiness probes name the head; doctor's line then has `found` in it."""
+    wait_for(lambda: nodes.head in nodes.baton_status(), 30, "baton status names the head")
+    print(f"baton status says so after {time.monotonic() - since:.1f} s")
+    for worker in nodes.workers():
+        wait_for(partial(_warns, nodes, worker["metrics"], nodes.head), 30, f"{worker['id']} warns")
+    at_router = nodes.http.removeprefix("http://")
+    wait_for(partial(_warns, nodes, at_router, "Ray's head has not responded"), 30, "the router warns")
+    assert nodes.head not in str(nodes.ready(at_router))  # this endpoint needs no key
+    doctored = check_ray_head(nodes.head)
+    assert doctored.grade == "missing" and found in doctored.found
 
 
 def _warns(nodes: RayNodes, address: str, of: str) -> bool:

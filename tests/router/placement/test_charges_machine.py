@@ -4,7 +4,6 @@ of their charges, and no late call changes it. The scripts are the real ones, wi
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections import Counter, deque
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from cluster.config.router import RouterConfig
 from cluster.membership import keys
@@ -24,6 +23,7 @@ from router.placement import place_script, settlement
 from router.placement.placement import Placement
 from router.placement.table_walk import WALK_SECONDS
 from router.placement.types import PlacementRequest
+from tests.harness.redis_machine import RedisMachine
 from tests.harness.redis_text import decoded
 
 NAMES = st.sampled_from(["one", "two"])
@@ -67,13 +67,9 @@ class Way:
         """Nothing is held."""
 
 
-class Charges(RuleBasedStateMachine):
+class Charges(RedisMachine):
     def __init__(self, client: redis.Redis, url: str) -> None:
-        super().__init__()
-        self.client = client
-        self.url = url
-        self.loop = asyncio.new_event_loop()
-        self.namespace = f"test-{secrets.token_hex(4)}"
+        super().__init__(client, url)
         self.now, self.way, self.settles = 1000, "well", False
         self.late: list[Sent] = []
         self.sent: deque[Sent] = deque(maxlen=12)  # the network may repeat them
@@ -205,9 +201,7 @@ class Charges(RuleBasedStateMachine):
             self.all_settle_at_the_end()
         for router in [*self.routers.values(), *self.gone]:
             self.loop.run_until_complete(router._client.aclose())
-        self.loop.close()
-        for key in self.client.scan_iter(f"{{{self.namespace}}}:*"):
-            self.client.delete(key)
+        super().teardown()
 
     def all_settle_at_the_end(self) -> None:
         """After the end nothing of any router's charges is left."""

@@ -6,16 +6,14 @@ ones, with a virtual clock."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import secrets
 from typing import Any
 
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import OverloadedError
@@ -24,6 +22,7 @@ from router.quota import quota as quota_module
 from router.quota import scripts
 from router.quota.quota import ChargedRequest, Quota, Use
 from router.quota.scripts import script_source
+from tests.harness.redis_machine import RedisMachine
 from tests.router.quota.charge_calls import REACHED, Held, Record, Sent, Way, with_our_clock
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -42,13 +41,9 @@ def limited(limits: RateLimits) -> list[int]:
     return [i for i in (0, 1) if both[i]]
 
 
-class Charges(RuleBasedStateMachine):
+class Charges(RedisMachine):
     def __init__(self, client: redis.Redis, url: str) -> None:
-        super().__init__()
-        self.client = client
-        self.url = url
-        self.loop = asyncio.new_event_loop()
-        self.namespace = f"test-{secrets.token_hex(4)}"
+        super().__init__(client, url)
         self.bucket_key = f"{{{self.namespace}}}:quota:t"
         self.now, self.way = 1000, "well"
         self.used = [0.0, 0.0]  # requests, tokens
@@ -345,9 +340,7 @@ class Charges(RuleBasedStateMachine):
         if hasattr(self, "quotas"):
             for quota in self.quotas:
                 self.loop.run_until_complete(quota.close())
-        self.loop.close()
-        for key in self.client.scan_iter(f"{{{self.namespace}}}:*"):
-            self.client.delete(key)
+        super().teardown()
 
 
 def test_charges_in_any_order(redis_url, monkeypatch):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from typing import Literal, NoReturn
+from typing import Literal
 
 from router.text.parsers.stream import MAX_HEAD, Answer, JsonValue
+from router.text.written_numbers import no_constant
 
 _SPACE = re.compile(r"\s*")
 # What follows a mark between the parts of an object; a text is the name of a member.
@@ -220,7 +221,7 @@ class _Head:
         given = next((self._given[one] for one in self._members if one in self._given), "{}" if bare else "")
         fits = bool(given) if bare else given.startswith("{")
         try:
-            json.loads(self.text[: self._before + place], parse_constant=_no_constant)
+            json.loads(self.text[: self._before + place], parse_constant=no_constant)
         except (ValueError, RecursionError):
             fits = False
         if self.name is None or self._exact or not fits:
@@ -239,8 +240,3 @@ def _text(raw: str) -> str:
     if not isinstance(value, str):
         raise ValueError("no text")
     return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    """JSON has no NaN and no Infinity."""
-    raise ValueError(name)
