@@ -377,7 +377,7 @@ async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
 
         def pause_seconds(*_: Any) -> float:
             pauses.set()
-            return 60.0
+            return 1.0  # which the stream waits out
 
         monkeypatch.setattr("baton.client.base.pause_seconds", pause_seconds)
 
