@@ -373,7 +373,8 @@ async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
     router.inference.end_early_at = 1
     async with baton.AsyncClient([router.address, other.address], **AS_GIVEN) as client:
         stream = client.stream("x", max_tokens=5)
-        pauses = asyncio.Event()
+        pauses, connected = asyncio.Event(), list[None]()
+        monkeypatch.setattr(stream, "_connect", lambda: connected.append(None))
 
         def pause_seconds(*_: Any) -> float:
             pauses.set()
@@ -388,4 +389,4 @@ async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
         closer = asyncio.create_task(close())
         assert len([chunk async for chunk in stream]) == 1
         await closer
-    assert not other.inference.requests
+    assert not connected and not other.inference.requests
