@@ -7,10 +7,11 @@ import contextlib
 import os
 import sys
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from cluster.rotation import Rotation
 
 T = TypeVar("T")
 
@@ -27,8 +28,7 @@ class FairThreads:
             threads, thread_name_prefix=name, initializer=_lower_priority, initargs=(nice,)
         )
         self._free = threads
-        # The tenant whose turn is next comes first.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: Rotation[asyncio.Future[None]] = Rotation()
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: object) -> T:
         await self._turn(tenant)
@@ -50,35 +50,22 @@ class FairThreads:
             self._free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._waiting.push(tenant, turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._forget(tenant, turn)
+                self._waiting.remove(tenant, turn)  # unless _give_back has dropped it
             else:  # cancelled after it got its turn
                 self._give_back()
             raise
 
-    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(tenant)
-        if queue is not None and turn in queue:  # else _give_back has dropped it
-            queue.remove(turn)
-            if not queue:
-                del self._waiting[tenant]
-
     def _give_back(self) -> None:
         while self._waiting:
-            tenant, queue = next(iter(self._waiting.items()))
-            turn = queue.popleft()
-            if not queue:
-                del self._waiting[tenant]
-            if turn.done():  # cancelled; its task has not run since
-                continue
-            if queue:
-                self._waiting.move_to_end(tenant)  # behind all others
-            turn.set_result(None)
-            return
+            turn = self._waiting.pop()
+            if not turn.done():  # else it was cancelled, and its task has not run since
+                turn.set_result(None)
+                return
         self._free += 1
 
 

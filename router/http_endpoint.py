@@ -65,9 +65,9 @@ class HttpEndpoint:
         )
         limits = config.header_seconds, max_silent(config.max_http_connections)
         self._server = (
-            HttpServer(uvicorn_config, *limits)
+            HttpServer(uvicorn_config, *limits, gateway.keys)
             if member is None
-            else SharedHttpServer(uvicorn_config, *limits, member)
+            else SharedHttpServer(uvicorn_config, *limits, member, gateway.keys)
         )
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
+
+from cluster.rotation import Rotation
 
 # A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are. Of processor time: by
 # the clock, turns are longer where other processes want the processor, and steps would make them longer still.
@@ -30,8 +31,7 @@ class LowPriority:
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        # The tenant whose turn is next comes first; clients without a key count as one.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: Rotation[asyncio.Future[None]] = Rotation()  # clients without a key count as one tenant
         self._turned = 0.0  # when steps were last released
         self._refusals = 0  # that wait
 
@@ -42,7 +42,7 @@ class LowPriority:
             self._turned = self._clock()
             loop.call_soon(self._release)
         turn = loop.create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._waiting.push(tenant, turn)
         await turn
 
     async def refuse(self, tenant: str) -> None:
@@ -60,12 +60,7 @@ class LowPriority:
         steps = max(1, int((now - self._turned) / SECONDS_PER_STEP))
         self._turned = now
         while self._waiting and steps:
-            tenant, queue = next(iter(self._waiting.items()))
-            turn = queue.popleft()
-            if queue:
-                self._waiting.move_to_end(tenant)  # behind all others
-            else:
-                del self._waiting[tenant]
+            turn = self._waiting.pop()
             if not turn.done():  # its task was not cancelled
                 turn.set_result(None)
                 steps -= 1

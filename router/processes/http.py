@@ -12,6 +12,7 @@ import socket
 
 import uvicorn
 
+from cluster.security.key_file import ApiKeys
 from router.frontends.http.listener import HttpServer, accept_now, readable
 from router.frontends.http.protocol import LimitedProtocol
 from router.listening import accepted_all
@@ -22,8 +23,15 @@ BEHIND_SECONDS = 0.002
 
 
 class SharedHttpServer(HttpServer):
-    def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int, member: Member):
-        super().__init__(config, seconds, max_silent)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        seconds: float,
+        max_silent: int,
+        member: Member,
+        keys: ApiKeys | None = None,
+    ):
+        super().__init__(config, seconds, max_silent, keys)
         self._member = member
 
     async def _next(self, listener: socket.socket) -> socket.socket:

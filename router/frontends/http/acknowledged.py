@@ -18,6 +18,9 @@ class TcpState(enum.IntEnum):
     CLOSE_WAIT = 8  # the client sends no more
 
 
+_STATES = {int(state): state for state in TcpState}
+
+
 def acknowledged_bytes(transport: asyncio.BaseTransport) -> int:
     """Bytes acknowledged since the connection began, counting TLS records; 0 on systems that do not report it.
 
@@ -42,8 +45,7 @@ def state_of(sock: socket.socket) -> TcpState | None:
 
 
 def _state(info: bytes) -> TcpState | None:
-    known = {*TcpState} & {*info[:1]}
-    return TcpState(known.pop()) if known else None
+    return _STATES.get(info[0]) if info else None
 
 
 def _tcp_info(transport: asyncio.BaseTransport) -> bytes:

@@ -17,12 +17,13 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections import deque
 from typing import Any
 
 import uvicorn
 
+from cluster.security.key_file import ApiKeys
 from router.frontends.http.acknowledged import TcpState, state_of
+from router.frontends.http.ready import ReadyConnections
 from router.listening import accepted_all, refuse_connections
 
 MAX_HANDSHAKES = 256  # at a time; beyond, the oldest is cancelled
@@ -31,7 +32,8 @@ RETRY_SECONDS = 0.05
 # At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
 ACCEPTS_PER_TURN = 32
 # If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
-OPENED_PER_TURN = 32
+# Few: each takes about 0.2 ms, and a request needs about ten turns.
+OPENED_PER_TURN = 8
 # With TLS: most of a handshake's work is done in the turn in which it is opened.
 HANDSHAKES_PER_TURN = 4
 _POST = b"POST"
@@ -40,9 +42,11 @@ _POST = b"POST"
 class HttpServer(uvicorn.Server):
     """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would delay every stream."""
 
-    def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int):
+    def __init__(
+        self, config: uvicorn.Config, seconds: float, max_silent: int, keys: ApiKeys | None = None
+    ):
         """`seconds`: limit for a client's first bytes, and for the handshake. `max_silent`: limit of connections whose
-        client has sent nothing yet; beyond, the oldest is closed."""
+        client has sent nothing yet; beyond, the oldest is closed. `keys`: by which connections are opened in turns."""
         super().__init__(config)
         self._seconds = seconds
         self._max_silent = max_silent
@@ -50,7 +54,7 @@ class HttpServer(uvicorn.Server):
         self._accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, max_silent // 4))
         self._accepting: list[asyncio.Task[None]] = []
         self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
-        self._ready: deque[socket.socket] = deque()  # their first bytes have arrived
+        self._ready = ReadyConnections(None if config.is_ssl else keys)  # their first bytes have arrived
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
@@ -71,7 +75,7 @@ class HttpServer(uvicorn.Server):
         for connection in list(self._silent):
             self._close(connection)
         while self._ready:
-            self._ready.popleft().close()
+            self._ready.pop().close()
         await super().shutdown(sockets)
 
     async def accept_last(self, listener: socket.socket) -> None:
@@ -141,7 +145,7 @@ class HttpServer(uvicorn.Server):
         del self._silent[connection]
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.fileno())
-        self._ready.append(connection)
+        self._ready.push(connection)
         if len(self._ready) == 1:
             loop.call_soon(self._open_ready)
 
@@ -151,7 +155,7 @@ class HttpServer(uvicorn.Server):
         for _ in range(min(OPENED_PER_TURN, len(self._ready))):
             if not most:
                 break
-            connection = self._ready.popleft()
+            connection = self._ready.pop()
             if _has_left(connection, tls=bool(self.config.ssl)):
                 connection.close()
                 continue

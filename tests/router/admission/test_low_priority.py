@@ -58,7 +58,7 @@ async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
     for task in tasks[:2]:
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert not any(order._waiting.values())
+    assert not order._waiting
 
 
 async def test_a_tenant_with_many_steps_delays_anothers_by_one_each():
@@ -72,7 +72,7 @@ async def test_a_tenant_with_many_steps_delays_anothers_by_one_each():
     tasks = [asyncio.create_task(one(tenant)) for tenant in [*20 * ["greedy"], *3 * ["other"], "third"]]
     await turns(30)
     assert done[:7] == ["greedy", "other", "third", "greedy", "other", "greedy", "other"]
-    assert not any(order._waiting.values()) and all(task.done() for task in tasks)
+    assert not order._waiting and all(task.done() for task in tasks)
 
 
 @pytest.mark.parametrize(("turn", "most"), [(0.0, 1), (0.0425, 10)])
@@ -146,7 +146,7 @@ async def test_steps_go_on_after_a_pause():
     for _ in range(3):
         await asyncio.wait_for(order.step(), 5)
         await turns(3)
-        assert not any(order._waiting.values())
+        assert not order._waiting
 
 
 class Counting(LowPriority):

@@ -101,6 +101,8 @@ class Attackers:
 
     async def run(self, only: Collection[str] = ()) -> Counter[str]:
         names = list(only or ATTACKS)
+        if "unread-answer" in names:
+            await self._compute_echo()
         tasks = [asyncio.create_task(one) for name in names for one in ATTACKS[name](self)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_SECONDS):
@@ -240,6 +242,13 @@ class Attackers:
     async def _embedding(self) -> None:
         path = ENDPOINTS["embedding"].path
         await self._again("embedding", lambda: self._post(self.second, path, EMBEDDING), PAUSE_SECONDS)
+
+    async def _compute_echo(self) -> None:
+        """Its prompts are in the prefix cache from here on: computing them is work that is served, leaving the answers unread
+        is the attack."""
+        body = json.dumps({**ECHO, "n": 1}).encode()
+        with contextlib.suppress(OSError, EOFError):
+            await self._post(self.second, "/v1/completions", body, whole=True)
 
     async def _unread_answer(self) -> None:
         body = json.dumps(ECHO).encode()

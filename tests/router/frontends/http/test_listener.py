@@ -165,7 +165,7 @@ async def test_few_handshakes_begin_in_one_turn() -> None:
         for _ in range(3 * HANDSHAKES_PER_TURN):
             ours, theirs = map(stack.enter_context, socket.socketpair())
             theirs.send(b"hello")
-            server._ready.append(ours)
+            server._ready.push(ours)
         gained = []
         asyncio.get_running_loop().call_soon(server._open_ready)
         for _ in range(6):

@@ -1,0 +1,49 @@
+"""Items that wait, of owners who take turns."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Rotation(Generic[T]):
+    """An owner with many items delays another's by one item; those of each go in the order of arrival.
+
+    All operations take the same time for any number of items, but for `remove`, which looks through its owner's.
+    """
+
+    def __init__(self) -> None:
+        # The owner whose turn is next comes first; none is empty.
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+        self._items = 0
+
+    def __len__(self) -> int:
+        return self._items
+
+    def push(self, owner: str, item: T) -> None:
+        queue = self._waiting.get(owner)
+        if queue is None:
+            queue = self._waiting[owner] = deque()
+        queue.append(item)
+        self._items += 1
+
+    def pop(self) -> T:
+        """The next item. Its owner's others go behind those of all other owners. Raises KeyError where none waits."""
+        owner, queue = self._waiting.popitem(last=False)
+        item = queue.popleft()
+        if queue:
+            self._waiting[owner] = queue
+        self._items -= 1
+        return item
+
+    def remove(self, owner: str, item: T) -> None:
+        """Nothing, where it does not wait."""
+        queue = self._waiting.get(owner)
+        if queue is None or item not in queue:
+            return
+        queue.remove(item)
+        self._items -= 1
+        if not queue:
+            del self._waiting[owner]
