@@ -63,11 +63,11 @@ class HttpEndpoint:
             timeout_graceful_shutdown=int(GRACE_SECONDS),
             ssl_context_factory=self._ssl_context if self._context is not None else None,
         )
-        limits = config.header_seconds, max_silent(config.max_http_connections)
+        opening = config.header_seconds, max_silent(config.max_http_connections), gateway.keys
         self._server = (
-            HttpServer(uvicorn_config, *limits, gateway.keys)
+            HttpServer(uvicorn_config, *opening)
             if member is None
-            else SharedHttpServer(uvicorn_config, *limits, member, gateway.keys)
+            else SharedHttpServer(uvicorn_config, member, *opening)
         )
 
     @property

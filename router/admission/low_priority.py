@@ -31,7 +31,9 @@ class LowPriority:
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        self._waiting: Rotation[asyncio.Future[None]] = Rotation()  # clients without a key count as one tenant
+        self._waiting: Rotation[asyncio.Future[None]] = (
+            Rotation()
+        )  # clients without a key count as one tenant
         self._turned = 0.0  # when steps were last released
         self._refusals = 0  # that wait
 

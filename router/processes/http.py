@@ -26,9 +26,9 @@ class SharedHttpServer(HttpServer):
     def __init__(
         self,
         config: uvicorn.Config,
+        member: Member,
         seconds: float,
         max_silent: int,
-        member: Member,
         keys: ApiKeys | None = None,
     ):
         super().__init__(config, seconds, max_silent, keys)

@@ -32,8 +32,9 @@ RETRY_SECONDS = 0.05
 # At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
 ACCEPTS_PER_TURN = 32
 # If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
-# Few: each takes about 0.2 ms, and a request needs about ten turns.
-OPENED_PER_TURN = 8
+LOOKED_AT_PER_TURN = 32
+# Each takes 0.2 ms until its request is refused or answered, and a request needs about ten turns.
+OPENED_PER_TURN = 2
 # With TLS: most of a handshake's work is done in the turn in which it is opened.
 HANDSHAKES_PER_TURN = 4
 _POST = b"POST"
@@ -42,9 +43,7 @@ _POST = b"POST"
 class HttpServer(uvicorn.Server):
     """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would delay every stream."""
 
-    def __init__(
-        self, config: uvicorn.Config, seconds: float, max_silent: int, keys: ApiKeys | None = None
-    ):
+    def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int, keys: ApiKeys | None = None):
         """`seconds`: limit for a client's first bytes, and for the handshake. `max_silent`: limit of connections whose
         client has sent nothing yet; beyond, the oldest is closed. `keys`: by which connections are opened in turns."""
         super().__init__(config)
@@ -152,7 +151,7 @@ class HttpServer(uvicorn.Server):
     def _open_ready(self) -> None:
         loop = asyncio.get_running_loop()
         most = HANDSHAKES_PER_TURN if self.config.ssl else OPENED_PER_TURN
-        for _ in range(min(OPENED_PER_TURN, len(self._ready))):
+        for _ in range(min(LOOKED_AT_PER_TURN, len(self._ready))):
             if not most:
                 break
             connection = self._ready.pop()

@@ -45,7 +45,7 @@ def test_the_process_with_more_connections_lets_the_other_accept_first(
 async def test_connections_that_send_nothing_are_published_and_forgotten(memory: SharedMemory) -> None:
     opening = memory.slot(0)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        server = SharedHttpServer(Config(app=lambda: None), 0.2, 100, member(memory, 0))
+        server = SharedHttpServer(Config(app=lambda: None), member(memory, 0), 0.2, 100)
         for _ in range(SILENT):
             stack.enter_context(socket.create_connection(listener.getsockname(), timeout=5))
         accepting = asyncio.create_task(server._accept(listener))

@@ -244,8 +244,7 @@ class Attackers:
         await self._again("embedding", lambda: self._post(self.second, path, EMBEDDING), PAUSE_SECONDS)
 
     async def _compute_echo(self) -> None:
-        """Its prompts are in the prefix cache from here on: computing them is work that is served, leaving the answers unread
-        is the attack."""
+        """Its prompts are in the prefix cache from here on: computing them is served work, and no attack."""
         body = json.dumps({**ECHO, "n": 1}).encode()
         with contextlib.suppress(OSError, EOFError):
             await self._post(self.second, "/v1/completions", body, whole=True)

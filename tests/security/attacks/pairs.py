@@ -58,7 +58,8 @@ class PairRunner:
         self._cluster, (self._key, *self._attackers) = cluster, keys
         self._certs = certs
         tls = ClientTls(certs / "ca.pem", certs / "client.pem", certs / "client.key") if certs else None
-        self._verify: ssl.SSLContext | bool = tls.context() if tls else True
+        # Without TLS too: httpx reads all certificates of the system for a client that is given none
+        self._verify = tls.context() if tls else ssl.create_default_context()
         self._router = [psutil.Process(pid) for pid in cluster.router_pids]
         self._workers = [psutil.Process(pid) for pid in cluster.worker_pids]
 

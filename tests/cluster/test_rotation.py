@@ -1,0 +1,43 @@
+"""Owners of waiting items take turns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.rotation import Rotation
+
+
+def test_one_owners_many_items_delay_anothers_by_one() -> None:
+    waiting: Rotation[str] = Rotation()
+    for item in ("a1", "a2", "a3"):
+        waiting.push("a", item)
+    waiting.push("b", "b1")
+    assert [waiting.pop() for _ in range(2)] == ["a1", "b1"]
+    waiting.push("c", "c1")
+    assert [waiting.pop() for _ in range(3)] == ["a2", "c1", "a3"]
+    with pytest.raises(KeyError):
+        waiting.pop()
+
+
+def test_the_number_of_items_is_that_of_what_waits_after_any_sequence() -> None:
+    rng = random.Random(7)
+    waiting: Rotation[int] = Rotation()
+    expected: set[tuple[str, int]] = set()
+    for number in range(2000):
+        owner = rng.choice("abc")
+        match rng.randrange(3):
+            case 0:
+                waiting.push(owner, number)
+                expected.add((owner, number))
+            case 1 if expected:
+                item = waiting.pop()
+                expected.remove(next(one for one in expected if one[1] == item))
+            case _:
+                known = rng.choice(sorted(expected)) if expected else (owner, -1)
+                waiting.remove(*known)
+                waiting.remove(owner, -1)  # waits nowhere
+                expected.discard(known)
+        assert len(waiting) == len(expected)
+    assert sorted(waiting.pop() for _ in range(len(waiting))) == sorted(item for _, item in expected)
