@@ -367,26 +367,75 @@ def test_a_call_that_a_close_overtakes_is_cancelled(monkeypatch: pytest.MonkeyPa
             call()
 
 
-async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
-    router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch
+PAUSE = 600.0  # longer than a test may take: nothing waits it out
+
+
+def begin_pausing(monkeypatch: pytest.MonkeyPatch, begun: threading.Event | asyncio.Event) -> None:
+    def pause_seconds(*_: Any) -> float:
+        begun.set()
+        return PAUSE
+
+    monkeypatch.setattr("baton.client.base.pause_seconds", pause_seconds)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["stream", "client"])
+async def test_aclose_ends_the_pause_before_a_reconnect(
+    router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     router.inference.end_early_at = 1
+    begun = asyncio.Event()
+    begin_pausing(monkeypatch, begun)
     async with baton.AsyncClient([router.address, other.address], **AS_GIVEN) as client:
         stream = client.stream("x", max_tokens=5)
-        pauses, connected = asyncio.Event(), list[None]()
-        monkeypatch.setattr(stream, "_connect", lambda: connected.append(None))
+        chunks = []
 
-        def pause_seconds(*_: Any) -> float:
-            pauses.set()
-            return 1.0  # which the stream waits out
+        async def read() -> None:
+            async for chunk in stream:
+                chunks.append(chunk)
 
-        monkeypatch.setattr("baton.client.base.pause_seconds", pause_seconds)
+        reader = asyncio.create_task(read())
+        await begun.wait()
+        await (client if whole else stream).aclose()
+        if whole:
+            with pytest.raises(CancelledError, match="closed"):
+                await reader
+        else:
+            await reader
+        assert len(chunks) == 1 and not client._pauses
+    assert not other.inference.requests
 
-        async def close() -> None:
-            await pauses.wait()
-            await stream.aclose()
 
-        closer = asyncio.create_task(close())
-        assert len([chunk async for chunk in stream]) == 1
-        await closer
-    assert not connected and not other.inference.requests
+@pytest.mark.parametrize("whole", [False, True], ids=["stream", "client"])
+def test_close_ends_the_pause_before_a_reconnect(
+    router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    router.inference.end_early_at = 1
+    begun = threading.Event()
+    begin_pausing(monkeypatch, begun)
+    with baton.Client([router.address, other.address], **AS_GIVEN) as client:
+        stream = client.stream("x", max_tokens=5)
+        closed = client if whole else stream
+        closer = threading.Thread(target=lambda: (begun.wait(60), closed.close()))
+        closer.start()
+        assert next(stream) is not None
+        if whole:
+            with pytest.raises(CancelledError, match="closed"):
+                next(stream)
+        else:
+            assert list(stream) == []
+        closer.join(60)
+        assert not client._pauses
+    assert not other.inference.requests
+
+
+async def test_aclose_ends_the_pause_of_a_short_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = asyncio.Event()
+    begin_pausing(monkeypatch, begun)
+    client = baton.AsyncClient("127.0.0.1:1")
+    call = asyncio.create_task(client.models())
+    await begun.wait()
+    await client.aclose()
+    with pytest.raises(CancelledError, match="closed"):
+        await call
