@@ -171,7 +171,8 @@ class RequestGateway:
         """Tokenise a prompt, which is the client's `field`. Raises ContextLengthError or InvalidRequestError before
         tokenising a text that is too long; one that will be `truncated` may exceed the context. Raises DeadlineError."""
         asked = self.model(model)
-        asked.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
+        text = given if isinstance(given, str) else given.text
+        asked.validator.check_text(text, truncated=truncated, field=field)
         scope = self._prefix_scope(tenant, cache_salt)
         work = asked.text.encode(given, special=special, tenant=tenant, scope=scope)
         return await self._in_time(work, field)
@@ -192,14 +193,15 @@ class RequestGateway:
         grammar that was `asked` for.
 
         Raises ContextLengthError or InvalidRequestError before special tokens are searched in texts that are too long, and
-        for tools and grammars that the model does not support; DeadlineError naming the conversation's `field`.
+        for tools and grammars that the model does not support; DeadlineError. Errors of the whole conversation name the
+        client's `field`.
         """
 
         served = self.model(model)
 
         def checked() -> Conversation:
             conversation = read()
-            served.validator.check_contents(conversation.characters, truncated=truncated)
+            served.validator.check_contents(conversation.characters, truncated=truncated, field=field)
             return conversation
 
         chat = served.text.chat(checked, characters, tenant=tenant)
@@ -215,7 +217,7 @@ class RequestGateway:
             cache_salt=cache_salt,
             field=field,
         )
-        return ChatPrompt(tokens, plan)
+        return ChatPrompt(tokens, plan, field)
 
     async def lengths(
         self, read: Callable[[], Sequence[str]], characters: int, *, model: str = "", tenant: str = ""

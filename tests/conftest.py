@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
+from tests.harness import time_limit
 from tests.harness.comparisons import COMPARED, Compared
 from tests.harness.unit import light_modules
 
@@ -89,6 +90,10 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 def namespace() -> str:
     """Keys of one test."""
     return f"test-{secrets.token_hex(4)}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(time_limit)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

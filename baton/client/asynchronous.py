@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar, Unpack
@@ -86,15 +87,21 @@ class AsyncClient(BaseClient[grpc.aio.Channel, "rpc.InferenceAsyncStub"]):
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == self._max_reconnects:
                     raise error_from_rpc(error) from error
                 self._failed(address)
-                await asyncio.sleep(self._pause_seconds(attempt + 1))
+                await self._wait(attempt + 1, asyncio.Event())
         raise AssertionError("the last attempt returns or raises")
 
+    async def _wait(self, reconnects: int, ended: asyncio.Event) -> None:
+        """Wait before another attempt, at most until `ended` is set."""
+        with self._pause(ended), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._pause_seconds(reconnects)):
+                await ended.wait()
 
-class AsyncStream(BaseStream, AsyncIterator[Chunk]):
+
+class AsyncStream(BaseStream[asyncio.Event], AsyncIterator[Chunk]):
     """The chunks of one request. After the last one `usage`, `timings` and `completion()` are there."""
 
     def __init__(self, client: AsyncClient, prompt: Prompt, options: RequestOptions) -> None:
-        super().__init__(client, prompt, options)
+        super().__init__(client, prompt, options, asyncio.Event())
         self._client = client
         self._connect()
 
@@ -148,6 +155,6 @@ class AsyncStream(BaseStream, AsyncIterator[Chunk]):
         if self._progress.done:
             return
         self._client._failed(self._address)
-        await asyncio.sleep(self._client._pause_seconds(self._progress.reconnects))
+        await self._client._wait(self._progress.reconnects, self._ended)
         if not self._closed:
             self._connect()

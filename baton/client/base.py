@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 from baton.client.progress import StreamProgress
 from baton.client.request import generate_request
@@ -18,6 +19,15 @@ from wire import inference_pb2 as pb
 
 C = TypeVar("C")  # the kind of channel
 S = TypeVar("S")  # the kind of stub
+
+
+class Ended(Protocol):
+    """An event of asyncio or of threading, set where a call is not to connect again."""
+
+    def set(self) -> None: ...
+
+
+E = TypeVar("E", bound=Ended)
 
 
 class BaseClient(Generic[C, S]):
@@ -53,6 +63,7 @@ class BaseClient(Generic[C, S]):
         self._lock = threading.Lock()  # threads share a blocking client
         self._channels: dict[str, tuple[C, S]] = {}
         self._closed = False
+        self._pauses: set[Ended] = set()  # of calls that wait before they connect again
 
     def _open(self, address: str) -> tuple[C, S]:
         """Make a channel and its stub."""
@@ -77,7 +88,22 @@ class BaseClient(Generic[C, S]):
         with self._lock:
             self._closed = True
             opened, self._channels = list(self._channels.values()), {}
+            for ended in self._pauses:
+                ended.set()
         return [channel for channel, _ in opened]
+
+    @contextmanager
+    def _pause(self, ended: Ended) -> Iterator[None]:
+        """A wait before another attempt, by the body of `with`. Closing this client sets `ended`, which ends it."""
+        with self._lock:
+            if self._closed:
+                ended.set()
+            self._pauses.add(ended)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses.discard(ended)
 
     def _pause_seconds(self, reconnects: int) -> float:
         return pause_seconds(reconnects, len(self._routers.addresses))
@@ -86,14 +112,17 @@ class BaseClient(Generic[C, S]):
         return time.monotonic() + (self._timeout_seconds if timeout_seconds is None else timeout_seconds)
 
 
-class BaseStream:
+class BaseStream(Generic[E]):
     """One request. After the last chunk `usage`, `timings` and `completion()` are there."""
 
-    def __init__(self, client: BaseClient[Any, Any], prompt: Prompt, options: RequestOptions) -> None:
+    def __init__(
+        self, client: BaseClient[Any, Any], prompt: Prompt, options: RequestOptions, ended: E
+    ) -> None:
         self._progress = StreamProgress(generate_request(prompt, options), client._max_reconnects)
         self._deadline = client._deadline(options.get("timeout_seconds"))
         self._address = ""
         self._closed = False
+        self._ended = ended
         self._call: Any = None  # to the router at `_address`; each client has a type of its own
 
     def completion(self) -> Completion:
@@ -135,6 +164,7 @@ class BaseStream:
 
     def _cancel(self) -> None:
         self._closed = True
+        self._ended.set()
         if self._call is not None and not self._progress.done:
             self._call.cancel()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, Unpack
@@ -81,19 +82,24 @@ class Client(BaseClient[grpc.Channel, rpc.InferenceStub]):
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == self._max_reconnects:
                     raise error_from_rpc(error) from error
                 self._failed(address)
-                time.sleep(self._pause_seconds(attempt + 1))
+                self._wait(attempt + 1, threading.Event())
             except ValueError:
                 if not self._closed:  # since `_stub`, in another thread
                     raise
                 raise CancelledError("this client was closed") from None
         raise AssertionError("the last attempt returns or raises")
 
+    def _wait(self, reconnects: int, ended: threading.Event) -> None:
+        """Wait before another attempt, at most until `ended` is set."""
+        with self._pause(ended):
+            ended.wait(self._pause_seconds(reconnects))
 
-class Stream(BaseStream, Iterator[Chunk]):
+
+class Stream(BaseStream[threading.Event], Iterator[Chunk]):
     """The chunks of one request. After the last one `usage`, `timings` and `completion()` are there."""
 
     def __init__(self, client: Client, prompt: Prompt, options: RequestOptions) -> None:
-        super().__init__(client, prompt, options)
+        super().__init__(client, prompt, options, threading.Event())
         self._client = client
         self._connect()
 
@@ -147,6 +153,6 @@ class Stream(BaseStream, Iterator[Chunk]):
         if self._progress.done:
             return
         self._client._failed(self._address)
-        time.sleep(self._client._pause_seconds(self._progress.reconnects))
+        self._client._wait(self._progress.reconnects, self._ended)
         if not self._closed:
             self._connect()

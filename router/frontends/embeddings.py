@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from cluster.protocol.pooling import Embedding
 from cluster.security.keys import Caller
-from router.frontends.field_names import renamed
 from router.gateway import RequestGateway
 from router.request.completion import Completion, Outcome
 from router.request.embedding_options import EmbeddingOptions
@@ -20,7 +19,6 @@ from router.request.served_model import ServedModel
 from router.request.validator import Envelope
 from wire import inference_pb2
 
-_FIELDS = {"prompt": "input"}  # texts are checked as those of completions
 _MIN_LENGTH = 1e-12  # by which torch's normalisation divides at least
 
 
@@ -84,15 +82,15 @@ async def _tokens(
     if not isinstance(given, str):
         tokens = given
     else:
-        with renamed(_FIELDS, ()):
-            tokens = await gateway.encode(
-                given,
-                model=model.name,
-                special=options.add_special_tokens is not False,
-                truncated=options.truncate_prompt_tokens is not None,
-                tenant=tenant,
-                cache_salt=cache_salt,
-            )
+        tokens = await gateway.encode(
+            given,
+            model=model.name,
+            special=options.add_special_tokens is not False,
+            truncated=options.truncate_prompt_tokens is not None,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            field="input",
+        )
     return options.kept(tokens, model.validator.longest_input(model.embedding)[0])
 
 

@@ -27,10 +27,11 @@ class AnswerPlan:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as a request to workers: Validator.completion takes both."""
+    """A prompt or conversation as a request to workers, for Validator.completion. `name`: the client's field."""
 
     tokens: Sequence[int]
     plan: AnswerPlan = field(default_factory=AnswerPlan)
+    name: str = "prompt"
 
 
 class Formats(Protocol):

@@ -63,17 +63,21 @@ class Validator:
         options: GenerationOptions,
         envelope: Envelope,
         plan: AnswerPlan | None = None,
+        field: str = "prompt",
     ) -> Completion:
-        """`plan`: of a conversation. Raises InvalidRequestError or ContextLengthError."""
+        """`plan`: of a conversation; `field`: the client's, of the prompt.
+
+        Raises InvalidRequestError or ContextLengthError.
+        """
         if not self._text.has_head:
             raise UnsupportedFieldError(
                 f"model: {self.limits.served_model} is a base model, without an output head: it generates nothing",
                 field="model",
             )
-        self.limits.check_lengths(len(prompt), len(envelope.resume_tokens))
-        tokens = self._tokens("prompt", prompt)
+        self.limits.check_lengths(len(prompt), len(envelope.resume_tokens), prompt=field)
+        tokens = self._tokens(field, prompt)
         if not tokens:
-            raise refuse("prompt", "is empty; at least one token is needed", 1)
+            raise refuse(field, "is empty; at least one token is needed", 1)
         resumed = self._tokens("resume_tokens", envelope.resume_tokens)
         n = options.n or 1
         if resumed and n > 1:
@@ -164,7 +168,7 @@ class Validator:
             "deadline_seconds": min(longest, envelope.deadline_seconds or longest),
         }
 
-    def check_text(self, text: str, *, truncated: bool = False) -> None:
+    def check_text(self, text: str, *, truncated: bool = False, field: str = "prompt") -> None:
         """Refuse a text before it is tokenised: one that cannot fit the context, unless it is to be `truncated`, and one
         above `max_text_bytes`. Raises ContextLengthError, InvalidRequestError."""
         fits = None if truncated else self._most_text_bytes
@@ -175,23 +179,23 @@ class Validator:
         size = len(text)  # each character is a byte at least: no copy is made of a text that is far too long
         if size <= most:
             size = len(text.encode(errors="surrogatepass"))
-        self._check_size(size, fits)
+        self._check_size(size, fits, field)
 
-    def check_contents(self, size: int, *, truncated: bool = False) -> None:
+    def check_contents(self, size: int, *, truncated: bool = False, field: str = "messages") -> None:
         """Refuse messages whose texts have so many characters, before they are rendered, if they exceed `max_text_bytes`.
         Whether they fit the context is checked later: templates leave out earlier reasoning.
 
         Raises ContextLengthError, InvalidRequestError.
         """
         if size > self._config.max_text_bytes:
-            self._check_size(size, None if truncated else self._most_text_bytes)
+            self._check_size(size, None if truncated else self._most_text_bytes, field)
 
-    def _check_size(self, size: int, fits: int | None) -> None:
+    def _check_size(self, size: int, fits: int | None, field: str) -> None:
         allowed = self._config.max_text_bytes
         if fits is not None and size > fits:
-            raise self._too_long("prompt", size)
+            raise self._too_long(field, size)
         if size > allowed:
-            raise refuse("prompt", f"{size} bytes of text; max_text_bytes is {allowed}", allowed)
+            raise refuse(field, f"{size} bytes of text; max_text_bytes is {allowed}", allowed)
 
     def check_message(self, size: int) -> None:
         """Refuse a message of so many bytes, before it is parsed, if no request that fits the context is as long.

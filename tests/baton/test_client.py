@@ -365,28 +365,3 @@ def test_a_call_that_a_close_overtakes_is_cancelled(monkeypatch: pytest.MonkeyPa
     for call in (client.models, lambda: client.tokenize("a"), lambda: client.generate("a")):
         with pytest.raises(CancelledError, match="closed"):
             call()
-
-
-async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
-    router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    router.inference.end_early_at = 1
-    async with baton.AsyncClient([router.address, other.address], **AS_GIVEN) as client:
-        stream = client.stream("x", max_tokens=5)
-        pauses, connected = asyncio.Event(), list[None]()
-        monkeypatch.setattr(stream, "_connect", lambda: connected.append(None))
-
-        def pause_seconds(*_: Any) -> float:
-            pauses.set()
-            return 1.0  # which the stream waits out
-
-        monkeypatch.setattr("baton.client.base.pause_seconds", pause_seconds)
-
-        async def close() -> None:
-            await pauses.wait()
-            await stream.aclose()
-
-        closer = asyncio.create_task(close())
-        assert len([chunk async for chunk in stream]) == 1
-        await closer
-    assert not connected and not other.inference.requests

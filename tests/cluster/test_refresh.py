@@ -10,19 +10,47 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.membership import keys, reader
+from cluster.membership import keys, reader, scripts
 from cluster.membership.reader import Members
 from cluster.membership.registry import Registry, encode
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.times import FORGET_SECONDS
+from cluster.protocol.times import FORGET_SECONDS, RENEW_SECONDS
 from cluster.redis.connect import connect
 
 INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
 
 
+class Clock:
+    """The reader's: it stands still unless a test sets it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(reader, "time", made)
+    monkeypatch.setattr(reader, "LEASE_DEAD_SECONDS", 300.0)  # of which a fifth is the deadline of a read
+    return made
+
+
 @pytest.fixture
-async def members(redis_url: str, namespace: str) -> AsyncIterator[Members]:
+def redis_clock(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Seconds at which Redis's clock stands, as scripts of objects made later read it."""
+    seconds = 1_800_000_000
+    for name in ("LOOK", "REGISTER", "RENEW"):
+        script = getattr(scripts, name)
+        assert "redis.call('TIME')" in script
+        monkeypatch.setattr(scripts, name, script.replace("redis.call('TIME')", f"{{'{seconds}', '0'}}"))
+    return seconds
+
+
+@pytest.fixture
+async def members(redis_url: str, namespace: str, clock: Clock) -> AsyncIterator[Members]:
     made = Members(redis_url, namespace)
     yield made
     await made.close()
@@ -46,7 +74,7 @@ async def test_fifty_at_once_are_one_read(members: Members, redis_url: str) -> N
         before = client.info("clients")["connected_clients"]
         await asyncio.gather(*(members.refresh() for _ in range(50)))
         assert len(reads) == 1
-        assert client.info("clients")["connected_clients"] == before, "over the connection that was there"
+        assert client.info("clients")["connected_clients"] <= before, "over the connection that was there"
 
 
 async def test_an_older_answer_does_not_replace_a_newer_one(members: Members) -> None:
@@ -123,7 +151,7 @@ async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(me
 
 
 async def test_what_has_not_changed_is_not_read_again(
-    members: Members, redis_url: str, namespace: str
+    redis_clock: int, members: Members, redis_url: str, namespace: str
 ) -> None:
     """What is derived from the list is derived once."""
     registry = Registry(redis_url, namespace)
@@ -141,7 +169,7 @@ async def test_what_has_not_changed_is_not_read_again(
     await members.refresh()
     assert [worker.state for worker in members.all] == ["ready", "draining"]
     with connect(redis_url) as client:
-        now = client.time()[0] * 1000
+        now = redis_clock * 1000
         for age, lease in ((3000, "suspect"), (3000, "suspect"), (9000, "dead"), (0, "live")):
             client.zadd(keys.leases(namespace), {"one": now - age})
             before = members.all
@@ -157,19 +185,19 @@ async def test_what_has_not_changed_is_not_read_again(
 
 
 async def test_a_status_is_read_when_it_is_shown(
-    members: Members, redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+    members: Members, redis_url: str, namespace: str, clock: Clock
 ) -> None:
-    monkeypatch.setattr(reader, "RENEW_SECONDS", 0.0)
     registry = Registry(redis_url, namespace)
     slot = registry.register(replace(INFO, slot=0), WorkerStatus(), None)
     await members.refresh()
     registry.renew(replace(INFO, slot=slot), WorkerStatus(running=7))
     await members.refresh()
     assert members.all[0].status.running == 0
+    clock.now += RENEW_SECONDS + 0.1
     await members.refresh_status()
     assert members.all[0].status.running == 7
     registry.renew(replace(INFO, slot=slot), WorkerStatus(running=8))
-    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    clock.now += reader.STATUS_SECONDS + 0.1
     await members.refresh()
     assert members.all[0].status.running == 8, "for a while, as it was shown a moment ago"
     registry.close()

@@ -12,8 +12,8 @@ from decode_worker.attempt import DecodeState
 from engine.output import OutputProcessor
 from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import DecodeWorld
-from tests.decode_worker.test_commit import TRANSFER, close, finish, ready_to_commit
-from tests.decode_worker.test_local_prefill import Local
+from tests.decode_worker.local_prompts import Local
+from tests.decode_worker.ready_handoff import TRANSFER, close, finish, ready_to_commit
 from tests.harness.waiting import until
 from wire import common_pb2
 

@@ -9,7 +9,7 @@ from cluster.errors import InvalidRequestError
 from cluster.protocol.block_hash import pack_tokens
 from kv_transfer.prefill_side.link import ANSWER_SECONDS
 from tests.decode_worker.decode_world import DecodeWorld
-from tests.decode_worker.test_commit import PROMPT, SALT, TRANSFER, close
+from tests.decode_worker.ready_handoff import PROMPT, SALT, TRANSFER, close
 from tests.harness.waiting import until
 from wire import common_pb2, handoff_pb2
 

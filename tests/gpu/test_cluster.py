@@ -22,7 +22,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("google.rpc", reason="of googleapis-common-protos")
 
 from baton.client import Client
-from tests.gpu.test_correct import generate, same_but_for_ties
+from tests.gpu.answers import generate, same_but_for_ties
 from tests.harness import cluster
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.redis_servers import run_server

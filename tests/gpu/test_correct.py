@@ -10,26 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.attention.varlen import TORCH_PAGE_SIZES, torch_varlen
-from engine.build import load_model
-from engine.engine import Engine
 from engine.model.config import ModelConfig
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem, StepPlan
-from engine.request import EngineRequest, SamplingParams
-from engine.runner import ModelRunner
 from tests.engine.steps import buffers_of
+from tests.gpu.answers import NEW, generate, runner_of, same_but_for_ties
 from tests.harness.checkpoints import EXPERTS, VARIANTS, prompt_ids
 from tests.harness.mxfp4 import packed
 
 pytestmark = pytest.mark.gpu
-NEW = 32
-TIE = 1e-3  # between logits of magnitude 10 in fp32
-KV_BYTES = 256 << 20
 SHAPES = [(4, 2, 16), (4, 4, 16), (4, 1, 16), (4, 2, 32), (16, 8, 64), (32, 8, 128)]  # heads, KV heads, dim
 
 
@@ -54,23 +47,6 @@ def backend(request, device):
     return name
 
 
-def runner_of(model, **settings) -> ModelRunner:
-    return ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings)))
-
-
-def generate(model, prompts, **settings):
-    runner = runner_of(model, **settings)
-    engine = Engine(runner, runner.config, secret=b"gpu")
-    greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-    for index, prompt in enumerate(prompts):
-        engine.add(EngineRequest(str(index), prompt, greedy))
-    tokens: dict[str, list[int]] = {}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            tokens.setdefault(token.request_id, []).append(token.token_id)
-    return [tokens[str(index)] for index in range(len(prompts))]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_tokens_are_the_cpus_in_fp32(variant, device, model):
     """Of plain products, and of the one paged kernel that takes fp32."""
@@ -90,21 +66,6 @@ def test_experts_in_mxfp4_give_the_cpus_tokens(device, model, tmp_path):
     here = generate(path, prompts, device=device, dtype="float32", attention_backend="sdpa")
     there = generate(path, prompts, device="cpu", dtype="float32", attention_backend="sdpa")
     same_but_for_ties(path, prompts, here, there)
-
-
-def same_but_for_ties(path, prompts, found, expected) -> None:
-    """Where answers part, the CPU's logits of both tokens must be as near as sums in another order can move them. What
-    follows is not compared."""
-    for prompt, one, other in zip(prompts, found, expected, strict=True):
-        parted = next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
-        if parted is None:
-            continue
-        runner = runner_of(path, device="cpu", dtype="float32", attention_backend="sdpa")
-        tokens = [*prompt, *other[:parted]]
-        blocks = list(range(-(-len(tokens) // runner.page_size)))
-        (row,) = runner.execute(StepPlan([PlanItem("judge", tokens, 0, blocks, 0, 1)], []))
-        between = abs(float(row[one[parted]] - row[other[parted]]))
-        assert between <= TIE, f"token {parted}: {one[parted]} and {other[parted]} are {between} apart"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

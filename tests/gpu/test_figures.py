@@ -17,17 +17,9 @@ from bench import limits
 from bench.checkpoint import ModelShape, write_model
 from bench.figures import Figure
 from bench.sections.engine import DECODE_STEPS, WARM_STEPS, Decode, EngineBench
+from tests.gpu.cards import CARDS
 
 pytestmark = pytest.mark.gpu
-CONTEXT = 36_864
-CARDS = {
-    "8B": ModelShape(
-        32, 4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, context_tokens=CONTEXT
-    ),
-    "1B": ModelShape(
-        16, 2048, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128256, context_tokens=CONTEXT
-    ),
-}
 SMALL = ModelShape(2, 256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocab=1024)
 KV_BYTES = 8 << 30
 REPEATS = 5

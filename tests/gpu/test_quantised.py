@@ -27,7 +27,7 @@ from engine.ops.codes import BYTES, FP8, FP8_SCALED, NIBBLES, CodedWeight
 from engine.plan import PlanItem, StepPlan
 from engine.quant.int8 import CudaInt8, TorchInt8
 from engine.runner import ModelRunner
-from tests.gpu.test_correct import generate, runner_of
+from tests.gpu.answers import generate, runner_of
 
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).resolve().parents[1] / "engine/golden"

@@ -10,7 +10,7 @@ import pytest
 
 from bench.checkpoint import ModelShape, write_model
 from bench.sections import speculation
-from tests.gpu.test_figures import CARDS
+from tests.gpu.cards import CARDS
 
 pytestmark = pytest.mark.gpu
 VOCAB = CARDS["8B"].vocab

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any
 
 import grpc
@@ -165,7 +165,7 @@ class InferenceService:
         async with self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly):
             prompt = await self._prompt(request, caller, options.asked_grammar)
             envelope = _envelope(request, context)
-            made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
+            made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan, prompt.name)
             check_allowed(made, caller)
             identity = self._gateway.check_ticket(made, caller) if resumed else None
         return made, identity
@@ -184,17 +184,17 @@ class InferenceService:
             self._gateway.enter_model(place, caller, request.model)
             model.validator.limits.check_model(request.model)
             async with self._gateway.counted(caller, model.name):
-                answer = self._tokenized((await self._prompt(request, caller, None)).tokens)
+                answer = self._tokenized(await self._prompt(request, caller, None))
                 del request
             place.body.hold_answer(len(answer), place.model)
             await self._answer(answer, context)
 
-    def _tokenized(self, ids: Sequence[int]) -> bytes:
+    def _tokenized(self, prompt: ChatPrompt) -> bytes:
         """The answer. While its client does not read it, only its bytes are kept: the list takes 15 times as many."""
         most = self._gateway.config.max_answer_entries
-        if len(ids) > most:
-            raise refuse("prompt", f"{len(ids)} tokens; max_answer_entries is {most}", most)
-        return pb.TokenizeResponse(token_ids=ids).SerializeToString()
+        if (count := len(prompt.tokens)) > most:
+            raise refuse(prompt.name, f"{count} tokens; max_answer_entries is {most}", most)
+        return pb.TokenizeResponse(token_ids=prompt.tokens).SerializeToString()
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)

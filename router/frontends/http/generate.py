@@ -28,7 +28,7 @@ from router.frontends.http.requests import (
 from router.frontends.http.serving import Admit, ParsedRequest, Serving, request_id
 from router.frontends.http.shapes import ChatShape, CompletionShape, PromptShown, Shape, WholeShape
 from router.observe.traces import Arrival
-from router.request.answer_plan import AnswerPlan
+from router.request.answer_plan import AnswerPlan, ChatPrompt
 from router.request.permissions import check_allowed
 from router.request.served_model import ServedModel
 from router.request.validator import Envelope
@@ -63,9 +63,7 @@ class Generate:
                 cache_salt=envelope.cache_salt,
             )
             view = ChatView(options.include_reasoning is not False, options.names_tool)
-            return self._parsed(
-                ChatShape, caller, options, [prompt.tokens], envelope, arrival, prompt.plan, view
-            )
+            return self._parsed(ChatShape, caller, options, [prompt], envelope, arrival, view)
 
     async def _read_completion(
         self, request: Exchange, body: Mapping[str, Any], arrival: Arrival, admit: Admit
@@ -85,11 +83,12 @@ class Generate:
                 tenant=caller.tenant,
                 cache_salt=envelope.cache_salt,
             )
-            prompts: list[list[int]] = []
+            prompts: list[ChatPrompt] = []
             for one in options.prompt:
                 if prompts:
                     await self._serving.start_turn(request, model.name)
-                prompts.append(await encode(one) if isinstance(one, str) else one)
+                tokens = await encode(one) if isinstance(one, str) else one
+                prompts.append(ChatPrompt(tokens, AnswerPlan(grammar=asked)))
             parsed = self._parsed(CompletionShape, caller, options, prompts, envelope, arrival)
             if not options.echoes:
                 return parsed
@@ -113,16 +112,18 @@ class Generate:
         kind: type[Shape],
         caller: Caller,
         options: HttpRequest,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[ChatPrompt],
         envelope: Envelope,
         arrival: Arrival,
-        plan: AnswerPlan | None = None,
         view: ChatView = WHOLE_VIEW,
     ) -> ParsedRequest:
         model = self._gateway.model(options.model)
         validator = model.validator
-        kept = (options.kept(prompt, validator.limits.max_model_len) for prompt in prompts)
-        completions = [validator.completion(prompt, options, envelope, plan) for prompt in kept]
+        context = validator.limits.max_model_len
+        completions = [
+            validator.completion(options.kept(one.tokens, context), options, envelope, one.plan, one.name)
+            for one in prompts
+        ]
         check_allowed(completions[0], caller)
         shape = kind(
             completions[0],

@@ -6,7 +6,7 @@ tenant's quota.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
 import orjson
@@ -25,6 +25,7 @@ from router.frontends.http.requests import (
     read_request,
 )
 from router.frontends.http.serving import Serving, request_id
+from router.request.answer_plan import ChatPrompt
 from router.request.fields import OnlyNeutral, RequestModel, late, limits_of, refuse, wrong
 from router.request.options import Flag, TokenId
 from router.request.served_model import ServedModel
@@ -110,33 +111,34 @@ class Tokenizing:
     async def _tokens(self, body: Mapping[str, Any], caller: Caller) -> bytes:
         model = self._gateway.model(body.get("model"))
         read = self._of_chat if "messages" in body else self._of_text
-        tokens, strings = await read(body, model, caller)
+        prompt, strings = await read(body, model, caller)
+        tokens = prompt.tokens
         most = self._gateway.config.max_answer_entries
         if len(tokens) > most:
-            raise refuse("prompt", f"{len(tokens)} tokens; max_answer_entries is {most}", most)
+            raise refuse(prompt.name, f"{len(tokens)} tokens; max_answer_entries is {most}", most)
         made = {"count": len(tokens), "max_model_len": model.validator.limits.max_model_len, "tokens": tokens}
         names = await model.text.names(tokens, tenant=caller.tenant) if strings else None
         return orjson.dumps({**made, "token_strs": names})
 
     async def _of_text(
         self, body: Mapping[str, Any], model: ServedModel, caller: Caller
-    ) -> tuple[Sequence[int], bool]:
+    ) -> tuple[ChatPrompt, bool]:
         options = read_request(TokenizeRequest, body, model.validator.limits)
         special = options.add_special_tokens is not False
         tokens = await self._gateway.encode(
             options.prompt, model=model.name, special=special, tenant=caller.tenant
         )
-        return tokens, bool(options.return_token_strs)
+        return ChatPrompt(tokens), bool(options.return_token_strs)
 
     async def _of_chat(
         self, body: Mapping[str, Any], model: ServedModel, caller: Caller
-    ) -> tuple[Sequence[int], bool]:
+    ) -> tuple[ChatPrompt, bool]:
         limits = model.validator.limits
         options = read_request(TokenizeChatRequest, body, limits)
         prompt = await self._gateway.converse(
             lambda: options.conversation(limits), options.size, model=model.name, tenant=caller.tenant
         )
-        return prompt.tokens, bool(options.return_token_strs)
+        return prompt, bool(options.return_token_strs)
 
     async def _text(self, body: Mapping[str, Any], caller: Caller) -> bytes:
         model = self._gateway.model(body.get("model"))

@@ -14,7 +14,7 @@ from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
 from baton.doctor.pods import Values, pods_of, without_room
 from baton.doctor.reading import Reader, connect
 from baton.doctor.values import values_for
-from tests.baton.doctor.test_doctor import H100, L4, LARGE, equip
+from tests.baton.doctor.clusters import H100, L4, LARGE, equip
 from tests.kubernetes.api.server import ApiServer
 
 

@@ -22,7 +22,7 @@ from router.dispatch import dispatcher
 from router.dispatch.attempt_events import Ended, Source
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.text.tokenizer import ModelText
-from tests.router.dispatch.test_dispatcher import NEW, PROMPT, Scripted, World, deliver, end, token
+from tests.router.dispatch.scripted_attempts import NEW, PROMPT, Scripted, World, deliver, end, token
 
 P, D = Source.PREFILL, Source.DECODE
 Play = Callable[[Scripted], None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,39 +27,12 @@ from router.dispatch.batch_queue import BatchQueue
 from router.placement.types import Placed, PlacementRequest
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText
-from tests.router.dispatch.test_dispatcher import NEW, PROMPT, Scripted, World, deliver, end, token
+from tests.router.dispatch.failing_attempts import Failing, run
+from tests.router.dispatch.scripted_attempts import NEW, PROMPT, Scripted, World, deliver, end, token
 from wire import common_pb2
 
 REQUEST = EngineRequestError("non-finite logits")
 FAILED = EngineFailedError("the engine failed while it ran this request: IndexError")
-
-
-class Failing(World):
-    """The first attempts fail as given, at P or D, after a number of tokens; later ones succeed."""
-
-    def __init__(self, text: ModelText, ends: Sequence[tuple[Source, BatonError, int]]):
-        super().__init__(text, [])
-        self.ends = ends
-
-    def attempt(self, **facts: object) -> Scripted:
-        made = super().attempt(**facts)
-        number = len(self.attempts) - 1
-        if number < len(self.ends):
-            source, error, tokens = self.ends[number]
-            made.start = lambda: self.fail(made, source, error, tokens)  # type: ignore[method-assign]
-        return made
-
-    def fail(self, made: Scripted, source: Source, error: BatonError, tokens: int) -> None:
-        position = made.from_position
-        for _ in range(tokens):
-            position = made.play("next", position)
-        made.ends(source, end("ABORTED", error))
-
-
-async def run(world: Failing, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
-    async with asyncio.timeout(60):
-        return len(await deliver(world))
 
 
 @pytest.mark.parametrize("error", [REQUEST, FAILED])

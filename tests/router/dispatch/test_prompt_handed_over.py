@@ -21,7 +21,7 @@ from router.dispatch.held_answer import TOKENS_A_TURN, HeldAnswer
 from router.link.handle import Reader
 from router.placement.calibration import Calibration
 from router.request.completion import Completion
-from tests.router.dispatch.test_dispatcher import World, end
+from tests.router.dispatch.scripted_attempts import World, end
 from wire import common_pb2, decode_pb2
 
 P, D = Source.PREFILL, Source.DECODE

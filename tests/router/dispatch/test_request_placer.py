@@ -13,7 +13,7 @@ from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.request_placer import RequestPlacer
 from router.dispatch.request_stats import RequestStats
 from router.request.completion import Completion
-from tests.router.dispatch.test_dispatcher import World
+from tests.router.dispatch.scripted_attempts import World
 from wire import common_pb2
 
 MEAN, LAST_TOKEN = common_pb2.POOLING_MEAN, common_pb2.POOLING_LAST_TOKEN

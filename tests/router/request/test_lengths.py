@@ -94,7 +94,7 @@ async def test_contents_have_the_limit_of_a_text_before_they_are_rendered(most_b
     await rendered(100, 100)
     with pytest.raises(InvalidRequestError) as caught:
         await rendered(100, 101)
-    assert caught.value.field == "prompt" and len(made) == 1
+    assert caught.value.field == "messages" and len(made) == 1
     assert isinstance(caught.value, ContextLengthError) is (most_bytes is not None and not truncated)
 
 

@@ -19,7 +19,7 @@ from tests.end_to_end.conftest import run_cluster
 from tests.harness.adapters import make_adapter
 from tests.harness.embedding_files import with_embeddings
 from tests.harness.router import KeyFile
-from tests.router.dispatch.test_engine_failures import Failing, run
+from tests.router.dispatch.failing_attempts import Failing, run
 from tests.security.attacks.endpoints import ENDPOINTS
 from tests.security.attacks.together import FLAGS, MODEL
 

@@ -31,7 +31,7 @@ from router.request.permissions import check_allowed
 from router.request.validator import MAX_REQUEST_ID, Envelope
 
 # What errors of a conversation and of its options call by a chat's names
-_NAMES = {"stop": "stop_sequences", "prompt": "messages"}
+_NAMES = {"stop": "stop_sequences"}
 _PARTS = [
     (re.compile(r"tools\[(\d+)\]\.function\.parameters"), r"tools.\1.input_schema"),
     (re.compile(r"tools\[(\d+)\](?:\.function)?"), r"tools.\1"),
@@ -76,7 +76,9 @@ class Messages:
                     room = model.validator.limits.max_model_len - len(prompt.tokens)
                     if fills := 0 < room < options.max_tokens:
                         options = options.filling_context()
-                    completion = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
+                    completion = model.validator.completion(
+                        prompt.tokens, options, envelope, prompt.plan, prompt.name
+                    )
                     check_allowed(completion, caller)
             form = MessageForm(completion, shown_id, options.omits_thinking, fills, caller.admin)
             return ParsedRequest([completion], bool(options.stream), form, arrival)

@@ -24,7 +24,7 @@ from router.request.validator import Envelope
 from router.text.conversation import Conversation
 
 # What errors of a conversation and of its options call by a chat's names
-_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 # A function is no object within its tool here
 _PARTS = [(re.compile(r"(tools\[\d+\])\.function\."), r"\1.")]
 
@@ -40,7 +40,9 @@ class Responses(CreatingEndpoint):
         with renamed(_NAMES, _PARTS):
             async with gateway.preparing(caller, model.name):
                 prompt = await self._prompt(options, caller, envelope.cache_salt)
-                completion = model.validator.completion(prompt.tokens, options, envelope, prompt.plan)
+                completion = model.validator.completion(
+                    prompt.tokens, options, envelope, prompt.plan, prompt.name
+                )
                 check_allowed(completion, caller)
         shape = ResponseShape.of(options, completion, model.text, admin=caller.admin)
         form = ResponseForm(shape)
