@@ -112,10 +112,16 @@ def assert_counted(ranks: list[ModelRunner]) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=pytest.mark.long)])
 @pytest.mark.parametrize("variant", variants(("llama",), NO_LIST))
-def test_two_ranks_compute_lists_between_their_sums(variant, quantization, checkpoint, tmp_path):
-    check(checkpoint(variant), tmp_path, 2, quantization=quantization)
+def test_two_ranks_compute_lists_between_their_sums(variant, checkpoint, tmp_path):
+    check(checkpoint(variant), tmp_path, 2)
+
+
+@needs_kernels
+@pytest.mark.long
+@pytest.mark.parametrize("variant", variants(VARIANTS, (*NO_LIST, *EXPERTS)))
+def test_int8_rows_that_ranks_share_are_measured_between_lists(variant, checkpoint, tmp_path):
+    check(checkpoint(variant), tmp_path, 2, quantization="int8")
 
 
 @needs_kernels
