@@ -19,7 +19,7 @@ from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
 from tests.engine.decode_steps import NO_LIST, needs_kernels
 from tests.engine.ranks import runners
-from tests.harness.adapters import ALL, make_adapter
+from tests.harness.adapters import ALL, ATTENTION, make_adapter
 from tests.harness.checkpoints import EXPERTS, VARIANTS, variants
 
 # Rows of adapters of each step; of the same size with and without adapters: lists of both are kept.
@@ -70,10 +70,12 @@ def lists_of(runner: ModelRunner) -> int:
 
 
 def load_adapters(leader: ModelRunner, model: Path, directory: Path) -> None:
-    """Two: one of all products, one of a rank that no four divide."""
+    """Two of all products that adapters may change, one of a rank that no four divide."""
     loaded = LoadedAdapters(leader.adapters)
     for seed, rank in enumerate((8, 5)):
-        targets = (*ALL, "qkv_proj", "gate_up_proj")
+        targets = (*ATTENTION, "qkv_proj")
+        if leader.model_config.experts is None:  # whose adapters may not change shared experts
+            targets = (*ALL, "qkv_proj", "gate_up_proj")
         loaded.load(make_adapter(directory / str(seed), model, seed=seed, rank=rank, targets=targets))
 
 
