@@ -188,9 +188,8 @@ class AdapterChanges:
         gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
         if gone:
             self._unnamed.update(self._loaded.pop(name).digest for name in gone)
-            await (
-                self._announce_locked()
-            )  # first, and to its end: nothing that is cancelled or fails delays it
+            # First, and to its end: nothing that is cancelled or fails delays it
+            await self._announce_locked()
         await self._release()
         return True
 
