@@ -202,9 +202,9 @@ class DecodeJobs:
         return todo + self._product(decoder.head, rows, w.y, w.logits)
 
     def _embed(self, rows: int) -> Job | Call:
-        decoder, step, x = self._parts.decoder, self._step, self._work.x[:rows]
+        decoder, step, x = self._parts.decoder, self._step, self._work.x
         if decoder.group.size > 1:
-            return lambda: x.copy_(decoder.embed(step.tokens))
+            return lambda: x[:rows].copy_(decoder.embed(step.tokens))
         table = decoder.embedding
         read = (table.data_ptr(), step.tokens.data_ptr(), x.data_ptr(), table.shape[1])
         return cpu_jobs.EMBED, rows, (*read, bits_of(decoder.embedding_scale))
@@ -229,7 +229,7 @@ class DecodeJobs:
         ops, w, mlp = self._parts.ops, self._work, layer.mlp
         x, y, delta = (one.data_ptr() for one in (w.x, w.y, w.delta))
         if isinstance(mlp, Moe):
-            own: list[Job | Call] = [partial(_add_experts, mlp, ops, w.y[:rows], w.delta[:rows])]
+            own: list[Job | Call] = [partial(_add_experts, mlp, ops, w.y, w.delta, rows)]
         else:
             own = [
                 *self._product(mlp.gate_up, rows, w.y, w.gate_up, adapted),
@@ -245,12 +245,12 @@ class DecodeJobs:
 
     def _sum(self, rows: int, bias: Tensor | None) -> list[Job | Call]:
         """Over the ranks, of what a part of a layer adds to the stream; and its bias."""
-        group, delta = self._parts.decoder.group, self._work.delta[:rows]
+        group, delta = self._parts.decoder.group, self._work.delta
         calls: list[Job | Call] = []
         if group.size > 1:
-            calls.append(partial(group.all_reduce, delta))
+            calls.append(lambda: group.all_reduce(delta[:rows]))
         if bias is not None:
-            calls.append(partial(delta.add_, bias))
+            calls.append(partial(_add_bias, delta, bias, rows))
         return calls
 
     def _product(
@@ -261,7 +261,7 @@ class DecodeJobs:
         w, largest = self._work, 0
         todo: list[Job | Call] = []
         if base.largest is not None:
-            todo.append(partial(_copy_largest, base.largest, x[:rows], w.largest[:rows]))
+            todo.append(partial(_copy_largest, base.largest, x, w.largest, rows))
             largest = w.largest.data_ptr()
         to = (x.data_ptr(), out.data_ptr(), w.codes.data_ptr(), w.scales.data_ptr())
         todo += base.jobs(rows, *to, largest)
@@ -291,13 +291,20 @@ def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out
     return [] if weight is None else [ops.norm_job(rows, x, delta, weight, out)]
 
 
-def _add_experts(experts: Moe, ops: CpuOps, y: Tensor, delta: Tensor) -> None:
+# Calls between lists. They take whole buffers: a view of the rows would be kept for each call of each list.
+
+
+def _add_experts(experts: Moe, ops: CpuOps, y: Tensor, delta: Tensor, rows: int) -> None:
     """What experts of this rank add to the stream, chosen for the step's rows."""
-    delta.copy_(experts(y, ops.gate))
+    delta[:rows].copy_(experts(y[:rows], ops.gate))
 
 
-def _copy_largest(largest: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> None:
-    out.copy_(largest(x))
+def _add_bias(delta: Tensor, bias: Tensor, rows: int) -> None:
+    delta[:rows].add_(bias)
+
+
+def _copy_largest(largest: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, rows: int) -> None:
+    out[:rows].copy_(largest(x[:rows]))
 
 
 def _products(layer: Layer) -> tuple[Linear, ...]:

@@ -73,8 +73,8 @@ def load_adapters(leader: ModelRunner, model: Path, directory: Path) -> None:
     """Two of all products that adapters may change, one of a rank that no four divide."""
     loaded = LoadedAdapters(leader.adapters)
     for seed, rank in enumerate((8, 5)):
-        targets = (*ATTENTION, "qkv_proj")
-        if leader.model_config.experts is None:  # whose adapters may not change shared experts
+        targets: tuple[str, ...] = (*ATTENTION, "qkv_proj")
+        if leader.model_config.experts is None:  # shared experts have no adapters
             targets = (*ALL, "qkv_proj", "gate_up_proj")
         loaded.load(make_adapter(directory / str(seed), model, seed=seed, rank=rank, targets=targets))
 
@@ -121,7 +121,7 @@ def test_two_ranks_compute_lists_between_their_sums(variant, checkpoint, tmp_pat
 
 @needs_kernels
 @pytest.mark.long
-@pytest.mark.parametrize("variant", variants(VARIANTS, (*NO_LIST, *EXPERTS)))
+@pytest.mark.parametrize("variant", variants(tuple(VARIANTS), (*NO_LIST, *EXPERTS)))
 def test_int8_rows_that_ranks_share_are_measured_between_lists(variant, checkpoint, tmp_path):
     check(checkpoint(variant), tmp_path, 2, quantization="int8")
 
