@@ -1,13 +1,20 @@
-"""A step of single tokens on the CPU as one list of jobs, computed by one call: about 145 hand-overs from Python less.
+"""A step of single tokens on the CPU as lists of jobs, each computed by one call: about 145 hand-overs from Python less.
 
-The list is compiled for a number of rows, over buffers that stay where they are: those of the step (engine/step_buffers)
-and those between the operations, here. The jobs are the ones that the operations run one by one, so the logits are
-the same to the last bit.
+    embed … attention's output ─► sum ─► norms … down ─► sum ─► norms … the next layer's output ─► sum ─► … ─► head
+
+A list is cut where something is not a job: at sums over ranks, biases added after them, and mixtures of experts, whose
+products are chosen in each step. A dense model on one rank is one list. Lists are compiled for a number of rows, over
+buffers that stay where they are: those of the step (engine/step_buffers) and those between the operations, here. Jobs and
+calls are those of the operations one by one, in their order, so the logits are the same to the last bit, and ranks with
+lists may be beside ranks without them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -26,7 +33,11 @@ from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import StepBuffers
 
 KEPT_LISTS = 64  # 40 KB each
+ROW_NUMBERS = 2  # float32, of each row: `scales` and `largest`
 TRIM_AFTER = 512  # steps in a row that need a quarter of the buffers or less
+
+Call = Callable[[], object]  # what is no job, over the buffers
+Piece = NDArray[np.int64] | Call  # jobs, compiled, or what comes between them
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class _Work:
     logits: Tensor
     codes: Tensor  # of rows in int8, as memory
     scales: Tensor  # of these rows
+    largest: Tensor  # numbers of rows that ranks share
 
 
 @dataclass(frozen=True)
@@ -56,18 +68,14 @@ class _Parts:
 
     @classmethod
     def of(cls, decoder: Decoder, ops: object, attention: object, team: object) -> _Parts | None:
-        """None if something of the model is not computed by kernels of one rank."""
-        kernels = isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend)
-        if not kernels or not isinstance(team, KernelTeam) or decoder.group.size > 1:
+        """None if an operation beside experts is not computed by kernels."""
+        if not isinstance(ops, CpuOps) or not isinstance(attention, PagedCpuBackend):
             return None
-        assert isinstance(ops, CpuOps) and isinstance(attention, PagedCpuBackend), "kernels"
+        if not isinstance(team, KernelTeam):
+            return None
         parts = cls(decoder, ops, attention, team)
-        # What families have between products that no job computes
-        biased = any(x.output_bias is not None or x.down_bias is not None for x in decoder.layers)
-        unnormed = any(x.attention_in is None or x.mlp_in is None for x in decoder.layers)
-        # Which products there are is chosen in each step
-        sparse = any(isinstance(x.mlp, Moe) for x in decoder.layers)
-        if biased or unnormed or sparse:
+        # Families that add to the stream without a norm after it; only those that norm whole rows of queries
+        if any(x.attention_in is None or x.mlp_in is None for x in decoder.layers):
             return None
         return parts if all(isinstance(one, JobLinear) for one in parts._linears) else None
 
@@ -82,42 +90,49 @@ class _Parts:
         return [self.decoder.head, *(base_of(one) for x in self.decoder.layers for one in _products(x))]
 
     @property
+    def _dense(self) -> int:
+        """Layers without experts."""
+        return sum(isinstance(one.mlp, Mlp) for one in self.decoder.layers)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Columns of each tensor of `_Work`, in its order, before the scales."""
-        decoder, c = self.decoder, self.decoder.config
-        heads, kv, inner = decoder.num_heads, decoder.num_kv_heads, c.intermediate_size
+        decoder, c, size = self.decoder, self.decoder.config, self.decoder.group.size
+        heads, kv = decoder.num_heads, decoder.num_kv_heads
+        inner = c.intermediate_size // size if self._dense else 0
         return (
             c.hidden_size, c.hidden_size, (heads + 2 * kv) * c.head_dim, heads * c.head_dim, c.hidden_size,
-            2 * inner, inner, c.vocab_size, self.row_bytes // decoder.embedding.itemsize,
+            2 * inner, inner, c.vocab_size // size, self.row_bytes // decoder.embedding.itemsize,
         )  # fmt: skip
 
     def count_of_jobs(self, adapted: bool) -> int:
-        """Of one list: a product of int8 is two of them. Beside products a layer has heads, attention, gate, and the norms
-        that its family has."""
+        """Of one step: a product of int8 is two of them. Beside products a layer has heads, attention, the norms that its
+        family has, and a gate if it is dense. Several ranks look tokens up together: not as a job."""
         layers = self.decoder.layers
         norms = sum(one is not None for x in layers for one in (x.attention_out, x.mlp_in, x.mlp_out))
         products = [one for x in layers for one in _products(x)]
-        own = 4 * len(layers) + norms + 2
+        own = 3 * len(layers) + self._dense + norms + 1 + (self.decoder.group.size == 1)
         if adapted:
             own += JOBS * sum(isinstance(one, AdaptedLinear) for one in products)
         return own + sum(2 if one.row_bytes else 1 for one in self._linears if isinstance(one, JobLinear))
 
 
 class DecodeJobs:
-    """For a whole model: one rank. `fits` says whether it can be made, `takes` whether it computes a step."""
+    """For a rank's whole share of a model. `make` says whether there can be one, `takes` whether it computes a step."""
 
     def __init__(self, parts: _Parts, step: StepBuffers):
         self._parts = parts
         self._step = step
         self._work = self._allocate(1)
         self._oversized_steps = 0  # in a row
-        self._lists: dict[tuple[int, bool], NDArray[np.int64]] = {}  # by rows, and whether they have adapters
+        self._pieces: dict[tuple[int, bool], list[Piece]] = {}  # by rows, and whether they have adapters
+        self.steps = self.lists = 0  # computed since the start
 
     @classmethod
     def make(
         cls, decoder: Decoder, ops: object, attention: object, team: object, step: StepBuffers
     ) -> DecodeJobs | None:
-        """None if something of the model is not computed by kernels of one rank."""
+        """None if an operation of the model beside experts is not computed by kernels."""
         parts = _Parts.of(decoder, ops, attention, team)
         return cls(parts, step) if parts is not None else None
 
@@ -129,13 +144,33 @@ class DecodeJobs:
         """float32 logits [rows, vocab] of the step in the buffers. `adapted`: some of its rows have adapters."""
         rows = self._step.num_items
         self._fit(rows)
-        listed = self._lists.get((rows, adapted))
-        if listed is None:
-            if len(self._lists) >= KEPT_LISTS:
-                self._lists.clear()
-            listed = self._lists[rows, adapted] = self._parts.team.compile(self._jobs(rows, adapted))
-        self._parts.team.run_all(listed)
-        return self._parts.decoder.finish(self._work.logits[:rows].float())
+        pieces = self._pieces.get((rows, adapted))
+        if pieces is None:
+            if len(self._pieces) >= KEPT_LISTS:
+                self._pieces.clear()
+            pieces = self._pieces[rows, adapted] = self._compile(self._operations(rows, adapted), adapted)
+        for piece in pieces:
+            if isinstance(piece, np.ndarray):
+                self._parts.team.run_all(piece)
+                self.lists += 1
+            else:
+                piece()
+        self.steps += 1  # before the leader has the logits of all ranks
+        return self._parts.decoder.whole_logits(self._work.logits[:rows])
+
+    def _compile(self, operations: Sequence[Job | Call], adapted: bool) -> list[Piece]:
+        """Compile the jobs together: those before a sum prefetch weights for the product after it."""
+        jobs = [one for one in operations if isinstance(one, tuple)]
+        assert len(jobs) == self._parts.count_of_jobs(adapted), "`most_bytes` counts them"
+        listed, at = self._parts.team.compile(jobs), 0
+        pieces: list[Piece] = []
+        for is_job, some in groupby(operations, lambda one: isinstance(one, tuple)):
+            if is_job:
+                first, at = at, at + sum(1 for _ in some)
+                pieces.append(listed[first:at])
+            else:
+                pieces += [one for one in some if not isinstance(one, tuple)]
+        return pieces
 
     def _fit(self, rows: int) -> None:
         """Grow the buffers to so many rows; quarter them where a large batch was long ago: 256 rows of logits alone are
@@ -147,64 +182,92 @@ class DecodeJobs:
         elif self._oversized_steps > TRIM_AFTER:
             size //= 4
         if size != len(self._work.x):
-            self._lists.clear()
+            self._pieces.clear()
             self._work = self._allocate(0)  # both would not fit what `most_bytes` says
             self._work, self._oversized_steps = self._allocate(size), 0
 
     def _allocate(self, rows: int) -> _Work:
         embedding = self._parts.decoder.embedding
         buffers = [embedding.new_empty(rows, width) for width in self._parts.widths]
-        buffers.append(embedding.new_empty(rows, dtype=torch.float32))
+        buffers += [embedding.new_empty(rows, dtype=torch.float32) for _ in range(ROW_NUMBERS)]
         return _Work(*buffers)
 
-    def _jobs(self, rows: int, adapted: bool) -> list[Job]:
+    def _operations(self, rows: int, adapted: bool) -> list[Job | Call]:
         decoder, ops, w = self._parts.decoder, self._parts.ops, self._work
-        embedding, x, y = decoder.embedding, w.x.data_ptr(), w.y.data_ptr()
-        width = embedding.shape[1]
-        read = (
-            embedding.data_ptr(),
-            self._step.tokens.data_ptr(),
-            x,
-            width,
-            bits_of(decoder.embedding_scale),
-        )
-        jobs: list[Job] = [(cpu_jobs.EMBED, rows, read)]
-        jobs += _norm(ops, rows, x, 0, decoder.layers[0].attention_in, y)
+        todo: list[Job | Call] = [self._embed(rows)]
+        todo += _norm(ops, rows, w.x.data_ptr(), 0, decoder.layers[0].attention_in, w.y.data_ptr())
         for index, (layer, norm) in enumerate(zip(decoder.layers, decoder.following, strict=True)):
-            jobs += self._layer(rows, index, layer, norm, adapted)
-        jobs += self._product(decoder.head, rows, w.y, w.logits)
-        assert len(jobs) == self._parts.count_of_jobs(adapted), "`most_bytes` counts them"
-        return jobs
+            todo += self._attention(rows, index, layer, adapted)
+            todo += self._mlp(rows, layer, norm, adapted)
+        return todo + self._product(decoder.head, rows, w.y, w.logits)
 
-    def _layer(self, rows: int, index: int, layer: Layer, norm: Tensor | None, adapted: bool) -> list[Job]:
-        """`norm`: the one after this layer."""
+    def _embed(self, rows: int) -> Job | Call:
+        decoder, step, x = self._parts.decoder, self._step, self._work.x
+        if decoder.group.size > 1:
+            return lambda: x[:rows].copy_(decoder.embed(step.tokens))
+        table = decoder.embedding
+        read = (table.data_ptr(), step.tokens.data_ptr(), x.data_ptr(), table.shape[1])
+        return cpu_jobs.EMBED, rows, (*read, bits_of(decoder.embedding_scale))
+
+    def _attention(self, rows: int, index: int, layer: Layer, adapted: bool) -> list[Job | Call]:
+        """Up to the norm in front of the MLP."""
         ops, w, step = self._parts.ops, self._work, self._step
-        x, y, qkv, mixed = (one.data_ptr() for one in (w.x, w.y, w.qkv, w.mixed))
-        delta, gate_up, inner = (one.data_ptr() for one in (w.delta, w.gate_up, w.inner))
+        x, y, delta, qkv, mixed = (one.data_ptr() for one in (w.x, w.y, w.delta, w.qkv, w.mixed))
         at = (step.positions.data_ptr(), step.slots.data_ptr())
-        qkv_product, output, gate_up_product, down = _products(layer)
         return [
-            *self._product(qkv_product, rows, w.y, w.qkv, adapted),
+            *self._product(layer.qkv, rows, w.y, w.qkv, adapted),
             ops.heads_job(rows, index, qkv, *at, layer.q_norm, layer.k_norm),
             self._parts.attention.tokens_job(step, index, qkv, w.qkv.shape[1], mixed),
-            *self._product(output, rows, w.mixed, w.delta, adapted),
+            *self._product(layer.output, rows, w.mixed, w.delta, adapted),
+            *self._sum(rows, layer.output_bias),
             *_norm(ops, rows, delta, 0, layer.attention_out, delta),
             *_norm(ops, rows, x, delta, layer.mlp_in, y),
-            *self._product(gate_up_product, rows, w.y, w.gate_up, adapted),
-            ops.gate_job(rows, w.inner.shape[1], gate_up, inner),
-            *self._product(down, rows, w.inner, w.delta, adapted),
+        ]
+
+    def _mlp(self, rows: int, layer: Layer, norm: Tensor | None, adapted: bool) -> list[Job | Call]:
+        """`norm`: the one after this layer."""
+        ops, w, mlp = self._parts.ops, self._work, layer.mlp
+        x, y, delta = (one.data_ptr() for one in (w.x, w.y, w.delta))
+        if isinstance(mlp, Moe):
+            own: list[Job | Call] = [partial(_add_experts, mlp, ops, w.y, w.delta, rows)]
+        else:
+            own = [
+                *self._product(mlp.gate_up, rows, w.y, w.gate_up, adapted),
+                ops.gate_job(rows, w.inner.shape[1], w.gate_up.data_ptr(), w.inner.data_ptr()),
+                *self._product(mlp.down, rows, w.inner, w.delta, adapted),
+            ]
+        return [
+            *own,
+            *self._sum(rows, layer.down_bias),
             *_norm(ops, rows, delta, 0, layer.mlp_out, delta),
             *_norm(ops, rows, x, delta, norm, y),
         ]
 
-    def _product(self, linear: Linear, rows: int, x: Tensor, out: Tensor, adapted: bool = False) -> list[Job]:
+    def _sum(self, rows: int, bias: Tensor | None) -> list[Job | Call]:
+        """Over the ranks, of what a part of a layer adds to the stream; and its bias."""
+        group, delta = self._parts.decoder.group, self._work.delta
+        calls: list[Job | Call] = []
+        if group.size > 1:
+            calls.append(lambda: group.all_reduce(delta[:rows]))
+        if bias is not None:
+            calls.append(partial(_add_bias, delta, bias, rows))
+        return calls
+
+    def _product(
+        self, linear: Linear, rows: int, x: Tensor, out: Tensor, adapted: bool = False
+    ) -> list[Job | Call]:
         base = base_of(linear)
         assert isinstance(base, JobLinear), "`make` has checked it"
-        codes, scales = self._work.codes.data_ptr(), self._work.scales.data_ptr()
-        jobs = base.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales)
+        w, largest = self._work, 0
+        todo: list[Job | Call] = []
+        if base.largest is not None:
+            todo.append(partial(_copy_largest, base.largest, x, w.largest, rows))
+            largest = w.largest.data_ptr()
+        to = (x.data_ptr(), out.data_ptr(), w.codes.data_ptr(), w.scales.data_ptr())
+        todo += base.jobs(rows, *to, largest)
         if adapted and isinstance(linear, AdaptedLinear):
-            jobs += linear.adapter_jobs(x.data_ptr(), out.data_ptr())
-        return jobs
+            todo += linear.adapter_jobs(x.data_ptr(), out.data_ptr())
+        return todo
 
 
 def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, sequences: int) -> int:
@@ -214,7 +277,8 @@ def most_bytes(decoder: Decoder, ops: object, attention: object, team: object, s
     if parts is None:
         return 0
     listed = KEPT_LISTS * parts.count_of_jobs(True) * cpu_jobs.JOB * 8
-    return _grown(min(sequences, MAX_ROWS)) * (sum(parts.widths) * decoder.embedding.itemsize + 4) + listed
+    row_bytes = sum(parts.widths) * decoder.embedding.itemsize + 4 * ROW_NUMBERS
+    return _grown(min(sequences, MAX_ROWS)) * row_bytes + listed
 
 
 def _grown(rows: int) -> int:
@@ -227,6 +291,23 @@ def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out
     return [] if weight is None else [ops.norm_job(rows, x, delta, weight, out)]
 
 
-def _products(layer: Layer) -> tuple[Linear, Linear, Linear, Linear]:
-    assert isinstance(layer.mlp, Mlp), "`make` has checked it"
-    return layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down
+# Calls between lists. They take whole buffers: a view of the rows would be kept for each call of each list.
+
+
+def _add_experts(experts: Moe, ops: CpuOps, y: Tensor, delta: Tensor, rows: int) -> None:
+    """What experts of this rank add to the stream, chosen for the step's rows."""
+    delta[:rows].copy_(experts(y[:rows], ops.gate))
+
+
+def _add_bias(delta: Tensor, bias: Tensor, rows: int) -> None:
+    delta[:rows].add_(bias)
+
+
+def _copy_largest(largest: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, rows: int) -> None:
+    out[:rows].copy_(largest(x[:rows]))
+
+
+def _products(layer: Layer) -> tuple[Linear, ...]:
+    """Those that are jobs in every step."""
+    mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, Mlp) else ()
+    return layer.qkv, layer.output, *mlp

@@ -151,6 +151,11 @@ class ModelRunner:
         """Rows of steps that were computed with an adapter, since the start."""
         return self._adapters.step.adapted_rows if self._adapters is not None else 0
 
+    @property
+    def listed_steps(self) -> int:
+        """Steps that were computed as lists of jobs, since the start."""
+        return self._decode_jobs.steps if self._decode_jobs is not None else 0
+
     def stop_ranks(self) -> None:
         """End `serve` on the other ranks. On the leader, after its last step."""
         if self._group.size > 1 and self._group.rank == 0:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +72,9 @@ class AdapterChanges:
         self._loaded: dict[str, _Loaded] = {}
         self._retry_at: dict[_Key, float] = {}
         self._without_slot: dict[_Key, str] = {}  # digests of those that were read
+        self._unnamed: set[str] = set()  # digests whose slots are not given up yet
         self._published: Pairs | None = fixed  # None: unknown, a registration failed
+        self._announcing: asyncio.Task[None] | None = None  # the last registration
         self._changing = (
             asyncio.Lock()
         )  # held while wanted, loaded or published change; not while files are read
@@ -94,10 +96,10 @@ class AdapterChanges:
 
     async def follow(self) -> None:
         """Load and unload as Redis says, and read it again every LOOK_SECONDS; return once nothing is being loaded."""
-        if not await self._look():
-            return
         tried: set[_Key] = set()
         try:
+            if not await self._look():
+                return
             while not self._stopped:
                 self._begin(tried)
                 if not self._loading:
@@ -128,11 +130,14 @@ class AdapterChanges:
             task.cancel()
 
     async def _give_up_all(self) -> None:
-        """Cancel what is being loaded; what was read is dropped."""
+        """Cancel what is being loaded; what was read is dropped. A registration that has begun is not cancelled: one that
+        ended later than the worker leaves the registry would bring it back."""
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
         self._loading.clear()
+        if self._announcing is not None:
+            await asyncio.wait([self._announcing])
 
     def _begin(self, tried: set[_Key]) -> None:
         """Begin to load adapters that are wanted, not loaded and not in `tried`, until all lanes are in use."""
@@ -182,8 +187,10 @@ class AdapterChanges:
         self._forget()
         gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
         if gone:
-            await self._release(gone)
+            self._unnamed.update(self._loaded.pop(name).digest for name in gone)
+            # First, and to its end: nothing that is cancelled or fails delays it
             await self._announce_locked()
+        await self._release()
         return True
 
     async def _announce(self) -> None:
@@ -191,18 +198,28 @@ class AdapterChanges:
             await self._announce_locked()
 
     async def _announce_locked(self) -> None:
-        if self.pairs != self._published:
-            pairs, self._published = self.pairs, None  # unknown, if this is given up meanwhile
-            if await asyncio.to_thread(self._publish, pairs):
-                self._published = pairs
+        """It goes on if this is cancelled."""
+        if self._announcing is None or self._announcing.done():
+            self._announcing = asyncio.create_task(self._register())
+        await asyncio.shield(self._announcing)
 
-    async def _release(self, names: Sequence[str]) -> None:
-        """Give up these names; also that of one which is then not loaded: the name means another one now."""
-        gone = {self._loaded[name].digest for name in names}
-        for digest in sorted(gone - {digest for name, digest in self.pairs if name not in names}):
-            await self._host.call(lambda engine, digest=digest: engine.adapters.release(digest))  # type: ignore[misc]
-        for name in names:  # only now: what fails before is repeated at the next look
-            del self._loaded[name]
+    async def _register(self) -> None:
+        """Until what is loaded is published, also what changes meanwhile."""
+        while self.pairs != self._published:
+            pairs, self._published = self.pairs, None  # unknown, if this fails
+            if not await asyncio.to_thread(self._publish, pairs):
+                return
+            self._published = pairs
+            if self._stopped:
+                return
+
+    async def _release(self) -> None:
+        """Let other adapters have the slots of those without a name. What fails or is cancelled is repeated at the next
+        look."""
+        for digest in sorted(self._unnamed):
+            if all(digest != named for _, named in self.pairs):
+                await self._host.call(lambda engine, digest=digest: engine.adapters.release(digest))  # type: ignore[misc]
+            self._unnamed.discard(digest)
 
     async def _try(self, key: _Key, lane: int) -> None:
         name, wanted = key

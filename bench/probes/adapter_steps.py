@@ -1,5 +1,5 @@
 """Decode steps with adapters on this CPU in three ways, by turns in one process: operation by operation with torch's
-products for what adapters add, the same with kernels (as models with experts and several ranks have it), one list of jobs.
+products for what adapters add, the same with kernels (as models without lists have it), one list of jobs.
 
 python -m bench.probes.adapter_steps --model DIR
 """
@@ -80,17 +80,21 @@ class Steps:
         self._step.team = self._team if way != TORCH else None
 
     def seconds(self, rows: int, adapters: int) -> float:
-        """Of a step in which each row in turn has the base model or one of the adapters."""
-        items = [
-            PlanItem(
-                str(row), [row], CONTEXT, [*range(5 * row, 5 * row + 5)], row, 1, adapter=_slot(row, adapters)
-            )
-            for row in range(rows)
-        ]
-        plan = StepPlan(items, [])
+        plan = step_of(rows, adapters)
         began = self._clock()
         self._runner.execute(plan)
         return self._clock() - began
+
+
+def step_of(rows: int, adapters: int) -> StepPlan:
+    """One token for each row; each row in turn has the base model or one of the adapters."""
+    items = [
+        PlanItem(
+            str(row), [row], CONTEXT, [*range(5 * row, 5 * row + 5)], row, 1, adapter=_slot(row, adapters)
+        )
+        for row in range(rows)
+    ]
+    return StepPlan(items, [])
 
 
 def _slot(row: int, adapters: int) -> int:

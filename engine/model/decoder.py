@@ -143,7 +143,7 @@ class Decoder:
 
     def forward(self, tokens: Tensor, ops: LayerOps, attention: AttentionFunction) -> Tensor:
         """tokens: int64 [T] → hidden states [T, hidden] after the final norm. Call `ops.begin` first."""
-        x = self._embed(tokens)
+        x = self.embed(tokens)
         first = self.layers[0].attention_in
         y = x if first is None else ops.norm(x, first)
         for index, layer in enumerate(self.layers):
@@ -156,9 +156,14 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        return self.finish(self.group.gather_last(self.head(hidden)).float())
+        return self.whole_logits(self.head(hidden))
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def whole_logits(self, share: Tensor) -> Tensor:
+        """What the head gives on this rank, [rows, own tokens] → float32 [rows, vocab]."""
+        return self.finish(self.group.gather_last(share).float())
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [T] → [T, hidden]."""
         if self.group.size == 1:
             x = F.embedding(tokens, self.embedding)
         else:

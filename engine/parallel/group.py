@@ -52,7 +52,8 @@ class TpGroup(Protocol):
     size: int
     arrivals: Arrivals
 
-    def all_reduce(self, x: Tensor) -> Tensor: ...
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The ranks' sum, in place."""
 
     def largest(self, x: Tensor) -> Tensor:
         """The ranks' largest values, element by element; not finite where that of a rank is not. May write to x."""

@@ -7,6 +7,8 @@ value of the whole row, so any number of ranks rounds a row to the same integers
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,6 +45,11 @@ def largest_of(x: Tensor) -> Tensor:
     """float32 [rows]: each row's largest absolute value."""
     found: Tensor = torch.linalg.vector_norm(x, torch.inf, -1).float()
     return found
+
+
+def _largest_of_ranks(group: TpGroup, x: Tensor) -> Tensor:
+    """The same of rows that ranks share."""
+    return group.largest(largest_of(x))
 
 
 def quantize_weight(weight: Tensor, largest: Tensor) -> Int8Weight:
@@ -133,7 +140,8 @@ class PanelInt8:
     ):
         from engine.ops import cpu_int8, cpu_jobs, cpu_tiles
 
-        self._run, self._group, self._scratch = team.run, group, scratch
+        self._run, self._scratch = team.run, scratch
+        self.largest = None if group is None else partial(_largest_of_ranks, group)
         self._quantize, self._multiply = cpu_jobs.QUANTIZE, cpu_jobs.MULTIPLY_INT8
         self.out_features, self._inputs = weight.codes.shape
         self.row_bytes = cpu_int8.padded(self._inputs)
@@ -145,7 +153,7 @@ class PanelInt8:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         out = x.new_empty(rows, self.out_features)
-        largest = None if self._group is None else self._group.largest(largest_of(x))
+        largest = None if self.largest is None else self.largest(x)
         at = 0 if largest is None else largest.data_ptr()
         codes, scales = self._scratch.addresses(self._stored_rows(rows), self.row_bytes)
         for job in self.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales, at):

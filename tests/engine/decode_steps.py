@@ -9,13 +9,12 @@ from torch import Tensor
 from engine.ops import cpu_products
 from engine.plan import PlanItem, StepPlan
 from engine.runner import ModelRunner
-from tests.harness.checkpoints import EXPERTS
 
 PAGE, BLOCKS = 16, 96
-ADDS_BIASES = "llama-rope-scaled-biases"  # after the sum over ranks: not a kernel
-# A rank adds biases apart, norms whole rows and chooses experts: not as jobs.
-BY_ROWS = ("olmo2", "olmo2-biases-mqa")
-NO_LIST = (ADDS_BIASES, *BY_ROWS, "granite-plain-biases", "gemma2-uncapped-biases", *EXPERTS)
+NO_LIST = (
+    "olmo2",
+    "olmo2-biases-mqa",
+)  # norms of whole rows, and a stream that is read without one: not as jobs
 needs_kernels = pytest.mark.skipif(
     not cpu_products.has_instruction(), reason="the list is for CPUs with our own products"
 )

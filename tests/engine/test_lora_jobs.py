@@ -17,7 +17,7 @@ from engine.runner import ModelRunner
 from tests.engine.decode_steps import NO_LIST, needs_kernels, one_by_one
 from tests.engine.ranks import KV_BYTES
 from tests.harness.adapters import ALL, make_adapter
-from tests.harness.checkpoints import variants
+from tests.harness.checkpoints import EXPERTS, variants
 
 FUSED = ("qkv_proj", "gate_up_proj")
 SLOTS = [0, 2, 1, 0, 3, 2, 2, 1]  # of rows
@@ -78,7 +78,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 @needs_kernels
 @pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=pytest.mark.long)])
-@pytest.mark.parametrize("variant", variants(("gemma3",), NO_LIST))
+@pytest.mark.parametrize("variant", variants(("gemma3",), (*NO_LIST, *EXPERTS)))
 def test_a_list_is_the_operations_to_the_last_bit(variant, quantization, checkpoint, tmp_path):
     """Also for rows without an adapter, which compute as beside none, and for any number of threads."""
     model, found = checkpoint(variant), []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,56 @@ async def test_a_name_that_means_another_one_gives_up_the_old_one(world):
     await world.changes.follow()
     assert world.published[-1] == (("fixed", "fixed"),)
     assert world.adapters.fits("b", ())
+
+
+@pytest.mark.parametrize("then", ["cancelled", "failed"])
+async def test_a_removal_is_announced_whatever_becomes_of_the_slot(then, world, monkeypatch):
+    """The slot is given up at the next look."""
+    world.wanted = {"x": Wanted("a", "1")}
+    await world.changes.follow()
+    world.wanted, asked, call = {}, asyncio.Event(), world.call
+
+    async def between_steps(function: Any) -> Any:
+        asked.set()
+        if then == "failed":
+            raise RuntimeError("of a collective operation")
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "call", between_steps)
+        following = asyncio.create_task(world.changes.follow())
+        await asked.wait()
+        following.cancel()
+        await asyncio.wait([following])
+    assert world.call == call and world.published[-1] == (("fixed", "fixed"),)
+    assert not world.adapters.fits("b", ())
+    await world.changes.follow()
+    assert world.adapters.fits("b", ()) and len(world.published) == 2
+
+
+async def test_a_registration_goes_on_though_its_look_is_cancelled(world, monkeypatch):
+    """What changed since it began is registered after it, never beside it; what began is over when `follow` is."""
+    world.wanted = {"x": Wanted("a", "1")}
+    await world.changes.follow()
+    began, go, publish = threading.Event(), threading.Event(), world.publish
+
+    def slowly(pairs: Any) -> bool:
+        began.set()
+        assert go.wait(10.0)  # far more than this takes
+        return publish(pairs)
+
+    monkeypatch.setattr(world.changes, "_publish", slowly)
+    world.wanted = {}
+    following = asyncio.create_task(world.changes.follow())
+    await asyncio.to_thread(began.wait, 10.0)
+    following.cancel()
+    await asyncio.sleep(0)
+    assert not following.done()
+    go.set()
+    await asyncio.wait([following])
+    assert following.cancelled() and world.published[-1] == (("fixed", "fixed"),)
+    await world.changes.follow()
+    assert len(world.published) == 2 and world.adapters.fits("b", ())
 
 
 async def test_a_registration_has_no_more_names_than_routers_read(world, monkeypatch):
