@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
+from cluster.errors import DrainingError, InvalidRequestError, OverloadedError, UnsupportedFieldError
 from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding, GrammarTrials
@@ -371,7 +371,7 @@ def test_a_closed_router_starts_no_process(monkeypatch):
         return b""
 
     monkeypatch.setattr(trials, "_ask", closed_meanwhile)
-    with pytest.raises(OverloadedError):  # the server is killed while the thread waits for it
+    with pytest.raises(DrainingError):  # the server is killed while the thread waits for it
         trials.find(SPECS)
     assert len(started) == 1
 
