@@ -12,7 +12,7 @@ import orjson
 
 # Whether a JSON text may have such numbers: whole ones of fewer digits are exact. Digits within texts count too.
 _MAY_DIFFER = re.compile(rb"\d(?:\.\d|[eE][-+\d])|\d{19}|-0")
-_LONG = 19  # digits of a whole number that may exceed 64 bits
+_LONG = 20  # characters of the longest whole numbers of 64 bits
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -65,7 +65,11 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def _whole(text: str) -> int | WrittenNumber:
-    return WrittenNumber(text) if len(text) >= _LONG or text == "-0" else int(text)
+    """A plain number where orjson, which counts a conversation's size, can write it."""
+    if len(text) > _LONG or text == "-0":
+        return WrittenNumber(text)
+    value = int(text)
+    return value if -(2**63) <= value < 2**64 else WrittenNumber(text)
 
 
 def _fraction(text: str) -> float:

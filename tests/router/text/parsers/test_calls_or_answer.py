@@ -13,7 +13,7 @@ from router.text.parsers.base import Reasoning
 from router.text.parsers.grammars import tool_grammar
 from router.text.parsers.registry import format_of, reasoning_texts
 from tests.router.text.parsers.grammar_texts import Matched
-from tests.router.text.parsers.test_grammars import read_parts
+from tests.router.text.parsers.parsed_answers import read_parts
 
 SCHEMA = {
     "type": "object",
