@@ -17,8 +17,8 @@ from engine.compiled_grammar import Words
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# A compiled grammar's memory, which the library does not report: fitted to what processes grew by when they compiled schemas
-# of 60 to 12,000 characters. Nearly all are estimated at 0.7 to 4 times what they take.
+# A compiled grammar's memory, which the library does not report: fitted to what processes grew by with schemas of 60 to
+# 12,000 characters. Nearly all are estimated at 0.7 to 4 times what they take.
 BASE_BYTES = 64 << 10
 BYTES_PER_CHARACTER = 80
 BYTES_PER_SCHEMA = 6 << 10  # within the schema; one of any values takes the most
