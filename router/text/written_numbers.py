@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-# Whether a JSON text may have such numbers: whole ones of fewer digits are exact. Digits within texts count too.
+# Whole numbers of fewer digits are exact. Digits within texts count too.
 _MAY_DIFFER = re.compile(rb"\d(?:\.\d|[eE][-+\d])|\d{19}|-0")
 _LONG = 20  # characters of the longest whole numbers of 64 bits
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,10 +36,15 @@ class WithWrittenNumbers(dict[str, Any]):
     """An object that may have such numbers in it."""
 
 
-def loads(raw: bytes) -> Any:
+def may_differ(raw: bytes | bytearray) -> bool:
+    """Whether a JSON text may have such numbers."""
+    return _MAY_DIFFER.search(raw) is not None
+
+
+def loads(raw: bytes | bytearray) -> Any:
     """Parse JSON, with WrittenNumber where Python would write a number in another way. Raises ValueError, also for texts
     without UTF-8."""
-    if not _MAY_DIFFER.search(raw):
+    if not may_differ(raw):
         return orjson.loads(raw)
     value = json.loads(raw, parse_int=_whole, parse_float=_fraction, parse_constant=no_constant)
     if _SURROGATE.search(raw):
