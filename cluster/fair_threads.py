@@ -11,15 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from cluster.errors import DrainingError
 from cluster.rotation import Rotation
 
 T = TypeVar("T")
+RETRY_SECONDS = 1.0
 
 
 class FairThreads:
     """Runs functions on threads, by tenants in rotation: a tenant with many calls delays another's by one call per thread.
 
-    A call that is cancelled before its turn is never run.
+    A call that is cancelled before its turn is never run. Once the threads are closed, calls that have not begun and later
+    ones raise DrainingError, so that they are repeated in another process; those that run are finished.
     """
 
     def __init__(self, threads: int, name: str, nice: int = 0):
@@ -27,23 +30,37 @@ class FairThreads:
         self._executor = ThreadPoolExecutor(
             threads, thread_name_prefix=name, initializer=_lower_priority, initargs=(nice,)
         )
+        self._name = name
+        self._closed = False
         self._free = threads
         self._waiting: Rotation[asyncio.Future[None]] = Rotation()
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: object) -> T:
+        """Return the function's result, or raise its error. Raises DrainingError once closed."""
+        self._check_open()
         await self._turn(tenant)
-        try:
-            running = self._executor.submit(function, *arguments)
-        except RuntimeError:  # closed
-            self._give_back()
-            raise
+        self._check_open()  # a turn may come just before the end
+        running = self._executor.submit(function, *arguments)
         loop = asyncio.get_running_loop()
         # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
         running.add_done_callback(lambda _: call_on(loop, self._give_back))
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
+        """On the loop. Calls that wait for a turn end now, not after those that run."""
+        self._closed = True
+        while self._waiting:
+            turn = self._waiting.pop()
+            if not turn.done():
+                turn.set_exception(self._refusal())
         self._executor.shutdown(wait=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._refusal()
+
+    def _refusal(self) -> DrainingError:
+        return DrainingError(f"{self._name}: this process ends", retry_after_seconds=RETRY_SECONDS)
 
     async def _turn(self, tenant: str) -> None:
         if self._free:

@@ -94,15 +94,17 @@ class DecodeRole:
     ) -> None:
         """Cancelled when the attempt ends. Until its first token the prompt counts against the admission's bound."""
         try:
-            tokens = _tokens(request)
-            request = await with_grammar(self._parts.host, request, deadline_seconds)
+            tokens, began = _tokens(request), time.monotonic()
             priority = await self.attempts.admission.enter(
                 tokens, request.priority, deadline_seconds, request.tenant, request.weight
             )
+            attempt.inside_tokens, attempt.tenant = tokens, request.tenant  # given back when the attempt ends
+            # Not before: a request holds its compiled grammar, and the queue has no bound of their memory.
+            left = deadline_seconds - (time.monotonic() - began)
+            request = await with_grammar(self._parts.host, request, left)
             # A long wait has raised its class for its turn, in the engine too, not for all that it computes.
             request = replace(request, waits_as=priority)
-            attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
-            attempt.choices, attempt.tenant = request.n, request.tenant
+            attempt.choices, attempt.entered, attempt.is_entered = request.n, time.monotonic(), True
             self.attempts.enter(attempt)
             attempt.machine.to(DecodeState.DECODING)
             await self._parts.host.call(lambda engine: engine.add(request))

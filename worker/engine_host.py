@@ -140,7 +140,7 @@ class EngineHost:
         self, grammar: GrammarSpec, tenant: str, seconds: float = GRAMMAR_SECONDS
     ) -> CompiledGrammar:
         """Compile a request's grammar off the loop and off the engine's thread, for the request to hold. Raises
-        DeadlineError, InvalidRequestError, ModelError."""
+        DeadlineError, InvalidRequestError, ModelError; DrainingError once the engine stops."""
         grammars = self.engine.grammars
         if (found := grammars.find(grammar)) is not None:
             return found

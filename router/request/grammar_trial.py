@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-from cluster.errors import BatonError, OverloadedError
+from cluster.errors import BatonError, DrainingError, OverloadedError
 from cluster.grammar.library import make_matcher, make_tokenizer, reason_of
 from cluster.grammar.spec import GrammarSpec
 from router.request import schema_walk
@@ -88,7 +88,8 @@ class GrammarTrials:
         self._closed = False
 
     def find(self, specs: Sequence[GrammarSpec]) -> Finding:
-        """Try grammars, the last of which has the others in it. Raises OverloadedError if no process can tell."""
+        """Try grammars, the last of which has the others in it. Raises OverloadedError if no process can tell,
+        DrainingError if the trials are closed."""
         question = json.dumps([[spec.kind, spec.text] for spec in specs]).encode()
         with self._lock:
             for _ in range(2):  # a server that was killed from outside is started again
@@ -104,6 +105,8 @@ class GrammarTrials:
                 if answer != _NO_VERDICT:
                     log.error("a grammar could not be tried: %s", answer)
                 break
+        if self._closed:
+            raise DrainingError("this router ends", retry_after_seconds=RETRY_SECONDS)
         raise OverloadedError("grammars cannot be compiled now", retry_after_seconds=RETRY_SECONDS)
 
     def _ask(self, question: bytes) -> bytes:

@@ -63,7 +63,7 @@ class GrammarChecks:
         """Check the grammars of one request, the last of which has the others in it.
 
         Raises UnsupportedFieldError, or InvalidRequestError that names the place in the grammar; OverloadedError where
-        there was no processor, or no turn, in time.
+        there was no processor, or no turn, in time; DrainingError once these checks are closed.
         """
         if not grammars:
             return

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import orjson
 
-# Whether a JSON text may have such numbers: whole ones of fewer digits are exact. Digits within texts count too.
+# Whole numbers of fewer digits are exact. Digits within texts count too.
 _MAY_DIFFER = re.compile(rb"\d(?:\.\d|[eE][-+\d])|\d{19}|-0")
-_LONG = 19  # digits of a whole number that may exceed 64 bits
+_LONG = 20  # characters of the longest whole numbers of 64 bits
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -36,10 +36,15 @@ class WithWrittenNumbers(dict[str, Any]):
     """An object that may have such numbers in it."""
 
 
-def loads(raw: bytes) -> Any:
+def may_differ(raw: bytes | bytearray) -> bool:
+    """Whether a JSON text may have such numbers."""
+    return _MAY_DIFFER.search(raw) is not None
+
+
+def loads(raw: bytes | bytearray) -> Any:
     """Parse JSON, with WrittenNumber where Python would write a number in another way. Raises ValueError, also for texts
     without UTF-8."""
-    if not _MAY_DIFFER.search(raw):
+    if not may_differ(raw):
         return orjson.loads(raw)
     value = json.loads(raw, parse_int=_whole, parse_float=_fraction, parse_constant=no_constant)
     if _SURROGATE.search(raw):
@@ -65,7 +70,11 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def _whole(text: str) -> int | WrittenNumber:
-    return WrittenNumber(text) if len(text) >= _LONG or text == "-0" else int(text)
+    """A plain number where orjson, which counts a conversation's size, can write it."""
+    if len(text) > _LONG or text == "-0":
+        return WrittenNumber(text)
+    value = int(text)
+    return value if -(2**63) <= value < 2**64 else WrittenNumber(text)
 
 
 def _fraction(text: str) -> float:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from cluster.errors import DrainingError
 from cluster.fair_threads import FairThreads
 
 
@@ -147,8 +148,35 @@ async def test_a_sandbox_that_denies_priorities_stops_no_thread(monkeypatch: pyt
     lower.close()
 
 
-async def test_calls_of_a_closed_pool_wait_for_no_turn(threads: FairThreads) -> None:
+async def test_calls_of_closed_threads_are_refused_for_another_process(threads: FairThreads) -> None:
     threads.close()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="shutdown"):
+        with pytest.raises(DrainingError):
             await asyncio.wait_for(threads.run("a", str), 5)
+
+
+async def test_calls_that_wait_when_the_threads_are_closed_end_before_the_one_that_runs() -> None:
+    gate, closed = Gate(), FairThreads(1, "test")
+    running = asyncio.create_task(closed.run("a", gate.call, "runs"))
+    waiting = [asyncio.create_task(closed.run(tenant, gate.call, "waits")) for tenant in "aab"]
+    await began(gate, 1)
+    closed.close()
+    async with asyncio.timeout(20):
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(one) for one in ends] == 3 * [DrainingError]
+        gate.go_on.release(4)
+        assert await running == "runs"
+    assert gate.began == ["runs"]
+
+
+async def test_a_turn_that_comes_just_before_the_end_is_refused() -> None:
+    gate, closed = Gate(), FairThreads(1, "test")
+    running = asyncio.create_task(closed.run("a", gate.call, "runs"))
+    waiting = asyncio.create_task(closed.run("b", gate.call, "waits"))
+    await began(gate, 1)
+    closed._give_back()  # the waiting call has its turn, and its task has not run since
+    closed.close()
+    gate.go_on.release(2)
+    with pytest.raises(DrainingError):
+        await asyncio.wait_for(waiting, 20)
+    assert await running == "runs"

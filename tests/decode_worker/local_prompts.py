@@ -85,6 +85,7 @@ class Local:
         deadline_ms: int = 60_000,
         new: int = 2,
         tokens: int = PROMPT,
+        grammar: str = "",
     ) -> bytes:
         number = len(self._names)
         spec = common_pb2.GenerateSpec(
@@ -94,6 +95,7 @@ class Local:
             tenant=tenant,
             weight=weight,
             priority=priority,
+            grammar=common_pb2.Grammar(regex=grammar) if grammar else None,
         )
         transfer_id = number.to_bytes(16, "big")
         handle = self.router.handle()

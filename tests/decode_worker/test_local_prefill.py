@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from cluster.errors import DrainingError, InvalidRequestError
+from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.block_hash import pack_tokens
 from engine.request import EngineRequest, SamplingParams
 from engine.scheduler import aging
@@ -180,3 +182,50 @@ async def test_a_tenants_prompts_that_wait_beside_turns_keep_no_other_tenant_out
     assert local.first == ["other"]
     await local.run()
     local.check_nothing_is_left()
+
+
+class Compiling:
+    """In place of a worker's compiles: `answers` has one future for each grammar that is asked for."""
+
+    def __init__(self, local: Local):
+        self.answers: list[asyncio.Future[Any]] = []
+        local.core.compile_grammar = self.compile  # type: ignore[attr-defined]
+
+    async def compile(self, grammar: GrammarSpec, tenant: str, seconds: float) -> Any:
+        assert grammar.text == "a+" and tenant == "t" and 0 < seconds <= 60
+        self.answers.append(asyncio.get_running_loop().create_future())
+        return await self.answers[-1]
+
+
+async def test_a_grammar_is_compiled_once_its_request_has_its_turn(local, monkeypatch):
+    """Else each of the waiting ones, which are many, would hold a compiled grammar."""
+    compiling, compiled, added = Compiling(local), object(), list[EngineRequest]()
+    monkeypatch.setattr(local.core.engine, "add", added.append)
+    ids = [local.ask(f"r{index}", "t", grammar="a+") for index in range(4)]
+    await local.settle()
+    admission = local.role.attempts.admission
+    assert len(compiling.answers) == 2 and admission.waiting == 2 and not added
+    compiling.answers[0].set_result(compiled)
+    await local.settle()
+    assert [one.compiled for one in added] == [compiled], "no step compiles it"
+    await local.role.cancel(local.role.attempts.get(ids[1]))  # while it is compiled
+    await local.settle()
+    assert compiling.answers[1].cancelled() and len(compiling.answers) == 3 and admission.waiting == 1
+    for transfer_id in (ids[3], ids[2], ids[0]):
+        await local.role.cancel(local.role.attempts.get(transfer_id))
+    await local.settle()
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("grammar: no"), DrainingError("it stops")])
+async def test_a_grammar_that_is_not_compiled_returns_the_turn(local, error):
+    compiling = Compiling(local)
+    for index in range(3):
+        local.ask(f"r{index}", "t", grammar="a+")
+    for count in (2, 3):
+        await local.settle()
+        assert len(compiling.answers) == count
+        compiling.answers[count - 2].set_exception(error)
+    await local.settle()
+    compiling.answers[2].set_exception(error)
+    await local.settle()
+    assert [one.error.code for one in local.outcomes.values()] == 3 * [type(error).__name__]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from cluster.grammar.spec import GrammarSpec
+from engine.sampling.grammar.llguidance_backend import estimated_bytes
 from engine.sampling.grammar.store import Grammars
 
 
@@ -47,3 +50,44 @@ def test_what_no_request_holds_leaves_the_cache_by_number_and_by_bytes():
     assert [grammars.find(one) is not None for one in (a, b, c, large)] == [True, False, True, True]
     grammars.get(larger)
     assert grammars.cached == 0 and grammars._cached_bytes == 0 and not grammars._held
+
+
+def object_of(count: int, member: str) -> str:
+    members = ",".join(f'"field_{i}":{member}' for i in range(count))
+    return f'{{"type":"object","properties":{{{members}}}}}'
+
+
+def list_of(count: int, item: str) -> str:
+    return f'{{"type":"array","prefixItems":[{",".join(count * [item])}]}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "kib"),
+    [
+        (object_of(60, '{"type":"string","maxLength":40}'), 265),
+        (object_of(60, '{"type":"number","minimum":-1.5,"maximum":12345.678}'), 650),
+        (list_of(150, '{"type":"integer","minimum":1000000000007919,"maximum":900000000000104729}'), 4719),
+        (list_of(150, '{"type":"number","minimum":1110}'), 1207),
+        (list_of(150, '{"type":"integer","multipleOf":172,"minimum":0,"maximum":1000000}'), 7100),
+        (list_of(150, '{"type":"array","items":{"type":"integer","minimum":75},"maxItems":900}'), 4290),
+        (list_of(150, '{"minimum":75}'), 1920),
+        (object_of(150, "{}"), 650),
+        ('["choice 0",' + ",".join(f'"choice 0 {i}"' for i in range(240)) + "]", 292),
+        ("|".join(f"a0[0-9]{{1,{i + 2}}}" for i in range(60)), 33),
+    ],
+    ids=[
+        "texts",
+        "numbers",
+        "digits",
+        "minimum",
+        "multiples",
+        "lists",
+        "any range",
+        "any",
+        "choice",
+        "regex",
+    ],
+)
+def test_estimates_are_of_the_order_of_what_grammars_take(text, kib):
+    """`kib`: what a process grew by, on average of 8 or 20 such grammars. A cache of 64 MiB then takes no more than 96."""
+    assert kib / 1.5 < estimated_bytes(text) / 1024 < 4 * kib + 64

@@ -314,3 +314,32 @@ async def test_grammars_are_compiled_for_tenants_in_turn():
     finally:
         go_on.release(5)
         host._compiling.close()
+
+
+async def test_grammars_that_wait_when_the_worker_stops_go_to_another_one():
+    began, go_on = threading.Event(), threading.Event()
+
+    class Compiled:
+        size_bytes = 1
+
+    class Gated:
+        def compile(self, spec: GrammarSpec) -> Any:
+            began.set()
+            assert go_on.wait(timeout=30)
+            return Compiled()
+
+    host = make(SimpleNamespace(has_work=False, grammars=Grammars(Gated())))
+    host.start()
+    try:
+        first, second = (
+            asyncio.create_task(host.compile_grammar(GrammarSpec("regex", text), "acme")) for text in "ab"
+        )
+        await until(began.is_set, "compiled")
+        await host.stop()
+        for late in (second, host.compile_grammar(GrammarSpec("regex", "c"), "acme")):
+            with pytest.raises(DrainingError):
+                await asyncio.wait_for(late, 5)
+        assert not first.done(), "no request waits for one that is being compiled"
+    finally:
+        go_on.set()
+    await first

@@ -16,6 +16,15 @@ from router.admission.low_priority import LowPriority
 from router.request.json_scan import MAX_COST_PER_BYTE, JsonScan
 
 SCAN_BYTES = 1 << 16
+_KEPT = b'"tool_use"'
+
+
+class KeptBody(dict[str, Any]):
+    """A body with its text, which has numbers as the client wrote them."""
+
+    def __init__(self, body: dict[str, Any], text: bytes | bytearray):
+        super().__init__(body)
+        self.text = text
 
 
 async def _at_once(raw: bytearray) -> None:
@@ -31,6 +40,8 @@ async def read_json(
 ) -> dict[str, Any]:
     """Return the body as an object. It is scanned while it arrives, and parsed only if it is within its limits: the parser
     holds the interpreter lock, on any thread, while it makes objects. `turn` is awaited before, with the whole body.
+
+    The body is a KeptBody if it may have calls whose arguments are objects (`input` of Anthropic's `tool_use`).
 
     Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError if the
     client disconnects.
@@ -60,7 +71,7 @@ async def read_json(
         raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
-    return body
+    return KeptBody(body, raw) if _KEPT in raw else body
 
 
 async def discard_body(request: Request, low_priority: LowPriority, tenant: str) -> None:

@@ -18,12 +18,30 @@ from router.text.parsers.tools import hermes, llama3_json, mistral
 from router.text.parsers.tools.json_call import exact_head
 
 MAX_CALLS = 16  # of an answer that must have calls
-# Between the end of reasoning and a call or compact JSON, which begins with no line end.
+# Between the end of reasoning and what begins with no line end: the parser leaves out as many.
 _GAP = rf'"\n"{{0,{MAX_GAP}}}'
-# Before an answer that may begin with one: the parser leaves out as many.
+_SHORT_GAP = rf'"\n"{{0,{MAX_GAP - 1}}}'
 _WHOLE_GAP = quoted(MAX_GAP * "\n")
 _AGAIN = "<|start|>assistant"  # begins the next message of an answer in gpt-oss's format
 _FINAL = "<|channel|>final<|message|>"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Rules of answers without a call: of all, and of those that begin with no line end. `bare` is empty where the latter
+    have no rule."""
+
+    rule: str
+    bare: str
+
+    def behind(self, called: str = "") -> str:
+        """What follows the reasoning: an answer or what is `called`, and line ends before it. The parser leaves out
+        MAX_GAP at most: all of them precede an answer that may begin with one."""
+        either, bare = (" | ".join(filter(None, (called, one))) for one in (self.rule, self.bare))
+        if self.rule == self.bare:
+            return f"{_GAP} ({either})"
+        whole = f"{_WHOLE_GAP} ({either})"
+        return f"({whole} | {_SHORT_GAP} ({bare}))" if bare else whole
 
 
 @dataclass(frozen=True)
@@ -35,17 +53,23 @@ class _Calls:
     parallel: bool
     rules: Rules
     reasoning: Reasoning | None
-    answer: str = ""  # the rule of answers without a call; empty = any text is one
-    gap: str = _GAP  # between reasoning and call or answer
+    answer: _Answer | None = None  # without a call; None = any text is one
     continues: bool = False  # the answer continues the text of a message
 
     @property
     def bound(self) -> bool:
         """Whether a text that is neither call nor reasoning is no answer."""
-        return self.must_call or bool(self.answer)
+        return self.must_call or self.answer is not None
 
-    def or_answer(self, calls: str) -> str:
-        return f"({calls} | {self.answer})" if self.answer else calls
+    def start(self, called: str) -> None:
+        """Add the first rule where all that is no reasoning is `called`, or the answer."""
+        if self.answer is None:
+            self.rules.start(called, self.reasoning, behind=f"{_GAP} {called}")
+            return
+        called = self.rules.add("called", called)
+        self.rules.start(
+            f"({called} | {self.answer.rule})", self.reasoning, behind=self.answer.behind(called)
+        )
 
     def several(self, call: str, separator: str) -> str:
         """The calls of one answer, one after the other."""
@@ -95,13 +119,12 @@ def tool_grammar(
     if not tools:
         raise ValueError("there are no tools to call")
     rules = Rules(marker)
-    if answer is None or must_call:
-        response, gap = "", _GAP
-    else:
+    response = None
+    if answer is not None and not must_call:
         begins = _call_begins(tool_parser, tools, marker)
-        response = rules.add("response", _nested(_without_calls(answer, begins, tools)))
-        gap = _gap_before(answer)
-    calls = _Calls(tools, must_call, parallel, rules, reasoning, response, gap, continues)
+        _check_no_calls(answer, begins, tools)
+        response = _add_answer(rules, answer, begins)
+    calls = _Calls(tools, must_call, parallel, rules, reasoning, response, continues)
     _FORMATS[tool_parser](calls)
     return rules.spec()
 
@@ -114,46 +137,48 @@ def _call_begins(tool_parser: str, tools: Sequence[Tool], marker: Marker) -> lis
     return [] if tool_parser == "gpt_oss" or marker(begin).startswith("<[") else [begin]
 
 
-def _without_calls(answer: GrammarSpec, begins: Sequence[str], tools: Sequence[Tool]) -> GrammarSpec:
-    """The answers that do not begin as a call. Raises ValueError where they cannot be told from calls of strict tools."""
-    if not begins or answer.kind == "json_schema":  # compact JSON begins with none of them
-        return answer
+def _check_no_calls(answer: GrammarSpec, begins: Sequence[str], tools: Sequence[Tool]) -> None:
+    """Raise ValueError where answers cannot be told from calls. Compact JSON begins with none of them."""
+    if not begins:
+        return
     if answer.kind == "choice":
-        choices = json.loads(answer.text)
-        if called := next((one for one in choices if one.startswith(tuple(begins))), None):
+        if called := next((one for one in json.loads(answer.text) if one.startswith(tuple(begins))), None):
             raise ValueError(f"the choice {called[:64]!r} is a call of a tool")
-        return answer
-    if answer.kind == "regex":
-        calls = " | ".join(f"({quoted(one)} /(?s:.*)/)" for one in begins)
-        whole = _lark_of_regex(answer).removeprefix("start: ")
-        return GrammarSpec("lark", f"start: ANSWER\nANSWER: {whole} & ~({calls})\n")
-    if any(tool.strict for tool in tools):
+    elif answer.kind == "lark" and any(tool.strict for tool in tools):
         raise ValueError(
             "a grammar in Lark's syntax cannot be told from calls of strict tools; use a JSON schema"
         )
-    return answer
 
 
-def _gap_before(answer: GrammarSpec) -> str:
-    """What is between reasoning and the answer, which is all that follows it."""
-    texts = json.loads(answer.text) if answer.kind == "choice" else ()
-    begins = answer.kind in ("regex", "lark") or any(one.startswith("\n") for one in texts)
-    return _WHOLE_GAP if begins else _GAP
-
-
-def _lark_of_regex(spec: GrammarSpec) -> str:
-    return str(json.loads(library_text(spec))["grammars"][0]["lark_grammar"])
+def _add_answer(rules: Rules, spec: GrammarSpec, begins: Sequence[str] = ()) -> _Answer:
+    """Add the rules of answers that match `spec`. A regular expression does not match what begins as a call. Raises
+    ValueError."""
+    if spec.kind == "regex":
+        expression = str(json.loads(library_text(spec))["grammars"][0]["lark_grammar"]).removeprefix(
+            "start: "
+        )
+        calls = " | ".join(f"({quoted(one)} ANY)" for one in begins)
+        rules.add("EXPRESSION", f"{expression} & ~({calls})" if calls else expression)
+        rules.add("BARE", r"EXPRESSION & ~(/\n/ ANY)")
+        return _Answer(rules.add("answer", "EXPRESSION"), rules.add("bare", "BARE"))
+    answer = rules.add("answer", _nested(spec))
+    if spec.kind != "choice":
+        return _Answer(answer, answer if spec.kind == "json_schema" else "")
+    choices = json.loads(spec.text)
+    bare = [one for one in choices if not one.startswith("\n")]
+    if len(bare) == len(choices):
+        return _Answer(answer, answer)
+    return _Answer(answer, rules.add("bare", _nested(GrammarSpec.of_choices(bare))) if bare else "")
 
 
 def reasoning_grammar(spec: GrammarSpec, reasoning: Reasoning, marker: Marker) -> GrammarSpec:
     """Return the grammar of answers that match `spec` once the reasoning has ended. Raises ValueError."""
     rules = Rules(marker)
-    answer = rules.add("answer", _nested(spec))
+    answer = _add_answer(rules, spec)
     if reasoning.begin.startswith(CHANNEL):
-        answer = f"{rules.marks(_FINAL)} {answer}"
-        rules.start(answer, reasoning, after=_AGAIN)
+        rules.start(f"{rules.marks(_FINAL)} {answer.rule}", reasoning, after=_AGAIN)
     else:
-        rules.start(answer, reasoning, gap=_gap_before(spec))
+        rules.start(answer.rule, reasoning, behind=answer.behind())
     return rules.spec()
 
 
@@ -162,7 +187,7 @@ def _nested(spec: GrammarSpec) -> str:
     if spec.kind == "json_schema":
         schema = json.loads(spec.text)
         return json_rule(schema if isinstance(schema, dict) else {"allOf": [schema]}, spaced=False)
-    text = _lark_of_regex(spec) if spec.kind == "regex" else library_text(spec)
+    text = library_text(spec)
     if text.lstrip().startswith("{"):
         raise ValueError("a grammar that is a JSON object cannot follow reasoning; write it in Lark's syntax")
     return f"%lark {{\n{text}\n}}"
@@ -182,7 +207,7 @@ def _hermes(calls: _Calls) -> None:
     call = rules.add("call", rf'"\n" {calls.objects("arguments")} "\n" {rules.marks("</tool_call>")}')
     if calls.bound:
         marked = rules.add("marked", f"{rules.marks('<tool_call>')} {call}")
-        rules.start(calls.or_answer(calls.several(marked, r'"\n"')), calls.reasoning, gap=calls.gap)
+        calls.start(calls.several(marked, r'"\n"'))
     else:
         text = rules.without("TEXT", "<tool_call>")
         more = "*" if calls.parallel else "?"
@@ -194,9 +219,7 @@ def _mistral(calls: _Calls) -> None:
     several = calls.several(calls.objects("arguments"), rules.add("COMMA", "/, ?/"))
     listed = rules.add("listed", f'" "? "[" {several} "]"')
     if calls.bound:
-        rules.start(
-            calls.or_answer(f"{rules.marks('[TOOL_CALLS]')} {listed}"), calls.reasoning, gap=calls.gap
-        )
+        calls.start(f"{rules.marks('[TOOL_CALLS]')} {listed}")
     else:
         text = rules.without("TEXT", "[TOOL_CALLS]")
         rules.start(f"({text} | {rules.until('head', '[TOOL_CALLS]')} {listed})", calls.reasoning)
@@ -216,7 +239,7 @@ def _mistral_args(calls: _Calls, *, call_id: bool = False) -> None:
     call = rules.add("call", f"({' | '.join(names)})")
     if calls.bound:
         marked = rules.add("marked", f"{rules.marks('[TOOL_CALLS]')} {call}")
-        rules.start(calls.or_answer(calls.several(marked, "")), calls.reasoning, gap=calls.gap)
+        calls.start(calls.several(marked, ""))
     else:
         text = rules.without("TEXT", "[TOOL_CALLS]")
         several = rules.add("several", f"{call} ({rules.marks('[TOOL_CALLS]')} {call})*")
@@ -228,7 +251,7 @@ def _llama3_json(calls: _Calls) -> None:
     rules = calls.rules
     several = calls.several(calls.objects(llama3_json.MEMBER, r"" if calls.bound else r"\s*"), '"; "')
     if calls.bound:
-        rules.start(calls.or_answer(several), calls.reasoning, gap=calls.gap)
+        calls.start(several)
     else:
         begun = r'/\s*\{\s*"(name|parameters|arguments|function|type)"/'
         # The parser takes the members of a call in any order, and escapes in their names.
@@ -249,12 +272,12 @@ def _gpt_oss(calls: _Calls) -> None:
     call = f'{channel} "commentary" " to=functions." ({" | ".join(names)})'
     if calls.continues and calls.must_call:
         raise ValueError("the answer continues a message, which has no calls")
-    if calls.continues and calls.answer:
-        rules.start(calls.answer, None)
+    if calls.continues and calls.answer is not None:
+        rules.start(calls.answer.rule, None)
         return
     if calls.bound:  # no notes to the user, which would be content beside the answer
-        final = f"({call} | {rules.marks(_FINAL)} {calls.answer})"
-        rules.start(final if calls.answer else call, calls.reasoning, after=_AGAIN)
+        answer = "" if calls.answer is None else f" | {rules.marks(_FINAL)} {calls.answer.rule}"
+        rules.start(f"({call}{answer})", calls.reasoning, after=_AGAIN)
         return
     note = f'{channel} ("analysis" | "commentary") {message} {rules.until("note_text", "<|end|>")}'
     notes = rules.add("note", f"{note} {rules.marks(_AGAIN)}")

@@ -68,17 +68,19 @@ class Rules:
         head = self.add("object_begin", f'"{{" "\\"name\\"" {colon}')
         return head, self.add("object_middle", f"{comma} {quoted(quoted(arguments))} {colon}"), '"'
 
-    def start(self, answer: str, reasoning: Reasoning | None, *, gap: str = "", after: str = "") -> None:
-        """Add the first rule: `answer`, behind reasoning if there is any. `gap` is between the two, after the reasoning's
-        end; `after` is the marker's text that follows this end."""
+    def start(self, answer: str, reasoning: Reasoning | None, *, behind: str = "", after: str = "") -> None:
+        """Add the first rule: `answer`, behind reasoning if there is any. `behind`: in its place there, with what
+        separates the two. `after`: the marker's text that follows the reasoning's end."""
         if reasoning is None:
             self.add("start", answer)
             return
-        thought = " ".join((self.until("thought", reasoning.end), self.marks(after) if after else "", gap))
+        thought = (
+            f"{self.until('thought', reasoning.end)} {self.marks(after) if after else ''} {behind or answer}"
+        )
         if reasoning.opened:
-            self.add("start", f"{thought} {answer}")
+            self.add("start", thought)
         else:
-            self.add("start", f"({self.at_once('think', reasoning.begin)} {thought})? {answer}")
+            self.add("start", f"{self.at_once('think', reasoning.begin)} {thought} | {answer}")
 
     def spec(self) -> GrammarSpec:
         """Raises ValueError if it is too long."""

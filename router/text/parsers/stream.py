@@ -93,13 +93,13 @@ def _overlap(text: str, marker: str) -> int:
 
 class JsonValue:
     """Finds the end of a JSON value that comes in pieces; what it is made of is not checked. `begun`: more than white
-    space has come."""
+    space has come; `closed`: it has ended by itself, not at a marker within it."""
 
     def __init__(self, depth: int = 0) -> None:
         """`depth`: of objects and lists that have begun already."""
         self._depth = depth
         self.begun = depth > 0
-        self._in_text = self._escaped = self._scalar = False
+        self.closed = self._in_text = self._escaped = self._scalar = False
 
     def end(self, text: str) -> int:
         """The place behind the value in a further piece; -1: it goes on. White space before it is part of the value."""
@@ -113,6 +113,7 @@ class JsonValue:
         while place < len(text):
             if self._scalar:
                 ends = _SCALAR_ENDS.search(text, place)
+                self.closed = ends is not None
                 return -1 if ends is None else ends.start()
             if self._escaped:
                 self._escaped, place = False, place + 1
@@ -124,6 +125,7 @@ class JsonValue:
                 return found.start()
             place = found.end()
             if self._take(found[0]):
+                self.closed = True
                 return place
         return -1
 
@@ -150,20 +152,17 @@ class Answer:
     """Collects a choice's parts, and numbers its calls."""
 
     def __init__(self, make_id: Callable[[], str], markers: Markers, names: Collection[str] | None = None):
-        """`names`: of functions that are called, with objects of arguments; None = any function, with any arguments."""
+        """`names`: of functions that are called, with objects of arguments; None = any function, with any arguments.
+        `unfinished`: the last call's arguments have not ended."""
         self._make_id, self._markers = make_id, markers
         self.names = names
         self._parts: list[Part] = []
         self._calls = 0
-        self._arguments: JsonValue | None = None  # of the last call, unless they have ended
+        self.unfinished = False
 
     @property
     def called(self) -> bool:
         return self._calls > 0
-
-    @property
-    def unfinished(self) -> bool:
-        return self._arguments is not None
 
     def content(self, text: str) -> None:
         if text := self._markers.shown(text):
@@ -176,14 +175,13 @@ class Answer:
     def call(self, name: str) -> None:
         self._parts.append(CallBegin(self._calls, self._make_id(), self._markers.shown(name)))
         self._calls += 1
-        self._arguments = JsonValue()
+        self.unfinished = True
 
-    def arguments(self, text: str) -> None:
-        """Of the last call."""
+    def arguments(self, text: str, *, ended: bool) -> None:
+        """Of the last call. `ended`: they are whole with this piece, which may be empty."""
         if text := self._markers.shown(text):
             self._parts.append(CallArguments(self._calls - 1, text))
-            if self._arguments is not None and self._arguments.end(text) >= 0:
-                self._arguments = None
+        self.unfinished = not ended
 
     def taken(self) -> list[Part]:
         parts, self._parts = self._parts, []

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import DrainingError, InvalidRequestError
 from cluster.grammar.spec import GrammarSpec
 from router.request import grammar_trial, grammars
 from router.request.grammar_trial import Finding
@@ -71,6 +71,36 @@ async def test_a_grammar_waits_for_no_long_trial_of_another_tenant(checks, monke
     turns = [["long 0"], ["long 1"], ["long other"], ["long 2"], ["long bad", "whole"]]
     assert long.tried == turns, "what has passed is not tried again; tenants in turn"
     assert not checks._trying
+
+
+@pytest.mark.parametrize("text", ["waits", "long"])
+async def test_a_router_that_ends_sends_requests_elsewhere(text, checks, monkeypatch):
+    """Those that wait for a turn, and those whose short trial has just ended."""
+    began, gate = threading.Event(), threading.Semaphore(0)
+
+    class Gated(Trials):
+        def find(self, specs: Sequence[GrammarSpec]) -> Finding:
+            began.set()
+            assert gate.acquire(timeout=30)
+            return super().find(specs)
+
+    short, long = Gated(), Trials()
+    monkeypatch.setattr(checks, "_trials", short)
+    monkeypatch.setattr(checks, "_long_trials", long)
+    first, second = (
+        asyncio.create_task(checks.check(tenant, *asked_for(text + tenant))) for tenant in ("1", "2")
+    )
+    await until(began.is_set, "tried")
+    checks.close()
+    gate.release(2)
+    with pytest.raises(DrainingError):
+        await asyncio.wait_for(second, 20)
+    if text == "long":
+        with pytest.raises(DrainingError):
+            await asyncio.wait_for(first, 20)
+    else:
+        await asyncio.wait_for(first, 20)
+    assert not long.tried and not checks._trying
 
 
 def test_a_short_trial_decides_nothing_about_what_takes_longer(monkeypatch):

@@ -9,20 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from router.text.bound import most_bytes
+from tests.router.text.small_tokenizers import byte_level
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
-def byte_level(*merges: tuple[str, str]) -> Tokenizer:
-    pieces = [*ALPHABET, *(a + b for a, b in merges)]
-    made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return made
 
 
 def byte_fallback(*pieces: str) -> Tokenizer:

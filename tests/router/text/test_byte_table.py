@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from router.text import byte_table
 from router.text.byte_table import ByteLevelDecoder, ByteTable, TableDetokenizer, make_byte_table
 from router.text.detokenize import Detokenizer
-from tests.router.text.test_bound import byte_level
-from tests.router.text.test_pieces import demo, llama2, metaspace
+from tests.router.text.small_tokenizers import byte_level, demo, llama2, metaspace
 from tests.router.text.windowed_detokenizer import WindowedDetokenizer
 
 ADDED = ["<tool call>", "\u00e9!", "\ufffd", "caf\u00e9\ufffd", "\u2581", " ", "<0xC3>", "<0xc3>"]

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from router.text import cuts
 from router.text.cuts import alternatives_of, find_cuts
-from router.text.tokenized_pieces import PieceTokenizer, make_piece_tokenizer
-from tests.router.text.test_pieces import demo
+from tests.router.text.piece_checks import assert_equal, pieces_of
+from tests.router.text.small_tokenizers import demo
 from tests.router.text.tokenizer_kinds import (
     KINDS,
     LLAMA3,
@@ -81,21 +81,6 @@ def random_text(source: random.Random) -> str:
         return source.choice(PARTS)
 
     return "".join(part() for _ in range(source.randrange(14)))
-
-
-def pieces_of(tokenizer: Tokenizer) -> PieceTokenizer:
-    made = make_piece_tokenizer(tokenizer, 1 << 20)
-    assert made is not None
-    return made
-
-
-def assert_equal(pieces: PieceTokenizer, tokenizer: Tokenizer, text: str) -> int:
-    """The number of pieces."""
-    found = pieces.look_up("", text)
-    for special in (False, True):
-        (whole,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        assert pieces.complete(found, special) == whole.ids, (text, found.pieces)
-    return len(found.pieces)
 
 
 def assert_equal_for_random_texts(tokenizer: Tokenizer, count: int) -> None:

@@ -19,8 +19,8 @@ from router.text.conversation import Conversation
 from router.text.tokenized_pieces import PieceCache, PieceTokenizer, make_piece_tokenizer
 from router.text.tokenizer import INLINE_CHARACTERS, INLINE_LOOK_UP_CHARACTERS, LONG_CHARACTERS, ModelText
 from tests.router.counting_gateway import counting_gateway
-from tests.router.text.test_cuts import assert_equal, pieces_of
-from tests.router.text.test_pieces import demo
+from tests.router.text.piece_checks import assert_equal, pieces_of
+from tests.router.text.small_tokenizers import demo
 from tests.router.text.tokenizer_kinds import byte_level, kind
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"

@@ -24,7 +24,8 @@ NUMBERS = [
     "-0",
     "0.1234567890123456789",
 ]
-PLAIN = ["1", "-7", "0.5", "1.5e-07", "true", '"1.10"']
+WHOLE = ["1234567890123456789", "18446744073709551615", "-9223372036854775808"]  # of 64 bits
+PLAIN = [*WHOLE, "1", "-7", "0.5", "1.5e-07", "true", '"1.10"']
 
 
 def call(arguments: str) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def test_templates_write_numbers_of_calls_as_they_are(text: ModelText, number: s
     arguments, whole, value = text.render(made).removesuffix('"maximum": 1.5}}}]').split("|")
     assert arguments == f'{{"n": {number}, "of": [{{"n": {number}}}, "{chr(8364)}"]}}' and arguments in whole
     assert value.startswith(number.strip('"').replace("true", "True"))
-    assert made.has_written_numbers == (number in NUMBERS or "." in number)
+    assert made.has_written_numbers == (number in NUMBERS + WHOLE or "." in number)
     assert made.characters > 0
 
 
@@ -62,3 +63,9 @@ def test_what_is_no_json_is_refused(wrong: str) -> None:
 def test_a_number_of_the_arguments_can_be_computed_with() -> None:
     given = call('{"n": 1.10}')["function"]["arguments"]["n"]
     assert given == 1.1 and given * 2 == 2.2 and str(given) == f"{given}" == "1.10"
+
+
+@pytest.mark.parametrize("number", WHOLE)
+def test_whole_numbers_of_64_bits_are_exact(text: ModelText, number: str) -> None:
+    given = call(f'{{"n": {number}}}')["function"]["arguments"]["n"]
+    assert type(given) is int and given + 1 == int(number) + 1, "a float would be another number"

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from tests.router.text.test_pieces import FALLBACK, demo, llama2, metaspace
+from tests.router.text.small_tokenizers import FALLBACK, demo, llama2, metaspace
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|end|>", "<s>", "</s>"]

@@ -11,20 +11,24 @@ Consecutive messages of one role are one turn. Images, documents and the blocks 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
+import orjson
 from pydantic import PlainValidator
 
 from cluster.errors import UnsupportedFieldError
 from router.request.fields import Length, RequestModel, read, refuse, wrong
 from router.request.limits import MAX_SHOWN, FieldLimits
 from router.request.tools import check_name
+from router.text import written_numbers
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
 MAX_ID = 256  # characters of a tool_use's id
 BETWEEN = "\n"  # texts of one turn
 MEMBER_CHARACTERS = 16  # cost of a member of a list or an object beside its text
+_ZERO = re.compile(rb"[:\[,]0[,\]}]")  # written as -0, perhaps
 ChatMessage: TypeAlias = dict[str, Any]
 Id: TypeAlias = Annotated[str, Length(1, MAX_ID)]
 
@@ -80,11 +84,40 @@ class MessageParam(RequestModel):
     content: Blocks
 
 
+class WrittenInputs:
+    """The inputs of calls, with numbers as they are in the body's text. It is parsed again, at most once, where an input
+    has numbers that may have been written in another way."""
+
+    def __init__(self, text: bytes | bytearray = b""):
+        """Empty: inputs stay as they were parsed."""
+        self._text = text
+        self._body: Any = None
+
+    def at(self, block: str, value: dict[str, Any]) -> dict[str, Any]:
+        """`block`: the path of the tool_use; `value`: its input, as it was parsed."""
+        if not self._text or not self._differs(orjson.dumps(value)):
+            return value
+        if self._body is None:
+            self._body = written_numbers.loads(self._text)
+        found = self._body
+        for part in block.split("."):
+            found = found[int(part) if isinstance(found, list) else part]
+        return written_numbers.WithWrittenNumbers(found["input"])
+
+    def _differs(self, parsed: bytes) -> bool:
+        return written_numbers.may_differ(parsed) or (
+            _ZERO.search(parsed) is not None and b"-0" in self._text
+        )
+
+
 def read_messages(
-    values: Sequence[object], system: str | Sequence[object] | None, limits: FieldLimits
+    values: Sequence[object],
+    system: str | Sequence[object] | None,
+    limits: FieldLimits,
+    inputs: WrittenInputs | None = None,
 ) -> list[ChatMessage]:
     """The messages of a chat. Raises InvalidRequestError or UnsupportedFieldError naming the block and its field."""
-    reader = _Reader(limits)
+    reader = _Reader(limits, inputs or WrittenInputs())
     if system:
         reader.system(system, "system")
     for index, value in enumerate(values):
@@ -102,9 +135,9 @@ def read_messages(
 
 
 class _Reader:
-    def __init__(self, limits: FieldLimits):
+    def __init__(self, limits: FieldLimits, inputs: WrittenInputs):
         self.messages: list[ChatMessage] = []
-        self._limits = limits
+        self._limits, self._inputs = limits, inputs
         self._calls: dict[str, str] = {}  # names of tools, by tool_use
         self._unanswered: dict[str, str] = {}  # the places of calls without a result
 
@@ -150,7 +183,7 @@ class _Reader:
             raise refuse(f"{name}.id", "is that of an earlier tool_use")
         self._calls[block.id] = check_name(block.name, f"{name}.name")
         self._unanswered[block.id] = name
-        function = {"name": block.name, "arguments": block.input}
+        function = {"name": block.name, "arguments": self._inputs.at(name, block.input)}
         message.setdefault("tool_calls", []).append(
             {"id": block.id, "type": "function", "function": function}
         )

@@ -12,12 +12,14 @@ from starlette.responses import Response
 from cluster.security.keys import Caller
 from router.frontends.field_names import renamed
 from router.frontends.http.anthropic.answer import MessageForm
+from router.frontends.http.anthropic.blocks import WrittenInputs
 from router.frontends.http.anthropic.errors import messages_error_response, new_request_id
 from router.frontends.http.anthropic.request import (
     ConversationFields,
     CountTokensRequest,
     MessagesRequest,
 )
+from router.frontends.http.body import KeptBody
 from router.frontends.http.errors import error_headers, typed
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
@@ -72,7 +74,9 @@ class Messages:
             envelope = Envelope(request_id(request) or shown_id, options.model, options.cache_salt or "")
             with renamed(_NAMES, _PARTS):
                 async with gateway.preparing(caller, model.name):
-                    prompt = await self._prompt(options, options.asked_grammar, caller, envelope.cache_salt)
+                    prompt = await self._prompt(
+                        options, body, options.asked_grammar, caller, envelope.cache_salt
+                    )
                     room = model.validator.limits.max_model_len - len(prompt.tokens)
                     if fills := 0 < room < options.max_tokens:
                         options = options.filling_context()
@@ -89,18 +93,24 @@ class Messages:
         limits = self._gateway.model(body.get("model")).validator.limits
         options = read_request(CountTokensRequest, body, limits)
         with renamed(_NAMES, _PARTS):
-            prompt = await self._prompt(options, None, caller, "")
+            prompt = await self._prompt(options, body, None, caller, "")
         return orjson.dumps({"input_tokens": len(prompt.tokens)})
 
     async def _prompt(
-        self, options: ConversationFields, asked: RequestedGrammar | None, caller: Caller, cache_salt: str
+        self,
+        options: ConversationFields,
+        body: Mapping[str, Any],
+        asked: RequestedGrammar | None,
+        caller: Caller,
+        cache_salt: str,
     ) -> ChatPrompt:
         """Render and tokenise the conversation. Raises InvalidRequestError, ContextLengthError."""
         model = self._gateway.model(options.model)
         limits = model.validator.limits
+        text = body.text if isinstance(body, KeptBody) else b""
         return await self._gateway.converse(
-            lambda: options.conversation(limits),
-            options.size,
+            lambda: options.conversation(limits, WrittenInputs(text)),
+            options.size + len(text),  # a long one is not parsed again on the event loop
             asked,
             model=model.name,
             tenant=caller.tenant,

@@ -11,6 +11,7 @@ from cluster.grammar.spec import GrammarSpec
 from router.frontends.http.anthropic.blocks import (
     MessageParam,
     TextBlock,
+    WrittenInputs,
     messages_size,
     read_messages,
 )
@@ -119,10 +120,10 @@ class ConversationFields(RequestModel):
         """Rendering cost, in characters; counting stops at the limit."""
         return messages_size(self.messages, self.system) + tools_size(self.tools)
 
-    def conversation(self, limits: FieldLimits) -> Conversation:
-        """Raises InvalidRequestError or UnsupportedFieldError naming a place."""
+    def conversation(self, limits: FieldLimits, inputs: WrittenInputs | None = None) -> Conversation:
+        """`inputs`: of its calls. Raises InvalidRequestError or UnsupportedFieldError naming a place."""
         tools, choice = read_tools(self.tools, limits), self.tool_choice
-        messages = read_messages(self.messages, self.system, limits)
+        messages = read_messages(self.messages, self.system, limits, inputs)
         continues = messages[-1]["role"] == "assistant"
         effort = self.output_config.effort if self.output_config is not None else None
         return Conversation(

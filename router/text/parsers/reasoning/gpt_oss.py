@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from router.text.parsers.stream import Answer, Held, Markers
+from router.text.parsers.stream import Answer, Held, JsonValue, Markers
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
@@ -33,6 +33,7 @@ class GptOss:
         self._to_end = opened and answer.names is not None
         self._held = Held(*self._body_ends)
         self._show = answer.content
+        self._arguments = JsonValue()  # of the call whose message is read
 
     def feed(self, text: str) -> None:
         while text:
@@ -68,12 +69,18 @@ class GptOss:
         recipient = _RECIPIENT.search(header)  # a tool of another namespace keeps it in its name
         if recipient is not None and self._tools:
             self._answer.call(recipient[1])
-            self._show = self._answer.arguments
+            self._arguments, self._show = JsonValue(), self._show_arguments
         elif channel.strip().startswith("analysis") and self._reasons:
             self._show = self._answer.reasoning
         else:
             self._show = self._answer.content
             self._to_end = self._answer.names is not None and channel.strip().startswith("final")
+
+    def _show_arguments(self, text: str) -> None:
+        """Up to the end of the message, also behind their end."""
+        if not self._arguments.closed:
+            self._arguments.end(text)
+        self._answer.arguments(text, ended=self._arguments.closed)
 
     def _in_body(self, text: str) -> str:
         before, marker, rest = self._held.add(text)

@@ -60,7 +60,7 @@ class JsonCall:
             if not self._value.begun:
                 text = text.lstrip()
             end = self._value.end(text)
-            self._answer.arguments(text if end < 0 else text[:end])
+            self._answer.arguments(text if end < 0 else text[:end], ended=self._value.closed)
             if end < 0:
                 return ""
             self.state, text = "tail", text[end:]
@@ -77,7 +77,7 @@ class JsonCall:
         assert head.name is not None, "a head that has ended has one"
         self._answer.call(head.name)
         if head.state == "whole":
-            self._answer.arguments(head.arguments)
+            self._answer.arguments(head.arguments, ended=True)
         self.state = "done" if head.state == "whole" else "arguments"
         return text[end:]
 
@@ -91,7 +91,7 @@ class JsonCall:
         end = self._tail.end(text[:room])
         self._behind.append(text)
         self._length += len(text)
-        if end > 0 and text[end - 1] == "}":
+        if self._tail.closed and text[end - 1] == "}":
             return self._done(text[end:])
         return self._done(self.held) if end >= 0 or len(text) > room else ""
 

@@ -82,7 +82,7 @@ class Mistral:
 
     def _in_value(self, text: str) -> str:
         end = self._value.end(text)
-        self._answer.arguments(text if end < 0 else text[:end])
+        self._answer.arguments(text if end < 0 else text[:end], ended=self._value.closed)
         if end < 0:
             return ""
         self._state = "content"

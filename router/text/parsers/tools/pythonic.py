@@ -53,7 +53,7 @@ class Pythonic:
             return
         for name, arguments in self._calls.calls:
             self._answer.call(name)
-            self._answer.arguments(arguments)
+            self._answer.arguments(arguments, ended=True)
 
     def _give_up(self) -> None:
         self._state = "content"

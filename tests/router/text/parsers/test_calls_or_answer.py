@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 
 import pytest
 
@@ -10,10 +12,10 @@ from cluster.grammar.spec import GrammarSpec
 from router.request.answer_formats import ModelFormats
 from router.text.conversation import Conversation, Tool
 from router.text.parsers.base import Reasoning
-from router.text.parsers.grammars import tool_grammar
+from router.text.parsers.grammars import reasoning_grammar, tool_grammar
 from router.text.parsers.registry import format_of, reasoning_texts
 from tests.router.text.parsers.grammar_texts import Matched
-from tests.router.text.parsers.test_grammars import read_parts
+from tests.router.text.parsers.parsed_answers import read_parts
 
 SCHEMA = {
     "type": "object",
@@ -92,10 +94,36 @@ def test_white_space_behind_reasoning_is_the_answers(matched, parser):
             assert parsed(parser, f"<think>Hm</think>{gap}{text}", "think") == ([], text)
     text = "\n\n x "
     assert parsed(parser, f"<think>Hm</think>\n\n{text}", "think") == ([], text)
-    if parser:  # the gap has a fixed length where the answer may begin with line ends
-        spec = either(matched, parser, GrammarSpec("regex", r"\s*x\s*"), reasoning=THINK)
-        assert matched.accepts(spec, f"<think>Hm</think>\n\n{text}")
-        assert not matched.accepts(spec, "<think>Hm</think>\nx")
+
+
+@pytest.mark.parametrize("parser", ["", "hermes", "llama3_json"])
+@pytest.mark.parametrize(
+    ("answer", "expression", "texts"),
+    [
+        (GrammarSpec("regex", r"\n\nx|x ?| \n*x"), r"\n\nx|x ?| \n*x", ["x", " \nx", "\n\nx"]),
+        (GrammarSpec("regex", r"\s*"), r"\s*", ["", " \n", "\n"]),
+        (GrammarSpec.of_choices(["\nx", "x", " x"]), r"\nx| ?x", ["x", " x", "\nx"]),
+        (GrammarSpec.of_choices(["\nx"]), r"\nx", ["\nx"]),
+        (GrammarSpec("lark", 'start: "\\n"? "x"'), r"\n?x", ["\nx", "x"]),
+    ],
+    ids=["expression", "white space", "choices", "choice", "lark"],
+)
+def test_answers_behind_reasoning_match_without_the_gap(matched, parser, answer, expression, texts):
+    """Whatever of the line ends behind the reasoning the parser takes for the gap; models write two, one or none."""
+    tools = [Tool("f", None, SCHEMA)]
+    either_of = either(matched, parser, answer, reasoning=THINK, tools=tools) if parser else None
+    spec = either_of or reasoning_grammar(answer, THINK, matched.marker)
+    for length in range(6):
+        for letters in itertools.product("\n x", repeat=length):
+            text = "<think>Hm</think>" + "".join(letters)
+            if matched.accepts(spec, text):
+                calls, content = parsed(parser, text, "think")
+                assert not calls and re.fullmatch(expression, content), (text, content)
+    for one in texts:
+        any_gap = answer.kind != "lark" and not one.startswith("\n")
+        for gap in ("", "\n", "\n\n") if any_gap else ("\n\n",):
+            assert matched.accepts(spec, f"<think>Hm</think>{gap}{one}"), (gap, one)
+        assert matched.accepts(spec, one), "without reasoning"
 
 
 def test_an_answer_goes_on_in_a_message_of_gpt_oss(matched):

@@ -9,12 +9,12 @@ import jsonschema
 import pytest
 
 from cluster.grammar.spec import GrammarSpec
-from router.request.answer_parts import CallArguments, CallBegin, ContentText
 from router.text.conversation import Tool
 from router.text.parsers.base import Reasoning
 from router.text.parsers.grammars import MAX_CALLS, reasoning_grammar, tool_grammar
 from router.text.parsers.registry import format_of
 from tests.router.text.parsers.grammar_texts import MARKERS, Matched
+from tests.router.text.parsers.parsed_answers import read_parts, with_ids
 
 WEATHER = {
     "type": "object",
@@ -197,10 +197,7 @@ def test_every_grammar_can_begin_after_reasoning(matched, inner, valid, wrong):
             ],
         ),
     ]:
-        if inner.kind in (
-            "regex",
-            "lark",
-        ):  # they may begin with line ends: those before them have a fixed number
+        if inner.kind == "lark":  # it may begin with line ends: those before it have a fixed number
             before = [f"{one}\n\n" if one.endswith("</think>") else one for one in before]
         for one in before:
             assert matched.accepts(spec, one + valid), one
@@ -304,24 +301,6 @@ def test_whatever_the_mask_allows_is_calls_or_the_answer(matched, parser):
         else:
             ((_, arguments),) = calls
             jsonschema.validate(json.loads(arguments), FLAG)
-
-
-def with_ids(text, special):
-    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
-    return [special.get(one, one) for one in pieces if one]
-
-
-def read_parts(parser, pieces):
-    calls, content = [], ""
-    for part in (*parser.feed(pieces), *parser.end()):
-        match part:
-            case CallBegin(_, _, name):
-                calls.append((name, ""))
-            case CallArguments(_, text):
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
-            case ContentText(text):
-                content += text
-    return calls, content
 
 
 def test_an_answer_that_looks_like_a_call_of_another_function_is_content():

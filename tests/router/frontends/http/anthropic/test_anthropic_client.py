@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
 from cluster.errors import EngineRequestError, OverloadedError, UnavailableError
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from router.text import written_numbers
 from tests.router.frontends.http.anthropic.record import WEATHER
 
 anthropic = pytest.importorskip("anthropic")
@@ -104,3 +107,27 @@ def test_an_error_within_a_stream(scripted, client):
 
 def test_count_tokens(scripted, client):
     assert client.messages.count_tokens(model="tiny", messages=ASK["messages"]).input_tokens > 1
+
+
+@pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
+def test_numbers_of_an_input_reach_the_template_as_they_were_written(path, scripted, monkeypatch):
+    used = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Bern", "days": 0}}
+    answered = {"type": "tool_result", "tool_use_id": "a", "content": "12 degrees"}
+    turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [answered]}]
+    body = {**ASK, "messages": [*ASK["messages"], *turns]}
+    if path != "messages":
+        del body["max_tokens"]
+    rendered, chat = list[str](), scripted.first.text.chat
+
+    async def seen(*given: Any, **more: Any) -> Any:
+        made = await chat(*given, **more)
+        rendered.append(written_numbers.dumps(made[0].messages))
+        return made
+
+    monkeypatch.setattr(scripted.first.text, "chat", seen)
+    scripted.script(CALL, "tool_calls")
+    raw = json.dumps(body).replace('"days": 0', '"days": 2.50').encode()
+    sent = Request(f"{scripted.url}/{path}", raw, {"content-type": "application/json"})
+    with urlopen(sent, timeout=60) as answer:
+        assert answer.status == 200
+    assert '"days": 2.50' in rendered[0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
-from router.frontends.http.anthropic.blocks import messages_size, read_messages
+from router.frontends.http.anthropic.blocks import WrittenInputs, messages_size, read_messages
+from router.text import written_numbers
+from router.text.conversation import Conversation
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS
 
 LIMITS: Any = SimpleNamespace()
@@ -140,3 +144,24 @@ def test_large_conversations_are_known_before_they_are_read():
         ([user(text("a"))], [text(large)]),
     ):
         assert messages_size(messages, system) > INLINE_CHAT_CHARACTERS
+
+
+@pytest.mark.parametrize("number", ["1.10", "1E5", "-0", "0.1234567890123456789", "12345678901234567890123"])
+def test_numbers_of_inputs_stay_as_they_were_written(number):
+    calls = [use("a", n=0.5), use("b", n="NUMBER", of=[{"n": "NUMBER"}]), use("c")]
+    given = [user(text("1.10")), assistant(text("-0"), *calls), user(*(result(one) for one in "abc"))]
+    raw = json.dumps({"model": "m", "messages": given}).replace('"NUMBER"', number).encode()
+    messages = orjson.loads(raw)["messages"]
+    _, made, *_ = read_messages(messages, None, LIMITS, WrittenInputs(bytearray(raw)))
+    arguments = [one["function"]["arguments"] for one in made["tool_calls"]]
+    assert written_numbers.dumps(arguments[1]) == f'{{"n": {number}, "of": [{{"n": {number}}}]}}'
+    assert arguments[0] == {"n": 0.5} and arguments[2] == {} and Conversation([made]).has_written_numbers
+    _, plain, *_ = read_messages(messages, None, LIMITS)
+    assert plain["tool_calls"][1]["function"]["arguments"] == messages[1]["content"][2]["input"]
+
+
+def test_a_body_without_such_numbers_is_parsed_once(monkeypatch):
+    given = [assistant(use("a", n=10)), user(result("a", "1.10"))]
+    inputs = WrittenInputs(orjson.dumps({"messages": given}))
+    monkeypatch.setattr(written_numbers, "loads", None)
+    assert read_messages(given, None, LIMITS, inputs)[0]["tool_calls"][0]["function"]["arguments"]["n"] == 10
