@@ -224,8 +224,8 @@ def call_ray(
     probe: Probe = probe,
 ) -> Result:
     """Return `call()`, run on a thread of its own. Raises SetupError when the head is silent for RAY_HEAD_LOST_SECONDS
-    meanwhile, after `seconds`, and `stop_seconds` after `stop` is set, in which a call that looks at `stop` ends by itself;
-    the thread then stays behind, because Ray has no way to end the call."""
+    meanwhile, after `seconds`, and `stop_seconds` after `stop` is set: so long has a call that looks at `stop` itself. The
+    thread then stays behind, because Ray has no way to end the call."""
     watch = RayHeadWatch(address, means=f"{what} waits for it", probe=probe)
     running = _Call(call)
     deadline = time.monotonic() + seconds

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from baton.ray_pools.serve_app import PoolDescription
 
 RAY_SECONDS = 60.0
-# After a signal, while Ray's head answers but a call of Ray's does not return: a deployment looks for the signal between its
-# calls, and Serve's end takes 30 s at most beside them. So this process ends within the sum of both.
+# After a signal, while Ray's head responds but a call of Ray's does not return: a deployment looks for the signal between
+# its calls, and Serve's end takes 30 s at most beside them. So this process ends within the sum of both.
 STOP_SECONDS = 20.0
 END_SECONDS = 60.0
 DASHBOARD_SECONDS = 30.0
