@@ -31,11 +31,11 @@ def built() -> images.Built:
 
 def run(container: dict[str, Any], models: Path) -> subprocess.CompletedProcess[str]:
     """The container as the chart describes it, with `models` in the volume's place."""
-    entrypoint, *words = [*container["command"], *container["args"]]
+    words: list[str] = [*container["command"], *container["args"]]
     command = [*PODMAN, "run", "--rm", *CONFINED, "--volume", f"{models}:/models"]
     for name, value in environment(container).items():
         command += ["--env", f"{name}={value}"]
-    command += ["--entrypoint", entrypoint, container["image"], *words]
+    command += ["--entrypoint", words[0], container["image"], *words[1:]]
     return subprocess.run(command, capture_output=True, text=True, timeout=containers.SECONDS, check=False)
 
 
