@@ -135,7 +135,7 @@ release-check:  ## Fail unless git's TAG=v1.2.3 is the version of chart and pack
 
 .PHONY: images-if-possible
 images-if-possible: $(STAMP)  ## The images that test-system runs; where this machine cannot build them it says why, and succeeds
-	$(BIN)/python -m deploy.images --if-possible redis router
+	$(BIN)/python -m deploy.images --if-possible redis rclone router
 
 # Where images cannot be run: make helm-test IMAGES=optional
 IMAGES ?= required

@@ -12,6 +12,12 @@ from cluster.errors import InternalError, UnauthenticatedError, UnavailableError
 from cluster.security.tls import ClientTls
 
 TIMEOUT_SECONDS = 5.0
+# By what OpenSSL says
+_TLS_ADVICE = {
+    "WRONG_VERSION_NUMBER": "no TLS is spoken there: write http://, and leave --tls-ca out",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is trusted here, or for another host: give the "
+    "authority by --tls-ca",
+}
 
 
 class RouterHttp:
@@ -33,7 +39,16 @@ class RouterHttp:
         """Return the body of a GET. Raises UnavailableError or UnauthenticatedError."""
         try:
             answer = self._client.get(f"{self.address}{path}")
+        except httpx.RemoteProtocolError as error:
+            raise UnavailableError(
+                f"{self.address} does not speak HTTP ({error}): name a router's HTTP port (8000 by default), not its gRPC "
+                f"port; with TLS, write https:// and give --tls-ca",
+                field="url",
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
+            for part, advice in _TLS_ADVICE.items():
+                if part in str(error):
+                    raise UnavailableError(f"{self.address}: {advice}", field="url") from error
             raise UnavailableError(
                 f"no router answers at {self.address} ({error}): `baton up` starts a cluster on this machine, --url names "
                 f"another",

@@ -8,6 +8,7 @@ gRPC alone, so a process that has not imported Ray can send it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -219,14 +220,16 @@ def call_ray(
     seconds: float,
     *,
     stop: threading.Event | None = None,
+    stop_seconds: float = 0.0,
     probe: Probe = probe,
 ) -> Result:
     """Return `call()`, run on a thread of its own. Raises SetupError when the head is silent for RAY_HEAD_LOST_SECONDS
-    meanwhile, after `seconds`, and when `stop` is set; the thread then stays behind, because Ray has no way to end the
-    call."""
+    meanwhile, after `seconds`, and `stop_seconds` after `stop` is set: so long has a call that looks at `stop` itself. The
+    thread then stays behind, because Ray has no way to end the call."""
     watch = RayHeadWatch(address, means=f"{what} waits for it", probe=probe)
     running = _Call(call)
     deadline = time.monotonic() + seconds
+    stopped = math.inf
     try:
         while not running.wait(_LOOK_SECONDS):
             if watch.silent_seconds >= RAY_HEAD_LOST_SECONDS:
@@ -235,9 +238,12 @@ def call_ray(
                     "this again",
                     field="ray_address",
                 )
+            now = time.monotonic()
             if stop is not None and stop.is_set():
+                stopped = min(stopped, now)
+            if now - stopped >= stop_seconds:
                 raise SetupError(f"{what} was stopped", field="ray_address")
-            if time.monotonic() >= deadline:
+            if now >= deadline:
                 raise SetupError(
                     f"{what} by Ray's head at {address} did not end within {seconds:.0f} s; the head's logs say why",
                     field="ray_address",

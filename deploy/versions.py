@@ -1,6 +1,6 @@
 """Versions in the tags of images, each from the one file that has it. Needs Python alone, as on a machine that publishes.
 
-python3 -m deploy.versions tag IMAGE [SUFFIX]    the tag by which the chart names it: Redis's version, or Baton's
+python3 -m deploy.versions tag IMAGE [SUFFIX]    the chart's: the version of Redis or rclone, or Baton's
 python3 -m deploy.versions check TAG             fails unless git's TAG (v1.2.3) is the version of chart and package
 """
 
@@ -15,8 +15,10 @@ CHART = ROOT / "deploy" / "helm" / "baton"
 _FILES = {
     "appVersion": (CHART / "Chart.yaml", r'^appVersion: "?([^"\s]+)"?$'),
     "__version__": (ROOT / "baton" / "__init__.py", r'^__version__ = "([^"]+)"$'),
+    "model.s3.tag": (CHART / "values.yaml", r'^  s3:\n(?:(?:    .*)?\n)*?    tag: "?([^"\s]+)"?$'),
     "redis.tag": (CHART / "values.yaml", r'^redis:\n(?:(?:  .*)?\n)*?  tag: "?([^"\s]+)"?$'),
 }
+_OWN_VERSIONS = {"redis": "redis.tag", "rclone": "model.s3.tag"}
 
 
 def version(name: str) -> str:
@@ -29,8 +31,9 @@ def version(name: str) -> str:
 
 
 def tag_of(image: str, suffix: str = "") -> str:
-    """The tag by which the chart names an image. Redis's is its own version: an upgrade of Baton does not restart it."""
-    return version("redis.tag") if image == "redis" else version("appVersion") + suffix
+    """The tag by which the chart names an image. Those of Debian's programs are the programs' own versions: an upgrade of
+    Baton does not restart Redis."""
+    return version(_OWN_VERSIONS[image]) if image in _OWN_VERSIONS else version("appVersion") + suffix
 
 
 def why_not(git_tag: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from loadgen.config import LoadConfig, Slo
-from loadgen.reach import why_unreachable
+from loadgen.reach import why_not_grpc, why_not_http, why_unreachable
 
 if TYPE_CHECKING:
     from loadgen.report import Report
@@ -188,13 +188,24 @@ def _check_writable(files: Mapping[str, Path | None]) -> None:
 
 
 def _check_reachable(configs: list[LoadConfig]) -> None:
-    """Fail before the run if no target can be connected to: all requests would fail."""
+    """Fail before the run if no target can be connected to, or none of a protocol speaks it: all requests would fail."""
+    for config in configs:
+        wrong = [_why_not(config, address) for address in config.addresses]
+        if all(wrong):
+            raise typer.BadParameter(f"--target {config.addresses[0]}: {wrong[0]}")
     reasons = {address: why_unreachable(address) for config in configs for address in config.addresses}
     if all(reasons.values()):
         address, reason = next(iter(reasons.items()))
         raise typer.BadParameter(
             f"--target {address}: nothing answers there ({reason}). `baton up` starts a cluster on this machine"
         )
+
+
+def _why_not(config: LoadConfig, address: str) -> str:
+    if config.protocol == "http":
+        return why_not_http(address)
+    reason = why_not_grpc(address, tls=config.tls or config.tls_ca is not None)
+    return f"{reason}; --protocol http loads an HTTP port" if "gRPC" in reason else reason
 
 
 def _lines(file: Path | None) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""Whether anything listens at an address, asked before a command relies on it."""
+"""Whether anything listens at an address, and whether that can be gRPC, asked before a command relies on it."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import ssl
 from urllib.request import proxy_bypass
 
 SECONDS = 2.0
@@ -12,6 +13,12 @@ _HOST_PORT = re.compile(
     r"(?:(?P<scheme>https?)://)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:/\[\]]+))(?::(?P<port>\d{1,5}))?(?:/.*)?\Z"
 )
 _PORTS = {"http": 80, "https": 443}
+# Of names that gRPC resolves: `dns:///host:port`, `unix:/path`, …
+_GRPC_SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+_GRPC_PORT = 443  # where gRPC connects to if an address has none
+# What a client of HTTP/2 sends first: the preface, and empty settings
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_HTTP1 = b"HTTP/"
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC takes the first that is set
 
@@ -31,6 +38,72 @@ def why_unreachable(address: str) -> str:
     except (OSError, OverflowError, UnicodeError) as error:
         return str(getattr(error, "strerror", None) or error)
     return ""
+
+
+def why_not_grpc(address: str, *, tls: bool) -> str:
+    """Why a client of gRPC, with TLS or without, cannot talk to what listens at `address`, and what to give instead; "" if
+    it may."""
+    if "://" in address and not _GRPC_SCHEME.match(address):
+        return "gRPC addresses are written host:port: name a router's gRPC port (50051 by default)"
+    found = _HOST_PORT.match(address)
+    if found is None or _by_proxy(found["v6"] or found["host"]):
+        return ""
+    if not found["port"]:
+        nothing = why_unreachable(f"{address}:{_GRPC_PORT}")
+        return (
+            nothing
+            and f"it names no port, and port {_GRPC_PORT} cannot be reached ({nothing}): write host:port"
+        )
+    place = (found["v6"] or found["host"], int(found["port"]))
+    reply = _reply(place, _PREFACE)
+    if reply is None:
+        return ""
+    if tls:
+        return "nothing there speaks TLS: leave --tls-ca out" if reply and _is_plain(reply) else ""
+    if reply.startswith(_HTTP1):
+        return "HTTP is spoken there: name a router's gRPC port (50051 by default)"
+    return "TLS is required there: give its authority by --tls-ca" if not reply and _speaks_tls(place) else ""
+
+
+def why_not_http(address: str) -> str:
+    """The same for a client of plain HTTP."""
+    found = _HOST_PORT.match(address)
+    if found is None or found["scheme"] == "https":
+        return ""
+    place = (found["v6"] or found["host"], int(found["port"] or _PORTS["http"]))
+    reply = _reply(place, b"GET /health HTTP/1.1\r\nhost: baton\r\n\r\n")
+    if reply is None or reply.startswith(_HTTP1):
+        return ""
+    if _is_plain(reply):
+        return "gRPC is spoken there: name a router's HTTP port (8000 by default)"
+    return "TLS is required there: write https://" if _speaks_tls(place) else ""
+
+
+def _reply(place: tuple[str, int], sent: bytes) -> bytes | None:
+    """The first bytes of the server's answer, empty if it closes the connection; None if it has none, or is not there."""
+    try:
+        with socket.create_connection(place, timeout=SECONDS) as connection:
+            connection.sendall(sent)
+            return connection.recv(9)
+    except ConnectionResetError:
+        return b""
+    except (OSError, OverflowError, UnicodeError):
+        return None
+
+
+def _is_plain(reply: bytes) -> bool:
+    """Whether it is one of HTTP/1, or the settings with which a server of HTTP/2 begins."""
+    return reply.startswith(_HTTP1) or reply[3:4] == b"\x04"
+
+
+def _speaks_tls(place: tuple[str, int]) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection(place, timeout=SECONDS) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
 
 
 def _by_proxy(host: str) -> bool:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from baton.ray_pools.serve_app import PoolDescription
 
 RAY_SECONDS = 60.0
+# After a signal, while Ray's head responds but a call of Ray's does not return: a deployment looks for the signal between
+# its calls, and Serve's end takes 30 s at most beside them. So this process ends within the sum of both.
+STOP_SECONDS = 20.0
+END_SECONDS = 60.0
 DASHBOARD_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
@@ -102,20 +106,25 @@ def _pools(described: Mapping[str, Any]) -> dict[Role, PoolDescription]:
 def _deploy(
     head: str, found: Mapping[Role, PoolDescription], described: Mapping[str, Any], stop: threading.Event
 ) -> None:
-    """Raises SetupError if Ray's head stops responding, or `stop` is set meanwhile. It is `deploy` that looks at that: a
-    thread left behind would deploy the pools beside their end, or behind it."""
+    """Raises SetupError if Ray's head stops responding, or `stop` is set meanwhile. It is `deploy` that looks at that, and
+    has STOP_SECONDS for it: a thread left behind may deploy the pools beside their end, until this process exits."""
     from baton.ray_pools.deploy import deploy
 
     policy = described.get("autoscaling")
     scaled = None if policy is None else sources.load(ServeAutoscalingConfig, policy)
     environment = described.get("environment", {})
-    call_ray(head, "the deployment of the pools", lambda: deploy(found, environment, scaled, stop), math.inf)
+    call_ray(
+        head,
+        "the deployment of the pools",
+        lambda: deploy(found, environment, scaled, stop),
+        math.inf,
+        stop=stop,
+        stop_seconds=STOP_SECONDS,
+    )
 
 
 def _disconnect(head: str, watch: RayHeadWatch) -> None:
-    """End the pools if Ray's head responds: else no call of Ray would return, and the exit code will be 1."""
-    import ray
-
+    """End the pools if Ray's head responds, within END_SECONDS; else they stay, and the exit code will be 1."""
     from baton.ray_pools.deploy import shutdown
 
     silent = watch.why_silent
@@ -123,8 +132,7 @@ def _disconnect(head: str, watch: RayHeadWatch) -> None:
     try:
         if silent:
             raise SetupError(silent)
-        call_ray(head, "the end of the pools", shutdown, math.inf)
-        ray.shutdown()
+        call_ray(head, "the end of the pools", shutdown, END_SECONDS)
     except SetupError as error:
         say(f"the pools stay as they are: {error.message}")
         # Before Ray's exit handler, which would wait for the head: the last one registered is called first.

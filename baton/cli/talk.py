@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import typer
 
 from baton.cli.output import console
-from cluster.errors import UnavailableError
+from cluster.errors import ConfigError, UnavailableError
 from cluster.security.tls import ClientTls
-from loadgen.reach import why_unreachable
+from loadgen.reach import why_not_grpc, why_unreachable
 
 Http = Annotated[str, typer.Option("--url", help="A router's HTTP address.")]
 ApiKey = Annotated[
@@ -82,8 +82,9 @@ def generate(
     """Continue one prompt, streaming the text."""
     from baton.client import Client, GenerateOptions
 
-    _check_reachable(target)
-    with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
+    tls = _tls(tls_ca, tls_cert, tls_key)
+    _check_reachable(target, tls)
+    with Client(target.split(","), api_key=api_key, tls=tls) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
         options["priority"] = {"high": 1, "normal": 0, "batch": -1}[priority]
         if seed is not None:
@@ -107,13 +108,20 @@ def chat(
     from baton.chat import converse
     from baton.client import Client
 
-    _check_reachable(target)
-    with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
+    tls = _tls(tls_ca, tls_cert, tls_key)
+    _check_reachable(target, tls)
+    with Client(target.split(","), api_key=api_key, tls=tls) as client:
         converse(client, temperature=temperature, max_tokens=max_tokens)
 
 
-def _check_reachable(targets: str) -> None:
-    """Raise UnavailableError if nothing listens at any of the addresses: gRPC would try for a while, and say less."""
+def _check_reachable(targets: str, tls: ClientTls | None) -> None:
+    """Raise UnavailableError if nothing listens at any of the addresses, ConfigError if none can be gRPC's: gRPC would try
+    for a while, and say less."""
+    if tls is not None:
+        tls.context()  # its files are looked at first
+    wrong = [why_not_grpc(one, tls=tls is not None) for one in targets.split(",")]
+    if all(wrong):
+        raise ConfigError(f"--target {targets}: {wrong[0]}", field="target")
     reasons = [why_unreachable(one) for one in targets.split(",")]
     if all(reasons):
         raise UnavailableError(

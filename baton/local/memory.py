@@ -116,9 +116,14 @@ def check_given(pools: Mapping[Role, PoolMemory], machine: Machine) -> None:
             )
 
 
+def has_driver() -> bool:
+    """Whether this machine can have CUDA cards."""
+    return any(file.exists() for file in _DRIVER)
+
+
 def cards() -> list[Limit]:
     """The machine's CUDA cards as torch sees them. Without a driver there are none, and torch is not started."""
-    if not any(file.exists() for file in _DRIVER):
+    if not has_driver():
         return []
     command = [sys.executable, "-m", "engine.cards"]
     try:

@@ -12,7 +12,13 @@ from pathlib import Path
 from cluster.errors import BatonError, ConfigError
 from cluster.protocol.model_limits import text_of
 
-_HUB = re.compile(r"(?:hf:/{1,2})?([\w.-]+/[\w.-]+(?:@[\w.-]+)?)\Z")
+# Slashes after a scheme: a Path has one.
+_HUB = re.compile(
+    r"(?:hf:/{1,2}|https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/)?"
+    r"(?P<name>[\w.-]+/[\w.-]+?)(?:(?:@|/(?:tree|blob)/)(?P<revision>[\w.-]+))?\Z"
+)
+_NAME = re.compile(r"[\w.-]+\Z")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):/")
 _INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 
@@ -31,9 +37,12 @@ def check_place(directory: Path, flag: str, given: str | None = None) -> None:
     named, field = _named(directory, flag, given), _field(flag)
     with _readable(named, field):
         if not directory.exists():
-            raise ConfigError(f"{named}: no such directory{_from_the_hub(given or '')}", field=field)
+            raise ConfigError(f"{named}: no such directory{_from_elsewhere(given or '')}", field=field)
         if not directory.is_dir():
-            raise ConfigError(f"{named} is a file: name the directory that holds config.json", field=field)
+            gguf = "; GGUF is not read, safetensors are" if directory.suffix == ".gguf" else ""
+            raise ConfigError(
+                f"{named} is a file: name the directory that holds config.json{gguf}", field=field
+            )
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{named}: no config.json there{_nearby(directory)}", field=field)
 
@@ -59,15 +68,23 @@ def _readable(named: str, field: str) -> Iterator[None]:
         ) from None
 
 
-def _from_the_hub(given: str) -> str:
-    found = _HUB.match(given)
-    if found is None:
-        return ""
-    name = found[1].partition("@")[0].rpartition("/")[2]
-    return (
-        f". A model of the Hugging Face Hub is downloaded first: baton fetch hf://{found[1]} --out {name}, then "
-        f"baton up {name}"
-    )
+def _from_elsewhere(given: str) -> str:
+    """How to get a model that is named by another place than a directory here."""
+    if found := _HUB.match(given):
+        source = f"hf://{found['name']}" + (f"@{found['revision']}" if found["revision"] else "")
+        name = found["name"].rpartition("/")[2]
+        return (
+            f". A model of the Hugging Face Hub is downloaded first: baton fetch {source} --out {name}, then "
+            f"baton up {name}"
+        )
+    if found := _SCHEME.match(given):
+        return f". What {found[1]}:// names is not fetched here: copy it to a directory, and name that"
+    if _NAME.match(given):
+        return (
+            ". Models of the Hugging Face Hub are named ORG/NAME: baton fetch hf://ORG/NAME --out DIR, then "
+            "baton up DIR"
+        )
+    return ""
 
 
 def _nearby(directory: Path) -> str:

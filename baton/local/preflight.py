@@ -1,4 +1,4 @@
-"""What can be known of a start before any process is started: model directories, their settings, adapters, memory, ports.
+"""What can be known of a start before any process is started: models, settings, adapters, devices, memory, files, ports.
 
 A worker would find most of this too, after half a minute, and its reason would stand in a log.
 """
@@ -9,11 +9,13 @@ import errno
 import socket
 from contextlib import ExitStack
 
+from baton.local import memory
 from baton.local.model_directory import check_directory, weight_files
 from baton.local.options import UpOptions
 from cluster import addresses
 from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError
+from cluster.security.key_file import read_keys
 from engine.model.config import ModelConfig
 from engine.model.preflight import least_bytes, least_context_bytes, read_model
 
@@ -22,12 +24,39 @@ _FLAG_OF_RANKS = {"prefill": "--prefill-tp", "decode": "--decode-tp"}
 
 def check(options: UpOptions) -> None:
     """Raise ConfigError or ModelError with the first reason why the cluster could not start."""
+    _check_files(options)
+    _check_devices(options)
     for further in options.models:
         directory = (options.model if further is None else further.model).absolute()
         check_directory(directory, "--model" if further is None else f"--also {further.name}=")
         for role in sorted({role for role, _ in options.workers}):
             _check_worker(options.worker_config(role, model=further), role)
     _check_ports(options)
+
+
+def _check_files(options: UpOptions) -> None:
+    """Raise ConfigError for files that routers would fail on: API keys, certificates."""
+    if (keys := options.router_config(0).api_keys_file) is not None:
+        read_keys(keys)
+    if (certs := options.certs) is None:
+        return
+    files = {*options.tls.router().values(), *options.tls.worker().values()}
+    for file in sorted(files):
+        if not file.is_file():
+            raise ConfigError(
+                f"--certs {certs}: no {file.name} there; baton certs --out {certs} makes all of them",
+                field="certs",
+            )
+
+
+def _check_devices(options: UpOptions) -> None:
+    """Raise ConfigError for a CUDA card that this machine has not."""
+    for role in sorted({role for role, _ in options.workers}):
+        device = options.worker_config(role).engine.device
+        if device.startswith("cuda") and not memory.has_driver():
+            raise ConfigError(
+                f"--device {device}: this machine has no CUDA driver; use --device cpu", field="device"
+            )
 
 
 def _check_worker(config: WorkerConfig, role: Role) -> None:

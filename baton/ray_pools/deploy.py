@@ -101,6 +101,9 @@ def build(arguments: dict[str, str]) -> Any:
 
 
 def shutdown() -> None:
+    """End the pools and this process's connection to Ray."""
+    import ray
     from ray import serve
 
     serve.shutdown()  # type: ignore[no-untyped-call]
+    ray.shutdown()

@@ -26,13 +26,15 @@ def read_keys(path: Path) -> KeyRing:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise ConfigError(f"{path}: {error}", field="api_keys_file") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", field="api_keys_file") from error
     if size > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", field="api_keys_file")
     content: Any = read_yaml(path, "api_keys_file")
     entries = content.get("keys") if isinstance(content, dict) else content
     if not isinstance(entries, list):
-        raise ConfigError(f"{path} must hold a list of keys", field="api_keys_file")
+        raise ConfigError(
+            f"{path} must hold a list of keys, such as baton keys new prints", field="api_keys_file"
+        )
     return KeyRing([_entry(path, number, one) for number, one in enumerate(entries, 1)])
 
 

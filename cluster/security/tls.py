@@ -200,10 +200,11 @@ class ClientTls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """gRPC credentials. Raises ConfigError if a file can't be read."""
+        self.context()  # OpenSSL refuses here what gRPC would refuse only at each handshake, without a message
         try:
             ca, key, cert = (file.read_bytes() if file else None for file in (self.ca, self.key, self.cert))
         except OSError as error:
-            raise ConfigError(f"TLS files: {error}", field="tls") from error
+            raise self._unreadable(error) from error
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def context(self) -> ssl.SSLContext:
@@ -212,9 +213,13 @@ class ClientTls:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
-        except OSError as error:
-            raise ConfigError(f"TLS files: {error}", field="tls") from error
+        except OSError as error:  # ssl.SSLError is one
+            raise self._unreadable(error) from error
         return context
+
+    def _unreadable(self, error: OSError) -> ConfigError:
+        names = ", ".join(str(file) for file in (self.ca, self.cert, self.key) if file is not None)
+        return ConfigError(f"TLS files {names}: {error.strerror or error}", field="tls")
 
 
 def router_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:

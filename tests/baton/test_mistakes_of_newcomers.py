@@ -6,9 +6,12 @@ import json
 import shlex
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,14 +19,15 @@ import pytest
 from baton import __version__
 from baton.cli.main import main
 from baton.cli.up import ready_lines
-from baton.local import children, preflight
+from baton.local import children, memory, preflight
+from baton.local.certs import make_certs
 from baton.local.cluster import LocalCluster
 from baton.local.model_directory import check_directory
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
 from cluster.errors import ConfigError
 from cluster.kubernetes.api import default_files
-from loadgen.reach import why_unreachable
+from loadgen.reach import why_not_grpc, why_not_http, why_unreachable
 
 Said = Callable[..., str]
 
@@ -104,11 +108,38 @@ def test_the_directory_above_or_a_file_of_a_model(model, said):
 
 
 @pytest.mark.parametrize(
-    "name", ["meta-llama/Llama-3.1-8B", "hf://meta-llama/Llama-3.1-8B", "hf:/meta-llama/Llama-3.1-8B"]
+    "name",
+    [
+        *("meta-llama/Llama-3.1-8B", "hf://meta-llama/Llama-3.1-8B", "hf:/meta-llama/Llama-3.1-8B"),
+        "https://huggingface.co/meta-llama/Llama-3.1-8B",
+    ],
 )
 def test_the_name_of_a_model_on_the_hub_names_the_download(name, said):
     wanted = "baton fetch hf://meta-llama/Llama-3.1-8B --out Llama-3.1-8B, then baton up Llama-3.1-8B"
     assert wanted in said("up", name) and wanted in said("up", "--model", name)
+
+
+def test_other_names_of_models_say_what_to_do(said, tmp_path):
+    page = said("up", "https://huggingface.co/meta-llama/Llama-3.1-8B/tree/v2.0")
+    assert "baton fetch hf://meta-llama/Llama-3.1-8B@v2.0 --out Llama-3.1-8B" in page
+    assert "What s3:// names is not fetched here: copy it to a directory" in said("up", "s3://bucket/model")
+    assert "named ORG/NAME: baton fetch hf://ORG/NAME --out DIR" in said("up", "mistral")
+    (tmp_path / "m.gguf").touch()
+    assert "GGUF is not read, safetensors are" in said("up", str(tmp_path / "m.gguf"))
+
+
+def test_files_and_devices_that_are_not_there_are_missed_before_a_start(model, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_DRIVER", ())
+    assert "--device cuda:1: this machine has no CUDA driver" in said("up", str(model), "--device", "cuda:1")
+    keys, certs = tmp_path / "keys.yaml", tmp_path / "certs"
+    ask = ("up", str(model), "--pool", "process", "--http-port", "0", "--grpc-port", "0")
+    assert f"{keys} cannot be read: No such file" in said(*ask, "--api-keys-file", str(keys))
+    keys.write_text("key: 1")
+    assert "must hold a list of keys, such as baton keys new prints" in said(
+        *ask, "--api-keys-file", str(keys)
+    )
+    certs.mkdir()
+    assert f"no ca.pem there; baton certs --out {certs} makes all" in said(*ask, "--certs", str(certs))
 
 
 def test_no_right_to_read_the_model(model, monkeypatch):
@@ -199,6 +230,69 @@ def test_commands_without_a_cluster_name_the_way_to_one(said):
         assert "no router answers at" in found and "`baton up` starts a cluster on this machine" in found
     found = said("load", "--target", "127.0.0.1:1", code=2)
     assert "--target 127.0.0.1:1: nothing answers there (Connection refused)" in found
+
+
+@contextmanager
+def answering(reply: bytes, context: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The address of a server that answers every connection's first bytes so, and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with suppress(OSError), connection, ExitStack() as stack:
+                    if context is not None:
+                        connection = stack.enter_context(context.wrap_socket(connection, server_side=True))
+                    connection.recv(1000)
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+SETTINGS_FRAME = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+def test_the_other_port_of_a_router_is_named_as_such(said):
+    with answering(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n") as http:
+        for command in (("chat",), ("generate", "hello")):
+            assert "HTTP is spoken there: name a router's gRPC port" in said(*command, "--target", http)
+        assert "--protocol http loads an HTTP port" in said("load", "--target", http, code=2)
+        assert "nothing there speaks TLS" in why_not_grpc(http, tls=True)
+        assert not why_not_http(http)
+    with answering(SETTINGS_FRAME) as grpc:
+        assert "does not speak HTTP" in said("status", "--url", grpc)
+        found = said("load", "--protocol", "http", "--target", grpc, code=2)
+        assert "gRPC is spoken there: name a router's HTTP port" in found
+        assert not why_not_grpc(grpc, tls=False)
+        assert "leave --tls-ca out" in why_not_grpc(grpc, tls=True)
+    assert "addresses are written host:port" in said("generate", "hi", "--target", "http://127.0.0.1:1")
+    assert not why_not_grpc("unix:/run/router", tls=False) and not why_not_grpc("dns:///h:5", tls=False)
+
+
+def test_a_port_with_tls_is_named_as_such(said, tmp_path):
+    make_certs(tmp_path, [], 1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
+    with answering(b"", context) as router:
+        assert "TLS is required there: give its authority" in said("generate", "hi", "--target", router)
+        assert not why_not_grpc(router, tls=True)
+        assert "TLS is required there: write https://" in why_not_http(router)
+        found = said("status", "--url", f"https://{router}")
+        assert "its certificate is of no authority that is trusted here" in found
+    no_certificate = tmp_path / "keys.yaml"
+    no_certificate.write_text("- id: 1")
+    for file, reason in ((tmp_path / "none.pem", "No such file"), (no_certificate, "NO_CERTIFICATE")):
+        for command in (("generate", "hi"), ("status",)):
+            assert f"TLS files {file}: " in (text := said(*command, "--tls-ca", str(file))) and reason in text
 
 
 def test_the_word_of_other_servers_and_the_version(said):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
 import pytest
@@ -173,6 +175,13 @@ def test_a_call_ends_when_the_head_hangs_or_takes_too_long(monkeypatch: pytest.M
     stop.set()
     with pytest.raises(SetupError, match="connecting was stopped"):
         call_ray(HEAD, "connecting", never.wait, 60.0, stop=stop, probe=lambda *_: "responds")
+    # A call that looks at `stop` itself has a while for it, and no more.
+    given: dict[str, Any] = {"stop": stop, "stop_seconds": 0.15, "probe": lambda *_: "responds"}
+    began = time.monotonic()
+    with pytest.raises(SetupError, match="connecting was stopped"):
+        call_ray(HEAD, "connecting", never.wait, 60.0, **given)
+    assert time.monotonic() - began >= 0.15
+    assert call_ray(HEAD, "connecting", lambda: 3, 60.0, **given) == 3
     with pytest.raises(TimeoutError):
         within(never.wait, 0.01)
     never.set()

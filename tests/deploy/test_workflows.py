@@ -111,7 +111,7 @@ def _after(words: list[str], flag: str) -> str:
 def test_the_images_that_are_built_are_stages_of_the_dockerfile() -> None:
     stages = set(re.findall(r" AS ([a-z-]+)", (ROOT / "deploy" / "docker" / "Dockerfile").read_text()))
     built = [_after(words, "--target") for words in _images() if "--push" not in words]
-    assert built == ["router", "redis", "worker", "prefill", "decode"]
+    assert built == ["router", "redis", "rclone", "worker", "prefill", "decode"]
     assert {_after(words, "--target") for words in _images()} <= stages
 
 
@@ -133,6 +133,7 @@ def test_images_are_published_by_the_names_that_the_chart_forms() -> None:
         assert published[f"{role}:{version}{suffix}"] == (f"{role}-cuda", "cu130")
         assert published[f"{role}:{version}-cuda12"] == (f"{role}-cuda", "cu126")
     assert {f"router:{version}", f"worker:{version}", f"redis:{values['redis']['tag']}"} <= published.keys()
+    assert f"rclone:{values['model']['s3']['tag']}" in published
 
 
 @functools.cache

@@ -83,6 +83,29 @@ def test_pools_whose_head_hangs_are_left_as_they_are(
     assert "the pools stay as they are: Ray's head at h:1" in capsys.readouterr().out
 
 
+def test_an_end_that_blocks_while_the_head_responds_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So has a deployment that does not see the signal."""
+    handlers: list[object] = []
+    never = threading.Event()
+    monkeypatch.setattr(atexit, "register", handlers.append)
+    monkeypatch.setattr("cluster.ray_head.RayHeadWatch._run", lambda _: None)  # as while it responds
+    monkeypatch.setattr(pools, "END_SECONDS", 0.05)
+    monkeypatch.setattr(pools, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(deploy, "shutdown", never.wait)
+    monkeypatch.setattr(deploy, "deploy", lambda *_: never.wait())
+    watch: Any = SimpleNamespace(why_silent="", close=lambda: None)
+    pools._disconnect("h:1", watch)
+    assert handlers == [pools._exit_at_once]
+    assert "the end of the pools by Ray's head at h:1 did not end within" in capsys.readouterr().out
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(SetupError, match="the deployment of the pools was stopped"):
+        pools._deploy("h:1", {}, {}, stop)
+    never.set()
+
+
 @pytest.mark.parametrize("signalled", [True, False])
 def test_a_signal_while_pools_are_deployed_is_no_error(
     signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

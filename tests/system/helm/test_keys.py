@@ -26,6 +26,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "model.s3": {"model": {"source": "s3://weights/large"}},
     "router.httpRoute": {"router": {"httpRoute": ROUTE}},
     "router.grpcRoute": {"router": {"grpcRoute": ROUTE}},
+    "router.gatewayHasCertificate": {
+        "tls": {"enabled": True, "clientCaSecret": "ca"},
+        "tests": {"tlsSecret": "test-tls"},
+        "router": {"httpRoute": ROUTE, "gatewayHasCertificate": True},
+    },
     "multiNode": {
         "multiNode": {"by": "leaderWorkerSet"},
         "decode": {"gpus": 1, "nodes": 2, "tensorParallel": 2},

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.helm.rendering import Renderer, pods_of
+from tests.system.helm.rendering import Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
@@ -191,3 +191,21 @@ def test_without_ray_nothing_of_it_is_there(values: str, renderer: Renderer) -> 
     assert named == []
     workers = [one for one in pods_of(rendered) if one.component.startswith(("prefill", "decode"))]
     assert all([one["name"] for one in pod.spec["containers"]] == ["worker"] for pod in workers)
+
+
+def test_redis_restarts_with_rays_user_and_without_fault_tolerance_never(renderer: Renderer) -> None:
+    """As the upgrade notes say: where both pools become groups, Ray's head and its user of Redis go."""
+    wide = {"gpus": 1, "nodes": 2, "tensorParallel": 2}
+    pools = {"prefill": wide, "decode": wide}
+
+    def redis(by: str, *, kept: bool) -> object:
+        values = {**pools, "multiNode": {"by": by}, "ray": {"gcsFaultTolerance": {"enabled": kept}}}
+        rendered = renderer.render(ValueSet(values=values, apis=("leaderworkerset.x-k8s.io/v1",)))
+        return rendered.named("StatefulSet", "t-baton-redis")["spec"]["template"]
+
+    assert redis("ray", kept=True) != redis("leaderWorkerSet", kept=True)
+    assert (
+        redis("ray", kept=False)
+        == redis("leaderWorkerSet", kept=False)
+        == redis("leaderWorkerSet", kept=True)
+    )

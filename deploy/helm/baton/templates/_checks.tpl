@@ -262,8 +262,8 @@
 {{- if not $route.parentRefs }}
 {{- fail (printf "router.%s has no Gateway: set router.%s.parentRefs, e.g. [{name: public, namespace: gateways}]" $kind $kind) }}
 {{- end }}
-{{- if and $.Values.tls.enabled $.Values.tls.clientCaSecret }}
-{{- fail (printf "router.%s with tls.clientCaSecret: a Gateway ends its clients' TLS, so routers would see no client's certificate and refuse every request; empty tls.clientCaSecret and let the Gateway check certificates, or turn the route off and reach routers by a TLSRoute in mode Passthrough (extraObjects) or router.service.type LoadBalancer" $kind) }}
+{{- if and $.Values.tls.enabled $.Values.tls.clientCaSecret (not $router.gatewayHasCertificate) }}
+{{- fail (printf "router.%s with tls.clientCaSecret: a Gateway ends its clients' TLS, so routers would see no client's certificate and refuse every request; empty tls.clientCaSecret and let the Gateway check certificates, set router.gatewayHasCertificate if the Gateway shows routers a certificate of its own, or turn the route off and reach routers by a TLSRoute in mode Passthrough (extraObjects) or router.service.type LoadBalancer" $kind) }}
 {{- end }}
 {{- end }}
 {{- end }}

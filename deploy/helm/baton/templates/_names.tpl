@@ -65,6 +65,16 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
+{{- /* Copies models from object stores; its tag is rclone's version. */ -}}
+{{- define "baton.rcloneImage" -}}
+{{- $store := .Values.model.s3 -}}
+{{- if $store.image -}}
+{{- include "baton.othersImage" (dict "root" . "image" $store.image) -}}
+{{- else -}}
+{{- printf "%s/rclone:%s" (include "baton.registry" .) $store.tag -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* An image of others, from the registry of all where one is set. Takes root, image. */ -}}
 {{- define "baton.othersImage" -}}
 {{- $registry := .root.Values.global.imageRegistry -}}

@@ -153,7 +153,7 @@ serviceAccountName: {{ include "baton.workerAccount" . }}
 {{- $store := .root.Values.model.s3 -}}
 {{- $kinds := ternary "json,jinja,txt,model" "json,jinja,txt,model,safetensors" (not (empty .without)) }}
 - name: fetch{{ with .root.key }}-{{ . }}{{ end }}
-  image: {{ include "baton.othersImage" (dict "root" .root "image" $store.image) }}
+  image: {{ include "baton.rcloneImage" .root }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   {{- /* Without a check an empty folder would be copied with success. */}}
   command:
