@@ -12,11 +12,11 @@ from cluster.errors import InternalError, UnauthenticatedError, UnavailableError
 from cluster.security.tls import ClientTls
 
 TIMEOUT_SECONDS = 5.0
-# By what OpenSSL says
+# Keys are parts of OpenSSL's messages
 _TLS_ADVICE = {
-    "WRONG_VERSION_NUMBER": "no TLS is spoken there: write http://, and leave --tls-ca out",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is trusted here, or for another host: give the "
-    "authority by --tls-ca",
+    "WRONG_VERSION_NUMBER": "this port does not use TLS: write http://, and leave --tls-ca out",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by a trusted authority, or is for another host name: give "
+    "the authority by --tls-ca",
 }
 
 
@@ -41,7 +41,7 @@ class RouterHttp:
             answer = self._client.get(f"{self.address}{path}")
         except httpx.RemoteProtocolError as error:
             raise UnavailableError(
-                f"{self.address} does not speak HTTP ({error}): name a router's HTTP port (8000 by default), not its gRPC "
+                f"{self.address} does not serve HTTP ({error}): name a router's HTTP port (8000 by default), not its gRPC "
                 f"port; with TLS, write https:// and give --tls-ca",
                 field="url",
             ) from error

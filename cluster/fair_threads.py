@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from cluster.errors import DrainingError
-from cluster.rotation import Rotation
+from cluster.round_robin import RoundRobin
 
 T = TypeVar("T")
 RETRY_SECONDS = 1.0
@@ -22,7 +22,7 @@ class FairThreads:
     """Runs functions on threads, by tenants in rotation: a tenant with many calls delays another's by one call per thread.
 
     A call that is cancelled before its turn is never run. Once the threads are closed, calls that have not begun and later
-    ones raise DrainingError, so that they are repeated in another process; those that run are finished.
+    ones raise DrainingError, so that callers retry in another process; running calls finish.
     """
 
     def __init__(self, threads: int, name: str, nice: int = 0):
@@ -33,7 +33,7 @@ class FairThreads:
         self._name = name
         self._closed = False
         self._free = threads
-        self._waiting: Rotation[asyncio.Future[None]] = Rotation()
+        self._waiting: RoundRobin[asyncio.Future[None]] = RoundRobin()
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: object) -> T:
         """Return the function's result, or raise its error. Raises DrainingError once closed."""
@@ -47,7 +47,7 @@ class FairThreads:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """On the loop. Calls that wait for a turn end now, not after those that run."""
+        """Call it on the event loop. Waiting calls fail at once."""
         self._closed = True
         while self._waiting:
             turn = self._waiting.pop()
@@ -60,7 +60,7 @@ class FairThreads:
             raise self._refusal()
 
     def _refusal(self) -> DrainingError:
-        return DrainingError(f"{self._name}: this process ends", retry_after_seconds=RETRY_SECONDS)
+        return DrainingError("this process is shutting down", retry_after_seconds=RETRY_SECONDS)
 
     async def _turn(self, tenant: str) -> None:
         if self._free:

@@ -1,12 +1,12 @@
-"""A step of single tokens on the CPU as lists of jobs, each computed by one call: about 145 hand-overs from Python less.
+"""A step of single tokens on the CPU as lists of jobs, each computed by one call: about 145 fewer calls from Python.
 
     embed … attention's output ─► sum ─► norms … down ─► sum ─► norms … the next layer's output ─► sum ─► … ─► head
 
 A list is cut where something is not a job: at sums over ranks, biases added after them, and mixtures of experts, whose
 products are chosen in each step. A dense model on one rank is one list. Lists are compiled for a number of rows, over
 buffers that stay where they are: those of the step (engine/step_buffers) and those between the operations, here. Jobs and
-calls are those of the operations one by one, in their order, so the logits are the same to the last bit, and ranks with
-lists may be beside ranks without them.
+calls are the operations in the order in which they run one by one, so logits are bit-identical, and ranks with lists and
+ranks without them may form one group.
 """
 
 from __future__ import annotations

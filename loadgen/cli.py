@@ -188,7 +188,7 @@ def _check_writable(files: Mapping[str, Path | None]) -> None:
 
 
 def _check_reachable(configs: list[LoadConfig]) -> None:
-    """Fail before the run if no target can be connected to, or none of a protocol speaks it: all requests would fail."""
+    """Fail before the run if no target can be connected to, or none of a protocol serves it: all requests would fail."""
     for config in configs:
         wrong = [_why_not(config, address) for address in config.addresses]
         if all(wrong):

@@ -54,15 +54,19 @@ def why_not_grpc(address: str, *, tls: bool) -> str:
             nothing
             and f"it names no port, and port {_GRPC_PORT} cannot be reached ({nothing}): write host:port"
         )
-    place = (found["v6"] or found["host"], int(found["port"]))
-    reply = _reply(place, _PREFACE)
+    endpoint = (found["v6"] or found["host"], int(found["port"]))
+    reply = _reply(endpoint, _PREFACE)
     if reply is None:
         return ""
     if tls:
-        return "nothing there speaks TLS: leave --tls-ca out" if reply and _is_plain(reply) else ""
+        return "this port does not use TLS: leave --tls-ca out" if reply and _is_plain(reply) else ""
     if reply.startswith(_HTTP1):
-        return "HTTP is spoken there: name a router's gRPC port (50051 by default)"
-    return "TLS is required there: give its authority by --tls-ca" if not reply and _speaks_tls(place) else ""
+        return "this port serves HTTP: name a router's gRPC port (50051 by default)"
+    return (
+        "this port requires TLS: give its authority by --tls-ca"
+        if not reply and _accepts_tls(endpoint)
+        else ""
+    )
 
 
 def why_not_http(address: str) -> str:
@@ -70,19 +74,19 @@ def why_not_http(address: str) -> str:
     found = _HOST_PORT.match(address)
     if found is None or found["scheme"] == "https":
         return ""
-    place = (found["v6"] or found["host"], int(found["port"] or _PORTS["http"]))
-    reply = _reply(place, b"GET /health HTTP/1.1\r\nhost: baton\r\n\r\n")
+    endpoint = (found["v6"] or found["host"], int(found["port"] or _PORTS["http"]))
+    reply = _reply(endpoint, b"GET /health HTTP/1.1\r\nhost: baton\r\n\r\n")
     if reply is None or reply.startswith(_HTTP1):
         return ""
     if _is_plain(reply):
-        return "gRPC is spoken there: name a router's HTTP port (8000 by default)"
-    return "TLS is required there: write https://" if _speaks_tls(place) else ""
+        return "this port serves gRPC: name a router's HTTP port (8000 by default)"
+    return "this port requires TLS: write https://" if _accepts_tls(endpoint) else ""
 
 
-def _reply(place: tuple[str, int], sent: bytes) -> bytes | None:
+def _reply(endpoint: tuple[str, int], sent: bytes) -> bytes | None:
     """The first bytes of the server's answer, empty if it closes the connection; None if it has none, or is not there."""
     try:
-        with socket.create_connection(place, timeout=SECONDS) as connection:
+        with socket.create_connection(endpoint, timeout=SECONDS) as connection:
             connection.sendall(sent)
             return connection.recv(9)
     except ConnectionResetError:
@@ -96,11 +100,11 @@ def _is_plain(reply: bytes) -> bool:
     return reply.startswith(_HTTP1) or reply[3:4] == b"\x04"
 
 
-def _speaks_tls(place: tuple[str, int]) -> bool:
+def _accepts_tls(endpoint: tuple[str, int]) -> bool:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection(place, timeout=SECONDS) as plain, context.wrap_socket(plain):
+        with socket.create_connection(endpoint, timeout=SECONDS) as plain, context.wrap_socket(plain):
             return True
     except OSError:
         return False

@@ -186,11 +186,12 @@ class AdapterChanges:
         self._now = {name: one for name, one in own.items() if name not in self._fixed}
         self._forget()
         gone = [name for name, one in self._loaded.items() if self._now.get(name) != one.wanted]
-        if gone:
+        if gone or (self._unnamed and self.pairs != self._published):
             self._unnamed.update(self._loaded.pop(name).digest for name in gone)
             # First, and to its end: nothing that is cancelled or fails delays it
             await self._announce_locked()
-        await self._release()
+        if self.pairs == self._published:  # else routers may still place requests by the names
+            await self._release()
         return True
 
     async def _announce(self) -> None:
@@ -198,13 +199,13 @@ class AdapterChanges:
             await self._announce_locked()
 
     async def _announce_locked(self) -> None:
-        """It goes on if this is cancelled."""
+        """Register in a task that survives the caller's cancellation."""
         if self._announcing is None or self._announcing.done():
             self._announcing = asyncio.create_task(self._register())
         await asyncio.shield(self._announcing)
 
     async def _register(self) -> None:
-        """Until what is loaded is published, also what changes meanwhile."""
+        """Publish until the registry has what is loaded, also what changes meanwhile."""
         while self.pairs != self._published:
             pairs, self._published = self.pairs, None  # unknown, if this fails
             if not await asyncio.to_thread(self._publish, pairs):

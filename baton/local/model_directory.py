@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.errors import BatonError, ConfigError
 from cluster.protocol.model_limits import text_of
 
-# Slashes after a scheme: a Path has one.
+# One or two slashes: a Path joins those behind a scheme.
 _HUB = re.compile(
     r"(?:hf:/{1,2}|https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/)?"
     r"(?P<name>[\w.-]+/[\w.-]+?)(?:(?:@|/(?:tree|blob)/)(?P<revision>[\w.-]+))?\Z"
@@ -39,7 +39,7 @@ def check_place(directory: Path, flag: str, given: str | None = None) -> None:
         if not directory.exists():
             raise ConfigError(f"{named}: no such directory{_from_elsewhere(given or '')}", field=field)
         if not directory.is_dir():
-            gguf = "; GGUF is not read, safetensors are" if directory.suffix == ".gguf" else ""
+            gguf = "; GGUF is not supported, safetensors are" if directory.suffix == ".gguf" else ""
             raise ConfigError(
                 f"{named} is a file: name the directory that holds config.json{gguf}", field=field
             )
@@ -78,7 +78,9 @@ def _from_elsewhere(given: str) -> str:
             f"baton up {name}"
         )
     if found := _SCHEME.match(given):
-        return f". What {found[1]}:// names is not fetched here: copy it to a directory, and name that"
+        return (
+            f". {found[1]}:// sources are not downloaded: copy the model to a local directory, and name that"
+        )
     if _NAME.match(given):
         return (
             ". Models of the Hugging Face Hub are named ORG/NAME: baton fetch hf://ORG/NAME --out DIR, then "

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from cluster.rotation import Rotation
+from cluster.round_robin import RoundRobin
 
 # A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are. Of processor time: by
 # the clock, turns are longer where other processes want the processor, and steps would make them longer still.
@@ -31,8 +31,8 @@ class LowPriority:
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        self._waiting: Rotation[asyncio.Future[None]] = (
-            Rotation()
+        self._waiting: RoundRobin[asyncio.Future[None]] = (
+            RoundRobin()
         )  # clients without a key count as one tenant
         self._turned = 0.0  # when steps were last released
         self._refusals = 0  # that wait

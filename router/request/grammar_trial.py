@@ -106,7 +106,7 @@ class GrammarTrials:
                     log.error("a grammar could not be tried: %s", answer)
                 break
         if self._closed:
-            raise DrainingError("this router ends", retry_after_seconds=RETRY_SECONDS)
+            raise DrainingError("this router is shutting down", retry_after_seconds=RETRY_SECONDS)
         raise OverloadedError("grammars cannot be compiled now", retry_after_seconds=RETRY_SECONDS)
 
     def _ask(self, question: bytes) -> bytes:

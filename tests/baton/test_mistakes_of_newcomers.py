@@ -122,7 +122,9 @@ def test_the_name_of_a_model_on_the_hub_names_the_download(name, said):
 def test_other_names_of_models_say_what_to_do(said, tmp_path):
     page = said("up", "https://huggingface.co/meta-llama/Llama-3.1-8B/tree/v2.0")
     assert "baton fetch hf://meta-llama/Llama-3.1-8B@v2.0 --out Llama-3.1-8B" in page
-    assert "What s3:// names is not fetched here: copy it to a directory" in said("up", "s3://bucket/model")
+    assert "s3:// sources are not downloaded: copy the model to a local directory" in said(
+        "up", "s3://bucket/model"
+    )
     assert "named ORG/NAME: baton fetch hf://ORG/NAME --out DIR" in said("up", "mistral")
     (tmp_path / "m.gguf").touch()
     assert "GGUF is not read, safetensors are" in said("up", str(tmp_path / "m.gguf"))
@@ -264,14 +266,14 @@ SETTINGS_FRAME = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 def test_the_other_port_of_a_router_is_named_as_such(said):
     with answering(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n") as http:
         for command in (("chat",), ("generate", "hello")):
-            assert "HTTP is spoken there: name a router's gRPC port" in said(*command, "--target", http)
+            assert "this port serves HTTP: name a router's gRPC port" in said(*command, "--target", http)
         assert "--protocol http loads an HTTP port" in said("load", "--target", http, code=2)
-        assert "nothing there speaks TLS" in why_not_grpc(http, tls=True)
+        assert "this port does not use TLS" in why_not_grpc(http, tls=True)
         assert not why_not_http(http)
     with answering(SETTINGS_FRAME) as grpc:
-        assert "does not speak HTTP" in said("status", "--url", grpc)
+        assert "does not serve HTTP" in said("status", "--url", grpc)
         found = said("load", "--protocol", "http", "--target", grpc, code=2)
-        assert "gRPC is spoken there: name a router's HTTP port" in found
+        assert "this port serves gRPC: name a router's HTTP port" in found
         assert not why_not_grpc(grpc, tls=False)
         assert "leave --tls-ca out" in why_not_grpc(grpc, tls=True)
     assert "addresses are written host:port" in said("generate", "hi", "--target", "http://127.0.0.1:1")
@@ -283,11 +285,11 @@ def test_a_port_with_tls_is_named_as_such(said, tmp_path):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
     with answering(b"", context) as router:
-        assert "TLS is required there: give its authority" in said("generate", "hi", "--target", router)
+        assert "this port requires TLS: give its authority" in said("generate", "hi", "--target", router)
         assert not why_not_grpc(router, tls=True)
-        assert "TLS is required there: write https://" in why_not_http(router)
+        assert "this port requires TLS: write https://" in why_not_http(router)
         found = said("status", "--url", f"https://{router}")
-        assert "its certificate is of no authority that is trusted here" in found
+        assert "its certificate is not signed by a trusted authority" in found
     no_certificate = tmp_path / "keys.yaml"
     no_certificate.write_text("- id: 1")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (no_certificate, "NO_CERTIFICATE")):

@@ -91,3 +91,11 @@ def list_of(count: int, item: str) -> str:
 def test_estimates_are_of_the_order_of_what_grammars_take(text, kib):
     """`kib`: what a process grew by, on average of 8 or 20 such grammars. A cache of 64 MiB then takes no more than 96."""
     assert kib / 1.5 < estimated_bytes(text) / 1024 < 4 * kib + 64
+
+
+@pytest.mark.parametrize(("multiple", "kib"), [("9973", 4_805), ("49999", 20_955), ("99.73", 4_805)])
+def test_a_multiple_counts_by_its_remainders(multiple, kib):
+    """`kib`: what a process grew by; a schema of 45 bytes took 20 MiB and was counted as 0.1."""
+    size = estimated_bytes(f'{{"type": "integer", "multipleOf": {multiple}}}') / 1024
+    assert kib / 1.5 < size < 1.5 * kib
+    assert estimated_bytes('{"multipleOf": ' + "9" * 400 + "}") < 1 << 30

@@ -136,6 +136,19 @@ async def test_an_unloaded_adapter_stays_for_requests_that_began_before(world):
         world.adapters.check("a")
 
 
+async def test_a_slot_stays_until_the_removal_is_registered(world):
+    """Routers still place requests by the name."""
+    world.wanted = {"x": Wanted("a", "1")}
+    await world.changes.follow()
+    world.wanted, world.reachable = {}, False
+    for _ in range(2):
+        await world.changes.follow()
+        world.adapters.check("a")
+    world.wanted, world.reachable = {"y": Wanted("b", "1")}, True
+    await world.changes.follow()
+    assert world.engine_has == {"fixed", "b"} and (("fixed", "fixed"),) in world.published
+
+
 @pytest.mark.parametrize("where", ["in_use", "held"])
 async def test_a_replacement_goes_as_soon_as_no_request_has_the_old_one(where, world):
     """In the engine, or elsewhere in the worker; without being read again, and without the time between two tries."""

@@ -23,8 +23,11 @@ BASE_BYTES = 64 << 10
 BYTES_PER_CHARACTER = 80
 BYTES_PER_SCHEMA = 6 << 10  # within the schema; one of any values takes the most
 BYTES_PER_DIGIT = 700  # of numbers: a range becomes a regular expression of its digits
-BYTES_PER_MULTIPLE = 32 << 10  # its remainders are states
+BYTES_PER_MULTIPLE = 32 << 10
+BYTES_PER_REMAINDER = 450  # of a multiple: each is a state
+MAX_REMAINDERS = 1_000_000  # more take longer to compile than a worker waits
 _SCHEMA = re.compile(r"[:\[,]\s?\{")
+_MULTIPLE = re.compile(r'"multipleOf"\s?:\s?([0-9.]+)')
 _NUMBER = re.compile(r":\s?-?([0-9][0-9.eE+-]*)")
 
 
@@ -36,7 +39,13 @@ def estimated_bytes(text: str) -> int:
         + BYTES_PER_SCHEMA * len(_SCHEMA.findall(text))
         + BYTES_PER_DIGIT * sum(map(len, _NUMBER.findall(text)))
         + BYTES_PER_MULTIPLE * text.count('"multipleOf"')
+        + BYTES_PER_REMAINDER * sum(map(_remainders, _MULTIPLE.findall(text)))
     )
+
+
+def _remainders(multiple: str) -> int:
+    """`multiple`: digits and a point; 0.25 has those of 25."""
+    return min(int(multiple.replace(".", "")[:9] or "0"), MAX_REMAINDERS)
 
 
 class LlguidanceMatcher:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import time
 from typing import Any
 
 import uvicorn
@@ -31,10 +32,12 @@ LOOK_SECONDS = 0.5  # between two checks for connections that were silent for to
 RETRY_SECONDS = 0.05
 # At most: fewer leave new clients waiting behind a flood in the backlog, more delay streams.
 ACCEPTS_PER_TURN = 32
-# If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
+# Bounds what one turn spends on connections whose clients have left.
 LOOKED_AT_PER_TURN = 32
-# Each takes 0.2 ms until its request is refused or answered, and a request needs about ten turns.
+# Few, as a request needs about ten turns; what opening one costs: see ready.py.
 OPENED_PER_TURN = 2
+# One more for each, of the loop's processor time in the turn before: a loop with long turns would open few
+SECONDS_PER_OPENING = 0.002
 # With TLS: most of a handshake's work is done in the turn in which it is opened.
 HANDSHAKES_PER_TURN = 4
 _POST = b"POST"
@@ -53,7 +56,10 @@ class HttpServer(uvicorn.Server):
         self._accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, max_silent // 4))
         self._accepting: list[asyncio.Task[None]] = []
         self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
-        self._ready = ReadyConnections(None if config.is_ssl else keys)  # their first bytes have arrived
+        self._turned = 0.0  # processor time of the loop when connections were last opened
+        self._ready = ReadyConnections(
+            None if config.is_ssl else keys, max_silent
+        )  # their first bytes have arrived
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
@@ -98,7 +104,7 @@ class HttpServer(uvicorn.Server):
             if count % self._accepts_per_turn == 0:
                 # While connections wait, `_next` returns without giving up the turn.
                 await asyncio.sleep(0)
-            while len(self._ready) > self._max_silent:  # further ones stay in the backlog
+            while self._ready.full:
                 await asyncio.sleep(0)
             try:
                 connection = await self._next(listener)
@@ -144,13 +150,19 @@ class HttpServer(uvicorn.Server):
         del self._silent[connection]
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.fileno())
-        self._ready.push(connection)
+        if (closed := self._ready.push(connection)) is not None:
+            closed.close()
         if len(self._ready) == 1:
+            self._turned = time.thread_time()
             loop.call_soon(self._open_ready)
 
     def _open_ready(self) -> None:
         loop = asyncio.get_running_loop()
-        most = HANDSHAKES_PER_TURN if self.config.ssl else OPENED_PER_TURN
+        now = time.thread_time()
+        most = max(OPENED_PER_TURN, int((now - self._turned) / SECONDS_PER_OPENING))
+        if self.config.ssl:
+            most = HANDSHAKES_PER_TURN
+        self._turned = now
         for _ in range(min(LOOKED_AT_PER_TURN, len(self._ready))):
             if not most:
                 break

@@ -1,50 +1,65 @@
 """The order in which connections whose first bytes have arrived are opened.
 
-Opening one, and refusing or answering its first request, takes about 0.2 ms of the event loop: behind thousands that come
-at once, a client would wait for half a second. So connections whose first request has a valid key are opened by tenants in
-turns, all others by clients' addresses, one of either at a time.
+Opening a connection, and refusing or answering its first request, takes about 0.2 ms of the event loop: behind thousands
+that come at once, a client would wait for half a second. So connections whose first request has a valid key are opened by
+tenants in turns, all others by clients' addresses, one of either at a time.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 
 from cluster.errors import UnauthenticatedError
-from cluster.rotation import Rotation
+from cluster.round_robin import RoundRobin
 from cluster.security.key_file import ApiKeys
 
 # Of a request's head, where clients send their key; one that comes later is found by the gate alone
 HEAD_BYTES = 2048
-_KEY = re.compile(rb"\r\n(?:authorization:[ \t]*bearer[ \t]+|x-api-key:[ \t]*)(\S+)", re.IGNORECASE)
+_KEY = re.compile(rb"\r\n(?:authorization:[ \t]*+bearer[ \t]++|x-api-key:[ \t]*+)(\S++)", re.IGNORECASE)
 
 
 class ReadyConnections:
-    def __init__(self, keys: ApiKeys | None):
-        """`keys`: None where all clients are strangers, or heads are encrypted."""
+    """A queue of accepted connections. The order is all that a key decides here: the gate authenticates each request."""
+
+    def __init__(self, keys: ApiKeys | None, limit: int):
+        """`keys`: None where there are none, or heads are encrypted: then all connections wait by address. `limit`: of
+        connections that wait."""
+        self._limit = limit
         self._keys = keys if keys is not None and keys.on else None
-        self._with_key: Rotation[socket.socket] = Rotation()  # by tenant
-        self._strangers: Rotation[socket.socket] = Rotation()  # by address
+        self._with_key: RoundRobin[socket.socket] = RoundRobin()  # by tenant
+        self._without_key: RoundRobin[socket.socket] = RoundRobin()  # by address
         self._last_had_key = False
 
     def __len__(self) -> int:
-        return len(self._with_key) + len(self._strangers)
+        return len(self._with_key) + len(self._without_key)
 
-    def push(self, connection: socket.socket) -> None:
+    @property
+    def full(self) -> bool:
+        """Whether further ones are to wait in the kernel's backlog, where none is before another."""
+        return len(self if self._keys is None else self._with_key) > self._limit
+
+    def push(self, connection: socket.socket) -> socket.socket | None:
+        """Returns the one to be closed, if too many without a key wait beside clients with keys: the newest of the address
+        with the most."""
         tenant = self._tenant(connection)
-        if tenant is None:
-            self._strangers.push(_address(connection), connection)
-        else:
+        if tenant is not None:
             self._with_key.push(tenant, connection)
+            return None
+        self._without_key.push(_address(connection), connection)
+        if self._keys is None or len(self._without_key) <= self._limit:
+            return None
+        return self._without_key.pop_newest_of_most()
 
     def pop(self) -> socket.socket:
-        """Raises KeyError where none waits."""
-        with_key = bool(self._with_key) and not (self._last_had_key and self._strangers)
+        """Remove and return the next connection. Raises KeyError where none waits."""
+        with_key = bool(self._with_key) and not (self._last_had_key and self._without_key)
         self._last_had_key = with_key
-        return (self._with_key if with_key else self._strangers).pop()
+        return (self._with_key if with_key else self._without_key).pop()
 
     def _tenant(self, connection: socket.socket) -> str | None:
-        """By which the connection waits; what its requests may do is the gate's to say. None: no valid key was found."""
+        """The tenant of the first request's key. None: no valid key was found."""
         if self._keys is None:
             return None
         try:
@@ -61,8 +76,13 @@ class ReadyConnections:
 
 
 def _address(connection: socket.socket) -> str:
+    """By which clients take turns. Of IPv6 the first 64 bits: a client usually has all addresses that begin with them."""
     try:
         peer = connection.getpeername()
     except OSError:  # it was reset
         return ""
-    return str(peer[0]) if isinstance(peer, tuple) else ""
+    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or address.packed[:8].hex())

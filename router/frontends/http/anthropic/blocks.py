@@ -28,7 +28,7 @@ from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 MAX_ID = 256  # characters of a tool_use's id
 BETWEEN = "\n"  # texts of one turn
 MEMBER_CHARACTERS = 16  # cost of a member of a list or an object beside its text
-_ZERO = re.compile(rb"[:\[,]0[,\]}]")  # written as -0, perhaps
+_ZERO = re.compile(rb"[:\[,]0[,\]}]")  # orjson writes -0 so too
 ChatMessage: TypeAlias = dict[str, Any]
 Id: TypeAlias = Annotated[str, Length(1, MAX_ID)]
 
@@ -92,6 +92,7 @@ class WrittenInputs:
         """Empty: inputs stay as they were parsed."""
         self._text = text
         self._body: Any = None
+        self._has_minus_zero: bool | None = None  # looked for once, as a body may have thousands of inputs
 
     def at(self, block: str, value: dict[str, Any]) -> dict[str, Any]:
         """`block`: the path of the tool_use; `value`: its input, as it was parsed."""
@@ -105,9 +106,13 @@ class WrittenInputs:
         return written_numbers.WithWrittenNumbers(found["input"])
 
     def _differs(self, parsed: bytes) -> bool:
-        return written_numbers.may_differ(parsed) or (
-            _ZERO.search(parsed) is not None and b"-0" in self._text
-        )
+        if written_numbers.may_differ(parsed):
+            return True
+        if _ZERO.search(parsed) is None:
+            return False
+        if self._has_minus_zero is None:
+            self._has_minus_zero = b"-0" in self._text
+        return self._has_minus_zero
 
 
 def read_messages(

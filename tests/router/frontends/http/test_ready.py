@@ -6,6 +6,8 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -13,7 +15,8 @@ from cluster.security.key_file import ApiKeys
 from router.frontends.http.ready import HEAD_BYTES, ReadyConnections
 from tests.harness.router import KeyFile
 
-Connect = Callable[[bytes], socket.socket]
+Connect = Callable[..., socket.socket]
+LIMIT = 100
 
 
 @pytest.fixture
@@ -21,9 +24,11 @@ def connect() -> Iterator[Connect]:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
-        def connected(sent: bytes) -> socket.socket:
+        def connected(sent: bytes, address: str = "127.0.0.1") -> socket.socket:
             """The server's end of a connection whose bytes have arrived."""
-            client = stack.enter_context(socket.create_connection(listener.getsockname()))
+            client = stack.enter_context(
+                socket.create_connection(listener.getsockname(), source_address=(address, 0))
+            )
             accepted = stack.enter_context(listener.accept()[0])
             client.sendall(sent)
             assert not sent or accepted.recv(1, socket.MSG_PEEK)
@@ -45,11 +50,11 @@ def head(field: str) -> bytes:
 @pytest.mark.parametrize(
     "field", ["Authorization: Bearer {}", "authorization:\tbearer  {}", "X-Api-Key: {}", "x-api-key:{}"]
 )
-def test_a_client_with_a_key_does_not_wait_behind_thousands_without(
+def test_a_client_with_a_key_does_not_wait_behind_a_flood_without(
     field: str, keys: KeyFile, connect: Connect
 ) -> None:
     key = keys.add("tenant")
-    ready = ReadyConnections(ApiKeys(keys.path))
+    ready = ReadyConnections(ApiKeys(keys.path), LIMIT)
     flood = [connect(head("a: b")) for _ in range(20)]
     known = connect(head(field.format(key)))
     for one in (*flood, known):
@@ -60,7 +65,7 @@ def test_a_client_with_a_key_does_not_wait_behind_thousands_without(
 
 def test_tenants_and_strangers_take_turns(keys: KeyFile, connect: Connect) -> None:
     first, second = keys.add("first"), keys.add("second")
-    ready = ReadyConnections(ApiKeys(keys.path))
+    ready = ReadyConnections(ApiKeys(keys.path), LIMIT)
     flood = [connect(head(f"x-api-key: {first}")) for _ in range(6)]
     own, probe = connect(head(f"x-api-key: {second}")), connect(head("a: b"))
     for one in (*flood, own, probe):
@@ -82,7 +87,7 @@ def test_tenants_and_strangers_take_turns(keys: KeyFile, connect: Connect) -> No
 )
 def test_others_are_strangers(sent: bytes, keys: KeyFile, connect: Connect) -> None:
     key = keys.add("tenant")
-    ready = ReadyConnections(ApiKeys(keys.path))
+    ready = ReadyConnections(ApiKeys(keys.path), LIMIT)
     before = [connect(head("a: b")) for _ in range(3)]
     other = connect(sent.replace(b"{}", key.encode()))
     for one in (*before, other):
@@ -92,16 +97,61 @@ def test_others_are_strangers(sent: bytes, keys: KeyFile, connect: Connect) -> N
 
 def test_a_connection_that_was_reset_meanwhile_waits_like_any(keys: KeyFile) -> None:
     keys.add("tenant")
-    ready = ReadyConnections(ApiKeys(keys.path))
+    ready = ReadyConnections(ApiKeys(keys.path), LIMIT)
     closed = socket.socket()
     closed.close()
     ready.push(closed)
     assert ready.pop() is closed and not len(ready)
 
 
-def test_without_keys_clients_are_opened_in_the_order_of_arrival(connect: Connect) -> None:
-    ready = ReadyConnections(ApiKeys(None))
-    arrived = [connect(head("a: b")) for _ in range(3)]
-    for one in arrived:
+def test_without_keys_addresses_take_turns(connect: Connect) -> None:
+    """A node's probe is not behind a flood from elsewhere."""
+    ready = ReadyConnections(ApiKeys(None), LIMIT)
+    flood = [connect(head("a: b")) for _ in range(3)]
+    probe = connect(head("a: b"), "127.0.0.2")
+    for one in (*flood, probe):
         ready.push(one)
-    assert [ready.pop() for _ in range(3)] == arrived
+    assert [ready.pop() for _ in range(4)] == [flood[0], probe, *flood[1:]]
+
+
+def test_beyond_the_limit_the_newest_of_the_address_with_the_most_is_closed(
+    keys: KeyFile, connect: Connect
+) -> None:
+    """Further clients would wait in the kernel's backlog, and those with a key behind the flood again."""
+    key = keys.add("tenant")
+    ready = ReadyConnections(ApiKeys(keys.path), 3)
+    probe = connect(head("a: b"), "127.0.0.2")
+    flood = [connect(head("a: b")) for _ in range(5)]
+    assert [ready.push(one) for one in (probe, *flood)] == [None, None, None, *flood[2:]]
+    assert not ready.full and ready.push(known := connect(head(f"x-api-key: {key}"))) is None
+    assert {ready.pop() for _ in range(4)} == {probe, known, *flood[:2]} and not len(ready)
+
+
+def test_without_keys_further_connections_stay_in_the_backlog(connect: Connect) -> None:
+    ready = ReadyConnections(ApiKeys(None), 2)
+    assert [ready.push(connect(head("a: b"))) for _ in range(3)] == 3 * [None]
+    assert ready.full
+    ready.pop()
+    assert not ready.full
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "one_client"),
+    [
+        ("2001:db8::1", "2001:db8::2:3", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_a_clients_ipv6_addresses_take_one_turn(first: str, second: str, one_client: bool) -> None:
+    ready = ReadyConnections(None, LIMIT)
+
+    def of(address: str) -> socket.socket:
+        return cast(socket.socket, SimpleNamespace(getpeername=lambda: (address, 1, 0, 0)))
+
+    flood, other = [of(first) for _ in range(2)], of(second)
+    for one in (*flood, other):
+        ready.push(one)
+    opened = [ready.pop() for _ in range(3)]
+    assert opened.index(other) == (2 if one_client else 1)

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from cluster.rotation import Rotation
+from cluster.round_robin import RoundRobin
 
 
 def test_one_owners_many_items_delay_anothers_by_one() -> None:
-    waiting: Rotation[str] = Rotation()
+    waiting: RoundRobin[str] = RoundRobin()
     for item in ("a1", "a2", "a3"):
         waiting.push("a", item)
     waiting.push("b", "b1")
@@ -21,9 +21,19 @@ def test_one_owners_many_items_delay_anothers_by_one() -> None:
         waiting.pop()
 
 
+def test_the_newest_of_the_owner_with_the_most_leaves_first() -> None:
+    waiting: RoundRobin[str] = RoundRobin()
+    for item in ("a1", "b1", "b2", "b3"):
+        waiting.push(item[0], item)
+    assert [waiting.pop_newest_of_most() for _ in range(2)] == ["b3", "b2"]
+    assert len(waiting) == 2 and [waiting.pop() for _ in range(2)] == ["a1", "b1"]
+    with pytest.raises(KeyError):
+        waiting.pop_newest_of_most()
+
+
 def test_the_number_of_items_is_that_of_what_waits_after_any_sequence() -> None:
     rng = random.Random(7)
-    waiting: Rotation[int] = Rotation()
+    waiting: RoundRobin[int] = RoundRobin()
     expected: set[tuple[str, int]] = set()
     for number in range(2000):
         owner = rng.choice("abc")

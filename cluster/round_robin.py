@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Rotation(Generic[T]):
+class RoundRobin(Generic[T]):
     """An owner with many items delays another's by one item; those of each go in the order of arrival.
 
-    All operations take the same time for any number of items, but for `remove`, which looks through its owner's.
+    All operations take the same time for any number of items, except where it is said.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,7 @@ class Rotation(Generic[T]):
         return self._items
 
     def push(self, owner: str, item: T) -> None:
+        """Add an item behind its owner's others; a new owner goes behind all others."""
         queue = self._waiting.get(owner)
         if queue is None:
             queue = self._waiting[owner] = deque()
@@ -38,8 +39,20 @@ class Rotation(Generic[T]):
         self._items -= 1
         return item
 
+    def pop_newest_of_most(self) -> T:
+        """Remove the newest item of the owner with the most. Looks at each owner. Raises KeyError where none waits."""
+        if not self._waiting:
+            raise KeyError
+        owner = max(self._waiting, key=lambda one: len(self._waiting[one]))
+        queue = self._waiting[owner]
+        item = queue.pop()
+        if not queue:
+            del self._waiting[owner]
+        self._items -= 1
+        return item
+
     def remove(self, owner: str, item: T) -> None:
-        """Nothing, where it does not wait."""
+        """Remove an item; without effect if it does not wait. Looks through its owner's."""
         queue = self._waiting.get(owner)
         if queue is None or item not in queue:
             return
