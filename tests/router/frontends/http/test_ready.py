@@ -123,7 +123,7 @@ def test_beyond_the_limit_the_newest_of_the_address_with_the_most_is_closed(
     probe = connect(head("a: b"), "127.0.0.2")
     flood = [connect(head("a: b")) for _ in range(5)]
     assert [ready.push(one) for one in (probe, *flood)] == [None, None, None, *flood[2:]]
-    assert not ready.full and ready.push(known := connect(head(f"x-api-key: {key}"))) is None
+    assert ready.push(known := connect(head(f"x-api-key: {key}"))) is None and not ready.full
     assert {ready.pop() for _ in range(4)} == {probe, known, *flood[:2]} and not len(ready)
 
 
