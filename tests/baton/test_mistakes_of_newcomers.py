@@ -127,7 +127,7 @@ def test_other_names_of_models_say_what_to_do(said, tmp_path):
     )
     assert "named ORG/NAME: baton fetch hf://ORG/NAME --out DIR" in said("up", "mistral")
     (tmp_path / "m.gguf").touch()
-    assert "GGUF is not read, safetensors are" in said("up", str(tmp_path / "m.gguf"))
+    assert "GGUF is not supported, safetensors are" in said("up", str(tmp_path / "m.gguf"))
 
 
 def test_files_and_devices_that_are_not_there_are_missed_before_a_start(model, said, monkeypatch, tmp_path):

@@ -29,7 +29,11 @@ ENDPOINTS = {
         "/v1/completions", lambda text: {"prompt": text, "max_tokens": 2}, streams=True, dispatched=True
     ),
     "chat": Endpoint(
-        "/v1/chat/completions", lambda text: _chat(text) | {"max_tokens": 2}, streams=True, dispatched=True
+        "/v1/chat/completions",
+        lambda text: _chat(text) | {"max_tokens": 2},
+        "messages",
+        streams=True,
+        dispatched=True,
     ),
     "response": Endpoint(
         "/v1/responses",
@@ -48,7 +52,7 @@ ENDPOINTS = {
     "embedding": Endpoint("/v1/embeddings", lambda text: {"input": text}, "input", dispatched=True),
     "count": Endpoint("/v1/messages/count_tokens", _chat, "messages"),
     "tokenize": Endpoint("/tokenize", lambda text: {"prompt": text}),
-    "tokenize a chat": Endpoint("/tokenize", _chat),
+    "tokenize a chat": Endpoint("/tokenize", _chat, "messages"),
     "detokenize": Endpoint("/detokenize", lambda text: {"tokens": [5]}, ""),
 }
 PATHS = sorted({one.path for one in ENDPOINTS.values()})
