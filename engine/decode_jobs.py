@@ -37,7 +37,7 @@ ROW_NUMBERS = 2  # float32, of each row: `scales` and `largest`
 TRIM_AFTER = 512  # steps in a row that need a quarter of the buffers or less
 
 Call = Callable[[], object]  # what is no job, over the buffers
-Piece = NDArray[np.int64] | Call  # jobs, compiled, or what comes between them
+Piece = NDArray[np.int64] | Call  # a compiled list of jobs, or a call between two lists
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Parts:
 
     @classmethod
     def of(cls, decoder: Decoder, ops: object, attention: object, team: object) -> _Parts | None:
-        """None if an operation beside experts is not computed by kernels."""
+        """None if an operation other than experts is not computed by kernels."""
         if not isinstance(ops, CpuOps) or not isinstance(attention, PagedCpuBackend):
             return None
         if not isinstance(team, KernelTeam):
@@ -90,7 +90,7 @@ class _Parts:
         return [self.decoder.head, *(base_of(one) for x in self.decoder.layers for one in _products(x))]
 
     @property
-    def _dense(self) -> int:
+    def _dense_layers(self) -> int:
         """Layers without experts."""
         return sum(isinstance(one.mlp, Mlp) for one in self.decoder.layers)
 
@@ -99,7 +99,7 @@ class _Parts:
         """Columns of each tensor of `_Work`, in its order, before the scales."""
         decoder, c, size = self.decoder, self.decoder.config, self.decoder.group.size
         heads, kv = decoder.num_heads, decoder.num_kv_heads
-        inner = c.intermediate_size // size if self._dense else 0
+        inner = c.intermediate_size // size if self._dense_layers else 0
         return (
             c.hidden_size, c.hidden_size, (heads + 2 * kv) * c.head_dim, heads * c.head_dim, c.hidden_size,
             2 * inner, inner, c.vocab_size // size, self.row_bytes // decoder.embedding.itemsize,
@@ -111,7 +111,7 @@ class _Parts:
         layers = self.decoder.layers
         norms = sum(one is not None for x in layers for one in (x.attention_out, x.mlp_in, x.mlp_out))
         products = [one for x in layers for one in _products(x)]
-        own = 3 * len(layers) + self._dense + norms + 1 + (self.decoder.group.size == 1)
+        own = 3 * len(layers) + self._dense_layers + norms + 1 + (self.decoder.group.size == 1)
         if adapted:
             own += JOBS * sum(isinstance(one, AdaptedLinear) for one in products)
         return own + sum(2 if one.row_bytes else 1 for one in self._linears if isinstance(one, JobLinear))
@@ -229,7 +229,7 @@ class DecodeJobs:
         ops, w, mlp = self._parts.ops, self._work, layer.mlp
         x, y, delta = (one.data_ptr() for one in (w.x, w.y, w.delta))
         if isinstance(mlp, Moe):
-            own: list[Job | Call] = [partial(_add_experts, mlp, ops, w.y, w.delta, rows)]
+            own: list[Job | Call] = [partial(_run_experts, mlp, ops, w.y, w.delta, rows)]
         else:
             own = [
                 *self._product(mlp.gate_up, rows, w.y, w.gate_up, adapted),
@@ -294,7 +294,7 @@ def _norm(ops: CpuOps, rows: int, x: int, delta: int, weight: Tensor | None, out
 # Calls between lists. They take whole buffers: a view of the rows would be kept for each call of each list.
 
 
-def _add_experts(experts: Moe, ops: CpuOps, y: Tensor, delta: Tensor, rows: int) -> None:
+def _run_experts(experts: Moe, ops: CpuOps, y: Tensor, delta: Tensor, rows: int) -> None:
     """What experts of this rank add to the stream, chosen for the step's rows."""
     delta[:rows].copy_(experts(y[:rows], ops.gate))
 

@@ -16,13 +16,6 @@ from cluster.errors import OverloadedError
 from tests.harness.stub_inference import StubRouter
 
 
-@pytest.fixture
-def router() -> Iterator[StubRouter]:
-    stub = StubRouter()
-    yield stub
-    stub.stop()
-
-
 def talk(router: StubRouter, *lines: str | Callable[[], str]) -> str:
     """What the terminal shows."""
     script = iter(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,20 +22,6 @@ from cluster.errors import (
 )
 from tests.baton.client_calls import AS_GIVEN, Streamer, blocking, by_asyncio
 from tests.harness.stub_inference import StubRouter, text_of, token_at
-
-
-@pytest.fixture
-def router() -> Iterator[StubRouter]:
-    stub = StubRouter()
-    yield stub
-    stub.stop()
-
-
-@pytest.fixture
-def other() -> Iterator[StubRouter]:
-    stub = StubRouter()
-    yield stub
-    stub.stop()
 
 
 @pytest.fixture(params=[blocking, by_asyncio], ids=["blocking", "asyncio"])

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import baton
-from cluster.errors import (
-    CancelledError,
-)
+from cluster.errors import CancelledError
 from tests.baton.client_calls import AS_GIVEN
 from tests.harness.stub_inference import StubRouter
-
-
-@pytest.fixture
-def router() -> Iterator[StubRouter]:
-    stub = StubRouter()
-    yield stub
-    stub.stop()
-
-
-@pytest.fixture
-def other() -> Iterator[StubRouter]:
-    stub = StubRouter()
-    yield stub
-    stub.stop()
-
 
 PAUSE = 600.0  # longer than a test may take: nothing waits it out
 

@@ -159,9 +159,9 @@ class HttpServer(uvicorn.Server):
     def _open_ready(self) -> None:
         loop = asyncio.get_running_loop()
         now = time.thread_time()
-        most = max(OPENED_PER_TURN, int((now - self._turned) / SECONDS_PER_OPENING))
-        if self.config.ssl:
-            most = HANDSHAKES_PER_TURN
+        most = HANDSHAKES_PER_TURN
+        if not self.config.ssl:
+            most = max(OPENED_PER_TURN, int((now - self._turned) / SECONDS_PER_OPENING))
         self._turned = now
         for _ in range(min(LOOKED_AT_PER_TURN, len(self._ready))):
             if not most:
