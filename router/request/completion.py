@@ -86,6 +86,9 @@ class Delta(NamedTuple):
     prompt: tuple[
         Token, ...
     ] = ()  # tokens of the prompt with their log probabilities, but for the one at position 0; or its embedding
+    echo: bytes = (
+        b""  # JSON of the prompt's text without quotation marks, shown before `text`; shared by its choices
+    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import orjson
 
 from cluster.errors import BatonError
 from router.frontends.http.exchange import Written
@@ -31,12 +34,13 @@ class Echo:
 
     def __init__(self, completions: Sequence[Completion], texts: Sequence[str]):
         """`texts`: of the prompts, one for each completion."""
+        prompts = map(_Prompt, texts)
         pairs = [
-            (text, one) for one, text in zip(completions, texts, strict=True) for _ in range(one.n)
+            (prompt, one) for one, prompt in zip(completions, prompts, strict=True) for _ in range(one.n)
         ]  # by choice of the whole answer
         self._waiting = {
-            index: (text, _start(index, one) if one.sampling.prompt_logprobs else ())
-            for index, (text, one) in enumerate(pairs)
+            index: (prompt, _start(index, one) if one.sampling.prompt_logprobs else ())
+            for index, (prompt, one) in enumerate(pairs)
         }
         self._prompt_only = {index for index, (_, one) in enumerate(pairs) if one.prompt_only}
 
@@ -49,13 +53,25 @@ class Echo:
                     continue
                 delta = Delta(choice, "", (), delta.finish and "length", prompt=prompt)
             if (waiting := self._waiting.pop(choice, None)) is not None:
-                text, start = waiting
+                echoed, start = waiting
                 if delta.tokens:
-                    shown.append(Delta(choice, text, (), prompt=start))
+                    shown.append(Delta(choice, "", (), prompt=start, echo=echoed.json))
                 else:
-                    delta = delta._replace(text=text + delta.text, prompt=start + prompt)
+                    delta = delta._replace(prompt=start + prompt, echo=echoed.json)
             shown.append(delta)
         return shown
+
+
+class _Prompt:
+    """A prompt's text. Sixteen choices of 4,000 tokens took 12 MB, and 30 ms of the event loop, when each encoded it."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    @cached_property
+    def json(self) -> bytes:
+        """Made with the first answer to this prompt, not for all prompts of a request at once."""
+        return orjson.dumps(self._text)[1:-1]
 
 
 def _start(choice: int, completion: Completion) -> tuple[Token, ...]:
@@ -87,7 +103,7 @@ class _StreamedEcho:
         shown = self._echo.of(deltas)
         return (
             self._one_by_one(shown)
-            if sum(len(one.text) for one in shown) > SLICE_BYTES
+            if sum(len(one.echo) for one in shown) > SLICE_BYTES
             else self._answer.of(shown)
         )
 

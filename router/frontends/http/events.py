@@ -91,10 +91,12 @@ class Events:
         self._unfinished -= 1
         if self._unfinished:
             return delta
-        if not (delta.text if delta.parts is None else self._shape.view.shown(delta.parts)):
+        shows = delta.text or delta.echo if delta.parts is None else self._shape.view.shown(delta.parts)
+        if not shows:
             self._last = delta
             return None
-        self._last = delta._replace(text="", tokens=(), prompt=(), parts=None if delta.parts is None else ())
+        without = () if delta.parts is not None else None
+        self._last = delta._replace(text="", tokens=(), prompt=(), parts=without, echo=b"")
         return delta._replace(finish=None)
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:

@@ -16,10 +16,11 @@ _MARK = b"\x00"  # JSON has no such byte: it is escaped in texts
 
 
 class Lists:
-    """JSON lists whose items are encoded already, for one object, or for several that show the same lists."""
+    """JSON lists and texts that are encoded already, for one object, or for several that show the same ones."""
 
     def __init__(self) -> None:
         self._lists: list[Sequence[bytes]] = []
+        self._texts: set[int] = set()  # which of them are texts
 
     def add(self, items: Sequence[bytes]) -> orjson.Fragment:
         """Stands for the list in an object. Each of `items` is one or more of its items, without brackets; more may be
@@ -27,12 +28,20 @@ class Lists:
         self._lists.append(items)
         return orjson.Fragment(_MARK + b"%d" % (len(self._lists) - 1) + _MARK)
 
+    def text(self, pieces: Sequence[bytes]) -> orjson.Fragment:
+        """Stands for a text in an object: its JSON, with quotation marks, in pieces that are not joined."""
+        self._texts.add(len(self._lists))
+        return self.add(pieces)
+
     def encode(self, shown: Any) -> list[bytes]:
         """The object's JSON, in pieces."""
         pieces: list[bytes] = []
         for index, part in enumerate(orjson.dumps(shown).split(_MARK)):
             if index % 2 == 0:
                 pieces.append(part)
+                continue
+            if int(part) in self._texts:
+                pieces += self._lists[int(part)]
                 continue
             pieces.append(b"[")
             for number, item in enumerate(self._lists[int(part)]):

@@ -17,6 +17,7 @@ from router.text.pieces import TextOffsets
 from router.text.tokenizer import ModelText
 from wire import inference_pb2
 
+Text = str | orjson.Fragment
 _TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
 
 
@@ -81,6 +82,7 @@ class Answer:
         self.token_ids: list[int] = []
         self._shape = shape
         self._text: list[str] = []
+        self._echo = b""
         self._parts = Collected()
         # By field: pieces of its list, as JSON without brackets
         self._logprobs: dict[str, list[bytes]] = {}
@@ -88,14 +90,18 @@ class Answer:
         # Entries of vLLM's prompt_logprobs, as JSON
         self.prompt = [b"null"] if prompt is None else prompt
 
-    def message(self) -> dict[str, Any]:
+    def message(self, lists: Lists) -> dict[str, Any]:
         if self._shape.parsed:
             return {"message": self._parts.message()}
-        return self._shape.message("".join(self._text))
+        text = "".join(self._text)
+        if self._echo:
+            return self._shape.message(lists.text([b'"', self._echo, orjson.dumps(text)[1:]]))
+        return self._shape.message(text)
 
     def add(self, delta: Delta) -> None:
         if delta.parts is None:
             self._text.append(delta.text)
+            self._echo = delta.echo or self._echo
         else:
             self._parts.add(self._shape.view.shown(delta.parts))
         self.token_ids += [token.token_id for token in delta.tokens]
@@ -198,7 +204,7 @@ class Shape:
         return before, after
 
     def choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
-        message = answer.message()
+        message = answer.message(lists)
         shown = self._shown(answer.index, message, answer.token_ids, answer.logprobs(lists), answer.finish)
         return shown | self.of_choice(answer, lists)
 
@@ -227,7 +233,8 @@ class Shape:
 
     def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
         token_ids = [token.token_id for token in delta.tokens]
-        message = self.message_delta(delta.text, first)
+        text = orjson.Fragment(b'"' + delta.echo + orjson.dumps(delta.text)[1:]) if delta.echo else delta.text
+        message = self.message_delta(text, first)
         if delta.parts is not None:
             role = {"role": "assistant"} if first else {}
             message = {"delta": role | delta_fields(self.view.shown(delta.parts))}
@@ -246,10 +253,10 @@ class Shape:
             shown["token_ids"] = token_ids
         return shown
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: Text) -> dict[str, Any]:
         raise TypeError("use ChatShape or CompletionShape")
 
-    def message_delta(self, text: str, first: bool) -> dict[str, Any]:
+    def message_delta(self, text: Text, first: bool) -> dict[str, Any]:
         raise TypeError("use ChatShape or CompletionShape")
 
     def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
@@ -265,10 +272,10 @@ class ChatShape(Shape):
     def of_whole(self, answer: Answer, lists: Lists) -> dict[str, Any]:
         return answer.prompt_logprobs(lists)
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: Text) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def message_delta(self, text: str, first: bool) -> dict[str, Any]:
+    def message_delta(self, text: Text, first: bool) -> dict[str, Any]:
         return {"delta": {"content": text, "role": "assistant"} if first else {"content": text}}
 
     def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
@@ -301,10 +308,10 @@ class CompletionShape(Shape):
     def of_choice(self, answer: Answer, lists: Lists) -> dict[str, Any]:
         return answer.prompt_logprobs(lists)
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: Text) -> dict[str, Any]:
         return {"text": text}
 
-    def message_delta(self, text: str, first: bool) -> dict[str, Any]:
+    def message_delta(self, text: Text, first: bool) -> dict[str, Any]:
         return {"text": text}
 
     def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError
 from cluster.protocol.first_token import ends_with_first_token
 from router.frontends.http.echo import EchoForm
-from router.frontends.http.requests import CompletionRequest, read_request
-from router.request.completion import Delta
+from router.frontends.http.generate import ShapeForm
+from router.frontends.http.requests import CompletionRequest, StreamOptions, read_request
+from router.frontends.http.shapes import CompletionShape
+from router.request.completion import Delta, Outcome
 from router.request.validator import Envelope, Validator
 from tests.router.frontends.http.conftest import NAME, events_of
-from wire import common_pb2
+from wire import common_pb2, inference_pb2
 
 CONFIG = RouterConfig(model="m", secret="x" * 16, max_answer_entries=1000, max_choices=100)
 TEXT: Any = SimpleNamespace(
@@ -83,7 +86,7 @@ def test_long_prompts_of_a_stream_are_made_one_by_one():
         def streamed(self, choices):
             def of(deltas):
                 made.append(len(deltas))
-                return "".join(one.text for one in deltas).encode()
+                return b"".join(one.echo + one.text.encode() for one in deltas)
 
             return SimpleNamespace(of=of, kept=0)
 
@@ -95,6 +98,37 @@ def test_long_prompts_of_a_stream_are_made_one_by_one():
     assert [len(piece) for piece in written] == [50_000] * 16 and made == [1] * 16
     short = EchoForm(inner, [asked], ["abc"]).streamed(16)
     assert short.of(ends) == b"abc" * 16 and made[16:] == [16]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_a_prompt_is_echoed_as_it_is(client, max_tokens):
+    """It is put into the answer as JSON that is made once."""
+    prompt = 'a "quoted"\n\x00\\ é \U0001f600' * 10
+    more: Any = {"model": NAME, "max_tokens": max_tokens, "n": 2, "seed": 1}
+    plain = ["", ""]
+    if max_tokens:
+        plain = [one.text for one in client.completions.create(prompt=prompt, **more).choices]
+    whole = client.completions.create(prompt=prompt, echo=True, **more)
+    assert [one.text for one in whole.choices] == [prompt + text for text in plain]
+    texts = ["", ""]
+    for chunk in client.completions.create(prompt=prompt, echo=True, stream=True, **more):
+        for one in chunk.choices:
+            texts[one.index] += one.text
+    assert texts == [prompt + text for text in plain]
+
+
+def test_choices_of_one_prompt_share_its_json():
+    """Sixteen choices of 4 prompts of 200 KB were 12 MB, encoded anew for each choice, in one turn of the event loop."""
+    asked = [completion(max_tokens=1, n=16) for _ in range(2)]
+    shape: Any = CompletionShape(asked[0], TEXT, 0, "cmpl-1", False)
+    made = EchoForm(ShapeForm(shape, StreamOptions(), 8), asked, ["x" * 50_000, "y" * 50_000]).whole(32)
+    for choice in range(32):
+        made.add([Delta(choice, "b", (), "length")])
+    outcome = Outcome(inference_pb2.Usage(), inference_pb2.Timings())
+    pieces = made.body([outcome])
+    shown = json.loads(b"".join(pieces))
+    assert [one["text"] for one in shown["choices"]] == ["x" * 50_000 + "b"] * 16 + ["y" * 50_000 + "b"] * 16
+    assert len({id(piece) for piece in pieces if len(piece) >= 50_000}) == 2
 
 
 def test_prompt_only_work_needs_no_decode_worker():
