@@ -35,7 +35,11 @@ async def test_routers_that_add_at_once_stay_within_the_limit(redis_url, namespa
     key = keys.adapters(namespace)
     await writers[0]._client.hset(key, mapping={f"n{index}": "[]" for index in range(MAX_ADAPTERS - 1)})
     adding = (writer.add(f"new{index}", "a") for index, writer in enumerate(writers))
-    refused = [one for one in await asyncio.gather(*adding, return_exceptions=True) if isinstance(one, InvalidRequestError)]
+    refused = [
+        one
+        for one in await asyncio.gather(*adding, return_exceptions=True)
+        if isinstance(one, InvalidRequestError)
+    ]
     assert [one.limit for one in refused] == 3 * [str(MAX_ADAPTERS)]
     assert await writers[0]._client.hlen(key) == MAX_ADAPTERS
     with pytest.raises(InvalidRequestError, match="'n0' is wanted already"):
