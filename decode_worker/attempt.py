@@ -24,6 +24,8 @@ from worker.attempt_log import AttemptLog
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
+    from engine.compiled_grammar import CompiledGrammar
+
 
 class DecodeState(Enum):
     EXPECTED = "expected"
@@ -55,6 +57,8 @@ class DecodeAttempt:
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
     inside_tokens: int = 0  # its share of the admission's bound, until its first token
     tenant: str = ""  # to which that share is counted
+    compiles: bool = False  # it is counted with the requests that compile a grammar
+    compiling: asyncio.Task[CompiledGrammar] | None = None  # of a reservation, which the commit waits for
     machine: StateMachine[DecodeState] = field(init=False)
     report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     received: float = field(default_factory=time.monotonic)
@@ -78,6 +82,10 @@ class DecodeAttempt:
     def committed(self) -> bool:
         """Whether it has committed, also after the last token."""
         return self.machine.state is DecodeState.DECODING or self.is_finished
+
+    def stop_compiling(self) -> None:
+        if self.compiling is not None:
+            self.compiling.cancel()
 
     def record_token(self, step_began: float) -> bool:
         """Record the time of the first token; returns whether this is the first one."""

@@ -13,7 +13,7 @@ from decode_worker.attempt import DecodeAttempt, DecodeState
 from engine.engine import Engine
 from engine.request import RequestDone, StepOutput, TokenOutput
 from wire import common_pb2, decode_pb2, handoff_pb2
-from worker.admission import Admission
+from worker.admission import Admissions
 from worker.attempts import Attempts
 from worker.convert import add_to_log, outcome_counts, outcome_name
 from worker.request_counts import RequestCounts
@@ -45,7 +45,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         self._evicted = evicted
         self.by_engine_id: dict[str, DecodeAttempt] = {}
         self.ended = outcome_counts()
-        self.admission = Admission(
+        self.admission = Admissions(
             2 * parts.config.engine.max_batch_tokens,
             parts.config.batch_aging_seconds,
             engine_full=parts.host.full,
@@ -79,6 +79,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         self.ended[outcome_name(outcome)] += 1
         if attempt.entering is not None and waits_for_its_turn:
             attempt.entering.cancel()
+        attempt.stop_compiling()
         self._leave(attempt)
         self.by_engine_id.pop(attempt.engine_id, None)
         attempt.log.end(
@@ -166,7 +167,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         """With its first token or its end, a local prefill leaves the admission's bound."""
         if attempt.inside_tokens:
             tokens, attempt.inside_tokens = attempt.inside_tokens, 0
-            self.admission.leave(tokens, attempt.tenant)
+            self.admission.leave(tokens, attempt.tenant, compiles=attempt.compiles)
 
     def _pause_if_full(self, attempt: DecodeAttempt) -> None:
         if not attempt.paused and attempt.log.full:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from cluster.errors import CancelledError, EngineRequestError, InvalidRequestError
+from cluster.errors import BatonError, CancelledError, EngineRequestError, InvalidRequestError
 from cluster.faults.points import Point
-from cluster.grammar.spec import grammar_from_wire
+from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.block_hash import hash_blocks
 from cluster.protocol.names import invalid
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from decode_worker.attempts import DecodeAttempts
+from engine.compiled_grammar import CompiledGrammar
 from engine.engine import Engine
 from engine.request import EngineRequest
 from kv_transfer.contract import Reservation, TransferId
@@ -39,21 +40,16 @@ class HandoffEngineAdapter:
         self._at_committed = parts.faults.point(Point.DECODE_COMMITTED)
 
     async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
+        """Its grammar is compiled afterwards, and the commit waits for that."""
         self._parts.health.check_accepting()
         self._check(request)
-        compiled = None
-        if request.spec.HasField("grammar"):
-            # Now: a step that had to compile it would keep every other sequence waiting.
-            grammar = grammar_from_wire(request.spec.grammar)
-            compiled = await self._parts.host.compile_grammar(grammar, request.spec.tenant, GRAMMAR_SECONDS)
-            self._parts.health.check_accepting()
         attempt = self._attempts.open_new(request)
         attempt.whole_tokens = request.spec.sampling.logprobs
         attempt.choices = max(1, request.spec.n)
         began = time.monotonic()
         attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
         # Refused ones come again and again; commits, aborts and pauses do not wait for all of them.
-        wanted = replace(request_from_wire(attempt.engine_id, request.spec), compiled=compiled)
+        wanted = request_from_wire(attempt.engine_id, request.spec)
         reserve = self._reserve_blocks(wanted, request)
         reservation = await self._parts.host.call(reserve, behind=True)
         try:
@@ -62,8 +58,17 @@ class HandoffEngineAdapter:
             await self._parts.host.call(lambda engine: engine.abort(attempt.engine_id))
             raise
         attempt.reserved = began
+        if wanted.grammar is not None:
+            self._compile(attempt, wanted.grammar, wanted.tenant)
         self._at_reserved(request.transfer_id)
         return reservation
+
+    def _compile(self, attempt: DecodeAttempt, grammar: GrammarSpec, tenant: str) -> None:
+        """While the prefill worker computes the prompt: a step that had to compile it would keep every other sequence
+        waiting, and so would the prefill worker's request before its prompt."""
+        compiling = self._parts.host.compile_grammar(grammar, tenant, GRAMMAR_SECONDS)
+        attempt.compiling = asyncio.get_running_loop().create_task(compiling)
+        attempt.compiling.add_done_callback(_retrieve)
 
     def _reserved(
         self, attempt: DecodeAttempt, request: handoff_pb2.Reserve, reservation: Reservation
@@ -100,6 +105,7 @@ class HandoffEngineAdapter:
         if attempt is None or attempt.machine.state is not DecodeState.RESERVED:
             raise CancelledError("the attempt has ended")
         self._check_first(attempt, first_tokens)
+        compiled = await self._compiled(attempt)
         self._at_committing(transfer_id)
         first = tokens_from_wire(attempt.engine_id, first_tokens)
         attempt.machine.to(DecodeState.COMMITTING)
@@ -110,13 +116,27 @@ class HandoffEngineAdapter:
             whole = attempt.whole_tokens or token.finish
             attempt.log.add(token.choice, token.position, token.token_id, token if whole else None)
         try:
-            await self._parts.host.call(lambda engine: engine.commit(attempt.engine_id, first))
+            await self._parts.host.call(lambda engine: engine.commit(attempt.engine_id, first, compiled))
         except EngineRequestError as error:  # so that the router gets the reason
             self._attempts.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
             raise
         if attempt.machine.may(DecodeState.DECODING):  # else its last token came before this answer
             attempt.machine.to(DecodeState.DECODING)
         self._at_committed(transfer_id)
+
+    async def _compiled(self, attempt: DecodeAttempt) -> CompiledGrammar | None:
+        """The grammar of a reservation, once it is compiled; None: it has none. Raises BatonError; CancelledError if the
+        attempt has ended meanwhile."""
+        if attempt.compiling is None:
+            return None
+        await asyncio.wait([attempt.compiling])
+        if attempt.machine.state is not DecodeState.RESERVED or attempt.compiling.cancelled():
+            raise CancelledError("the attempt has ended")
+        try:
+            return attempt.compiling.result()
+        except BatonError as error:  # so that the router gets the reason
+            self._attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
+            raise
 
     def _check(self, request: handoff_pb2.Reserve) -> None:
         """Check the request, and that `token_count` agrees with it. Raises InvalidRequestError."""
@@ -150,3 +170,9 @@ class HandoffEngineAdapter:
             await self._parts.host.call(lambda engine: engine.abort(engine_id, verified_tokens))
         finally:  # also if the engine has failed: a reader may wait for the end
             self._attempts.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)
+
+
+def _retrieve(compiling: asyncio.Task[CompiledGrammar]) -> None:
+    """Without a commit that takes the error, asyncio would log it as lost."""
+    if not compiling.cancelled():
+        compiling.exception()

@@ -22,7 +22,7 @@ from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
 from worker.convert import request_from_wire
-from worker.engine_host import with_grammar
+from worker.engine_host import must_compile, with_grammar
 from worker.link.routers import Routers
 from worker.role import RoleParts
 from worker.validate import admission_seconds, check_spec
@@ -95,11 +95,16 @@ class DecodeRole:
         """Cancelled when the attempt ends. Until its first token the prompt counts against the admission's bound."""
         try:
             tokens, began = _tokens(request), time.monotonic()
+            attempt.compiles = must_compile(self._parts.host, request.grammar)
             priority = await self.attempts.admission.enter(
-                tokens, request.priority, deadline_seconds, request.tenant, request.weight
+                tokens,
+                request.priority,
+                deadline_seconds,
+                request.tenant,
+                request.weight,
+                compiles=attempt.compiles,
             )
             attempt.inside_tokens, attempt.tenant = tokens, request.tenant  # given back when the attempt ends
-            # Not before: a request holds its compiled grammar, and the queue has no bound of their memory.
             left = deadline_seconds - (time.monotonic() - began)
             request = await with_grammar(self._parts.host, request, left)
             # A long wait has raised its class for its turn, in the engine too, not for all that it computes.
@@ -134,6 +139,8 @@ class DecodeRole:
         attempt = self.attempts.get(transfer_id)
         if attempt is not None and attempt.committed:
             return HandoffState.COMMITTED
+        if attempt is not None:
+            attempt.stop_compiling()  # a commit may wait for it, and the receiver for that
         state = await self.receiver.abort(transfer_id)
         if state is not HandoffState.COMMITTED:
             self.attempts.remember_ended(transfer_id)

@@ -33,7 +33,7 @@ from engine.ops.team import Job, KernelTeam, bits_of
 from engine.step_buffers import StepBuffers
 
 KEPT_LISTS = 64  # 40 KB each
-ROW_NUMBERS = 2  # float32, of each row: `scales` and `largest`
+ROW_NUMBERS = 2  # float32, of each row: `scales` and `row_maxima`
 TRIM_AFTER = 512  # steps in a row that need a quarter of the buffers or less
 
 Call = Callable[[], object]  # what is no job, over the buffers
@@ -54,7 +54,7 @@ class _Work:
     logits: Tensor
     codes: Tensor  # of rows in int8, as memory
     scales: Tensor  # of these rows
-    largest: Tensor  # numbers of rows that ranks share
+    row_maxima: Tensor  # numbers of rows that ranks share
 
 
 @dataclass(frozen=True)
@@ -258,13 +258,13 @@ class DecodeJobs:
     ) -> list[Job | Call]:
         base = base_of(linear)
         assert isinstance(base, JobLinear), "`make` has checked it"
-        w, largest = self._work, 0
+        w, row_maxima = self._work, 0
         todo: list[Job | Call] = []
-        if base.largest is not None:
-            todo.append(partial(_copy_largest, base.largest, x, w.largest, rows))
-            largest = w.largest.data_ptr()
+        if base.row_maxima is not None:
+            todo.append(partial(_copy_row_maxima, base.row_maxima, x, w.row_maxima, rows))
+            row_maxima = w.row_maxima.data_ptr()
         to = (x.data_ptr(), out.data_ptr(), w.codes.data_ptr(), w.scales.data_ptr())
-        todo += base.jobs(rows, *to, largest)
+        todo += base.jobs(rows, *to, row_maxima)
         if adapted and isinstance(linear, AdaptedLinear):
             todo += linear.adapter_jobs(x.data_ptr(), out.data_ptr())
         return todo
@@ -303,8 +303,8 @@ def _add_bias(delta: Tensor, bias: Tensor, rows: int) -> None:
     delta[:rows].add_(bias)
 
 
-def _copy_largest(largest: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, rows: int) -> None:
-    out[:rows].copy_(largest(x[:rows]))
+def _copy_row_maxima(row_maxima: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, rows: int) -> None:
+    out[:rows].copy_(row_maxima(x[:rows]))
 
 
 def _products(layer: Layer) -> tuple[Linear, ...]:

@@ -24,6 +24,7 @@ from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequestError, engine_request_error
 from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
+from engine.compiled_grammar import CompiledGrammar
 from engine.flight import Flight, predictable
 from engine.grammar_masks import GrammarMasks
 from engine.lora.loaded import AdapterRunner, LoadedAdapters
@@ -206,8 +207,11 @@ class Engine:
         sequence = self._scheduler.reserve(request, hashes, min(length + growth_tokens, self._max_len))
         return EngineReservation(sequence.blocks, sequence.cached_tokens)
 
-    def commit(self, request_id: str, first_tokens: Seq[TokenOutput]) -> None:
-        """Run a reservation whose KV is complete, from the first token of each choice on."""
+    def commit(
+        self, request_id: str, first_tokens: Seq[TokenOutput], compiled: CompiledGrammar | None = None
+    ) -> None:
+        """Run a reservation whose KV is complete, from the first token of each choice on. `compiled`: its grammar, if it
+        was compiled since the reservation."""
         choices = self._scheduler.requests.get(request_id, ())
         sequence = next((s for s in choices if s.state is S.WAITING_FOR_KV), None)
         if sequence is None:  # evicted before this commit was carried out
@@ -216,6 +220,8 @@ class Engine:
             token.finish is not None for token in first_tokens
         ):
             raise InvalidRequestError("first_tokens: none continues the reservation", field="first_tokens")
+        if compiled is not None:
+            sequence.request = replace(sequence.request, compiled=compiled)
         try:
             self._scheduler.start_reserved(sequence)
             self._outputs.append_tokens(sequence, first_tokens)

@@ -204,8 +204,10 @@ def _check_reachable(configs: list[LoadConfig]) -> None:
 def _why_not(config: LoadConfig, address: str) -> str:
     if config.protocol == "http":
         return why_not_http(address)
-    reason = why_not_grpc(address, tls=config.tls or config.tls_ca is not None)
-    return f"{reason}; --protocol http loads an HTTP port" if "gRPC" in reason else reason
+    found = why_not_grpc(address, tls=config.tls or config.tls_ca is not None)
+    if found is None:
+        return ""
+    return f"{found.reason}; --protocol http loads an HTTP port" if found.is_http else found.reason
 
 
 def _lines(file: Path | None) -> tuple[str, ...]:

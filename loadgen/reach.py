@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+from typing import NamedTuple
 from urllib.request import proxy_bypass
 
 SECONDS = 2.0
@@ -21,6 +22,14 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 _HTTP1 = b"HTTP/"
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC takes the first that is set
+
+
+class NotGrpc(NamedTuple):
+    """Why a client of gRPC cannot use an address, and what to give instead. `is_http`: the address is an HTTP URL, or a
+    server of HTTP listens at it."""
+
+    reason: str
+    is_http: bool = False
 
 
 def why_unreachable(address: str) -> str:
@@ -40,37 +49,37 @@ def why_unreachable(address: str) -> str:
     return ""
 
 
-def why_not_grpc(address: str, *, tls: bool) -> str:
-    """Why a client of gRPC, with TLS or without, cannot talk to what listens at `address`, and what to give instead; "" if
-    it may."""
+def why_not_grpc(address: str, *, tls: bool) -> NotGrpc | None:
+    """Why a client of gRPC, with TLS or without, cannot talk to what listens at `address`; None if it may."""
     if "://" in address and not _GRPC_SCHEME.match(address):
-        return "gRPC addresses are written host:port: name a router's gRPC port (50051 by default)"
+        return NotGrpc(
+            "gRPC addresses are written host:port: name a router's gRPC port (50051 by default)", is_http=True
+        )
     found = _HOST_PORT.match(address)
     if found is None or _by_proxy(found["v6"] or found["host"]):
-        return ""
+        return None
     if not found["port"]:
         nothing = why_unreachable(f"{address}:{_GRPC_PORT}")
-        return (
-            nothing
-            and f"it names no port, and port {_GRPC_PORT} cannot be reached ({nothing}): write host:port"
+        if not nothing:
+            return None
+        return NotGrpc(
+            f"it names no port, and port {_GRPC_PORT} cannot be reached ({nothing}): write host:port"
         )
     endpoint = (found["v6"] or found["host"], int(found["port"]))
     reply = _reply(endpoint, _PREFACE)
     if reply is None:
-        return ""
+        return None
     if tls:
-        return "this port does not use TLS: leave --tls-ca out" if reply and _is_plain(reply) else ""
+        return NotGrpc("this port does not use TLS: leave --tls-ca out") if _is_plain(reply) else None
     if reply.startswith(_HTTP1):
-        return "this port serves HTTP: name a router's gRPC port (50051 by default)"
-    return (
-        "this port requires TLS: give its authority by --tls-ca"
-        if not reply and _accepts_tls(endpoint)
-        else ""
-    )
+        return NotGrpc("this port serves HTTP: name a router's gRPC port (50051 by default)", is_http=True)
+    if not reply and _accepts_tls(endpoint):
+        return NotGrpc("this port requires TLS: give its authority by --tls-ca")
+    return None
 
 
 def why_not_http(address: str) -> str:
-    """The same for a client of plain HTTP."""
+    """Why a client of plain HTTP cannot talk to what listens at `address`, and what to give instead; "" if it may."""
     found = _HOST_PORT.match(address)
     if found is None or found["scheme"] == "https":
         return ""

@@ -13,12 +13,12 @@ from cluster.telemetry.scrape import ScrapeCollector
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.prefilling import Prefilling
-from worker.admission import Admission
+from worker.admission import Admissions
 from worker.attempts import Attempts
 from worker.metrics import of_queue, of_requests
 
 
-def collectors(admission: Admission, ended: Mapping[str, float], sender: HandoffSender) -> list[Collector]:
+def collectors(admission: Admissions, ended: Mapping[str, float], sender: HandoffSender) -> list[Collector]:
     return [
         declared.HANDOFF_EXPOSED.show(sender.stats.exposed_seconds),
         ScrapeCollector(

@@ -9,16 +9,18 @@ from dataclasses import replace
 from cluster.background_tasks import BackgroundTasks
 from cluster.errors import BatonError, DrainingError, EngineRequestError, InternalError, engine_request_error
 from cluster.faults.points import Point
+from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from cluster.protocol.first_token import ends_with_first_token
 from cluster.protocol.prompt_scores import leave_out_prompt_logprobs
+from engine.compiled_grammar import CompiledGrammar
 from engine.request import EngineRequest, StepOutput
 from kv_transfer.prefill_side.handoff import OutgoingHandoff, PartTimes
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import handoff_pb2
-from worker.admission import Admission
+from worker.admission import Admissions
 from worker.convert import add_to_log, request_from_wire, token_to_wire
-from worker.engine_host import with_grammar
+from worker.engine_host import must_compile
 from worker.request_counts import RequestCounts
 from worker.role import RoleParts
 
@@ -29,7 +31,9 @@ class Prefilling:
     def __init__(self, parts: RoleParts, sender: HandoffSender):
         self._parts = parts
         self._sender = sender
-        self.admission = Admission(2 * parts.config.engine.max_batch_tokens, parts.config.batch_aging_seconds)
+        self.admission = Admissions(
+            2 * parts.config.engine.max_batch_tokens, parts.config.batch_aging_seconds
+        )
         self.counts = RequestCounts()
         self.by_engine_id: dict[str, PrefillAttempt] = {}  # attempts that the engine has
         self._freeing = BackgroundTasks()  # free the blocks of ended attempts once no write reads them
@@ -45,7 +49,11 @@ class Prefilling:
         tokens = attempt.token_count
         remaining = attempt.deadline - time.monotonic()
         spec = attempt.request.spec
-        priority = await self.admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
+        grammar = grammar_from_wire(spec.grammar) if spec.HasField("grammar") else None
+        compiles = must_compile(self._parts.host, grammar)
+        priority = await self.admission.enter(
+            tokens, spec.priority, remaining, spec.tenant, spec.weight, compiles=compiles
+        )
         inside = True
         attempt.freed.clear()
         handoff: OutgoingHandoff | None = None
@@ -53,13 +61,15 @@ class Prefilling:
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             attempt.machine.to(PrefillState.ADMITTED)
             self._at_admitted(attempt.transfer_id)
+            # Before the reservation, which would hold blocks meanwhile.
+            compiled = await self._compiled(attempt, grammar)
             if not ends_with_first_token(spec):
                 handoff = await self._reserve(attempt)
                 self._at_reserved(attempt.transfer_id)
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
-            prefilled = await self._compute(attempt, handoff, priority)
+            prefilled = await self._compute(attempt, handoff, priority, compiled)
             inside = False
-            self.admission.leave(tokens, spec.tenant)
+            self.admission.leave(tokens, spec.tenant, compiles=compiles)
             if handoff is not None:
                 await self._hand_over(attempt, handoff, prefilled)
             attempt.machine.to(PrefillState.RELEASED)
@@ -72,7 +82,7 @@ class Prefilling:
             raise
         finally:
             if inside:
-                self.admission.leave(tokens, spec.tenant)
+                self.admission.leave(tokens, spec.tenant, compiles=compiles)
             self.by_engine_id.pop(attempt.engine_id, None)
             # In the background, so that the router gets the end now: a write to a stopped decode worker may never end.
             self._freeing.spawn(self._free(attempt, handoff))
@@ -105,6 +115,12 @@ class Prefilling:
             else:
                 attempt.prefilled.set_result(Prefilled(attempt.tokens, done))
 
+    async def _compiled(self, attempt: PrefillAttempt, grammar: GrammarSpec | None) -> CompiledGrammar | None:
+        if grammar is None:
+            return None
+        tenant, left = attempt.request.spec.tenant, attempt.deadline - time.monotonic()
+        return await self._parts.host.compile_grammar(grammar, tenant, left)
+
     async def _reserve(self, attempt: PrefillAttempt) -> OutgoingHandoff:
         request = attempt.request
         reserve = handoff_pb2.Reserve(
@@ -119,18 +135,21 @@ class Prefilling:
         return await self._sender.reserve(request.decode, reserve, remaining)
 
     async def _compute(
-        self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None, priority: int
+        self,
+        attempt: PrefillAttempt,
+        handoff: OutgoingHandoff | None,
+        priority: int,
+        compiled: CompiledGrammar | None,
     ) -> Prefilled:
         attempt.machine.to(PrefillState.COMPUTING)
         started = time.monotonic()
         self.by_engine_id[attempt.engine_id] = attempt
         request = request_from_wire(attempt.engine_id, attempt.request.spec, prefill_only=True)
-        request = replace(request, priority=priority, export=handoff is not None)
+        request = replace(request, priority=priority, export=handoff is not None, compiled=compiled)
         if handoff is not None:
             if attempt.trace is not None:
                 attempt.parts = PartTimes()
             await handoff.start(attempt.engine_id, attempt.parts)
-        request = await with_grammar(self._parts.host, request, attempt.deadline - time.monotonic())
         await self._add(attempt, request)
         prefilled = await attempt.prefilled
         self.counts.first_token(time.monotonic() - attempt.received)

@@ -9,6 +9,10 @@ another, and a tenant's backlog of a lower class does not outrank the requests o
 At a decode worker the prompts inside may belong to a tenant whose other requests fill the batch, or hold the KV blocks:
 they wait as long as those run, where the engine has extra seats and blocks for other tenants. So while it is full, a
 tenant with nothing inside enters beyond the bound.
+
+Requests whose grammar is compiled in their turn have a bound of their own, of the same size: compiles go one by one, and
+those that wait for them keep no other request out. Not earlier: a request holds its compiled grammar, and the queue has no
+bound of their memory.
 """
 
 from __future__ import annotations
@@ -169,3 +173,63 @@ class Admission:
             queue.check_integrity()
         assert self._inside_tokens >= 0
         assert self._inside_tokens or not self.waiting
+
+
+class Admissions:
+    """Two of them: for requests that compile a grammar in their turn (`compiles`), and for all others."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        aging_seconds: float = AGING_SECONDS,
+        engine_full: Callable[[], bool] = lambda: False,
+    ):
+        self.plain = Admission(max_tokens, aging_seconds, engine_full=engine_full)
+        self.compiling = Admission(max_tokens, aging_seconds, engine_full=engine_full)
+        self._both = (self.plain, self.compiling)
+
+    @property
+    def inside_tokens(self) -> int:
+        return sum(one.inside_tokens for one in self._both)
+
+    @property
+    def waiting(self) -> int:
+        return sum(one.waiting for one in self._both)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests that wait or are inside."""
+        return sum(one.tokens for one in self._both)
+
+    def waiting_by_class(self) -> dict[str, int]:
+        plain, compiling = (one.waiting_by_class() for one in self._both)
+        return {name: plain[name] + compiling[name] for name in CLASSES}
+
+    def oldest_seconds(self) -> float:
+        """How long the oldest request has waited. Any thread."""
+        return max(one.oldest_seconds() for one in self._both)
+
+    async def enter(
+        self,
+        tokens: int,
+        priority: int,
+        timeout_seconds: float,
+        tenant: str = "",
+        weight: float = 1.0,
+        *,
+        compiles: bool = False,
+    ) -> int:
+        """As Admission.enter."""
+        admission = self.compiling if compiles else self.plain
+        return await admission.enter(tokens, priority, timeout_seconds, tenant, weight)
+
+    def leave(self, tokens: int, tenant: str = "", *, compiles: bool = False) -> None:
+        (self.compiling if compiles else self.plain).leave(tokens, tenant)
+
+    def look(self) -> None:
+        for one in self._both:
+            one.look()
+
+    def check_integrity(self) -> None:
+        for one in self._both:
+            one.check_integrity()

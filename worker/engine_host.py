@@ -136,6 +136,10 @@ class EngineHost:
             self._refuse_the_rest()
         return await future
 
+    def has_grammar(self, grammar: GrammarSpec) -> bool:
+        """Whether it is compiled already."""
+        return self.engine.grammars.find(grammar) is not None
+
     async def compile_grammar(
         self, grammar: GrammarSpec, tenant: str, seconds: float = GRAMMAR_SECONDS
     ) -> CompiledGrammar:
@@ -232,6 +236,11 @@ def _set_result(future: asyncio.Future[T], result: T) -> None:
 def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+def must_compile(host: EngineHost, grammar: GrammarSpec | None) -> bool:
+    """Whether a request with this grammar waits for its compile."""
+    return grammar is not None and not host.has_grammar(grammar)
 
 
 async def with_grammar(host: EngineHost, request: EngineRequest, seconds: float) -> EngineRequest:

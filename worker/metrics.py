@@ -16,7 +16,7 @@ from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.metrics import process
 from cluster.telemetry.metrics import worker as declared
 from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric
-from worker.admission import Admission
+from worker.admission import Admissions
 from worker.attempts import Attempts
 from worker.health import Health
 from worker.identity import WorkerIdentity
@@ -77,7 +77,7 @@ class _Published(Collector):
 
 
 def of_requests(
-    status: WorkerStatus, attempts: Attempts[Any], queue: Admission, counts: RequestCounts
+    status: WorkerStatus, attempts: Attempts[Any], queue: Admissions, counts: RequestCounts
 ) -> WorkerStatus:
     """The status with the requests of a worker of either role."""
     counted = replace(
@@ -86,7 +86,7 @@ def of_requests(
     return counts.onto(counted)
 
 
-def of_queue(queue: Admission, ended: Mapping[str, float]) -> list[ScrapedMetric]:
+def of_queue(queue: Admissions, ended: Mapping[str, float]) -> list[ScrapedMetric]:
     """Prompts that wait for their turn: all of them at a prefill worker, local prefills at a decode worker."""
     return [
         declared.QUEUE_REQUESTS.read(queue.waiting_by_class),

@@ -120,8 +120,8 @@ def _check_reachable(targets: str, tls: ClientTls | None) -> None:
     if tls is not None:
         tls.context()  # its files are looked at first
     wrong = [why_not_grpc(one, tls=tls is not None) for one in targets.split(",")]
-    if all(wrong):
-        raise ConfigError(f"--target {targets}: {wrong[0]}", field="target")
+    if wrong[0] is not None and all(wrong):
+        raise ConfigError(f"--target {targets}: {wrong[0].reason}", field="target")
     reasons = [why_unreachable(one) for one in targets.split(",")]
     if all(reasons):
         raise UnavailableError(

@@ -90,11 +90,11 @@ class AsyncClient(BaseClient[grpc.aio.Channel, "rpc.InferenceAsyncStub"]):
                 await self._wait(attempt + 1, asyncio.Event())
         raise AssertionError("the last attempt returns or raises")
 
-    async def _wait(self, reconnects: int, ended: asyncio.Event) -> None:
-        """Wait before another attempt, at most until `ended` is set."""
-        with self._pause(ended), contextlib.suppress(TimeoutError):
+    async def _wait(self, reconnects: int, stop: asyncio.Event) -> None:
+        """Wait before another attempt, at most until `stop` is set."""
+        with self._pause(stop), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._pause_seconds(reconnects)):
-                await ended.wait()
+                await stop.wait()
 
 
 class AsyncStream(BaseStream[asyncio.Event], AsyncIterator[Chunk]):
@@ -155,6 +155,6 @@ class AsyncStream(BaseStream[asyncio.Event], AsyncIterator[Chunk]):
         if self._progress.done:
             return
         self._client._failed(self._address)
-        await self._client._wait(self._progress.reconnects, self._ended)
+        await self._client._wait(self._progress.reconnects, self._stop)
         if not self._closed:
             self._connect()

@@ -21,13 +21,13 @@ C = TypeVar("C")  # the kind of channel
 S = TypeVar("S")  # the kind of stub
 
 
-class Ended(Protocol):
+class StopEvent(Protocol):
     """An event of asyncio or of threading, set where a call is not to connect again."""
 
     def set(self) -> None: ...
 
 
-E = TypeVar("E", bound=Ended)
+E = TypeVar("E", bound=StopEvent)
 
 
 class BaseClient(Generic[C, S]):
@@ -63,7 +63,7 @@ class BaseClient(Generic[C, S]):
         self._lock = threading.Lock()  # threads share a blocking client
         self._channels: dict[str, tuple[C, S]] = {}
         self._closed = False
-        self._pauses: set[Ended] = set()  # of calls that wait before they connect again
+        self._pauses: set[StopEvent] = set()  # of calls that wait before they connect again
 
     def _open(self, address: str) -> tuple[C, S]:
         """Make a channel and its stub."""
@@ -88,22 +88,22 @@ class BaseClient(Generic[C, S]):
         with self._lock:
             self._closed = True
             opened, self._channels = list(self._channels.values()), {}
-            for ended in self._pauses:
-                ended.set()
+            for stop in self._pauses:
+                stop.set()
         return [channel for channel, _ in opened]
 
     @contextmanager
-    def _pause(self, ended: Ended) -> Iterator[None]:
-        """A wait before another attempt, by the body of `with`. Closing this client sets `ended`, which ends it."""
+    def _pause(self, stop: StopEvent) -> Iterator[None]:
+        """A wait before another attempt, by the body of `with`. Closing this client sets `stop`, which ends it."""
         with self._lock:
             if self._closed:
-                ended.set()
-            self._pauses.add(ended)
+                stop.set()
+            self._pauses.add(stop)
         try:
             yield
         finally:
             with self._lock:
-                self._pauses.discard(ended)
+                self._pauses.discard(stop)
 
     def _pause_seconds(self, reconnects: int) -> float:
         return pause_seconds(reconnects, len(self._routers.addresses))
@@ -116,13 +116,13 @@ class BaseStream(Generic[E]):
     """One request. After the last chunk `usage`, `timings` and `completion()` are there."""
 
     def __init__(
-        self, client: BaseClient[Any, Any], prompt: Prompt, options: RequestOptions, ended: E
+        self, client: BaseClient[Any, Any], prompt: Prompt, options: RequestOptions, stop: E
     ) -> None:
         self._progress = StreamProgress(generate_request(prompt, options), client._max_reconnects)
         self._deadline = client._deadline(options.get("timeout_seconds"))
         self._address = ""
         self._closed = False
-        self._ended = ended
+        self._stop = stop
         self._call: Any = None  # to the router at `_address`; each client has a type of its own
 
     def completion(self) -> Completion:
@@ -164,7 +164,7 @@ class BaseStream(Generic[E]):
 
     def _cancel(self) -> None:
         self._closed = True
-        self._ended.set()
+        self._stop.set()
         if self._call is not None and not self._progress.done:
             self._call.cancel()
 

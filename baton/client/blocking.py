@@ -89,10 +89,10 @@ class Client(BaseClient[grpc.Channel, rpc.InferenceStub]):
                 raise CancelledError("this client was closed") from None
         raise AssertionError("the last attempt returns or raises")
 
-    def _wait(self, reconnects: int, ended: threading.Event) -> None:
-        """Wait before another attempt, at most until `ended` is set."""
-        with self._pause(ended):
-            ended.wait(self._pause_seconds(reconnects))
+    def _wait(self, reconnects: int, stop: threading.Event) -> None:
+        """Wait before another attempt, at most until `stop` is set."""
+        with self._pause(stop):
+            stop.wait(self._pause_seconds(reconnects))
 
 
 class Stream(BaseStream[threading.Event], Iterator[Chunk]):
@@ -153,6 +153,6 @@ class Stream(BaseStream[threading.Event], Iterator[Chunk]):
         if self._progress.done:
             return
         self._client._failed(self._address)
-        self._client._wait(self._progress.reconnects, self._ended)
+        self._client._wait(self._progress.reconnects, self._stop)
         if not self._closed:
             self._connect()

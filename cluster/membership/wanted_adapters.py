@@ -19,6 +19,12 @@ from cluster.redis.connect import connect, connect_async
 
 MAX_PATH = 512
 log = logging.getLogger(__name__)
+# 1: added, 0: the name is taken, -1: there are ARGV[3] others
+_ADD = """
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
+if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[3]) then return -1 end
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
 _REMOVE = """
 local held = redis.call('HGET', KEYS[1], ARGV[1])
 if not held or cjson.decode(held)[2] ~= ARGV[2] then return 0 end
@@ -86,14 +92,16 @@ class WantedWriter:
 
     async def add(self, name: str, path: str, serving: Sequence[str] = ()) -> Wanted:
         """Returns the entry. Raises InvalidRequestError if the name is taken or there are too many, redis.RedisError."""
-        if await self._client.hlen(self._key) >= MAX_ADAPTERS:
+        entry = Wanted.new(check_path(path), serving)
+        # One script: routers that add at once would each see room for theirs.
+        added = await self._client.eval(_ADD, 1, self._key, name, entry.encode(), MAX_ADAPTERS)
+        if added < 0:
             raise InvalidRequestError(
                 f"lora_name: {MAX_ADAPTERS} adapters are wanted already; unload one",
                 field="lora_name",
                 limit=str(MAX_ADAPTERS),
             )
-        entry = Wanted.new(check_path(path), serving)
-        if not await self._client.hsetnx(self._key, name, entry.encode()):
+        if not added:
             raise InvalidRequestError(
                 f"lora_name: {name!r} is wanted already; unload it first", field="lora_name"
             )

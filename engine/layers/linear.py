@@ -60,13 +60,13 @@ class JobLinear(Protocol):
 
     row_bytes: int  # of the int8 form of one row of x; 0: it needs none
     # [rows, inputs of this rank] → float32 [rows], each row's largest absolute value on all ranks; None: `jobs` needs none
-    largest: Callable[[Tensor], Tensor] | None
+    row_maxima: Callable[[Tensor], Tensor] | None
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def jobs(self, rows: int, x: int, out: int, codes: int, scales: int, largest: int = 0) -> list[Job]:
-        """The product as jobs; tensors by address. `codes` and `scales` are for the int8 form of `rows` rows, `largest` is
-        what the function of that name gives."""
+    def jobs(self, rows: int, x: int, out: int, codes: int, scales: int, row_maxima: int = 0) -> list[Job]:
+        """The product as jobs; tensors by address. `codes` and `scales` are for the int8 form of `rows` rows; `row_maxima`
+        is what the function of that name returns."""
 
 
 # Rows the packed layout is tuned for. Measured: one layout serves 1 to 2,048 rows equally well.
@@ -142,7 +142,7 @@ class PanelLinear:
     threads."""
 
     row_bytes = 0
-    largest = None
+    row_maxima = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam, area: Area | None = None):
         from engine.ops import cpu_jobs, cpu_products, cpu_tile_products
@@ -166,7 +166,7 @@ class PanelLinear:
         return out
 
     def jobs(
-        self, rows: int, x: int, out: int, codes: int = 0, scales: int = 0, largest: int = 0
+        self, rows: int, x: int, out: int, codes: int = 0, scales: int = 0, row_maxima: int = 0
     ) -> list[Job]:
         return [self._job(rows, x, out)]
 

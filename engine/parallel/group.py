@@ -55,7 +55,7 @@ class TpGroup(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The ranks' sum, in place."""
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """The ranks' largest values, element by element; not finite where that of a rank is not. May write to x."""
 
     def gather_last(self, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class NullGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return x
 
     def gather_last(self, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class DistributedGroup:
             dist.all_reduce(x)
         return x
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         x.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # gloo's maximum of NaN and a number may be the number
         with self._together:
             dist.all_reduce(x, op=dist.ReduceOp.MAX)

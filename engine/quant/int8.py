@@ -32,7 +32,7 @@ def quantize_rows(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Ten
 
     `largest`: float32 [rows], each row's largest absolute value, where it is not that of x.
     """
-    top = (largest_of(x) if largest is None else largest).view(-1, 1)
+    top = (row_maxima_of(x) if largest is None else largest).view(-1, 1)
     zero = top < SMALLEST
     # Both are tensors, so the quotient is rounded once: torch divides a number by a tensor as number · (1 / tensor).
     inverse = torch.where(zero, 0.0, torch.full_like(top, 127.0) / top)
@@ -41,15 +41,15 @@ def quantize_rows(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Ten
     return codes, torch.where(zero, 0.0, top * (1.0 / 127.0))
 
 
-def largest_of(x: Tensor) -> Tensor:
+def row_maxima_of(x: Tensor) -> Tensor:
     """float32 [rows]: each row's largest absolute value."""
     found: Tensor = torch.linalg.vector_norm(x, torch.inf, -1).float()
     return found
 
 
-def _largest_of_ranks(group: TpGroup, x: Tensor) -> Tensor:
+def _row_maxima_of_ranks(group: TpGroup, x: Tensor) -> Tensor:
     """The same of rows that ranks share."""
-    return group.largest(largest_of(x))
+    return group.all_reduce_max(row_maxima_of(x))
 
 
 def quantize_weight(weight: Tensor, largest: Tensor) -> Int8Weight:
@@ -76,7 +76,9 @@ class TorchInt8:
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        codes, scales = quantize_rows(x, None if self._group is None else self._group.largest(largest_of(x)))
+        codes, scales = quantize_rows(
+            x, None if self._group is None else _row_maxima_of_ranks(self._group, x)
+        )
         out = self._product(codes).float().mul_(scales).mul_(self._scales)
         if self._bias is not None:
             out += self._bias
@@ -106,7 +108,7 @@ class CudaInt8:
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), self.out_features)
         if len(x):
-            largest = None if self._group is None else self._group.largest(largest_of(x))
+            largest = None if self._group is None else _row_maxima_of_ranks(self._group, x)
             codes, scales = self._quantize(x, self._codes.shape[1], largest)
             self._multiply(codes, scales, self._codes, self._scales, self._bias, out)
         return out
@@ -141,7 +143,7 @@ class PanelInt8:
         from engine.ops import cpu_int8, cpu_jobs, cpu_tiles
 
         self._run, self._scratch = team.run, scratch
-        self.largest = None if group is None else partial(_largest_of_ranks, group)
+        self.row_maxima = None if group is None else partial(_row_maxima_of_ranks, group)
         self._quantize, self._multiply = cpu_jobs.QUANTIZE, cpu_jobs.MULTIPLY_INT8
         self.out_features, self._inputs = weight.codes.shape
         self.row_bytes = cpu_int8.padded(self._inputs)
@@ -153,21 +155,21 @@ class PanelInt8:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         out = x.new_empty(rows, self.out_features)
-        largest = None if self.largest is None else self.largest(x)
+        largest = None if self.row_maxima is None else self.row_maxima(x)
         at = 0 if largest is None else largest.data_ptr()
         codes, scales = self._scratch.addresses(self._stored_rows(rows), self.row_bytes)
         for job in self.jobs(rows, x.data_ptr(), out.data_ptr(), codes, scales, at):
             self._run(*job)
         return out
 
-    def jobs(self, rows: int, x: int, out: int, codes: int, scales: int, largest: int = 0) -> list[Job]:
-        """The product as jobs; tensors by address. `largest`: that of each row, if it is not that of x."""
+    def jobs(self, rows: int, x: int, out: int, codes: int, scales: int, row_maxima: int = 0) -> list[Job]:
+        """The product as jobs; tensors by address. `row_maxima`: that of each row, if it is not that of x."""
         panels, beside = self._at
         width = self.row_bytes
         tiled, blocks = self._tiled(rows, self._amx), self._blocks(rows, width, self._amx)
         shape = (self.out_features, self._size, tiled, blocks)
         return [
-            (self._quantize, rows, (x, self._inputs, codes, width, scales, largest, tiled)),
+            (self._quantize, rows, (x, self._inputs, codes, width, scales, row_maxima, tiled)),
             (
                 self._multiply,
                 blocks * len(self._panels),
@@ -191,8 +193,8 @@ def maker(team: Team, group: TpGroup, plain: MakeLinear | None = None, *, triton
             return plain(weight, bias, split_inputs=split_inputs)
         else:
             assert isinstance(weight, Tensor), "weights are kept as codes only with quantization auto"
-            largest = largest_of(weight)
-            packed = quantize_weight(weight, sharing.largest(largest) if sharing else largest)
+            largest = row_maxima_of(weight)
+            packed = quantize_weight(weight, sharing.all_reduce_max(largest) if sharing else largest)
         if packed.codes.shape[1] > MAX_INPUTS:
             raise ConfigError(
                 f"quantization int8: a layer has {packed.codes.shape[1]} inputs on one rank, more than {MAX_INPUTS}",

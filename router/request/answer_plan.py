@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import UnsupportedFieldError
@@ -27,11 +27,12 @@ class AnswerPlan:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A prompt or conversation as a request to workers, for Validator.completion. `name`: the client's field."""
+    """A prompt or conversation as a request to workers, for Validator.completion. `field`: the client's, which errors
+    name."""
 
     tokens: Sequence[int]
-    plan: AnswerPlan = field(default_factory=AnswerPlan)
-    name: str = "prompt"
+    plan: AnswerPlan = AnswerPlan()
+    field: str = "prompt"
 
 
 class Formats(Protocol):

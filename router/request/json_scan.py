@@ -3,8 +3,12 @@ memory and time of the event loop."""
 
 from __future__ import annotations
 
-import numpy as np
+import secrets
 
+import numpy as np
+import orjson
+
+MAX_PATH = 200
 _QUOTE = ord('"')
 # The parser's cost of an element, in multiples of a whole number in a list: texts, and numbers with a fraction or an
 # exponent, cost about ten times as much, lists and objects more.
@@ -18,6 +22,8 @@ MAX_COST_PER_BYTE = 16
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
+_CLOSES = {ord("["): b"]", ord("{"): b"}"}
+_UNBRACKETED = bytes(code for code in range(256) if code != _QUOTE and not _STEPS[code])
 _UNMARKED = bytes(code for code in range(256) if code != _QUOTE and not _COSTS[code] and not _STEPS[code])
 
 
@@ -55,5 +61,31 @@ class JsonScan:
         whole = self._held + piece
         alone = (len(whole) - len(whole.rstrip(b"\\"))) % 2
         self._held = whole[len(whole) - alone :]
-        whole = whole[: len(whole) - alone]
-        return whole.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in whole else whole
+        return _without_escapes(whole[: len(whole) - alone])
+
+
+def _without_escapes(text: bytes) -> bytes:
+    return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+
+
+def path_behind(head: bytes) -> str:
+    """The path, such as `messages[0].content`, of the value that follows the beginning `head` of a valid message; at most
+    MAX_PATH characters of it. Empty if a name before it is there twice. As fast as the parser."""
+    mark = secrets.token_hex(8)
+    found, path = orjson.loads(head + f'"{mark}"'.encode() + _closing(head)), ""
+    while isinstance(found, dict | list) and found:
+        name = len(found) - 1 if isinstance(found, list) else next(reversed(found))
+        path += f"[{name}]" if isinstance(found, list) else f".{name}"
+        found = found[name]
+    return path.removeprefix(".")[:MAX_PATH] if found == mark else ""
+
+
+def _closing(head: bytes) -> bytes:
+    """The brackets that close what `head` has opened; it does not end within a text."""
+    marks = np.frombuffer(_without_escapes(head).translate(None, _UNBRACKETED), np.uint8)
+    is_quote = marks == _QUOTE
+    outside = marks[~(is_quote | (np.cumsum(is_quote, dtype=np.int32) & 1).astype(bool))]
+    steps = _STEPS.take(outside)
+    levels = np.cumsum(steps, dtype=np.int32)
+    opened = (outside[(steps > 0) & (levels == level)][-1] for level in range(int(levels[-1]), 0, -1))
+    return b"".join(_CLOSES[int(one)] for one in opened) if len(levels) else b""

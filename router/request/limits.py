@@ -90,12 +90,13 @@ class FieldLimits:
             )
         return digest
 
-    def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0, prompt: str = "prompt") -> None:
-        """Check counts before anything iterates over the tokens: one may hold millions. `prompt`: its field.
+    def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0, field: str = "prompt") -> None:
+        """Check counts before anything iterates over the tokens: one may hold millions. `field`: that of the
+        prompt.
 
         Raises ContextLengthError.
         """
-        for name, tokens in ((prompt, prompt_tokens), ("resume_tokens", prompt_tokens + resume_tokens)):
+        for name, tokens in ((field, prompt_tokens), ("resume_tokens", prompt_tokens + resume_tokens)):
             if tokens >= self.max_model_len:
                 raise self._too_long(name, f"{tokens} tokens leave no room in")
 

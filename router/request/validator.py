@@ -74,7 +74,7 @@ class Validator:
                 f"model: {self.limits.served_model} is a base model, without an output head: it generates nothing",
                 field="model",
             )
-        self.limits.check_lengths(len(prompt), len(envelope.resume_tokens), prompt=field)
+        self.limits.check_lengths(len(prompt), len(envelope.resume_tokens), field=field)
         tokens = self._tokens(field, prompt)
         if not tokens:
             raise refuse(field, "is empty; at least one token is needed", 1)

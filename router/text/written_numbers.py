@@ -48,7 +48,8 @@ def loads(raw: bytes | bytearray) -> Any:
     without UTF-8."""
     if not may_differ(raw):
         return orjson.loads(raw)
-    value = json.loads(raw, parse_int=_whole, parse_float=_fraction, parse_constant=no_constant)
+    # Decoded here: json.loads would take UTF-16, and a byte order mark.
+    value = json.loads(raw.decode(), parse_int=_whole, parse_float=_fraction, parse_constant=no_constant)
     if _SURROGATE.search(raw):
         json.dumps(value, ensure_ascii=False).encode()
     return WithWrittenNumbers(value) if isinstance(value, dict) else value

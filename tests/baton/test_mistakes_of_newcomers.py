@@ -27,7 +27,7 @@ from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
 from cluster.errors import ConfigError
 from cluster.kubernetes.api import default_files
-from loadgen.reach import why_not_grpc, why_not_http, why_unreachable
+from loadgen.reach import NotGrpc, why_not_grpc, why_not_http, why_unreachable
 
 Said = Callable[..., str]
 
@@ -268,14 +268,16 @@ def test_the_other_port_of_a_router_is_named_as_such(said):
         for command in (("chat",), ("generate", "hello")):
             assert "this port serves HTTP: name a router's gRPC port" in said(*command, "--target", http)
         assert "--protocol http loads an HTTP port" in said("load", "--target", http, code=2)
-        assert "this port does not use TLS" in why_not_grpc(http, tls=True)
+        assert why_not_grpc(http, tls=True) == NotGrpc("this port does not use TLS: leave --tls-ca out")
+        found = why_not_grpc(http, tls=False)
+        assert found is not None and found.is_http
         assert not why_not_http(http)
     with answering(SETTINGS_FRAME) as grpc:
         assert "does not serve HTTP" in said("status", "--url", grpc)
         found = said("load", "--protocol", "http", "--target", grpc, code=2)
         assert "this port serves gRPC: name a router's HTTP port" in found
         assert not why_not_grpc(grpc, tls=False)
-        assert "leave --tls-ca out" in why_not_grpc(grpc, tls=True)
+        assert why_not_grpc(grpc, tls=True) == NotGrpc("this port does not use TLS: leave --tls-ca out")
     assert "addresses are written host:port" in said("generate", "hi", "--target", "http://127.0.0.1:1")
     assert not why_not_grpc("unix:/run/router", tls=False) and not why_not_grpc("dns:///h:5", tls=False)
 

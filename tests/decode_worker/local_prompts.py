@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from cluster.background_tasks import BackgroundTasks
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.faults.points import NO_FAULTS
+from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.block_hash import pack_tokens
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
@@ -40,6 +41,7 @@ class Core:
         self.tracing = None
         self.identity = self.health = self.host = self
         self.background_tasks = BackgroundTasks()
+        self.compiled_already: set[str] = set()  # texts of grammars
 
     async def call(self, function: Callable[[Engine], T], *, behind: bool = False) -> T:
         await asyncio.sleep(0)
@@ -48,6 +50,9 @@ class Core:
     def check_epoch(self, epoch: int) -> None: ...
 
     def check_accepting(self) -> None: ...
+
+    def has_grammar(self, grammar: GrammarSpec) -> bool:
+        return grammar.text in self.compiled_already
 
     def full(self) -> bool:
         return self.engine.full

@@ -16,12 +16,15 @@ PROMPT = [5, 6, 7, 8, 9]
 SALT = bytes(16)
 
 
-async def ready_to_commit(world: DecodeWorld) -> Stream:
+async def ready_to_commit(world: DecodeWorld, *, grammar: str = "") -> Stream:
     """Everything is here but Finish."""
     stream = world.connect("p", 1, 1)
     sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     packed = pack_tokens(PROMPT)
     spec = common_pb2.GenerateSpec(model_id="m", prompt_tokens=packed, sampling=sampling, n=1, salt=SALT)
+    if grammar:
+        spec.tenant = "acme"
+        spec.grammar.regex = grammar
     reserve = handoff_pb2.Reserve(
         transfer_id=TRANSFER, spec=spec, token_count=len(PROMPT), handle=world.router.handle()
     )

@@ -1,72 +1,118 @@
-"""A decode worker compiles a request's grammar before it reserves its blocks: no step has to."""
+"""A decode worker compiles the grammar of a reservation while its prompt is computed: no other request waits for that, the
+commit does, and no step compiles it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
-from cluster.errors import InvalidRequestError
-from cluster.protocol.block_hash import pack_tokens
+import pytest
+
+from cluster.errors import DeadlineError, InvalidRequestError
 from kv_transfer.prefill_side.link import ANSWER_SECONDS
-from tests.decode_worker.decode_world import DecodeWorld
-from tests.decode_worker.ready_handoff import PROMPT, SALT, TRANSFER, close
+from tests.decode_worker.decode_world import DecodeWorld, Stream
+from tests.decode_worker.ready_handoff import TRANSFER, close, finish, ready_to_commit
 from tests.harness.waiting import until
-from wire import common_pb2, handoff_pb2
+from wire import handoff_pb2
 
 COMPILED: Any = object()
 
 
-def reserve(world: DecodeWorld) -> handoff_pb2.Reserve:
-    spec = common_pb2.GenerateSpec(
-        model_id="m",
-        prompt_tokens=pack_tokens(PROMPT),
-        sampling=common_pb2.SamplingParams(max_tokens=4),
-        grammar=common_pb2.Grammar(regex="a+"),
-        n=1,
-        tenant="acme",
-        salt=SALT,
-    )
-    return handoff_pb2.Reserve(
-        transfer_id=TRANSFER, spec=spec, token_count=len(PROMPT), handle=world.router.handle()
-    )
+class Compiling:
+    """A hand-off that is complete but for its end, whose grammar is being compiled."""
+
+    def __init__(self, world: DecodeWorld):
+        self.world = world
+        self.asked: list[Any] = []
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        world.core.compile_grammar = self._compile  # type: ignore[attr-defined]
+        self.stream: Stream
+
+    async def _compile(self, grammar: Any, tenant: str, seconds: float) -> Any:
+        self.asked.append((grammar.text, tenant, seconds < ANSWER_SECONDS))
+        return await self.answer
+
+    @property
+    def blocks_held(self) -> int:
+        return self.world.core.engine.stats().blocks_held
+
+    async def finished(self) -> None:
+        """All of it has come, and its commit waits."""
+        finish(self.stream)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert self.world.receiver.live == 1 and not self.committed
+
+    @property
+    def committed(self) -> bool:
+        return any(one.HasField("committed") for one in self.stream.replies)
 
 
-async def test_blocks_are_reserved_once_the_grammar_is_compiled():
-    world = DecodeWorld()
-    compiled, asked = asyncio.Event(), list[Any]()
+@pytest.fixture
+async def compiling() -> AsyncIterator[Compiling]:
+    made = Compiling(DecodeWorld())
+    made.stream = await ready_to_commit(made.world, grammar="a+")
+    assert made.asked == [("a+", "acme", True)] and made.blocks_held, "reserved before it is compiled"
+    yield made
+    await close(made.world)
+    assert made.answer.done(), "nothing compiles for an attempt that has ended"
+    assert made.blocks_held == 0 and not len(made.world.role.attempts)
 
-    async def compile_grammar(grammar, tenant, seconds):
-        asked.append((grammar.text, tenant, seconds < ANSWER_SECONDS))
-        await compiled.wait()
-        return COMPILED
 
-    world.core.compile_grammar = compile_grammar  # type: ignore[attr-defined]
-    stream = world.connect("p", 1, 1)
-    stream.say(reserve=reserve(world))
-    await until(lambda: bool(asked), "asked for")
-    assert asked == [("a+", "acme", True)]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert world.receiver.live == 0 and world.core.engine.stats().blocks_held == 0
-    compiled.set()
-    await until(lambda: world.receiver.live == 1, "reserved")
-    (choices,) = world.core.engine._scheduler.requests.values()
+async def test_a_commit_waits_for_the_grammar(compiling):
+    await compiling.finished()
+    (choices,) = compiling.world.core.engine._scheduler.requests.values()
+    assert choices[0].request.compiled is None
+    compiling.answer.set_result(COMPILED)
+    await until(lambda: compiling.committed, "committed")
     assert choices[0].request.compiled is COMPILED, "the cache may have dropped it by the first step"
-    await close(world)
 
 
-async def test_a_grammar_that_does_not_compile_leaves_nothing():
-    world = DecodeWorld()
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError("grammar: no", field="grammar"), DeadlineError("grammar: late")]
+)
+async def test_a_grammar_that_does_not_compile_leaves_nothing(compiling, error, early):
+    if early:
+        compiling.answer.set_exception(error)
+        finish(compiling.stream)
+    else:
+        await compiling.finished()
+        compiling.answer.set_exception(error)
+    await until(lambda: any(one.HasField("aborted") for one in compiling.stream.replies), "aborted")
+    (reply,) = [one.aborted for one in compiling.stream.replies if one.HasField("aborted")]
+    assert reply.error.code == type(error).__name__
+    await until(lambda: compiling.blocks_held == 0 and compiling.world.router.ends, "freed")
+    (end,) = compiling.world.router.ends.values()
+    assert end.error.code == type(error).__name__ and compiling.world.receiver.live == 0
 
-    async def compile_grammar(grammar, tenant, seconds):
-        raise InvalidRequestError("grammar: no", field="grammar")
 
-    world.core.compile_grammar = compile_grammar  # type: ignore[attr-defined]
-    stream = world.connect("p", 1, 1)
-    stream.say(reserve=reserve(world))
-    await until(lambda: any(one.HasField("reserve_reply") for one in stream.replies), "answered")
-    (reply,) = [one.reserve_reply for one in stream.replies if one.HasField("reserve_reply")]
-    assert reply.refused.code == InvalidRequestError.__name__
-    assert world.receiver.live == 0 and len(world.role.attempts) == 0
-    assert world.core.engine.stats().blocks_held == 0
-    await close(world)
+# A peer's abort does not change a commit that has begun.
+@pytest.mark.parametrize(
+    ("by", "waits"),
+    [
+        ("router", False),
+        ("router", True),
+        ("drain", False),
+        ("drain", True),
+        ("peer", False),
+        ("stream", False),
+    ],
+)
+async def test_an_end_of_the_attempt_does_not_wait_for_its_grammar(compiling, by, waits):
+    """`waits`: its commit does."""
+    world, stream = compiling.world, compiling.stream
+    if waits:
+        await compiling.finished()
+    async with asyncio.timeout(1.0):
+        if by == "router":
+            await world.role.cancel_by_router(TRANSFER)
+        elif by == "drain":
+            await world.role.return_all()
+        elif by == "peer":
+            stream.say(abort=handoff_pb2.AbortHandoff(transfer_id=TRANSFER, reason="lost"))
+        else:
+            stream.queue.put_nowait(None)
+        await until(lambda: compiling.blocks_held == 0 and compiling.answer.done(), "freed")
+    assert compiling.answer.cancelled() and not compiling.committed

@@ -125,7 +125,7 @@ async def test_a_request_that_the_engine_refuses_returns_its_place(local):
 async def test_one_that_has_waited_long_is_computed_before_later_ones(inside, priority, local, monkeypatch):
     """In the engine too it counts as of the higher class: there all of a class go by their arrival."""
     monkeypatch.setattr(aging, "AGING_SECONDS", 0.05 if inside else 1e6)
-    local.role.attempts.admission._aging_seconds = 1e6 if inside else 0.05
+    local.role.attempts.admission.plain._aging_seconds = 1e6 if inside else 0.05
     local.ask("high", priority=1, new=1)  # so a step has room for one prompt, and nothing beside it
     if not inside:
         local.ask("another", priority=1, new=1)
@@ -193,7 +193,7 @@ class Compiling:
         local.core.compile_grammar = self.compile  # type: ignore[attr-defined]
 
     async def compile(self, grammar: GrammarSpec, tenant: str, seconds: float) -> Any:
-        assert grammar.text == "a+" and tenant == "t" and 0 < seconds <= 60
+        assert grammar.text in ("a+", "b+") and tenant == "t" and 0 < seconds <= 60
         self.answers.append(asyncio.get_running_loop().create_future())
         return await self.answers[-1]
 
@@ -215,6 +215,25 @@ async def test_a_grammar_is_compiled_once_its_request_has_its_turn(local, monkey
     for transfer_id in (ids[3], ids[2], ids[0]):
         await local.role.cancel(local.role.attempts.get(transfer_id))
     await local.settle()
+
+
+async def test_compiles_keep_no_other_request_out(local):
+    """Nor one whose grammar is compiled already."""
+    Compiling(local)
+    local.core.compiled_already.add("b+")
+    waiting = [local.ask(f"compiles{index}", "t", grammar="a+") for index in range(4)]
+    await local.settle()
+    local.ask("plain", "t")
+    local.ask("compiled", "t", grammar="b+")
+    admission = local.role.attempts.admission
+    for _ in range(4):
+        await local.step()
+    assert "plain" in local.first and admission.compiling.waiting == 2 and not admission.plain.waiting
+    assert admission.inside_tokens == admission.compiling.inside_tokens + PROMPT, "the compiled one's"
+    for attempt in list(local.role.attempts.all()):
+        await local.role.cancel(attempt)
+    await local.settle()
+    assert len(waiting) == 4 and len(local.outcomes) == 6
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("grammar: no"), DrainingError("it stops")])

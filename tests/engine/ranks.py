@@ -95,7 +95,7 @@ class ThreadGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.copy_(sum(self._exchange(x.clone())))
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).amax(0)
 
     def gather_last(self, x: Tensor) -> Tensor:

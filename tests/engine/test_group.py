@@ -34,7 +34,7 @@ def run_rank(
     group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener)
     for message in messages:
         assert group.share(message if rank == 0 else None) == message
-    found = group.largest(torch.tensor([(math.nan, 1.0)[rank], (1.0, math.nan)[rank], 2.0 + rank]))
+    found = group.all_reduce_max(torch.tensor([(math.nan, 1.0)[rank], (1.0, math.nan)[rank], 2.0 + rank]))
     assert not found[:2].isfinite().any() and found[2] == 3.0
     sockets.put(
         [c.laddr[0] for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]

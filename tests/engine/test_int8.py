@@ -62,7 +62,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 3) -> Tensor:
 def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Int8Weight:
     weight = random(outputs, inputs, dtype=dtype)
     weight[7] = 0.0
-    return int8.quantize_weight(weight, int8.largest_of(weight))
+    return int8.quantize_weight(weight, int8.row_maxima_of(weight))
 
 
 # --- the layer ---------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class TwoRanks:
 
     rank, size = 1, 2
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return x * 1.7
 
 

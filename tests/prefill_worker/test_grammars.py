@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import BatonError, DrainingError, InvalidRequestError
+from cluster.errors import BatonError, BlocksExhaustedError, DrainingError, InvalidRequestError
 from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.block_hash import pack_tokens
 from engine.request import EngineRequest
@@ -43,19 +43,24 @@ class Compiling:
 
         parts = fake_parts(call, max_batch_tokens=PROMPT, page_size=4)
         parts.host.compile_grammar = compile_grammar
-        self.role = PrefillRole(parts, SimpleNamespace())  # type: ignore[arg-type]
+        self.reserved = 0
+        self.role = PrefillRole(parts, SimpleNamespace(reserve=self._reserve))  # type: ignore[arg-type]
         self.admission = self.role.prefilling.admission
         self.router = LinkedRouter(self.role.routers, reads=False)
         self.count = 0
 
-    def ask(self) -> PrefillAttempt:
-        """One that is done with its first token: nothing is handed over."""
+    async def _reserve(self, *arguments: Any) -> Any:
+        self.reserved += 1
+        raise BlocksExhaustedError("none")
+
+    def ask(self, grammar: str = "a+", new: int = 1) -> PrefillAttempt:
+        """By default one that is done with its first token: nothing is handed over."""
         self.count += 1
         spec = common_pb2.GenerateSpec(
             model_id="m",
             prompt_tokens=pack_tokens([3] * PROMPT),
-            sampling=common_pb2.SamplingParams(max_tokens=1),
-            grammar=common_pb2.Grammar(regex="a+"),
+            sampling=common_pb2.SamplingParams(max_tokens=new),
+            grammar=common_pb2.Grammar(regex=grammar) if grammar else None,
             n=1,
             salt=bytes(16),
             tenant="acme",
@@ -97,3 +102,15 @@ async def test_a_grammar_that_is_not_compiled_returns_the_turn(compiling, error:
     await until(lambda: all(one.log.end_event is not None for one in attempts), "ended")
     assert [one.log.end_event.error.code for one in attempts] == 3 * [type(error).__name__]
     assert not compiling.added and compiling.admission.inside_tokens == 0
+
+
+async def test_compiles_keep_no_other_request_out_and_hold_no_reservation(compiling):
+    waiting = [compiling.ask(new=4) for _ in range(3)]
+    await until(lambda: len(compiling.asked) == 2, "compiled")
+    plain = compiling.ask(grammar="")
+    await until(lambda: len(compiling.added) == 1, "added")
+    assert compiling.admission.waiting == 1 and not compiling.reserved
+    compiling.compiled.set_result(COMPILED)
+    await until(lambda: compiling.reserved == 3, "reserved")
+    for attempt in (*waiting, plain):
+        await compiling.role.cancel(attempt)

@@ -44,7 +44,7 @@ def _inputs(value: Sequence[pb.EmbedInput], info: ValidationInfo) -> list[str | 
         elif truncates:
             made.append(one.token_ids.ids[kept])
         else:
-            limits.check_lengths(len(one.token_ids.ids), prompt="input")
+            limits.check_lengths(len(one.token_ids.ids), field="input")
             made.append(one.token_ids.ids)
     return made
 

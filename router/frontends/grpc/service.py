@@ -165,7 +165,7 @@ class InferenceService:
         async with self._gateway.preparing(caller, model.name, resumed=resumed, costly=costly):
             prompt = await self._prompt(request, caller, options.asked_grammar)
             envelope = _envelope(request, context)
-            made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan, prompt.name)
+            made = model.validator.completion(prompt.tokens, options, envelope, prompt.plan, prompt.field)
             check_allowed(made, caller)
             identity = self._gateway.check_ticket(made, caller) if resumed else None
         return made, identity
@@ -193,7 +193,7 @@ class InferenceService:
         """The answer. While its client does not read it, only its bytes are kept: the list takes 15 times as many."""
         most = self._gateway.config.max_answer_entries
         if (count := len(prompt.tokens)) > most:
-            raise refuse(prompt.name, f"{count} tokens; max_answer_entries is {most}", most)
+            raise refuse(prompt.field, f"{count} tokens; max_answer_entries is {most}", most)
         return pb.TokenizeResponse(token_ids=prompt.tokens).SerializeToString()
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import re
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,10 +16,11 @@ from cluster.config.router import RequestLimits
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
 from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
-from router.request.json_scan import MAX_COST_PER_BYTE, JsonScan
+from router.request.json_scan import MAX_COST_PER_BYTE, JsonScan, path_behind
 
 SCAN_BYTES = 1 << 16
 _KEPT = b'"tool_use"'
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 class KeptBody(dict[str, Any]):
@@ -68,10 +72,20 @@ async def read_json(
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
+        raise _unparsed(error) from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
     return KeptBody(body, raw) if _KEPT in raw else body
+
+
+def _unparsed(error: orjson.JSONDecodeError) -> InvalidRequestError:
+    """Names the field where a number is valid JSON, but larger than the parser reads."""
+    found = _NUMBER.match(error.doc, error.pos)
+    if found is not None and math.isinf(float(found[0])):
+        field = path_behind(error.doc[: error.pos].encode()) or "body"
+        limit = f"{sys.float_info.max:.2g}"
+        return InvalidRequestError(f"{field}: a number above {limit}", field=field, limit=limit)
+    return InvalidRequestError(f"the body is not valid JSON: {error}", field="body")
 
 
 async def discard_body(request: Request, low_priority: LowPriority, tenant: str) -> None:

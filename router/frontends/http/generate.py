@@ -121,7 +121,7 @@ class Generate:
         validator = model.validator
         context = validator.limits.max_model_len
         completions = [
-            validator.completion(options.kept(one.tokens, context), options, envelope, one.plan, one.name)
+            validator.completion(options.kept(one.tokens, context), options, envelope, one.plan, one.field)
             for one in prompts
         ]
         check_allowed(completions[0], caller)

@@ -234,14 +234,14 @@ def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
     if not isinstance(value, list) or not value:
         raise wrong("must be text, token ids, or a list of either")
     if len(value) > most and not truncates:  # token ids, or too many
-        limits.check_lengths(len(value), prompt=name)
+        limits.check_lengths(len(value), field=name)
     if set(map(type, value)) == {int}:
         return [value]
     if len(value) > most:
         raise wrong(f"at most {most} at once", most)
     for one in value:
         if isinstance(one, list) and not truncates:
-            limits.check_lengths(len(one), prompt=name)
+            limits.check_lengths(len(one), field=name)
         if not (isinstance(one, str) or (isinstance(one, list) and set(map(type, one)) <= {int})):
             raise wrong("a list must hold texts or token ids")
     return value

@@ -115,7 +115,7 @@ class Tokenizing:
         tokens = prompt.tokens
         most = self._gateway.config.max_answer_entries
         if len(tokens) > most:
-            raise refuse(prompt.name, f"{len(tokens)} tokens; max_answer_entries is {most}", most)
+            raise refuse(prompt.field, f"{len(tokens)} tokens; max_answer_entries is {most}", most)
         made = {"count": len(tokens), "max_model_len": model.validator.limits.max_model_len, "tokens": tokens}
         names = await model.text.names(tokens, tenant=caller.tenant) if strings else None
         return orjson.dumps({**made, "token_strs": names})

@@ -51,7 +51,7 @@ def test_int8_products_are_torchs(biased, dtype):
     torch.manual_seed(0)
     outputs, inputs = 75, 300
     weight = torch.randn(outputs, inputs).to(dtype)
-    packed = int8.quantize_weight(weight, int8.largest_of(weight))
+    packed = int8.quantize_weight(weight, int8.row_maxima_of(weight))
     bias = torch.randn(outputs).to(dtype) if biased else None
     own, plain = CudaInt8(packed, bias, None), TorchInt8(packed, bias, None)
     x = torch.randn(150, inputs).to(dtype)

@@ -15,6 +15,7 @@ import orjson
 
 from cluster.errors import InternalError
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from router.text import written_numbers
 
 # Nothing is signed: clients send thinking back as they got it, and some drop blocks without a signature.
 SIGNATURE = "baton"
@@ -112,10 +113,11 @@ def parsed_input(arguments: str) -> Any:
     if not arguments:
         return {}
     try:
-        if isinstance(orjson.loads(arguments), dict):
+        # Not orjson's: it takes 1e400, which is JSON, for an error.
+        if isinstance(written_numbers.loads(arguments.encode()), dict):
             # Not the object: it may be nested deeper than the library encodes.
             return orjson.Fragment(arguments)
-    except orjson.JSONDecodeError:
+    except (ValueError, RecursionError):  # orjson's error is a ValueError, as that of texts without UTF-8
         pass
     return {"INVALID_JSON": arguments}
 

@@ -81,7 +81,7 @@ class Messages:
                     if fills := 0 < room < options.max_tokens:
                         options = options.filling_context()
                     completion = model.validator.completion(
-                        prompt.tokens, options, envelope, prompt.plan, prompt.name
+                        prompt.tokens, options, envelope, prompt.plan, prompt.field
                     )
                     check_allowed(completion, caller)
             form = MessageForm(completion, shown_id, options.omits_thinking, fills, caller.admin)

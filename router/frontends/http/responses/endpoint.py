@@ -41,7 +41,7 @@ class Responses(CreatingEndpoint):
             async with gateway.preparing(caller, model.name):
                 prompt = await self._prompt(options, caller, envelope.cache_salt)
                 completion = model.validator.completion(
-                    prompt.tokens, options, envelope, prompt.plan, prompt.name
+                    prompt.tokens, options, envelope, prompt.plan, prompt.field
                 )
                 check_allowed(completion, caller)
         shape = ResponseShape.of(options, completion, model.text, admin=caller.admin)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from router.text.parsers.reasoning.gpt_oss import MAX_HEADER, GptOss
 from router.text.parsers.registry import TOOL_PARSERS
 from router.text.parsers.stream import JsonValue
 from tests.router.text.parsers.parsed_answers import SPECIAL, made, read
@@ -36,11 +37,26 @@ def test_one_long_piece_takes_linear_time_too(tools):
     assert time.process_time() - began < 2.0
 
 
-def test_a_flood_of_markers_ends():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_flood_of_markers_ends(at_once, monkeypatch):
+    """Each is looked at with a header's length of those before it, twice at most, and the message behind them is read."""
+    seen, count = [], 600
+    real = GptOss._in_header
+
+    def counted(self, text):
+        seen.append(len(text))
+        assert len(seen) <= 2 * count + 4, "a header that is given up begins again"
+        return real(self, text)
+
+    monkeypatch.setattr(GptOss, "_in_header", counted)
+    flood = count * [SPECIAL["<|start|>"]]
+    message = [SPECIAL["<|channel|>"], "final", SPECIAL["<|message|>"], "hi", SPECIAL["<|end|>"]]
     parser = made("gpt_oss", "gpt_oss", False, SPECIAL)
-    for _ in range(600):
-        parser.feed([SPECIAL["<|start|>"]])
-    parser.end()
+    parts = [
+        part for pieces in ([flood] if at_once else [[one] for one in flood]) for part in parser.feed(pieces)
+    ]
+    assert not parts and read(parser, message) == ("", "hi", [])
+    assert sum(seen) < 2 * count * (MAX_HEADER + 16)
 
 
 def test_a_long_list_of_calls_is_read_as_it_comes():

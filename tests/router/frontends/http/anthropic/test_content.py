@@ -102,10 +102,17 @@ def test_omitted_thinking_is_an_empty_block():
     assert not [event for event in events if event.get("delta", {}).get("type") == "thinking_delta"]
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Be', "[1]", '"a"', "{}}"])
+@pytest.mark.parametrize("arguments", ['{"city": "Be', "[1]", '"a"', "{}}", '{"a": NaN}', '\ufeff{"a": 1.5}'])
 def test_arguments_that_are_no_object_are_kept_as_text(arguments):
     content, _ = run([CallBegin(0, "call_a", "f"), CallArguments(0, arguments)])
     assert shown(content)[0]["input"] == {"INVALID_JSON": arguments}
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" * 400, "1.10", "1e-400"])
+def test_numbers_of_arguments_stay_as_they_were_written(number):
+    """Also those that are no number of this machine: the arguments are JSON all the same."""
+    content, _ = run([CallBegin(0, "call_a", "f"), CallArguments(0, f'{{"n": {number}}}')])
+    assert f'"input":{{"n": {number}}}' in orjson.dumps(content.done[0]).decode()
 
 
 def test_deep_arguments_are_encoded():
