@@ -328,8 +328,7 @@ class ChatCompletionRequest(HttpRequest):
 
     def conversation(self, limits: FieldLimits) -> Conversation:
         """Read messages and tools. Raises InvalidRequestError or UnsupportedFieldError naming a field."""
-        tools = read_tools(self.tools or [], limits)
-        choice, name = read_choice(self.tool_choice, tools)
+        tools, choice, name = read_choice(self.tool_choice, read_tools(self.tools or [], limits))
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             raise refuse(
@@ -354,7 +353,12 @@ class ChatCompletionRequest(HttpRequest):
 
     @property
     def names_tool(self) -> bool:
-        return isinstance(self.tool_choice, dict)
+        """Rather than letting the model choose, also among `allowed_tools`."""
+        return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
+
+    @property
+    def alternatives_field(self) -> str:
+        return "top_logprobs"
 
     @property
     def alternatives(self) -> int | None:

@@ -207,6 +207,10 @@ class ResponseRequest(GenerationOptions):
         return self.max_output_tokens
 
     @property
+    def alternatives_field(self) -> str:
+        return "top_logprobs"
+
+    @property
     def alternatives(self) -> int | None:
         if LOGPROBS in self.include:
             return self.top_logprobs or 0
