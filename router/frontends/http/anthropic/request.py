@@ -22,12 +22,12 @@ from router.frontends.http.anthropic.tools import (
     read_tools,
 )
 from router.frontends.http.grammar_fields import schema_grammar
+from router.frontends.http.neutral_fields import Ignored
 from router.frontends.http.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,
     CacheSalt,
-    Ignored,
     ModelName,
 )
 from router.request.fields import OnlyNeutral, RequestModel, Within, late, limits_of, unsupported, wrong
