@@ -79,6 +79,11 @@ _Format: TypeAlias = Annotated[
 ]
 
 
+def _no_thread(value: object) -> None:
+    if value is not None:
+        raise unsupported("no conversation is stored here: send all its messages")
+
+
 class ThinkingParam(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, late(minimum=1)] | None = Field(
@@ -164,6 +169,11 @@ class MessagesRequest(ConversationFields, GenerationOptions):
 
     metadata: Ignored = None
     service_tier: Ignored = None
+    # Known, so that it is refused by routers that ignore unknown fields too: a request that continues a thread has a part
+    # of its messages
+    thread: Annotated[
+        Any, PlainValidator(_no_thread), WithJsonSchema({"enum": [None], "description": "not supported"})
+    ] = None
     diagnostics: Ignored = None
     inference_geo: Ignored = None
     speed: Ignored = None
