@@ -11,8 +11,9 @@ from cluster.grammar.spec import GrammarSpec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Compact JSON; no keyword is ignored, and oneOf is not weakened to anyOf. These options override those that a schema may
-# set itself.
+# Compact JSON; no keyword is ignored, and oneOf is not weakened to anyOf. No \u: the library takes a name that is written
+# with it for another one, so `{"a":1,"\u0061":2}` would match a schema for `a` that it does not validate against. These
+# options override those that a schema may set itself.
 JSON_OPTIONS = {
     "item_separator": ",",
     "key_separator": ":",
@@ -20,6 +21,7 @@ JSON_OPTIONS = {
     "whitespace_pattern": "",
     "lenient": False,
     "coerce_one_of": False,
+    "json_allowed_escapes": 'nrbtf\\"',
 }
 
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import PlainValidator
@@ -22,21 +22,38 @@ class TextPart(RequestModel):
     text: str
 
 
-def _content(value: object) -> str:
-    """The text of a content; its parts are joined."""
+class RefusalPart(RequestModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _joined(value: object, kinds: Collection[str]) -> str:
+    """The text of a content; its parts, each of which calls its text as its type, are joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong("must be text")
     texts = []
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(part.get(kind), str):
             raise wrong("only text parts are supported")
-        texts.append(part["text"])
+        texts.append(part[kind])
     return "".join(texts)
 
 
+def _content(value: object) -> str:
+    return _joined(value, ("text",))
+
+
+def _answer_content(value: object) -> str | None:
+    return None if value is None else _joined(value, ("text", "refusal"))
+
+
 Content: TypeAlias = Annotated[str, PlainValidator(_content, str | list[TextPart])]
+AnswerContent: TypeAlias = Annotated[
+    str | None, PlainValidator(_answer_content, str | list[TextPart | RefusalPart] | None)
+]
 CallId: TypeAlias = Annotated[str, Length(1, MAX_CALL_ID)]
 
 
@@ -72,7 +89,7 @@ def _calls(value: object) -> list[Any] | None:
 
 class AssistantMessage(_Message):
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AnswerContent = None
     tool_calls: Annotated[list[Any] | None, PlainValidator(_calls, list[ToolCall] | None)] = None
     reasoning_content: str | None = None
     reasoning: str | None = None

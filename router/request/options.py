@@ -115,6 +115,11 @@ class GenerationOptions(RequestModel):
         return self.max_tokens
 
     @property
+    def alternatives_field(self) -> str:
+        """Names `alternatives` in errors."""
+        return "logprobs"
+
+    @property
     def alternatives(self) -> int | None:
         """Tokens whose log probabilities are reported beside the chosen one's; None = no log probabilities."""
         return self.logprobs

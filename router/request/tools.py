@@ -110,20 +110,56 @@ def check_size(tools: Iterable[Any], limits: FieldLimits, field: str = "tools") 
             raise refuse(field, f"more than {most} bytes (max_tool_bytes)", most)
 
 
-def read_choice(value: object, tools: Sequence[Tool], field: str = "tool_choice") -> tuple[Any, str]:
-    """The choice, and the name of the tool that must be called; "" = none. Raises InvalidRequestError."""
+def read_choice(
+    value: object, tools: Sequence[Tool], field: str = "tool_choice"
+) -> tuple[Sequence[Tool], Any, str]:
+    """The tools that are left, the choice among them, and the name of the one that must be called; "" = none. Raises
+    InvalidRequestError."""
     if value is None:
-        return ("auto", "")
+        return tools, "auto", ""
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
-            raise refuse(field, "must be none, auto, required, or an object that names a function")
+            raise refuse(field, "must be none, auto, required, or an object that names functions")
         if value == "required" and not tools:
             raise refuse(field, "required needs tools")
-        return (value, "")
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+        return tools, value, ""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "allowed_tools" and isinstance(value, dict):
+        allowed, mode = _read_allowed(value.get("allowed_tools"), tools, f"{field}.allowed_tools")
+        return allowed, mode, ""
+    function = value.get("function") if kind == "function" and isinstance(value, dict) else None
     if not isinstance(function, dict):
-        raise refuse(field, 'must be {"type": "function", "function": {"name": …}}')
-    return ("auto", check_named(function.get("name"), tools, f"{field}.function.name"))
+        raise refuse(
+            field, 'must be {"type": "function", "function": {"name": …}} or of the type allowed_tools'
+        )
+    return tools, "auto", check_named(function.get("name"), tools, f"{field}.function.name")
+
+
+def _read_allowed(value: object, tools: Sequence[Tool], field: str) -> tuple[list[Tool], str]:
+    """OpenAI's choice among some of the tools, and its mode."""
+    if not isinstance(value, dict):
+        raise refuse(field, 'must be {"mode": …, "tools": […]}')
+    mode, entries = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required"):
+        raise refuse(f"{field}.mode", "must be auto or required")
+    if not isinstance(entries, list) or not entries:
+        raise refuse(f"{field}.tools", "must be a non-empty list")
+    if len(entries) > len(tools):
+        raise refuse(f"{field}.tools", f"more than the {len(tools)} tools of the request", len(tools))
+    functions = [one.get("function") if isinstance(one, dict) else None for one in entries]
+    return allowed_tools(
+        [
+            (one.get("name") if isinstance(one, dict) else None, f"{field}.tools[{index}].function.name")
+            for index, one in enumerate(functions)
+        ],
+        tools,
+    ), mode
+
+
+def allowed_tools(names: Iterable[tuple[object, str]], tools: Sequence[Tool]) -> list[Tool]:
+    """The tools of these names, each of which has the field that an error names. Raises InvalidRequestError."""
+    allowed = {check_named(name, tools, field) for name, field in names}
+    return [one for one in tools if one.name in allowed]
 
 
 def check_named(name: object, tools: Sequence[Tool], field: str) -> str:

@@ -238,9 +238,10 @@ class Validator:
 
     def _sampling(self, options: GenerationOptions, prompt: int, choices: int) -> common_pb2.SamplingParams:
         """`choices`: of all the request's prompts."""
-        alternatives = self._whole_number("logprobs", options.alternatives, 0, 0, self._config.max_logprobs)
+        most = self._config.max_logprobs
+        alternatives = self._whole_number(options.alternatives_field, options.alternatives, 0, 0, most)
         of_prompt = options.prompt_alternatives
-        top = self._whole_number("prompt_logprobs", of_prompt, 0, 0, self._config.max_logprobs)
+        top = self._whole_number("prompt_logprobs", of_prompt, 0, 0, most)
         max_tokens = self._max_tokens(options, prompt, choices * (1 + max(alternatives, top)))
         seed = secrets.randbits(63) if options.seed is None else options.seed
         self._tokens("logit_bias", options.logit_bias)

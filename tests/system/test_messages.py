@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -66,6 +66,23 @@ def test_a_round_trip_with_a_tool(client: Any) -> None:
     after = client.messages.create(**{**ask, "messages": messages, "tool_choice": {"type": "none"}})
     assert after.stop_reason in ("end_turn", "max_tokens")
     assert after.usage.input_tokens + after.usage.cache_read_input_tokens > answer.usage.input_tokens
+
+
+@pytest.mark.system
+def test_the_tool_runner_calls_and_answers(client: Any) -> None:
+    called = []
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Bern", "Oslo"]) -> str:
+        """The weather of a city"""
+        called.append(city)
+        return "12 degrees"
+
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    ask = {**ASK, "max_tokens": 200, "tools": [get_weather], "tool_choice": choice}
+    runner = client.beta.messages.tool_runner(**ask, max_iterations=2)
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
+    assert len(called) == 2 and {*called} <= {"Bern", "Oslo"}
 
 
 @pytest.mark.system

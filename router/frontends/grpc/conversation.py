@@ -45,7 +45,7 @@ def read_conversation(chat: pb.ChatMessages, limits: FieldLimits) -> Conversatio
     check_tools(tools, limits, "chat.tools")
     if chat.tool_choice and chat.tool_name:
         raise refuse("chat.tool_name", "not with tool_choice: the tool is chosen already")
-    choice, _ = read_choice(chat.tool_choice or None, tools, "chat.tool_choice")
+    _, choice, _ = read_choice(chat.tool_choice or None, tools, "chat.tool_choice")
     name = check_named(chat.tool_name, tools, "chat.tool_name") if chat.tool_name else ""
     kwargs = chat.template_kwargs
     continues = chat.continue_final_message

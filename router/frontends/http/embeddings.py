@@ -14,12 +14,12 @@ from router.frontends.http.endpoint import CreatingEndpoint
 from router.frontends.http.exchange import Exchange
 from router.frontends.http.gate import caller_of
 from router.frontends.http.long_body import Lists
+from router.frontends.http.neutral_fields import Ignored
 from router.frontends.http.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,
     CacheSalt,
-    Ignored,
     ModelName,
     Prompts,
     read_request,

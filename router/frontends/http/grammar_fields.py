@@ -47,6 +47,8 @@ def _response_format(value: object) -> GrammarSpec | None:
             return ANY_OBJECT
         case "json_schema" if value.keys() == {"type", "json_schema"}:
             return schema_grammar(value["json_schema"], "json_schema")
+        case "json_schema" if "json_schema" not in value:
+            raise wrong("json_schema is missing")
         case "text" | "json_object" | "json_schema":
             raise wrong("has other fields than those of its type")
     raise unsupported("its type must be text, json_object or json_schema")

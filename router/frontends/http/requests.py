@@ -21,6 +21,7 @@ from router.frontends.http.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from router.frontends.http.neutral_fields import Ignored, NeutralFields
 from router.frontends.http.tool_fields import CHOICE_SCHEMA, TOOLS_SCHEMA
 from router.request.fields import (
     Length,
@@ -40,7 +41,6 @@ from router.request.messages import AnyMessage, chat_size, read_messages
 from router.request.options import (
     AnswerTokens,
     Flag,
-    GenerationOptions,
     LogprobCount,
     Priority,
     ReasoningEffort,
@@ -71,8 +71,6 @@ GRAMMAR_FIELDS = (
 )
 # Objects have no other fields, where the router does not ignore unknown ones
 CLOSED = ConfigDict(json_schema_extra={"additionalProperties": {"$limit": "ignore_unknown"}})
-
-Ignored: TypeAlias = Annotated[Any, WithJsonSchema({"description": "accepted, changes nothing"})]
 
 
 def _stream_options(value: object, info: ValidationInfo) -> object:
@@ -123,7 +121,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: Flag = Field(None, description="each chunk with the usage so far")
 
 
-class HttpRequest(GenerationOptions):
+class HttpRequest(NeutralFields):
     """The fields of both endpoints."""
 
     model_config = CLOSED
@@ -159,25 +157,6 @@ class HttpRequest(GenerationOptions):
     guided_choice: GuidedChoice = None
     guided_grammar: GuidedGrammar = None
 
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    verbosity: Ignored = None
-
-    functions: Annotated[Any, OnlyNeutral([])] = None
-    function_call: Annotated[Any, OnlyNeutral("none")] = None
-    echo: Annotated[Any, OnlyNeutral(False)] = None
-    suffix: Annotated[Any, OnlyNeutral("")] = None
-    modalities: Annotated[Any, OnlyNeutral(["text"])] = None
-    audio: Annotated[Any, OnlyNeutral()] = None
-    prediction: Annotated[Any, OnlyNeutral()] = None
-    web_search_options: Annotated[Any, OnlyNeutral()] = None
-    skip_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
-    bad_words: Annotated[Any, OnlyNeutral([])] = None
     prompt_logprobs: LogprobCount | None = Field(
         None, description="alternatives to each token of the prompt; not with stream, which shows none"
     )
@@ -253,6 +232,7 @@ Prompts: TypeAlias = Annotated[list[str | list[int]], PlainValidator(_prompts, s
 
 
 class CompletionRequest(HttpRequest):
+    add_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     tools: Annotated[Any, OnlyNeutral([])] = None
     tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
     parallel_tool_calls: Ignored = None
@@ -321,6 +301,7 @@ class ChatCompletionRequest(HttpRequest):
     add_generation_prompt: Flag = Field(None, description="default: true, but for continue_final_message")
     continue_final_message: Flag = Field(None, description="the answer continues the last message")
     include_reasoning: Flag = Field(None, description="false: reasoning is computed, and not sent")
+    add_special_tokens: Annotated[Any, OnlyNeutral(False)] = None
     messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[AnyMessage], late(minItems=1)])]
     logprobs: Flag = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs = true")
@@ -328,8 +309,7 @@ class ChatCompletionRequest(HttpRequest):
 
     def conversation(self, limits: FieldLimits) -> Conversation:
         """Read messages and tools. Raises InvalidRequestError or UnsupportedFieldError naming a field."""
-        tools = read_tools(self.tools or [], limits)
-        choice, name = read_choice(self.tool_choice, tools)
+        tools, choice, name = read_choice(self.tool_choice, read_tools(self.tools or [], limits))
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             raise refuse(
@@ -354,7 +334,12 @@ class ChatCompletionRequest(HttpRequest):
 
     @property
     def names_tool(self) -> bool:
-        return isinstance(self.tool_choice, dict)
+        """Rather than letting the model choose, also among `allowed_tools`."""
+        return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
+
+    @property
+    def alternatives_field(self) -> str:
+        return "top_logprobs"
 
     @property
     def alternatives(self) -> int | None:

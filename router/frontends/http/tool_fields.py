@@ -29,5 +29,20 @@ _NAMED_CHOICE = {
         "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
     },
 }
+_ALLOWED_CHOICE = {
+    "type": "object",
+    "required": ["type", "allowed_tools"],
+    "properties": {
+        "type": {"enum": ["allowed_tools"]},
+        "allowed_tools": {
+            "type": "object",
+            "required": ["mode", "tools"],
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "minItems": 1, "items": _NAMED_CHOICE},
+            },
+        },
+    },
+}
 TOOLS_SCHEMA = {"type": ["array", "null"], "items": _TOOL, "maxItems": {"$limit": "max_tools"}}
-CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
+CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE, _ALLOWED_CHOICE]}

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
+from cluster.grammar.library import make_matcher, make_tokenizer
 from cluster.grammar.spec import GrammarSpec, grammar_from_wire
 from router.request import grammar_trial
 from router.request.grammar_trial import Finding
@@ -56,11 +57,47 @@ def nested(levels: int) -> dict[str, Any]:
         ({"properties": {"a": {"items": [{}]}}}, "/properties/a/items"),
         ({"x-guidance": {"lenient": True}}, "/x-guidance"),
         ({"minimum": 1, "exclusiveMinimum": True}, "/exclusiveMinimum"),
+        ({"minProperties": 2}, "/minProperties"),
+        ({"allOf": [{"required": ["a", "a"], "minProperties": 3}]}, "/allOf/0/minProperties"),
+        (
+            {"patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2},
+            "/minProperties",
+        ),
     ],
 )
 async def test_the_keyword_is_named_with_its_place(checks, schema, place):
     assert f"at {place}: " in await refusal(checks, schema)
     assert f"at {place}: " in await refusal(checks, schema), "remembered"
+
+
+async def test_properties_that_cannot_repeat_are_counted(checks):
+    listed = {"properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
+    for schema in ({"minProperties": 1}, {**listed, "minProperties": 3}):
+        await checks.check("", RequestedGrammar("guided_json", json_spec(schema)))
+    unique = {**listed, "additionalProperties": False, "minProperties": 2}
+    await checks.check("", RequestedGrammar("guided_json", json_spec(unique)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"properties": {"a": {"const": 1}}, "required": ["a"]}, r'{"a":1,"b\n":2}', r'{"a":1,"\u0061":2}'),
+        ({"patternProperties": {"^a": {"const": 1}}}, '{"ab":1}', r'{"\u0061b":2}'),
+        ({"properties": {"\n": {"const": 1}}, "required": ["\n"]}, r'{"\n":1}', r'{"\n":1,"\u000a":2}'),
+    ],
+)
+def test_a_name_cannot_be_written_in_two_ways(tmp_path, schema, good, bad):
+    """Readers take the value of the second one, which the schema does not allow."""
+    text = (make_model_text(tmp_path) / "tokenizer.json").read_text()
+    matcher = make_matcher(GrammarSpec("json_schema", json.dumps(schema)), make_tokenizer(text, VOCAB, (2,)))
+    encoded = Tokenizer.from_str(text).encode(good, add_special_tokens=False).ids
+    assert matcher.validate_tokens(encoded) == len(encoded)
+    encoded = Tokenizer.from_str(text).encode(bad, add_special_tokens=False).ids
+    assert matcher.validate_tokens(encoded) < len(encoded)
+
+
+async def test_a_text_that_needs_an_escape_by_number_is_refused(checks):
+    assert await refusal(checks, {"const": "\x01"})
 
 
 async def test_schemas_have_a_depth(checks):

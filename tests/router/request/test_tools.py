@@ -34,9 +34,17 @@ def tool(name: Any = "f", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def conversation(**body: Any) -> Any:
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(tool, names)]}}
+
+
+def chat_request(**body: Any) -> ChatCompletionRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], **body}
-    return read_request(ChatCompletionRequest, body, LIMITS).conversation(LIMITS)
+    return read_request(ChatCompletionRequest, body, LIMITS)
+
+
+def conversation(**body: Any) -> Any:
+    return chat_request(**body).conversation(LIMITS)
 
 
 def test_http_and_grpc_read_the_same():
@@ -89,6 +97,14 @@ def test_http_and_grpc_read_the_same():
             {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]},
             "tool_choice.function.name",
         ),
+        (
+            {"tool_choice": allowed("g"), "tools": [tool()]},
+            "tool_choice.allowed_tools.tools[0].function.name",
+        ),
+        ({"tool_choice": allowed("f", "f"), "tools": [tool()]}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed(), "tools": [tool()]}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed("f", mode="none"), "tools": [tool()]}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice.allowed_tools"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
         ({"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs.raise_exception"),
@@ -157,6 +173,25 @@ def test_deep_schemas_are_refused():
     with pytest.raises(InvalidRequestError, match="32 levels") as caught:
         read_request(ChatCompletionRequest, body, limits).conversation(limits)
     assert caught.value.field == "tools[0].function.parameters"
+
+
+def test_only_allowed_tools_are_left():
+    tools = [tool("f"), tool("g")]
+    both = conversation(tools=tools, tool_choice=allowed("g", "f"))
+    assert [one.name for one in both.tools] == ["f", "g"] and not both.must_call
+    one = conversation(tools=tools, tool_choice=allowed("g", mode="required"))
+    assert [one.name for one in one.tools] == ["g"] and one.must_call
+    assert not chat_request(tools=tools, tool_choice=allowed("g")).names_tool
+    assert chat_request(tools=tools, tool_choice=tool("g")).names_tool
+
+
+def test_a_refused_answer_is_sent_back():
+    """As text: alone, or as a part beside other ones."""
+    parts = [{"type": "text", "text": "No, "}, {"type": "refusal", "refusal": "I must not."}]
+    assert read_messages([{"role": "assistant", "content": parts}], LIMITS)[0]["content"] == "No, I must not."
+    with pytest.raises(InvalidRequestError) as caught:
+        read_messages([{"role": "user", "content": parts}], LIMITS)
+    assert caught.value.field == "messages[0].content"
 
 
 def test_neutral_values_ask_for_nothing():

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from cluster.errors import BatonError, cut
+from cluster.errors import BatonError, UnsupportedFieldError, cut
 
 PATH = "/v1/messages"
 OVERLOADED = 529
@@ -24,6 +24,8 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
+# By this the client's tool runner sends the request again without a thread, and all messages with those that follow
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 ERROR_TYPES = (*dict.fromkeys(_TYPES.values()), "api_error")
 
 
@@ -43,11 +45,10 @@ def messages_status(error: BatonError) -> int:
 def messages_error_body(error: BatonError, request_id: str, status: int = 0) -> dict[str, Any]:
     """`status`: default: the error's own."""
     kind = _TYPES.get(status or messages_status(error), "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": cut(error.message)},
-        "request_id": request_id,
-    }
+    shown: dict[str, Any] = {"type": kind, "message": cut(error.message)}
+    if isinstance(error, UnsupportedFieldError) and error.field == "thread":
+        shown["details"] = _NO_THREADS
+    return {"type": "error", "error": shown, "request_id": request_id}
 
 
 def messages_error_response(

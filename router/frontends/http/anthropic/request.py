@@ -22,12 +22,12 @@ from router.frontends.http.anthropic.tools import (
     read_tools,
 )
 from router.frontends.http.grammar_fields import schema_grammar
+from router.frontends.http.neutral_fields import Ignored
 from router.frontends.http.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,
     CacheSalt,
-    Ignored,
     ModelName,
 )
 from router.request.fields import OnlyNeutral, RequestModel, Within, late, limits_of, unsupported, wrong
@@ -77,6 +77,11 @@ _Format: TypeAlias = Annotated[
         }
     ),
 ]
+
+
+def _no_thread(value: object) -> None:
+    if value is not None:
+        raise unsupported("no conversation is stored here: send all its messages")
 
 
 class ThinkingParam(RequestModel):
@@ -164,6 +169,11 @@ class MessagesRequest(ConversationFields, GenerationOptions):
 
     metadata: Ignored = None
     service_tier: Ignored = None
+    # Known, so that it is refused by routers that ignore unknown fields too: a request that continues a thread has a part
+    # of its messages
+    thread: Annotated[
+        Any, PlainValidator(_no_thread), WithJsonSchema({"enum": [None], "description": "not supported"})
+    ] = None
     diagnostics: Ignored = None
     inference_geo: Ignored = None
     speed: Ignored = None

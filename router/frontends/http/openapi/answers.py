@@ -37,9 +37,12 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "Baton": _baton(),
         "ChatLogprobs": _chat_logprobs(),
         "CompletionLogprobs": _completion_logprobs(),
-        "ChatCompletion": _answer("chat.completion", _chat_choice()),
+        "ChatCompletion": _answer("chat.completion", _chat_choice(), prompt_logprobs=_prompt_logprobs()),
         "ChatCompletionChunk": _chunk("chat.completion.chunk", _chat_delta()),
-        "Completion": _answer("text_completion", _completion_choice(one_of(["stop", "length"]))),
+        "Completion": _answer(
+            "text_completion",
+            _completion_choice(one_of(["stop", "length"]), prompt_logprobs=_prompt_logprobs()),
+        ),
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
         "Embeddings": _embeddings(),
         **response_schemas(),
@@ -142,8 +145,10 @@ def _head(name: str) -> dict[str, Schema]:
     return {"id": text(), "object": one_of([name]), "created": COUNT, "model": text()}
 
 
-def _answer(name: str, choice: Schema) -> Schema:
-    return record({**_head(name), "choices": array(choice), "usage": ref("Usage"), "baton": ref("Baton")})
+def _answer(name: str, choice: Schema, **further: Schema) -> Schema:
+    """`further`: what only some requests get."""
+    properties = {**_head(name), "choices": array(choice), "usage": ref("Usage"), "baton": ref("Baton")}
+    return record({**properties, **further}, list(properties))
 
 
 def _chunk(name: str, choice: Schema) -> Schema:
@@ -201,14 +206,14 @@ def _chat_delta() -> Schema:
     return _choice({"delta": delta, "logprobs": optional(ref("ChatLogprobs")), "finish_reason": finish})
 
 
-def _completion_choice(finish: Schema) -> Schema:
-    return _choice({"text": text(), "logprobs": optional(ref("CompletionLogprobs")), "finish_reason": finish})
+def _completion_choice(finish: Schema, **further: Schema) -> Schema:
+    logprobs = optional(ref("CompletionLogprobs"))
+    return _choice({"text": text(), "logprobs": logprobs, "finish_reason": finish}, **further)
 
 
-def _choice(properties: dict[str, Schema]) -> Schema:
+def _choice(properties: dict[str, Schema], **further: Schema) -> Schema:
     properties = {"index": COUNT, **properties}
-    further = {"token_ids": _TOKEN_IDS, "prompt_logprobs": _prompt_logprobs()}
-    return record({**properties, **further}, list(properties))
+    return record({**properties, "token_ids": _TOKEN_IDS, **further}, list(properties))
 
 
 def _prompt_logprobs() -> Schema:

@@ -42,8 +42,12 @@ def message_schemas() -> dict[str, Schema]:
 
 
 def _error() -> dict[str, Schema]:
+    details = record(
+        {"error_code": text(), "unsupported": array(text())}, description="of a request with `thread`"
+    )
+    shown = {"type": one_of(ERROR_TYPES), "message": text(minLength=1)}
     return {
-        "error": record({"type": one_of(ERROR_TYPES), "message": text(minLength=1)}),
+        "error": record({**shown, "details": details}, [*shown]),
         "request_id": text(),
     }
 

@@ -20,7 +20,7 @@ from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.request.fields import RequestModel, read, refuse, wrong
 from router.request.json_text import JsonTexts
 from router.request.limits import MAX_SHOWN, FieldLimits
-from router.request.messages import CallId, content_size, template_call
+from router.request.messages import CallId, RefusalPart, content_size, template_call
 from router.text.contents import role_of
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
@@ -31,11 +31,6 @@ _TEXT_TYPES = ("input_text", "output_text", "text")
 class InputTextPart(RequestModel):
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-class RefusalPart(RequestModel):
-    type: Literal["refusal"]
-    refusal: str
 
 
 class ReasoningPart(RequestModel):

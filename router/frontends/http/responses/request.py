@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, PlainValidator, ValidationInfo
 from pydantic.json_schema import WithJsonSchema
 
+from router.frontends.http.neutral_fields import Ignored
 from router.frontends.http.requests import (
     CLOSED,
     MODEL_DESCRIPTION,
     AskedPriority,
     CacheSalt,
-    Ignored,
     ModelName,
     TemplateKwargs,
 )
@@ -186,7 +186,9 @@ class ResponseRequest(GenerationOptions):
     logprobs: Annotated[Any, OnlyNeutral(False)] = None
     include_stop_text: Annotated[Any, OnlyNeutral(False)] = None
 
+    access_programs: Ignored = None
     client_metadata: Ignored = None
+    image: Ignored = None
     max_tool_calls: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
@@ -205,6 +207,10 @@ class ResponseRequest(GenerationOptions):
     @property
     def token_limit(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def alternatives_field(self) -> str:
+        return "top_logprobs"
 
     @property
     def alternatives(self) -> int | None:

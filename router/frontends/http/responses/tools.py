@@ -13,7 +13,16 @@ from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
 from cluster.errors import UnsupportedFieldError
 from router.request.fields import RequestModel, late, limits_of, refuse, unsupported, wrong
 from router.request.limits import FieldLimits
-from router.request.tools import MAX_NAME, NAME, check_count, check_named, check_size, check_tools, make_tool
+from router.request.tools import (
+    MAX_NAME,
+    NAME,
+    allowed_tools,
+    check_count,
+    check_named,
+    check_size,
+    check_tools,
+    make_tool,
+)
 from router.text.conversation import Tool
 
 MAX_SHOWN_TOOL = 64  # characters of a type in an error
@@ -129,8 +138,5 @@ def read_choice(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], Any
         return tools, choice or "auto", ""
     if choice["type"] == "function":
         return tools, "auto", check_named(choice["name"], tools, "tool_choice.name")
-    allowed = {
-        check_named(one["name"], tools, f"tool_choice.tools[{index}].name")
-        for index, one in enumerate(choice["tools"])
-    }
-    return [one for one in tools if one.name in allowed], choice["mode"], ""
+    names = ((one["name"], f"tool_choice.tools[{index}].name") for index, one in enumerate(choice["tools"]))
+    return allowed_tools(names, tools), choice["mode"], ""

@@ -108,7 +108,7 @@ SPECIAL: dict[str, list[Any]] = {
     ],
     "reasoning_effort": ["none", "minimal", "low", "medium", "high", "xhigh", "hard", "LOW"],
     "tools": [[{"type": "function"}]],
-    "tool_choice": ["none", "auto", "required"],
+    "tool_choice": ["none", "auto", "required", {"type": "allowed_tools"}],
     "function_call": ["none", "auto"],
     "response_format": [
         {"type": "text"}, {"type": "json_object"}, {"type": "text", "more": 1}, {"type": "json_schema"},

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import chat, completion_create_params, responses
 
 from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
@@ -18,6 +19,7 @@ from router.frontends.http.requests import (
     CompletionRequest,
     read_request,
 )
+from router.frontends.http.responses.request import ResponseRequest
 from router.gateway import RequestGateway
 from router.request.completion import Completion, prefix_scope
 from router.request.limits import FieldLimits
@@ -47,6 +49,14 @@ ACCEPTED = [
     {"stream_options": None},
     {"priority": -5},
     {"max_completion_tokens": 2},
+    {
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "early_stopping": False,
+        "guided_decoding_backend": "auto",
+    },
+    {"chat_template": None, "documents": None, "allowed_token_ids": None, "add_special_tokens": None},
+    {"moderation": None, "prompt_cache_options": {"mode": "explicit"}},
 ]
 REFUSED = [
     ({"skip_special_tokens": False}, "skip_special_tokens"),
@@ -65,6 +75,8 @@ REFUSED = [
     ({"stream_options": {"include_everything": True}}, "stream_options"),
     ({"stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats"),
     ({"stop": [""]}, "stop"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
 ]
 TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64)
 LIMITS = FieldLimits.of(RouterConfig(model="m", secret="x" * 16), TEXT)
@@ -86,6 +98,19 @@ def test_neutral_and_common_values_pass(path, body, router):
 def test_a_value_that_would_change_the_answer_is_refused(path, body, field, router):
     answer = httpx.post(f"{router.http}/v1/{path}", json={"max_tokens": 2, **BOTH[path], **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "request_model"),
+    [
+        (chat.completion_create_params.CompletionCreateParamsBase, ChatCompletionRequest),
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (responses.response_create_params.ResponseCreateParamsBase, ResponseRequest),
+    ],
+)
+def test_every_parameter_of_the_package_is_known(parameters, request_model):
+    """Supported or not: an error then says so, and not that the field is unknown."""
+    assert set(parameters.__annotations__) <= request_model.names
 
 
 def test_reasoning_effort_belongs_to_chats(router):

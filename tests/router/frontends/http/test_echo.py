@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from cluster.config.router import RouterConfig
@@ -220,3 +221,7 @@ def test_prompt_logprobs_have_vllms_shape(router, max_tokens):
     assert answer["prompt_logprobs"][0] is None
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert answer["choices"][0]["logprobs"] is None
+    document = httpx.get(f"{router.http}/openapi.json").json()
+    for name, value in (("Completion", done), ("ChatCompletion", answer)):
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(value)

@@ -53,6 +53,28 @@ def test_a_whole_answer_with_a_call_and_the_next_turn(scripted, client):
     assert "12 degrees" in prompt and "I look it up." in prompt
 
 
+def test_the_tool_runner_goes_on_without_a_thread(scripted, client):
+    """It asks the server to store the conversation, and is told that none is stored."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather of a city
+
+        Args:
+            city: its name
+        """
+        return f"12 degrees in {city}"
+
+    scripted.script(CALL, "tool_calls")
+    runner = client.beta.messages.tool_runner(**ASK, tools=[get_weather], max_iterations=2)
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
+    first, second = scripted.accepted
+    assert "12 degrees in Bern" in scripted.first.text.tokenizer.decode(second.prompt_tokens)
+    assert list(second.prompt_tokens[:8]) == list(first.prompt_tokens[:8])
+    with pytest.raises(anthropic.BadRequestError, match="thread: no conversation is stored here"):
+        client.beta.messages.create(**ASK, thread={"type": "create"})
+
+
 def test_a_streamed_answer_is_the_whole_one(scripted, client):
     scripted.script(CALL, "tool_calls")
     whole = client.messages.create(**ASK, tools=[WEATHER])
