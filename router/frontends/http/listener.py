@@ -150,9 +150,10 @@ class HttpServer(uvicorn.Server):
         del self._silent[connection]
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.fileno())
+        begins = not self._ready
         if (closed := self._ready.push(connection)) is not None:
             closed.close()
-        if len(self._ready) == 1:
+        if begins:
             self._turned = time.thread_time()
             loop.call_soon(self._open_ready)
 
