@@ -167,6 +167,18 @@ def test_the_oldest_turns_are_left_out():
     assert left is not None and len(left) == 4
 
 
+def test_leaving_out_turns_looks_at_no_message():
+    """It runs on the event loop, and an input has thousands of messages."""
+    given = Turns(Conversation([user("u"), user("v"), *[assistant("a")] * 200_000]))
+
+    def seconds() -> float:
+        began = time.process_time()
+        assert given.without_oldest([0, 1, 200_001], tokens=200_002, room=100) is not None
+        return time.process_time() - began
+
+    assert min(seconds() for _ in range(3)) < 0.001  # 10 ms where they are copied
+
+
 def test_turns_are_measured_as_templates_show_them():
     """Tools are always there, and reasoning in the last turn only."""
     messages = [user("a"), assistant("b", reasoning_content="early"), user("c"), assistant("d")]
