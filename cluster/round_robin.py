@@ -11,13 +11,16 @@ T = TypeVar("T")
 class RoundRobin(Generic[T]):
     """An owner with many items delays another's by one item; those of each go in the order of arrival.
 
-    All operations take the same time for any number of items, except where it is said.
+    All operations take the same time for any number of items and owners, except where it is said.
     """
 
     def __init__(self) -> None:
         # The owner whose turn is next comes first; none is empty.
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
         self._items = 0
+        # Owners by how many items they have, without empty sets; the one whose number changed last comes last.
+        self._by_count: dict[int, dict[str, None]] = {}
+        self._most = 0
 
     def __len__(self) -> int:
         return self._items
@@ -29,6 +32,7 @@ class RoundRobin(Generic[T]):
             queue = self._waiting[owner] = deque()
         queue.append(item)
         self._items += 1
+        self._count(owner, len(queue) - 1, len(queue))
 
     def pop(self) -> T:
         """The next item. Its owner's others go behind those of all other owners. Raises KeyError where none waits."""
@@ -36,19 +40,18 @@ class RoundRobin(Generic[T]):
         item = queue.popleft()
         if queue:
             self._waiting[owner] = queue
-        self._items -= 1
+        self._has_left(owner, queue)
         return item
 
     def pop_newest_of_most(self) -> T:
-        """Remove the newest item of the owner with the most. Looks at each owner. Raises KeyError where none waits."""
-        if not self._waiting:
-            raise KeyError
-        owner = max(self._waiting, key=lambda one: len(self._waiting[one]))
+        """Remove the newest item of the owner with the most; of several, of the one that got or lost an item last. Raises
+        KeyError where none waits."""
+        owner = next(reversed(self._by_count[self._most]))
         queue = self._waiting[owner]
         item = queue.pop()
         if not queue:
             del self._waiting[owner]
-        self._items -= 1
+        self._has_left(owner, queue)
         return item
 
     def remove(self, owner: str, item: T) -> None:
@@ -57,6 +60,22 @@ class RoundRobin(Generic[T]):
         if queue is None or item not in queue:
             return
         queue.remove(item)
-        self._items -= 1
         if not queue:
             del self._waiting[owner]
+        self._has_left(owner, queue)
+
+    def _has_left(self, owner: str, queue: deque[T]) -> None:
+        """One item of this owner's."""
+        self._items -= 1
+        self._count(owner, len(queue) + 1, len(queue))
+
+    def _count(self, owner: str, before: int, now: int) -> None:
+        if before:
+            owners = self._by_count[before]
+            del owners[owner]
+            if not owners:
+                del self._by_count[before]
+        if now:
+            self._by_count.setdefault(now, {})[owner] = None
+        if now > self._most or self._most not in self._by_count:  # that of one owner has changed, by one
+            self._most = now

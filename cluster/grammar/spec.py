@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,6 +15,7 @@ from wire import common_pb2
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 # Of its text, in UTF-8. A grammar is sent with every attempt, and again from the prefill to the decode worker.
 MAX_GRAMMAR_BYTES = 128 << 10
+_CHOICE_BYTES = 3  # of JSON around the text of a choice; the list has one byte more
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class GrammarSpec:
 
     @classmethod
     def of_choices(cls, texts: Iterable[str]) -> GrammarSpec:
+        """A client's texts: after why_choices_too_long."""
         return cls("choice", json.dumps(list(texts), ensure_ascii=False, separators=(",", ":")))
 
     @cached_property
@@ -55,17 +57,37 @@ def grammar_from_wire(grammar: common_pb2.Grammar) -> GrammarSpec:
         case "lark":
             spec = GrammarSpec("lark", grammar.lark)
         case "choice" if grammar.choice.texts:
+            if reason := why_choices_too_long(grammar.choice.texts):
+                raise _too_long(reason)
             spec = GrammarSpec.of_choices(grammar.choice.texts)
         case _:
             raise InvalidRequestError(
                 "grammar: has none of json_schema, regex, choice and lark, or no choices", field="grammar"
             )
     if reason := why_too_long(spec.text):
-        raise InvalidRequestError(f"grammar: {reason}", field="grammar", limit=str(MAX_GRAMMAR_BYTES))
+        raise _too_long(reason)
     return spec
 
 
+def _too_long(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"grammar: {reason}", field="grammar", limit=str(MAX_GRAMMAR_BYTES))
+
+
 def why_too_long(text: str) -> str:
-    """Why a grammar cannot have this text; empty if it can."""
-    size = len(text.encode(errors="surrogatepass"))
-    return f"{size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed" if size > MAX_GRAMMAR_BYTES else ""
+    """Why a grammar cannot have this text; empty if it can. A text of megabytes is not encoded."""
+    if text.isascii() or len(text) > MAX_GRAMMAR_BYTES:
+        size, least = len(text), "" if text.isascii() else "more than "
+    else:
+        size, least = len(text.encode(errors="surrogatepass")), ""
+    return f"{least}{size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed" if size > MAX_GRAMMAR_BYTES else ""
+
+
+def why_choices_too_long(texts: Sequence[str]) -> str:
+    """Why a grammar cannot have these choices, before their JSON is made: a request may have megabytes of them. Empty if
+    it probably can."""
+    count = len(texts)
+    if _CHOICE_BYTES * count <= MAX_GRAMMAR_BYTES:
+        size = sum(map(len, texts)) + _CHOICE_BYTES * count
+        if size <= MAX_GRAMMAR_BYTES:
+            return ""
+    return f"{count} choices; at most {MAX_GRAMMAR_BYTES} bytes of JSON are allowed"

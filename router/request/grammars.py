@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import orjson
 from cluster.errors import InvalidRequestError, ModelError, OverloadedError, UnsupportedFieldError
 from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
-from cluster.grammar.spec import GrammarSpec, Kind, why_too_long
+from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long
 from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
@@ -175,11 +174,14 @@ def spec_of(kind: Kind, text: str) -> GrammarSpec:
 
 
 def json_spec(schema: object) -> GrammarSpec:
-    """Return the grammar of a JSON schema, or of its text. Raises ValueError."""
+    """Return the grammar of a JSON schema, or of its text, which has no more bytes than a grammar. Raises ValueError."""
     if isinstance(schema, str):
+        # The scan of a body counts a text as one element, whatever JSON is in it.
+        if reason := why_too_long(schema):
+            raise ValueError(reason)
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
+            schema = orjson.loads(schema)
+        except ValueError:
             raise ValueError("must be a JSON schema") from None
     if not isinstance(schema, Mapping | bool):
         raise ValueError("must be a JSON schema: an object, true or false")
@@ -191,8 +193,10 @@ def json_spec(schema: object) -> GrammarSpec:
 
 def choice_spec(texts: object) -> GrammarSpec:
     """Raises ValueError."""
-    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+    if not isinstance(texts, list) or not texts or not set(map(type, texts)) <= {str}:
         raise ValueError("must be a non-empty list of texts")
+    if reason := why_choices_too_long(texts):
+        raise ValueError(reason)
     return spec_of("choice", GrammarSpec.of_choices(texts).text)
 
 

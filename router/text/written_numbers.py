@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import orjson
 
-# Whole numbers of fewer digits are exact. Digits within texts count too. A run of digits is looked at from its beginning
-# only: from each digit on, runs of 18 would take ten times as long.
-_MAY_DIFFER = re.compile(rb"\d(?:\.\d|[eE][-+\d])|(?<!\d)\d{19}|-0")
+# Whole numbers of fewer digits are exact. Digits within texts count too. Plain searches after a translation: a regular
+# expression takes 40 ns per byte, and holds the interpreter lock for 0.3 s of the longest body.
+_KINDS = bytes(
+    ord("0") if code in b"0123456789" else ord("e") if code in b"eE" else ord("-") if code in b"-+" else code
+    for code in range(256)
+)
+_LONGEST = 19
+_DIFFERENT = (b"0.0", b"0e0", b"0e-", b"0" * _LONGEST)
+_PIECE = 1 << 16
+_ENDS = bytes(ord(",") if code in b":[,]}" else code for code in range(256))  # what is beside a number
 _LONG = 20  # characters of the longest whole numbers of 64 bits
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -40,7 +47,22 @@ class WithWrittenNumbers(dict[str, Any]):
 
 def may_differ(raw: bytes | bytearray) -> bool:
     """Whether a JSON text may have such numbers."""
-    return _MAY_DIFFER.search(raw) is not None
+    for piece in _pieces(raw):
+        kinds = piece.translate(_KINDS)
+        if b"-0" in piece or any(one in kinds for one in _DIFFERENT):
+            return True
+    return False
+
+
+def may_have_zero(compact: bytes) -> bool:
+    """Whether a number in a JSON text without spaces may be 0."""
+    return any(b",0," in piece.translate(_ENDS) for piece in _pieces(compact))
+
+
+def _pieces(raw: bytes | bytearray) -> Iterator[bytes | bytearray]:
+    """Which other threads may run between; what is searched for is within one of them."""
+    for at in range(0, len(raw), _PIECE):
+        yield raw[max(0, at - _LONGEST + 1) : at + _PIECE]
 
 
 def loads(raw: bytes | bytearray) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -51,3 +52,38 @@ def test_the_number_of_items_is_that_of_what_waits_after_any_sequence() -> None:
                 expected.discard(known)
         assert len(waiting) == len(expected)
     assert sorted(waiting.pop() for _ in range(len(waiting))) == sorted(item for _, item in expected)
+
+
+def test_who_has_the_most_after_any_sequence() -> None:
+    rng = random.Random(11)
+    waiting: RoundRobin[int] = RoundRobin()
+    expected: dict[str, list[int]] = {owner: [] for owner in "abcd"}
+    for number in range(2000):
+        owner = rng.choice("abcd")
+        match rng.randrange(4):
+            case 0 | 1:
+                waiting.push(owner, number)
+                expected[owner].append(number)
+            case 2 if any(expected.values()):
+                item = waiting.pop()
+                next(one for one in expected.values() if item in one).remove(item)
+            case 3 if any(expected.values()):
+                item = waiting.pop_newest_of_most()
+                most = next(one for one in expected.values() if item in one)
+                assert most[-1] == item and len(most) == max(map(len, expected.values()))
+                most.pop()
+
+
+def test_many_owners_do_not_make_the_search_for_the_most_slow() -> None:
+    def seconds(owners: int) -> float:
+        waiting: RoundRobin[int] = RoundRobin()
+        for number in range(owners):
+            waiting.push(str(number), number)
+        began = time.process_time()
+        for number in range(200):
+            waiting.push(f"further {number}", number)
+            waiting.pop_newest_of_most()
+        return time.process_time() - began
+
+    # A search through all of them takes 500 times as long for the larger number.
+    assert min(seconds(5000) for _ in range(3)) < 20 * max(min(seconds(10) for _ in range(3)), 1e-4)

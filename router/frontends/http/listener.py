@@ -5,7 +5,8 @@
         ▼                                   ▼
     closed                               closed           if there are too many of either, the oldest is closed
 
-A silent connection makes room for a new one only if none of its bytes wait in the kernel.
+A silent connection makes room for a new one only if none of its bytes wait in the kernel. Where too many are ready, those
+of who has the most get 429 (router/frontends/http/ready.py).
 
 A connection that sends nothing costs a descriptor only: no TLS state, no protocol. Nor does one whose client has left
 when its turn comes: a flood of connections that are reset at once would keep the event loop busy with their requests.
@@ -22,8 +23,10 @@ from typing import Any
 
 import uvicorn
 
+from cluster.errors import OverloadedError
 from cluster.security.key_file import ApiKeys
 from router.frontends.http.acknowledged import TcpState, state_of
+from router.frontends.http.errors import closing_answer
 from router.frontends.http.ready import ReadyConnections
 from router.listening import accepted_all, refuse_connections
 
@@ -40,6 +43,9 @@ OPENED_PER_TURN = 2
 SECONDS_PER_OPENING = 0.002
 # With TLS: most of a handshake's work is done in the turn in which it is opened.
 HANDSHAKES_PER_TURN = 4
+TURNED_AWAY_BYTES = (
+    1 << 14
+)  # of a request, read before it is refused: closing unread bytes would lose the answer
 _POST = b"POST"
 
 
@@ -61,6 +67,8 @@ class HttpServer(uvicorn.Server):
             None if config.is_ssl else keys, max_silent
         )  # their first bytes have arrived
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
+        text = f"{max_silent} connections wait to be opened at this router, and this client has the most; try again"
+        self._refusal = closing_answer(429, OverloadedError(text, limit=str(max_silent)))
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         """Leave the process's signal handlers alone; uvicorn would raise at its end what it caught."""
@@ -103,8 +111,6 @@ class HttpServer(uvicorn.Server):
         for count in itertools.count(1):
             if count % self._accepts_per_turn == 0:
                 # While connections wait, `_next` returns without giving up the turn.
-                await asyncio.sleep(0)
-            while self._ready.full:
                 await asyncio.sleep(0)
             try:
                 connection = await self._next(listener)
@@ -150,11 +156,18 @@ class HttpServer(uvicorn.Server):
         del self._silent[connection]
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.fileno())
-        if (closed := self._ready.push(connection)) is not None:
-            closed.close()
-        if len(self._ready) == 1:
+        begins = not self._ready
+        if (refused := self._ready.push(connection)) is not None:
+            self._turn_away(refused)
+        if begins:
             self._turned = time.thread_time()
             loop.call_soon(self._open_ready)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # its client has left
+            if not self.config.ssl:
+                connection.recv(TURNED_AWAY_BYTES)
+                connection.send(self._refusal)
 
     def _open_ready(self) -> None:
         loop = asyncio.get_running_loop()

@@ -12,39 +12,44 @@ from starlette.responses import Response
 # Copied and written at once: less than 1 ms, also encrypted. With TLS a transport encrypts a write at once, and pauses
 # from the second write on that does not fit.
 SLICE_BYTES = 256 << 10
+LONG_TEXT = 16_384  # characters, which take 0.01 ms
 _MARK = b"\x00"  # JSON has no such byte: it is escaped in texts
 
 
 class Lists:
-    """JSON lists and texts that are encoded already, for one object, or for several that show the same ones."""
+    """JSON lists whose items are encoded already, and other long parts, for one object, or for several that show the same
+    ones: none is copied until it is written."""
 
     def __init__(self) -> None:
-        self._lists: list[Sequence[bytes]] = []
-        self._texts: set[int] = set()  # which of them are texts
+        self._lists: list[Sequence[bytes]] = []  # bytes: a part without brackets
 
     def add(self, items: Sequence[bytes]) -> orjson.Fragment:
         """Stands for the list in an object. Each of `items` is one or more of its items, without brackets; more may be
         added to it until the object is encoded."""
-        self._lists.append(items)
-        return orjson.Fragment(_MARK + b"%d" % (len(self._lists) - 1) + _MARK)
+        return orjson.Fragment(self.mark(items))
 
-    def text(self, pieces: Sequence[bytes]) -> orjson.Fragment:
-        """Stands for a text in an object: its JSON, with quotation marks, in pieces that are not joined."""
-        self._texts.add(len(self._lists))
-        return self.add(pieces)
+    def text(self, text: str) -> str | orjson.Fragment:
+        """Stands for a text in an object; a long one is encoded once, however many objects show it."""
+        return text if len(text) <= LONG_TEXT else orjson.Fragment(self.mark(orjson.dumps(text)))
 
-    def encode(self, shown: Any) -> list[bytes]:
+    def mark(self, part: Sequence[bytes]) -> bytes:
+        """Stands for a list, or for bytes as they are, in an object that is encoded already."""
+        self._lists.append(part)
+        return _MARK + b"%d" % (len(self._lists) - 1) + _MARK
+
+    def encode(self, given: Any) -> list[bytes]:
         """The object's JSON, in pieces."""
         pieces: list[bytes] = []
-        for index, part in enumerate(orjson.dumps(shown).split(_MARK)):
+        for index, part in enumerate(orjson.dumps(given).split(_MARK)):
             if index % 2 == 0:
                 pieces.append(part)
                 continue
-            if int(part) in self._texts:
-                pieces += self._lists[int(part)]
+            shown = self._lists[int(part)]
+            if isinstance(shown, bytes):
+                pieces.append(shown)
                 continue
             pieces.append(b"[")
-            for number, item in enumerate(self._lists[int(part)]):
+            for number, item in enumerate(shown):
                 pieces += (b",", item) if number else (item,)
             pieces.append(b"]")
         return pieces

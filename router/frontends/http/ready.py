@@ -3,6 +3,9 @@
 Opening a connection, and refusing or answering its first request, takes about 0.2 ms of the event loop: behind thousands
 that come at once, a client would wait for half a second. So connections whose first request has a valid key are opened by
 tenants in turns, all others by clients' addresses, one of either at a time.
+
+Where too many wait, the newest of who has the most is turned away. If all were left in the kernel's backlog instead, where
+there are no turns, everybody would wait behind a flood from one tenant or address.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class ReadyConnections:
 
     def __init__(self, keys: ApiKeys | None, limit: int):
         """`keys`: None where there are none, or heads are encrypted: then all connections wait by address. `limit`: of
-        connections that wait."""
+        connections that wait, with a key and without each."""
         self._limit = limit
         self._keys = keys if keys is not None and keys.on else None
         self._with_key: RoundRobin[socket.socket] = RoundRobin()  # by tenant
@@ -35,22 +38,15 @@ class ReadyConnections:
     def __len__(self) -> int:
         return len(self._with_key) + len(self._without_key)
 
-    @property
-    def full(self) -> bool:
-        """Whether further ones are to wait in the kernel's backlog, where none is before another."""
-        return len(self if self._keys is None else self._with_key) > self._limit
-
     def push(self, connection: socket.socket) -> socket.socket | None:
-        """Returns the one to be closed, if too many without a key wait beside clients with keys: the newest of the address
-        with the most."""
+        """Returns the one to be turned away, if too many wait: the newest of the tenant, or address, with the most."""
         tenant = self._tenant(connection)
         if tenant is not None:
-            self._with_key.push(tenant, connection)
-            return None
-        self._without_key.push(_address(connection), connection)
-        if self._keys is None or len(self._without_key) <= self._limit:
-            return None
-        return self._without_key.pop_newest_of_most()
+            queue, owner = self._with_key, tenant
+        else:
+            queue, owner = self._without_key, _address(connection)
+        queue.push(owner, connection)
+        return queue.pop_newest_of_most() if len(queue) > self._limit else None
 
     def pop(self) -> socket.socket:
         """Remove and return the next connection. Raises KeyError where none waits."""

@@ -95,7 +95,8 @@ class Answer:
             return {"message": self._parts.message()}
         text = "".join(self._text)
         if self._echo:
-            return self._shape.message(lists.text([b'"', self._echo, orjson.dumps(text)[1:]]))
+            marked = b'"' + lists.mark(self._echo) + orjson.dumps(text)[1:]
+            return self._shape.message(orjson.Fragment(marked))
         return self._shape.message(text)
 
     def add(self, delta: Delta) -> None:

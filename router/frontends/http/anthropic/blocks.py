@@ -11,7 +11,6 @@ Consecutive messages of one role are one turn. Images, documents and the blocks 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
@@ -28,7 +27,6 @@ from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 MAX_ID = 256  # characters of a tool_use's id
 BETWEEN = "\n"  # texts of one turn
 MEMBER_CHARACTERS = 16  # cost of a member of a list or an object beside its text
-_ZERO = re.compile(rb"[:\[,]0[,\]}]")  # orjson writes -0 so too
 ChatMessage: TypeAlias = dict[str, Any]
 Id: TypeAlias = Annotated[str, Length(1, MAX_ID)]
 
@@ -108,7 +106,7 @@ class WrittenInputs:
     def _differs(self, parsed: bytes) -> bool:
         if written_numbers.may_differ(parsed):
             return True
-        if _ZERO.search(parsed) is None:
+        if not written_numbers.may_have_zero(parsed):  # orjson writes -0 so too
             return False
         if self._has_minus_zero is None:
             self._has_minus_zero = b"-0" in self._text

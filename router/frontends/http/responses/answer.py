@@ -41,6 +41,7 @@ class _Output:
     def __init__(self, shape: ResponseShape):
         self._shape = shape
         self._lists = Lists()
+        self._echo = self._lists.mark(shape.echo)
         self._items = OutputItems(self._lists, encrypt_reasoning=shape.encrypt_reasoning)
         self._waiting: list[Token] = []  # whose text is not decided yet; where log probabilities are shown
         self._whole = True
@@ -59,7 +60,7 @@ class _Output:
     def _end(self, outcomes: Sequence[Outcome]) -> tuple[list[Event], orjson.Fragment]:
         """The last items' events, and the response."""
         events = self._items.end(whole=self._whole)
-        return events, self._shape.ended(self._items.done, outcomes[-1], whole=self._whole)
+        return events, self._shape.ended(self._echo, self._items.done, outcomes[-1], whole=self._whole)
 
 
 class WholeResponse(_Output):
@@ -98,19 +99,22 @@ class ResponseEvents(_Output):
             "message": shown["message"],
             "param": shown["param"],
         }
-        response = self._shape.failed(self._items.done, error)
+        response = self._shape.failed(self._echo, self._items.done, error)
         events = [*stopped, {"type": "error", **named}, {"type": "response.failed", "response": response}]
         return self._written(begin, self._encoded(events))
 
     def _written(self, *events: Iterator[bytes]) -> Written:
-        """In one piece, but where log probabilities are many."""
-        return b"".join(chain(*events)) if self.kept <= SLICE_BYTES else chain(*events)
+        """In one piece where they are short. Many log probabilities are put together when they are written."""
+        if self.kept > SLICE_BYTES:
+            return chain(*events)
+        pieces = list(chain(*events))
+        return b"".join(pieces) if sum(map(len, pieces)) <= SLICE_BYTES else pieces
 
     def _begin(self) -> Iterator[bytes]:
         if self._begun:
             return iter(())
         self._begun = True
-        response = self._shape.begun()
+        response = self._shape.begun(self._echo)
         kinds = ("response.created", "response.in_progress")
         return self._encoded([{"type": kind, "response": response} for kind in kinds])
 

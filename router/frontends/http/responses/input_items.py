@@ -70,10 +70,20 @@ class FunctionCallOutputItem(RequestModel):
     output: Texts
 
 
+def _uncopied(value: object) -> list[Any] | None:
+    """A list that is not walked: one may have a million entries, and those of a summary change nothing."""
+    if not isinstance(value, list | None):
+        raise wrong("must be a list")
+    return value
+
+
+Unread: TypeAlias = Annotated[list[Any] | None, PlainValidator(_uncopied, list[Any] | None)]
+
+
 class ReasoningItem(RequestModel):
     type: Literal["reasoning"]
-    summary: list[Any] | None = None
-    content: list[Any] | None = None
+    summary: Unread = None
+    content: Unread = None
     encrypted_content: str | None = None
 
 

@@ -48,21 +48,28 @@ class OpenItem(Protocol):
 class _Pieces:
     """Text that arrives in pieces, and the fields by which its events name the item."""
 
-    def __init__(self, prefix: str, output_index: int):
+    def __init__(self, prefix: str, output_index: int, lists: Lists):
         self.id = f"{prefix}_{secrets.token_hex(16)}"
         self.status: Status = "in_progress"
         self.kept = 0  # bytes of log probabilities
         self._texts: list[str] = []
+        self._lists = lists
+        self._shown: str | orjson.Fragment = ""  # all of the text, once it has ended
         self._place = {"item_id": self.id, "output_index": output_index}
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
 
+    def _end(self, status: Status) -> str | orjson.Fragment:
+        """Of the text: what the last events show."""
+        self.status, self._shown = status, self._lists.text(self.text)
+        return self._shown
+
 
 class MessageOutput(_Pieces):
     def __init__(self, output_index: int, lists: Lists):
-        super().__init__("msg", output_index)
+        super().__init__("msg", output_index, lists)
         # Encoded as they arrive: at the end of a large answer that takes too long
         self._logprobs: list[bytes] = []
         self._all_logprobs = lists.add(self._logprobs)
@@ -75,10 +82,10 @@ class MessageOutput(_Pieces):
             "type": "message",
             "status": self.status,
             "role": "assistant",
-            "content": [self._part(self.text)] if begun else [],
+            "content": [self._part(self._shown)] if begun else [],
         }
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _part(self, text: str | orjson.Fragment) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._all_logprobs}
 
     def begin(self) -> Iterator[Event]:
@@ -99,8 +106,7 @@ class MessageOutput(_Pieces):
         }
 
     def end(self, status: Status) -> Iterator[Event]:
-        self.status = status
-        text = self.text
+        text = self._end(status)
         yield {
             "type": "response.output_text.done",
             **self._place,
@@ -113,20 +119,20 @@ class MessageOutput(_Pieces):
 
 
 class ReasoningOutput(_Pieces):
-    def __init__(self, output_index: int, *, encrypt: bool):
-        super().__init__("rs", output_index)
+    def __init__(self, output_index: int, lists: Lists, *, encrypt: bool):
+        super().__init__("rs", output_index, lists)
         self._encrypt = encrypt
 
     @property
     def item(self) -> dict[str, Any]:
-        begun, text = self.status != "in_progress", self.text
+        begun = self.status != "in_progress"
         return {
             "id": self.id,
             "type": "reasoning",
             "status": self.status,
             "summary": [],
-            "content": [{"type": "reasoning_text", "text": text}] if begun else [],
-            "encrypted_content": encrypted(text) if begun and self._encrypt else None,
+            "content": [{"type": "reasoning_text", "text": self._shown}] if begun else [],
+            "encrypted_content": encrypted(self.text) if begun and self._encrypt else None,
         }
 
     def begin(self) -> Iterator[Event]:
@@ -138,16 +144,15 @@ class ReasoningOutput(_Pieces):
         return {"type": "response.reasoning_text.delta", **self._place, "content_index": 0, "delta": text}
 
     def end(self, status: Status) -> Iterator[Event]:
-        self.status = status
-        text = self.text
+        text = self._end(status)
         yield {"type": "response.reasoning_text.done", **self._place, "content_index": 0, "text": text}
         part = {"type": "reasoning_text", "text": text}
         yield {"type": "response.content_part.done", **self._place, "content_index": 0, "part": part}
 
 
 class CallOutput(_Pieces):
-    def __init__(self, output_index: int, begin: CallBegin):
-        super().__init__("fc", output_index)
+    def __init__(self, output_index: int, begin: CallBegin, lists: Lists):
+        super().__init__("fc", output_index, lists)
         self.call = begin.call
         self._call_id, self._name = begin.id, begin.name
 
@@ -159,7 +164,7 @@ class CallOutput(_Pieces):
             "status": self.status,
             "call_id": self._call_id,
             "name": self._name,
-            "arguments": self.text if self.status != "in_progress" else "",
+            "arguments": self._shown if self.status != "in_progress" else "",
         }
 
     def begin(self) -> Iterator[Event]:
@@ -170,12 +175,12 @@ class CallOutput(_Pieces):
         return {"type": "response.function_call_arguments.delta", **self._place, "delta": text}
 
     def end(self, status: Status) -> Iterator[Event]:
-        self.status = status
+        text = self._end(status)
         yield {
             "type": "response.function_call_arguments.done",
             **self._place,
             "name": self._name,
-            "arguments": self.text,
+            "arguments": text,
         }
 
 
@@ -195,7 +200,7 @@ class OutputItems:
         left = logprobs or []
         for part in parts:
             if isinstance(part, CallBegin):
-                events += self._begin(CallOutput(self._next, part))
+                events += self._begin(CallOutput(self._next, part, self._lists))
             elif part.text:
                 item = self._item_for(part, events)
                 shown: Logprobs = []
@@ -209,7 +214,7 @@ class OutputItems:
         item = self._open
         match part:
             case ReasoningText() if not isinstance(item, ReasoningOutput):
-                events += self._begin(item := ReasoningOutput(self._next, encrypt=self._encrypt))
+                events += self._begin(item := ReasoningOutput(self._next, self._lists, encrypt=self._encrypt))
             case ContentText() if not isinstance(item, MessageOutput):
                 events += self._begin(item := MessageOutput(self._next, self._lists))
             case CallArguments(call, _) if not isinstance(item, CallOutput) or item.call != call:

@@ -28,7 +28,7 @@ def _id() -> str:
 class ResponseShape:
     completion: Completion
     text: ModelText
-    echo: bytes  # JSON members that repeat the request, of `echoed`
+    echo: bytes  # JSON members that repeat the request, of `echoed`; methods get what stands for them
     logprobs: bool
     encrypt_reasoning: bool
     admin: bool
@@ -42,28 +42,30 @@ class ResponseShape:
         return cls(
             completion,
             text,
-            orjson.dumps(echoed(request, completion)),
+            orjson.dumps(echoed(request, completion))[1:-1],
             LOGPROBS in request.include,
             ENCRYPTED_REASONING in request.include,
             admin,
         )
 
-    def begun(self) -> orjson.Fragment:
-        return self._response("in_progress")
+    def begun(self, echo: bytes) -> orjson.Fragment:
+        return self._response(echo, "in_progress")
 
-    def ended(self, output: Sequence[dict[str, Any]], outcome: Outcome, *, whole: bool) -> orjson.Fragment:
+    def ended(
+        self, echo: bytes, output: Sequence[dict[str, Any]], outcome: Outcome, *, whole: bool
+    ) -> orjson.Fragment:
         """`whole`: max_output_tokens did not end it."""
         more = {"usage": _usage(outcome), "baton": baton(outcome, admin=self.admin)}
         if not whole:
             details = {"reason": "max_output_tokens"}
-            return self._response("incomplete", output=output, incomplete_details=details, **more)
-        return self._response("completed", output=output, completed_at=int(time.time()), **more)
+            return self._response(echo, "incomplete", output=output, incomplete_details=details, **more)
+        return self._response(echo, "completed", output=output, completed_at=int(time.time()), **more)
 
-    def failed(self, output: Sequence[dict[str, Any]], error: BatonError) -> orjson.Fragment:
+    def failed(self, echo: bytes, output: Sequence[dict[str, Any]], error: BatonError) -> orjson.Fragment:
         shown = {"code": _code(error), "message": cut(error.message)}
-        return self._response("failed", output=output, error=shown)
+        return self._response(echo, "failed", output=output, error=shown)
 
-    def _response(self, status: str, **more: Any) -> orjson.Fragment:
+    def _response(self, echo: bytes, status: str, **more: Any) -> orjson.Fragment:
         given = {
             "id": self.id,
             "object": "response",
@@ -76,7 +78,7 @@ class ResponseShape:
             "usage": None,
             **more,
         }
-        return orjson.Fragment(orjson.dumps(given)[:-1] + b"," + self.echo[1:])
+        return orjson.Fragment(orjson.dumps(given)[:-1] + b"," + echo + b"}")
 
     def token_logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         if not self.logprobs:

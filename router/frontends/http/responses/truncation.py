@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ class Turns:
     """A conversation in parts: what precedes the first user's message, and the turns, which begin with one each."""
 
     def __init__(self, conversation: Conversation):
+        """Looks at each message; the other methods that run on the event loop do not."""
         self._conversation = conversation
         self._first, *self._turns = list(_parts(conversation.messages))
 
@@ -40,11 +42,13 @@ class Turns:
         while dropped < len(self._turns) - 1 and (left > target or not dropped):
             dropped += 1
             left -= lengths[dropped]
-        kept = [message for turn in self._turns[dropped:] for message in turn]
-        return Turns(replace(self._conversation, messages=[*self._first, *kept]))
+        kept = copy.copy(self)
+        kept._turns = self._turns[dropped:]
+        return kept
 
     def conversation(self) -> Conversation:
-        return self._conversation
+        kept = [message for turn in self._turns for message in turn]
+        return replace(self._conversation, messages=[*self._first, *kept])
 
     def __len__(self) -> int:
         """Of parts."""

@@ -138,6 +138,31 @@ async def test_a_flood_of_requests_is_answered_where_few_connections_may_be_sile
                 assert await answer(client) == b"HTTP/1.1 200"
 
 
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_connection_that_is_turned_away_is_told_so(tls: bool) -> None:
+    """Over TLS it is closed: an answer would need a handshake."""
+    server = server_of(2)
+    server.config.ssl = tls or None  # type: ignore[assignment]
+    server._open_ready = lambda: None  # type: ignore[method-assign]
+    with socket.create_server(("127.0.0.1", 0)) as listener, connected(listener, 3) as clients:
+        for client in clients:
+            client.send(POST)
+            accepted, _ = listener.accept()
+            assert accepted.recv(1, socket.MSG_PEEK)
+            server._silent[accepted] = 0.0
+            server._begin(accepted)
+        if tls:
+            with pytest.raises(ConnectionResetError):
+                clients[2].recv(1)
+        else:
+            told = clients[2].recv(4096)
+            assert told.startswith(b"HTTP/1.1 429 ") and b"retry-after: " in told
+            assert clients[2].recv(1) == b"", "it ends without a reset"
+        assert len(server._ready) == 2
+        while server._ready:
+            server._ready.pop().close()
+
+
 async def test_a_connection_whose_bytes_wait_to_be_read_makes_no_room() -> None:
     server = server_of(3)
     with (

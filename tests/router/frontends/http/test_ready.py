@@ -114,25 +114,30 @@ def test_without_keys_addresses_take_turns(connect: Connect) -> None:
     assert [ready.pop() for _ in range(4)] == [flood[0], probe, *flood[1:]]
 
 
-def test_beyond_the_limit_the_newest_of_the_address_with_the_most_is_closed(
+def test_beyond_the_limit_the_newest_of_the_address_with_the_most_is_turned_away(
     keys: KeyFile, connect: Connect
 ) -> None:
-    """Further clients would wait in the kernel's backlog, and those with a key behind the flood again."""
+    """All would wait in the kernel's backlog, where there are no turns: a probe from elsewhere behind a flood."""
     key = keys.add("tenant")
+    for own in (ApiKeys(keys.path), ApiKeys(None)):
+        ready = ReadyConnections(own, 3)
+        probe = connect(head("a: b"), "127.0.0.2")
+        flood = [connect(head("a: b")) for _ in range(5)]
+        assert [ready.push(one) for one in (probe, *flood)] == [None, None, None, *flood[2:]]
+        known = [connect(head(f"x-api-key: {key}"))] if own.on else []
+        assert [ready.push(one) for one in known] == [None] * len(known)
+        assert {ready.pop() for _ in range(len(ready))} == {probe, *known, *flood[:2]}
+
+
+def test_a_tenant_with_many_connections_turns_away_its_own(keys: KeyFile, connect: Connect) -> None:
+    first, second = keys.add("first"), keys.add("second")
     ready = ReadyConnections(ApiKeys(keys.path), 3)
-    probe = connect(head("a: b"), "127.0.0.2")
-    flood = [connect(head("a: b")) for _ in range(5)]
-    assert [ready.push(one) for one in (probe, *flood)] == [None, None, None, *flood[2:]]
-    assert ready.push(known := connect(head(f"x-api-key: {key}"))) is None and not ready.full
-    assert {ready.pop() for _ in range(4)} == {probe, known, *flood[:2]} and not len(ready)
-
-
-def test_without_keys_further_connections_stay_in_the_backlog(connect: Connect) -> None:
-    ready = ReadyConnections(ApiKeys(None), 2)
-    assert [ready.push(connect(head("a: b"))) for _ in range(3)] == 3 * [None]
-    assert ready.full
-    ready.pop()
-    assert not ready.full
+    stranger = connect(head("a: b"))
+    flood = [connect(head(f"x-api-key: {first}")) for _ in range(5)]
+    assert [ready.push(one) for one in (stranger, *flood)] == [*4 * [None], *flood[3:]]
+    other = connect(head(f"x-api-key: {second}"))
+    assert ready.push(other) is flood[2]
+    assert {ready.pop() for _ in range(4)} == {stranger, other, *flood[:2]}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,18 @@ def test_the_oldest_turns_are_left_out():
     assert left is not None and len(left) == 4
 
 
+def test_leaving_out_turns_looks_at_no_message():
+    """It runs on the event loop, and an input has thousands of messages."""
+    given = Turns(Conversation([user("u"), user("v"), *[assistant("a")] * 200_000]))
+
+    def seconds() -> float:
+        began = time.process_time()
+        assert given.without_oldest([0, 1, 200_001], tokens=200_002, room=100) is not None
+        return time.process_time() - began
+
+    assert min(seconds() for _ in range(3)) < 0.001  # 10 ms where they are copied
+
+
 def test_turns_are_measured_as_templates_show_them():
     """Tools are always there, and reasoning in the last turn only."""
     messages = [user("a"), assistant("b", reasoning_content="early"), user("c"), assistant("d")]
@@ -222,3 +235,16 @@ def test_errors_name_the_tool(tools, field):
     with pytest.raises(InvalidRequestError) as caught:
         read_tools(tools, LIMITS)
     assert caught.value.field == field
+
+
+def test_a_long_summary_is_not_copied() -> None:
+    item = {"type": "reasoning", "summary": [0] * 1_000_000}
+
+    def seconds() -> float:
+        began = time.process_time()
+        assert read_items([item], None, LIMITS) == []
+        return time.process_time() - began
+
+    assert min(seconds() for _ in range(3)) < 0.002  # a copy takes 5 ms
+    with pytest.raises(InvalidRequestError, match=r"input\[0\]\.summary: must be a list"):
+        read_items([{"type": "reasoning", "summary": {}}], None, LIMITS)
