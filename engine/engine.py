@@ -41,6 +41,7 @@ from engine.scheduler.aging import Clock
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence import SequenceState as S
 from engine.speculation.draft_model import DraftRunner
 from engine.speculation.drafts import Drafter
@@ -134,6 +135,7 @@ class Engine:
         )
         self._flight: Flight | None = None
         self._collected_at = 0.0
+        self._step_seconds = 0.0  # of the last step
         self.steps = 0
         # Of the last step, and of the one launched ahead of its results; empty while one is scheduled.
         self.step_items: list[PlanItem] = []
@@ -245,6 +247,8 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             launched = self._launch()
+            if isinstance(launched, StepOutput) and launched.is_empty and self._masks.rest():
+                launched = self._launch()
             if isinstance(launched, StepOutput):
                 return launched
             flight = launched
@@ -262,6 +266,8 @@ class Engine:
         """Launch a step, perhaps behind one whose tokens have not been read. If nothing can be scheduled, only what
         scheduling has ended is returned."""
         began, self.step_items = self._clock(), []
+        if self._masks.active:
+            self._masks.look(self._scheduler.waiting)
         decision = self._scheduler.schedule()
         counters = self._counters
         counters.prompt_tokens_cached += decision.cached_tokens
@@ -275,17 +281,19 @@ class Engine:
         self._scheduler.rows.assign(decision.scheduled)
         plan = decision.plan(self.adapters.slots)
         self.step_items = plan.items if before is None else plan.items + before.plan.items
-        if self._masks.active:
-            self._prepare_masks(decision)
+        masked = self._prepare_masks(decision) if self._masks.active else []
         logits = self._runner.execute(plan, before.pending.token_ids if before is not None else None)
         for sequence in decision.scheduled:
             sequence.blocks_in_row = len(sequence.blocks)
+        if masked:
+            plan, logits = self._leave_out_late(decision, plan, logits, masked)
         scores = self._runner.take_scores() if any(item.scored for item in plan.items) else []
         pooled = self._runner.take_pooled() if any(item.pooled for item in plan.items) else []
         pending = self._outputs.begin(decision, plan, logits)
         return Flight(decision, plan, pending, output, logits, scores, pooled)
 
-    def _prepare_masks(self, decision: StepDecision) -> None:
+    def _prepare_masks(self, decision: StepDecision) -> list[Sequence]:
+        """Returns the sequences whose next tokens need masks."""
         scheduled = decision.scheduled
         masked = [s for s, count in scheduled.items() if count == s.missing and s.request.grammar is not None]
         if masked:
@@ -293,6 +301,23 @@ class Engine:
         else:
             choices = self._scheduler.requests.values()
             self._masks.active = any(some[0].request.grammar is not None for some in choices)
+        return masked
+
+    def _leave_out_late(
+        self, decision: StepDecision, plan: StepPlan, logits: Tensor, masked: Seq[Sequence]
+    ) -> tuple[StepPlan, Tensor]:
+        """Leave out what waits for its mask: a later step computes that token again. Not those whose KV or scores have been
+        handed on: the masks of prompts are filled before."""
+        again = {
+            sequence
+            for sequence, item in decision.own_items(plan)
+            if not (item.export or item.scored or item.pooled) and len(item.token_ids) == 1
+        }
+        late = self._masks.late([one for one in masked if one in again], self._step_seconds)
+        if not late:
+            return plan, logits
+        plan, rows = decision.leave_out(plan, late)
+        return plan, logits[rows]
 
     def _may_follow(self, flight: Flight) -> bool:
         """Whether the next step may be launched now: scheduling it neither admits, preempts nor evicts."""
@@ -300,6 +325,7 @@ class Engine:
         return (
             self._overlap
             and not scheduler.waiting
+            and not self._masks.any_waits  # a step may leave those out, and nothing holds what it writes for them
             and self._pool.num_free >= len(scheduler.running)  # one each, to grow or to copy
             and predictable(flight)
         )
@@ -315,7 +341,7 @@ class Engine:
         self._outputs.finish(flight, StepSpan(began, ended, flight.tokens))
         flight.release(self._pool)
         self._collected_at = self._clock()
-        seconds = self._collected_at - began
+        seconds = self._step_seconds = self._collected_at - began
         self.step_times.add(flight.tokens, len(flight.decision.scheduled), seconds)
         self._drafter.step_ended(flight.decision, seconds, len(flight.output.tokens))
         if following is None:

@@ -1,7 +1,11 @@
 """The grammar masks of a step's rows, filled on a thread of their own while the device or other cores compute the step.
 
-    schedule ─► prepare ─► forward pass ─────────────► of ─► draw
+    schedule ─► prepare ─► forward pass ─► late ─► of ─► draw
                    └─────► accept the last token, fill ─┘
+
+No step waits long for masks, as it is the other requests' too: a sequence whose mask is not there by then waits until it
+is, and steps go on without it. The first mask of a request is filled before its prompt is computed. Tenants take turns on
+the thread.
 
 The matcher of a sequence is made when its first mask is needed, from the output so far, and follows the output from then
 on. So it is right after a hand-off, after a preemption and where a stream is resumed.
@@ -9,19 +13,27 @@ on. So it is right after a hand-off, after a preemption and where a stream is re
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError, InvalidRequestError, engine_request_error
+from cluster.round_robin import RoundRobin
 from engine.compiled_grammar import CompiledGrammar, Matcher, Words
 from engine.sampling.grammar.base import word_count
 from engine.sampling.grammar.store import Grammars
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import Sequence, SequenceState
 
-MASK_SECONDS = 1.0  # of waiting for one mask: the step is the other requests' too
+MASK_SECONDS = 1.0  # of filling one mask
+LOOK_SECONDS = 0.05
+REST_SECONDS = 0.005  # where nothing else can be computed
+# Of a step, the part of the last step's time for which it waits for masks, and the least
+STEP_PART, STEP_SECONDS = 0.25, 0.002
 
 
 class _Followed:
@@ -34,6 +46,62 @@ class _Followed:
         self.words: Words = np.zeros(word_count(vocab), dtype=np.int64)
 
 
+class _Filler:
+    """A thread that fills masks, by tenants in turns. One that takes MASK_SECONDS fails, and another thread goes on."""
+
+    def __init__(self) -> None:
+        self._waiting = RoundRobin[tuple[Sequence, Future[Words]]]()
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._runs: tuple[Future[Words], float] | None = None  # and since when (monotonic seconds)
+
+    def begin(self, masks: GrammarMasks, sequence: Sequence) -> Future[Words]:
+        future = Future[Words]()
+        with self._lock:
+            self._waiting.push(sequence.request.tenant, (sequence, future))
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        self._thread.submit(self._fill_next, masks)
+        return future
+
+    def _fill_next(self, masks: GrammarMasks) -> None:
+        with self._lock:
+            sequence, future = self._waiting.pop()
+            self._runs = future, time.monotonic()
+        try:
+            result, error = masks.filled(sequence), None
+        except EngineRequestError as failed:
+            result, error = None, failed
+        with self._lock:
+            if future.done():  # given up
+                return
+            self._runs = None
+        if error is not None or result is None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def give_up(self, masks: GrammarMasks) -> None:
+        """End a mask that takes too long, with an error; its thread is abandoned."""
+        with self._lock:
+            if self._runs is None or time.monotonic() - self._runs[1] < MASK_SECONDS:
+                return
+            future, self._runs = self._runs[0], None
+            future.set_exception(
+                GrammarDeadEndError(
+                    "grammar: the tokens that it allows next take too long to find",
+                    field="grammar",
+                    limit=f"{MASK_SECONDS:g} s",
+                )
+            )
+            waiting = len(self._waiting)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        for _ in range(waiting):
+            self._thread.submit(self._fill_next, masks)
+
+
 class GrammarMasks:
     """`active`: whether requests may have a grammar; while it is False, steps skip all work for masks."""
 
@@ -42,47 +110,69 @@ class GrammarMasks:
         self._grammars = grammars
         self._vocab = vocab
         self._followed = WeakKeyDictionary[Sequence, _Followed]()
-        self._filling: dict[Sequence, Future[Words]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._filling = WeakKeyDictionary[Sequence, Future[Words]]()
+        self._waiting = WeakKeyDictionary[Sequence, None]()  # their flag `awaits_mask` is set
+        self._filler = _Filler()
 
-    def prepare(self, sequences: Seq[Sequence]) -> None:
+    @property
+    def any_waits(self) -> bool:
+        return bool(self._waiting)
+
+    def prepare(self, sequences: Iterable[Sequence]) -> None:
         """Begin to fill the masks of sequences with a grammar, for the draws of this step."""
         for sequence in sequences:
-            self._filling[sequence] = self._begin(sequence)
+            if sequence not in self._filling:
+                self._filling[sequence] = self._filler.begin(self, sequence)
 
-    def _begin(self, sequence: Sequence) -> Future[Words]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        return self._thread.submit(self._fill, sequence)
+    def late(self, sequences: Seq[Sequence], step_seconds: float) -> set[Sequence]:
+        """Wait for the masks of a step as long as a step may, of which the last one took so long. The sequences whose
+        masks are not there then wait for them: `look` ends that."""
+        begun = {one: self._filling[one] for one in sequences if one in self._filling}
+        filling = {future: one for one, future in begun.items() if not future.done()}
+        if filling:
+            wait(filling, max(STEP_SECONDS, STEP_PART * step_seconds))
+        late = {one for future, one in filling.items() if not future.done()}
+        for one in late:
+            self._wait(one)
+        return late
+
+    def look(self, waiting: Iterable[Sequence]) -> None:
+        """Begin to fill the masks of sequences that have come or were preempted. Those whose masks have been filled, or
+        have failed, may be computed."""
+        for sequence in waiting:
+            if sequence.awaits_mask and sequence not in self._waiting:
+                self.prepare([sequence])
+                self._wait(sequence)
+        if not self._waiting:
+            return
+        self._filler.give_up(self)
+        for sequence in list(self._waiting):
+            future = self._filling.get(sequence)
+            if future is None or future.done():
+                sequence.awaits_mask = False
+                del self._waiting[sequence]
+
+    def rest(self) -> bool:
+        """Wait for one of the masks that sequences wait for, for REST_SECONDS. Returns whether there is one now."""
+        filling = [self._filling[one] for one in self._waiting if one in self._filling]
+        return bool(filling and wait(filling, REST_SECONDS, return_when=FIRST_COMPLETED).done)
 
     def of(self, sequence: Sequence) -> Words | None:
-        """The mask for the token after the sequence's last one; None without a grammar. Raises EngineRequestError, after
-        MASK_SECONDS at the latest."""
+        """The mask for the token after the sequence's last one; None without a grammar. Raises EngineRequestError."""
         if sequence.request.grammar is None:
             return None
-        begun = self._filling.pop(sequence, None) or self._begin(sequence)
-        for _ in range(2):
-            try:
-                return begun.result(MASK_SECONDS)
-            except CancelledError:
-                pass
-            except TimeoutError:
-                assert self._thread is not None, "it was begun there"
-                waited = begun.cancel()
-                self._thread.shutdown(wait=False, cancel_futures=True)
-                self._thread = None
-                if not waited:
-                    break
-            begun = self._begin(sequence)  # another one took too long, and that one is to fail
-        raise GrammarDeadEndError(
-            "grammar: the tokens that it allows next take too long to find",
-            field="grammar",
-            limit=f"{MASK_SECONDS:g} s",
-        )
+        self.prepare([sequence])
+        future = self._filling.pop(sequence)
+        while not (future.done() or wait([future], LOOK_SECONDS).done):
+            self._filler.give_up(self)
+        return future.result()
 
-    def _fill(self, sequence: Sequence) -> Words:
+    def filled(self, sequence: Sequence) -> Words:
+        """On the thread. Raises EngineRequestError."""
         followed = self._followed.get(sequence)
         try:
+            if sequence.state is SequenceState.FINISHED:
+                raise EngineRequestError("the request has ended")
             if followed is None:
                 followed = _Followed(self._compiled(sequence).matcher(), self._vocab)
                 self._followed[sequence] = followed
@@ -97,6 +187,10 @@ class GrammarMasks:
             raise engine_request_error(error) from error
         except BaseException as error:  # the library's panics; one must not end the engine
             raise EngineRequestError(f"grammar: {type(error).__name__}", field="grammar") from error
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.awaits_mask = True
+        self._waiting[sequence] = None
 
     def _compiled(self, sequence: Sequence) -> CompiledGrammar:
         """That of the request: workers compile it before they add the request, so that no step waits for it."""

@@ -132,7 +132,9 @@ class OutputProcessor:
             rows[sequence], first = first, first + len(tokens)
         accepted = dict.fromkeys(drafts, 0)
         live = list(drafts)
-        while live := [s for s in live if self._accepts_draft(flight, s, drafts[s], accepted[s])]:
+        while live := self._with_masks(
+            [s for s in live if self._accepts_draft(flight, s, drafts[s], accepted[s])], span
+        ):
             for sequence in live:
                 if flight.keeps(sequence):  # else another choice of its request has failed
                     self._computed(sequence, 1, span, flight.output)
@@ -147,6 +149,14 @@ class OutputProcessor:
             if flight.keeps(sequence):
                 self._drafter.record(sequence, len(tokens), accepted[sequence])
         self._scheduler.spare.release()
+
+    def _with_masks(self, live: list[Sequence], span: StepSpan) -> list[Sequence]:
+        """Those whose next masks are there, or need none. For others this is the last token of the step."""
+        if not (masked := [s for s in live if s.request.grammar is not None]):
+            return live
+        self._masks.prepare(masked)
+        late = self._masks.late(masked, span.ended - span.began)
+        return [s for s in live if s not in late]
 
     @staticmethod
     def _accepts_draft(flight: Flight, sequence: Sequence, drafts: list[int], accepted: int) -> bool:

@@ -153,6 +153,10 @@ class StepOutput:
     began: float = 0.0  # monotonic seconds
     prompts: list[PromptOutput | PromptEmbedding] = field(default_factory=list)  # before `tokens`
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.tokens or self.done or self.evicted_reservations or self.prompts)
+
 
 @dataclass(frozen=True)
 class ChainReport:

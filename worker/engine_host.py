@@ -203,7 +203,7 @@ class EngineHost:
         self._busy_since = self.clock()
         output = self.engine.step()
         self._busy_since = None
-        if output.tokens or output.prompts or output.done or output.evicted_reservations:
+        if not output.is_empty:
             self._notify(self.on_output, output)
 
     def _notify(self, callback: Callable[[T], None], argument: T) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,21 @@ class StepDecision:
     def own_items(self, plan: StepPlan) -> Iterator[tuple[Sequence, PlanItem]]:
         """The scheduled sequences with their items of `plan`, without those of drafts, which stand behind them."""
         return zip(self.scheduled, plan.items[: len(self.scheduled)], strict=True)
+
+    def leave_out(self, plan: StepPlan, late: Collection[Sequence]) -> tuple[StepPlan, list[int]]:
+        """Forget that the step computed these sequences, and their drafts. Returns the plan without them, and which rows
+        of its logits are left."""
+        owners = [*self.scheduled, *(s for s, tokens in self.drafts.items() for _ in tokens)]
+        items, rows, row = list[PlanItem](), list[int](), 0
+        for owner, item in zip(owners, plan.items, strict=True):
+            if owner not in late:
+                items.append(item)
+                rows += range(row, row + item.num_logits)
+            row += item.num_logits
+        for sequence in late:
+            del self.scheduled[sequence]
+            self.drafts.pop(sequence, None)
+        return StepPlan(items, plan.copies), rows
 
     def drop(self, sequence: Sequence) -> None:
         """It has lost its blocks to another one of this step."""

@@ -248,7 +248,7 @@ class Scheduler:
         if budget <= 0:
             return budget
         for sequence in ordered:
-            if sequence.paused or sequence.state is not S.RUNNING:
+            if sequence.rests or sequence.state is not S.RUNNING:
                 continue
             count = min(sequence.missing, budget)
             if self._grow(sequence, sequence.num_computed + count, decision):
@@ -305,7 +305,7 @@ class Scheduler:
         blocks."""
         sequence, self._alone = self._alone, None
         self._together += 1
-        if self._together < KEPT_FOR_PROMPTS or sequence not in self.waiting or sequence.paused:
+        if self._together < KEPT_FOR_PROMPTS or sequence not in self.waiting or sequence.rests:
             return False
         seats = self._seats()
         if not self._admit(sequence, self._config.max_batch_tokens, decision, self._ahead()):

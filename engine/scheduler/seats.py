@@ -74,7 +74,7 @@ class Seats:
             if self.full and self._extra <= 0 and not self._left:
                 return
             tenant = s.request.tenant
-            if s.paused or tenant in held_up or tenant in passed:
+            if s.rests or tenant in held_up or tenant in passed:
                 continue
             if self._allows(s):
                 yield s
@@ -85,7 +85,7 @@ class Seats:
         """The first sequence of each tenant, if it may join."""
         first: dict[str, Sequence] = {}
         for s in waiting:
-            if not s.paused:
+            if not s.rests:
                 first.setdefault(s.request.tenant, s)
         return [s for s in first.values() if self._allows(s)]
 

@@ -76,6 +76,7 @@ class Sequence:
     pooled: Tensor | None = None  # of the prompt's computed chunks: float32 [hidden]
     prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False
+    awaits_mask: bool = False  # for its next token (engine/grammar_masks.py)
     extra_seat: bool = False  # admitted to a full batch
     # Of steps that do not cover all, the last one that computed it, and its arrival; None if it has been in no order yet.
     turn: tuple[int, int] | None = None
@@ -93,6 +94,8 @@ class Sequence:
         request = self.request
         aged = request.waits_as if state_at_start is S.WAITING else None
         self.set_rank(rank_of(request.priority if aged is None else aged))
+        # Before its prompt is computed: that may not be done twice where the mask is late.
+        self.awaits_mask = state_at_start is S.WAITING and request.grammar is not None
         self.machine = StateMachine(state_at_start, TRANSITIONS, request.request_id)
 
     def set_rank(self, rank: int) -> None:
@@ -121,11 +124,17 @@ class Sequence:
         self.preempted_at = len(self.tokens)
         self.extra_seat, self.found = False, None
         self.pooled = None
+        self.awaits_mask = self.request.grammar is not None
         self.machine.to(SequenceState.WAITING)
 
     @property
     def state(self) -> SequenceState:
         return self.machine.state
+
+    @property
+    def rests(self) -> bool:
+        """No step computes it for now."""
+        return self.paused or self.awaits_mask
 
     @property
     def unscored(self) -> bool:

@@ -32,10 +32,10 @@ Groups = dict[Kind, list[Sequence]]
 
 
 def singles_and_chunks(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Those that lack a token, and those that lack several. Without paused ones."""
+    """Those that lack a token, and those that lack several. Without those that rest."""
     singles, chunks = list[Sequence](), list[Sequence]()
     for s in running:
-        if not s.paused:
+        if not s.rests:
             (singles if len(s.tokens) - s.num_computed == 1 else chunks).append(s)
     return singles, chunks
 
