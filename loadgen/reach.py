@@ -19,6 +19,10 @@ _GRPC_PORT = 443  # where gRPC connects to if an address has none
 # What a client of HTTP/2 sends first: the preface, and empty settings
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _HTTP1 = b"HTTP/"
+UNTRUSTED = (
+    "its certificate is not signed by a trusted authority, or is for another host name: "
+    "give the authority by --tls-ca"
+)
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC takes the first that is set
 
@@ -40,9 +44,9 @@ def why_unreachable(address: str) -> str:
     return ""
 
 
-def why_not_grpc(address: str, *, tls: bool) -> str:
-    """Why a client of gRPC, with TLS or without, cannot talk to what listens at `address`, and what to give instead; "" if
-    it may."""
+def why_not_grpc(address: str, *, tls: ssl.SSLContext | None) -> str:
+    """Why a client of gRPC, without TLS or with what `tls` trusts, cannot talk to what listens at `address`, and what to
+    give instead; "" if it may."""
     if "://" in address and not _GRPC_SCHEME.match(address):
         return "gRPC addresses are written host:port: name a router's gRPC port (50051 by default)"
     found = _HOST_PORT.match(address)
@@ -58,8 +62,10 @@ def why_not_grpc(address: str, *, tls: bool) -> str:
     reply = _reply(endpoint, _PREFACE)
     if reply is None:
         return ""
-    if tls:
-        return "this port does not use TLS: leave --tls-ca out" if reply and _is_plain(reply) else ""
+    if tls is not None:
+        if reply and _is_plain(reply):
+            return "this port does not use TLS: leave --tls-ca out"
+        return "" if _is_trusted(endpoint, tls) else UNTRUSTED
     if reply.startswith(_HTTP1):
         return "this port serves HTTP: name a router's gRPC port (50051 by default)"
     return (
@@ -69,12 +75,14 @@ def why_not_grpc(address: str, *, tls: bool) -> str:
     )
 
 
-def why_not_http(address: str) -> str:
-    """The same for a client of plain HTTP."""
+def why_not_http(address: str, *, tls: ssl.SSLContext | None = None) -> str:
+    """The same for a client of HTTP, which has TLS where the address begins with https://."""
     found = _HOST_PORT.match(address)
-    if found is None or found["scheme"] == "https":
+    if found is None:
         return ""
-    endpoint = (found["v6"] or found["host"], int(found["port"] or _PORTS["http"]))
+    endpoint = (found["v6"] or found["host"], int(found["port"] or _PORTS[found["scheme"] or "http"]))
+    if found["scheme"] == "https":
+        return "" if tls is None or _is_trusted(endpoint, tls) else UNTRUSTED
     reply = _reply(endpoint, b"GET /health HTTP/1.1\r\nhost: baton\r\n\r\n")
     if reply is None or reply.startswith(_HTTP1):
         return ""
@@ -108,6 +116,20 @@ def _accepts_tls(endpoint: tuple[str, int]) -> bool:
             return True
     except OSError:
         return False
+
+
+def _is_trusted(endpoint: tuple[str, int], context: ssl.SSLContext) -> bool:
+    """False only where the handshake fails by the server's certificate."""
+    try:
+        with (
+            socket.create_connection(endpoint, timeout=SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=endpoint[0]),
+        ):
+            return True
+    except ssl.SSLCertVerificationError:
+        return False
+    except (OSError, ValueError):  # ValueError: no name that a certificate may hold
+        return True
 
 
 def _by_proxy(host: str) -> bool:
