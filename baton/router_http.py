@@ -9,21 +9,24 @@ import httpx
 import orjson
 
 from cluster.errors import InternalError, UnauthenticatedError, UnavailableError
+from cluster.redis.urls import without_password
 from cluster.security.tls import ClientTls
+from loadgen.reach import UNTRUSTED
 
 TIMEOUT_SECONDS = 5.0
 # Keys are parts of OpenSSL's messages
 _TLS_ADVICE = {
     "WRONG_VERSION_NUMBER": "this port does not use TLS: write http://, and leave --tls-ca out",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by a trusted authority, or is for another host name: give "
-    "the authority by --tls-ca",
+    "CERTIFICATE_VERIFY_FAILED": UNTRUSTED,
 }
 
 
 class RouterHttp:
     def __init__(self, url: str, api_key: str = "", tls: ClientTls | None = None):
-        """`url` may leave out the scheme. Raises UnavailableError if it is no URL."""
-        self.address = (url if "//" in url else f"{'http' if tls is None else 'https'}://{url}").rstrip("/")
+        """`url` may leave out the scheme. `address` is for display: someone may give a URL that holds a password."""
+        self._url = (url if "//" in url else f"{'http' if tls is None else 'https'}://{url}").rstrip("/")
+        has_secret = "@" in self._url or "password" in self._url  # of other malformed URLs all may be shown
+        self.address = without_password(self._url) if has_secret else self._url
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         verify = tls.context() if tls is not None else True
         # trust_env off: a proxy in the environment would get requests for routers on this machine
@@ -38,7 +41,7 @@ class RouterHttp:
     def get(self, path: str) -> bytes:
         """Return the body of a GET. Raises UnavailableError or UnauthenticatedError."""
         try:
-            answer = self._client.get(f"{self.address}{path}")
+            answer = self._client.get(f"{self._url}{path}")
         except httpx.RemoteProtocolError as error:
             raise UnavailableError(
                 f"{self.address} does not serve HTTP ({error}): name a router's HTTP port (8000 by default), not its gRPC "
@@ -49,9 +52,11 @@ class RouterHttp:
             for part, advice in _TLS_ADVICE.items():
                 if part in str(error):
                     raise UnavailableError(f"{self.address}: {advice}", field="url") from error
+            quotes = isinstance(error, httpx.InvalidURL) and self.address != self._url  # parts of the URL
+            reason = "no valid URL" if quotes else error
             raise UnavailableError(
-                f"no router answers at {self.address} ({error}): `baton up` starts a cluster on this machine, --url names "
-                f"another",
+                f"no router answers at {self.address} ({reason}): `baton up` starts a cluster on this machine, --url "
+                f"names another",
                 field="url",
             ) from error
         if answer.status_code in (401, 403):

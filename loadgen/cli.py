@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import ssl
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -155,7 +156,7 @@ def _part(total: int, count: int, index: int) -> int:
 
 
 def _write_files(report: Report, json_file: Path | None, html_file: Path | None) -> None:
-    """Write the files that are asked for, with their folders."""
+    """Write the files that are asked for."""
     from loadgen.html import page
 
     if json_file is not None:
@@ -166,19 +167,21 @@ def _write_files(report: Report, json_file: Path | None, html_file: Path | None)
 
 def _save(file: Path, content: bytes) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
     except OSError as error:  # the error of a full disk names no file
         raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _check_writable(files: Mapping[str, Path | None]) -> None:
-    """Fail before the run if a report could not be saved after it. Creates missing parent folders, and no file."""
+    """Fail before the run if a report could not be saved after it. Creates nothing: a misspelt folder is a mistake."""
     for flag, file in files.items():
         if file is None:
             continue
+        if not file.parent.exists():
+            raise typer.BadParameter(
+                f"{flag} {file} cannot be written: there is no folder {file.parent}; make it, or name another one"
+            )
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             new = not file.exists()
             file.open("ab").close()
             if new:
@@ -202,9 +205,15 @@ def _check_reachable(configs: list[LoadConfig]) -> None:
 
 
 def _why_not(config: LoadConfig, address: str) -> str:
+    try:
+        context = ssl.create_default_context(cafile=config.tls_ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise typer.BadParameter(
+            f"--tls-ca {config.tls_ca} cannot be read: {error.strerror or error}"
+        ) from None
     if config.protocol == "http":
-        return why_not_http(address)
-    found = why_not_grpc(address, tls=config.tls or config.tls_ca is not None)
+        return why_not_http(address, tls=context)
+    found = why_not_grpc(address, tls=context if config.tls or config.tls_ca is not None else None)
     if found is None:
         return ""
     return f"{found.reason}; --protocol http loads an HTTP port" if found.is_http else found.reason

@@ -20,6 +20,10 @@ _GRPC_PORT = 443  # where gRPC connects to if an address has none
 # What a client of HTTP/2 sends first: the preface, and empty settings
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _HTTP1 = b"HTTP/"
+UNTRUSTED = (
+    "its certificate is not signed by a trusted authority, or is for another host name: "
+    "give the authority by --tls-ca"
+)
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 _GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC takes the first that is set
 
@@ -49,8 +53,9 @@ def why_unreachable(address: str) -> str:
     return ""
 
 
-def why_not_grpc(address: str, *, tls: bool) -> NotGrpc | None:
-    """Why a client of gRPC, with TLS or without, cannot talk to what listens at `address`; None if it may."""
+def why_not_grpc(address: str, *, tls: ssl.SSLContext | None) -> NotGrpc | None:
+    """Why a client of gRPC, without TLS or with what `tls` trusts, cannot talk to what listens at `address`; None if it
+    may."""
     if "://" in address and not _GRPC_SCHEME.match(address):
         return NotGrpc(
             "gRPC addresses are written host:port: name a router's gRPC port (50051 by default)", is_http=True
@@ -69,8 +74,10 @@ def why_not_grpc(address: str, *, tls: bool) -> NotGrpc | None:
     reply = _reply(endpoint, _PREFACE)
     if reply is None:
         return None
-    if tls:
-        return NotGrpc("this port does not use TLS: leave --tls-ca out") if _is_plain(reply) else None
+    if tls is not None:
+        if reply and _is_plain(reply):
+            return NotGrpc("this port does not use TLS: leave --tls-ca out")
+        return None if _is_trusted(endpoint, tls) else NotGrpc(UNTRUSTED)
     if reply.startswith(_HTTP1):
         return NotGrpc("this port serves HTTP: name a router's gRPC port (50051 by default)", is_http=True)
     if not reply and _accepts_tls(endpoint):
@@ -78,12 +85,15 @@ def why_not_grpc(address: str, *, tls: bool) -> NotGrpc | None:
     return None
 
 
-def why_not_http(address: str) -> str:
-    """Why a client of plain HTTP cannot talk to what listens at `address`, and what to give instead; "" if it may."""
+def why_not_http(address: str, *, tls: ssl.SSLContext | None = None) -> str:
+    """Why a client of HTTP, which has TLS where the address begins with https://, cannot talk to what listens at
+    `address`, and what to give instead; "" if it may."""
     found = _HOST_PORT.match(address)
-    if found is None or found["scheme"] == "https":
+    if found is None:
         return ""
-    endpoint = (found["v6"] or found["host"], int(found["port"] or _PORTS["http"]))
+    endpoint = (found["v6"] or found["host"], int(found["port"] or _PORTS[found["scheme"] or "http"]))
+    if found["scheme"] == "https":
+        return "" if tls is None or _is_trusted(endpoint, tls) else UNTRUSTED
     reply = _reply(endpoint, b"GET /health HTTP/1.1\r\nhost: baton\r\n\r\n")
     if reply is None or reply.startswith(_HTTP1):
         return ""
@@ -117,6 +127,20 @@ def _accepts_tls(endpoint: tuple[str, int]) -> bool:
             return True
     except OSError:
         return False
+
+
+def _is_trusted(endpoint: tuple[str, int], context: ssl.SSLContext) -> bool:
+    """False only where the handshake fails by the server's certificate."""
+    try:
+        with (
+            socket.create_connection(endpoint, timeout=SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=endpoint[0]),
+        ):
+            return True
+    except ssl.SSLCertVerificationError:
+        return False
+    except (OSError, ValueError):  # ValueError: no name that a certificate may hold
+        return True
 
 
 def _by_proxy(host: str) -> bool:

@@ -117,9 +117,8 @@ def chat(
 def _check_reachable(targets: str, tls: ClientTls | None) -> None:
     """Raise UnavailableError if nothing listens at any of the addresses, ConfigError if none can be gRPC's: gRPC would try
     for a while, and say less."""
-    if tls is not None:
-        tls.context()  # its files are looked at first
-    wrong = [why_not_grpc(one, tls=tls is not None) for one in targets.split(",")]
+    context = tls.context() if tls is not None else None  # its files are looked at first
+    wrong = [why_not_grpc(one, tls=context) for one in targets.split(",")]
     if wrong[0] is not None and all(wrong):
         raise ConfigError(f"--target {targets}: {wrong[0].reason}", field="target")
     reasons = [why_unreachable(one) for one in targets.split(",")]

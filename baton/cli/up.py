@@ -21,6 +21,7 @@ from baton.local.state import ClusterState
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
 from cluster.config.yaml_file import read_settings
+from cluster.errors import ConfigError
 
 WATCH_SECONDS = 0.2
 # Ctrl-C, kill, a closed terminal
@@ -87,6 +88,11 @@ def up(
         raise typer.BadParameter("the model is named twice, by [MODEL] and by --model")
     for one in given:
         check_directory(one.absolute(), "--model", str(one))
+    if flags.get("max_model_len") == 0:  # in a file it is the default
+        raise ConfigError(
+            "--max-model-len 0 leaves no room for a prompt: give at least 1, or leave it out for the model's own length",
+            field="max_model_len",
+        )
     options = {
         "model": given[0].absolute() if given else demo_model(),
         **UP.values(UpOptions, flags),

@@ -24,6 +24,7 @@ APPLICATION = "baton"
 VARIABLE = "BATON_SCALED_POOLS"
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2
+SHUTDOWN_SECONDS = 30.0
 
 
 def deploy(
@@ -101,9 +102,20 @@ def build(arguments: dict[str, str]) -> Any:
 
 
 def shutdown() -> None:
-    """End the pools and this process's connection to Ray."""
+    """End the pools and this process's connection to Ray. Raises SetupError if Serve's controller is still there after
+    SHUTDOWN_SECONDS: `serve.shutdown` would say that there is nothing to shut down, and return."""
     import ray
-    from ray import serve
+    from ray.serve.context import _disconnect, _get_global_client
 
-    serve.shutdown()  # type: ignore[no-untyped-call]
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    while (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise SetupError(
+                f"Serve's controller has not ended them within {SHUTDOWN_SECONDS:.0f} s: it hangs; end the process "
+                "ray::ServeController, which Ray starts again, then run Ray's `serve shutdown`",
+                field="ray_address",
+            )
+        client.shutdown(left)  # returns if the time is over, and if the controller ends, be it to start again
+        _disconnect()  # the next turn looks for it by its name
+        time.sleep(POLL_SECONDS)
     ray.shutdown()

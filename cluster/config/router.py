@@ -40,7 +40,9 @@ class ModelFields(Frozen):
         description="models served beside the first, each with name, model (its directory) and, where wanted, aliases, "
         "max_model_len and max_concurrent_requests; their workers register with that name (served_model_name)",
     )
-    max_model_len: Count = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    max_model_len: Count = Field(
+        0, ge=0, description="longest context in tokens; default, and 0 in files: the model's own"
+    )
     tokenized_cache_bytes: Bytes = Field(
         64 << 20,
         ge=0,

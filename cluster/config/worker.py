@@ -45,7 +45,9 @@ class EngineConfig(Frozen):
         pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
         description="auto, cpu, cuda (rank n on the node's n-th card) or cuda:N, that one card",
     )
-    max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    max_model_len: int = Field(
+        0, ge=0, description="longest context in tokens; default, and 0 in files: the model's own"
+    )
     kv_memory_bytes: Bytes = Field(
         0,
         ge=0,

@@ -170,6 +170,16 @@ SETTINGS = [
     ),
     (("--kv-memory", "1"), "--kv-memory 1: the KV of one context of"),
     (("--http-port", "66000"), "--http-port"),
+    (
+        ("--max-model-len", "0"),
+        "--max-model-len 0 leaves no room for a prompt: give at least 1, or leave it out",
+    ),
+    (("--max-model-len", "-1"), "--max-model-len: Input should be greater than or equal to 0"),
+    (("--routers", "0"), "--routers must be at least 1"),
+    (("--decode-tp", "-2"), "--decode-tp must be at least 1"),
+    (("--threads", "0"), "--threads: Input should be greater than or equal to 1"),
+    (("--max-batch-tokens", "-5"), "--max-batch-tokens: Input should be greater than or equal to 1"),
+    (("--kv-memory", "-1"), "--kv-memory: '-1' is not a size; write for example 512MiB"),
 ]
 
 
@@ -268,18 +278,19 @@ def test_the_other_port_of_a_router_is_named_as_such(said):
         for command in (("chat",), ("generate", "hello")):
             assert "this port serves HTTP: name a router's gRPC port" in said(*command, "--target", http)
         assert "--protocol http loads an HTTP port" in said("load", "--target", http, code=2)
-        assert why_not_grpc(http, tls=True) == NotGrpc("this port does not use TLS: leave --tls-ca out")
-        found = why_not_grpc(http, tls=False)
+        plain = NotGrpc("this port does not use TLS: leave --tls-ca out")
+        assert why_not_grpc(http, tls=ssl.create_default_context()) == plain
+        found = why_not_grpc(http, tls=None)
         assert found is not None and found.is_http
         assert not why_not_http(http)
     with answering(SETTINGS_FRAME) as grpc:
         assert "does not serve HTTP" in said("status", "--url", grpc)
         found = said("load", "--protocol", "http", "--target", grpc, code=2)
         assert "this port serves gRPC: name a router's HTTP port" in found
-        assert not why_not_grpc(grpc, tls=False)
-        assert why_not_grpc(grpc, tls=True) == NotGrpc("this port does not use TLS: leave --tls-ca out")
+        assert not why_not_grpc(grpc, tls=None)
+        assert why_not_grpc(grpc, tls=ssl.create_default_context()) == plain
     assert "addresses are written host:port" in said("generate", "hi", "--target", "http://127.0.0.1:1")
-    assert not why_not_grpc("unix:/run/router", tls=False) and not why_not_grpc("dns:///h:5", tls=False)
+    assert not why_not_grpc("unix:/run/router", tls=None) and not why_not_grpc("dns:///h:5", tls=None)
 
 
 def test_a_port_with_tls_is_named_as_such(said, tmp_path):
@@ -288,15 +299,27 @@ def test_a_port_with_tls_is_named_as_such(said, tmp_path):
     context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
     with answering(b"", context) as router:
         assert "this port requires TLS: give its authority" in said("generate", "hi", "--target", router)
-        assert not why_not_grpc(router, tls=True)
         assert "this port requires TLS: write https://" in why_not_http(router)
         found = said("status", "--url", f"https://{router}")
         assert "its certificate is not signed by a trusted authority" in found
+        own, other = tmp_path / "ca.pem", tmp_path / "other" / "ca.pem"
+        make_certs(other.parent, [], 1)
+        assert not why_not_grpc(router, tls=ssl.create_default_context(cafile=own))
+        assert not why_not_http(f"https://{router}", tls=ssl.create_default_context(cafile=own))
+        for command in (("chat",), ("generate", "hi")):
+            found = said(*command, "--target", router, "--tls-ca", str(other))
+            assert f"--target {router}: its certificate is not signed by a trusted authority" in found
+            assert "give the authority by --tls-ca" in found and "OPENSSL" not in found.upper()
+        for target in ((router,), (f"https://{router}", "--protocol", "http")):
+            found = said("load", "--target", *target, "--tls-ca", str(other), code=2)
+            assert "its certificate is not signed by a trusted authority" in found
     no_certificate = tmp_path / "keys.yaml"
     no_certificate.write_text("- id: 1")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (no_certificate, "NO_CERTIFICATE")):
         for command in (("generate", "hi"), ("status",)):
             assert f"TLS files {file}: " in (text := said(*command, "--tls-ca", str(file))) and reason in text
+        text = said("load", "--target", "127.0.0.1:1", "--tls-ca", str(file), code=2)
+        assert f"--tls-ca {file} cannot be read: " in text and reason in text
 
 
 def test_the_word_of_other_servers_and_the_version(said):

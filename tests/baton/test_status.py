@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from baton.cli.status_table import render, show
+from baton.router_http import RouterHttp
 from cluster.errors import InternalError, UnavailableError
 
 VIEW: dict[str, Any] = {
@@ -157,3 +158,23 @@ def test_a_cluster_that_handed_nothing_over_says_why() -> None:
     console = Console(file=io.StringIO(), width=100)
     console.print(render(VIEW))
     assert "no hand-offs" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (
+            "redis://user:p4ss@127.0.0.1:1/0",
+            "at redis://***@127.0.0.1:1/0 (Request URL has an unsupported protocol",
+        ),
+        ("http://user:p4ss@127.0.0.1:1", "at http://***@127.0.0.1:1 ("),
+        ("redis://h:1?password=p4ss", "at redis://h:1?password=*** ("),
+        ("http://user:p4ss/w@h", "at http://*** (no valid URL)"),
+    ],
+)
+def test_a_password_in_the_address_of_a_router_is_not_shown(url: str, shown: str) -> None:
+    with RouterHttp(url) as router:
+        with pytest.raises(UnavailableError) as caught:
+            router.get("/v1/cluster")
+        assert "p4ss" not in caught.value.message + router.address
+        assert shown in caught.value.message

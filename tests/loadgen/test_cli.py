@@ -24,16 +24,16 @@ def router() -> Iterator[StubRouter]:
 
 
 def test_a_run_prints_a_table_and_writes_both_files(router: StubRouter, tmp_path: Path) -> None:
-    files = ["--json", str(tmp_path / "a" / "r.json"), "--html", str(tmp_path / "b" / "r.html")]
+    files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
     flags = ["--target", router.address, "--requests", "4", "--max-tokens", "3", "--slo-ttft", "5", *files]
     result = CliRunner().invoke(app, flags)
     assert result.exit_code == 0, result.output
     assert "TTFT" in result.output
     assert "100.0% of the requests kept their SLO" in result.output
-    found = json.loads((tmp_path / "a" / "r.json").read_text())
+    found = json.loads((tmp_path / "r.json").read_text())
     assert found["requests"] == 4
     assert found["config"][0]["slo"]["ttft_seconds"] == 5.0
-    assert "<svg" in (tmp_path / "b" / "r.html").read_text()
+    assert "<svg" in (tmp_path / "r.html").read_text()
 
 
 def test_two_protocols_share_the_load(router: StubRouter, tmp_path: Path) -> None:
@@ -93,6 +93,17 @@ def test_a_wrong_flag_is_refused_before_anything_is_sent(
     assert result.exit_code == 2
     assert said in " ".join(result.output.split()).replace("│ ", "")
     assert not router.inference.requests
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html"])
+def test_a_missing_folder_is_named_before_the_run_and_not_made(
+    flag: str, router: StubRouter, tmp_path: Path
+) -> None:
+    file = tmp_path / "reprots" / "r"
+    result = CliRunner().invoke(app, ["--requests", "1", "--target", router.address, flag, str(file)])
+    assert result.exit_code == 2
+    assert f"there is no folder {file.parent}" in "".join(result.output.split("│\n│ ")).replace("\n", " ")
+    assert not file.parent.exists() and not router.inference.requests
 
 
 @pytest.mark.parametrize(

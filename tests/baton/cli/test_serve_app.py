@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import signal
 import sys
 import threading
@@ -104,6 +105,55 @@ def test_an_end_that_blocks_while_the_head_responds_has_a_deadline(
     with pytest.raises(SetupError, match="the deployment of the pools was stopped"):
         pools._deploy("h:1", {}, {}, stop)
     never.set()
+
+
+class Serve:
+    """Serve's controller: found by its name until `turns` shutdowns have been asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, turns: float):
+        self.turns, self.asked, self.is_connected = turns, 0, True
+        monkeypatch.setattr(deploy, "POLL_SECONDS", 0.0)
+        context = SimpleNamespace(_get_global_client=self.client, _disconnect=lambda: None)
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=self.disconnect))
+        monkeypatch.setitem(sys.modules, "ray.serve.context", context)
+
+    def client(self, *, raise_if_no_controller_running: bool) -> Serve | None:
+        assert not raise_if_no_controller_running
+        return self if self.asked < self.turns else None
+
+    def shutdown(self, seconds: float) -> None:
+        """Ray's returns, too, when the controller has neither ended the pools nor ended itself."""
+        assert 0 < seconds <= deploy.SHUTDOWN_SECONDS
+        self.asked += 1
+
+    def disconnect(self) -> None:
+        self.is_connected = False
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2], ids=["none there", "it ends", "it starts again, then ends"])
+def test_the_end_of_the_pools_is_that_of_their_controller(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = Serve(monkeypatch, turns)
+    deploy.shutdown()
+    assert serve.asked == turns and not serve.is_connected
+
+
+def test_a_controller_that_hangs_fails_the_end_of_the_pools(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray itself would say that there is nothing to shut down, and the exit code would be 0."""
+    handlers: list[object] = []
+    monkeypatch.setattr(atexit, "register", handlers.append)
+    monkeypatch.setattr("cluster.ray_head.RayHeadWatch._run", lambda _: None)  # as while the head responds
+    monkeypatch.setattr(deploy, "SHUTDOWN_SECONDS", 0.01)
+    Serve(monkeypatch, math.inf)
+    watch: Any = SimpleNamespace(why_silent="", close=lambda: None)
+    pools._disconnect("h:1", watch)
+    assert handlers == [pools._exit_at_once]
+    said = capsys.readouterr().out
+    assert "the pools stay as they are: Serve's controller has not ended them within" in said
+    assert "ray::ServeController" in said
 
 
 @pytest.mark.parametrize("signalled", [True, False])
