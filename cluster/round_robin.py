@@ -34,6 +34,12 @@ class RoundRobin(Generic[T]):
         self._items += 1
         self._count(owner, len(queue) - 1, len(queue))
 
+    def append_all(self, newer: RoundRobin[T]) -> None:
+        """Add the items of another, which is not used any more, behind this one's. Looks at each owner of the other."""
+        for owner, queue in newer._waiting.items():
+            self._waiting.setdefault(owner, deque()).extend(queue)
+        self._items += len(newer)
+
     def pop(self) -> T:
         """The next item. Its owner's others go behind those of all other owners. Raises KeyError where none waits."""
         owner, queue = self._waiting.popitem(last=False)

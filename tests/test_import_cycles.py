@@ -7,6 +7,7 @@ time, whenever the import is executed.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -96,3 +97,12 @@ def test_every_kind_of_import_counts(tmp_path: Path, second: str) -> None:
     for name, text in texts.items():
         (tmp_path / "p" / f"{name}.py").write_text(text)
     assert cycles(graph(tmp_path, ("p",))) == {frozenset({"p.a", "p.b", "p.c"})}
+
+
+def test_test_modules_import_helpers_only_from_helper_modules() -> None:
+    """What a test file shares lies in a module of its own: importing another test file runs its fixtures and settings."""
+    line = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_\w+", re.MULTILINE)
+    found = {
+        str(path.relative_to(ROOT)): line.findall(path.read_text()) for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert not {path: lines for path, lines in found.items() if lines}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.autoscaler.decision import Reason
-from baton.autoscaler.wants import Want
+from baton.autoscaler.pool_target import PoolTarget
 from cluster.config.worker import Role
 
 
@@ -15,7 +15,7 @@ class Claim:
     """A pool's need. `held` counts replicas that hold GPUs in any case: serving and draining ones."""
 
     role: Role
-    want: Want
+    want: PoolTarget
     before: int
     ready: int
     draining: int
@@ -31,7 +31,7 @@ class Claim:
         return target / max(1, self.needed)
 
 
-def share_out(budget: int, claims: Sequence[Claim], may_move: bool) -> list[Want]:
+def share_out(budget: int, claims: Sequence[Claim], may_move: bool) -> list[PoolTarget]:
     """Scale down first, then grant replicas one by one to the pool that is furthest from its need, or to the next if its
     replica does not fit. If a pool stays short, one replica may move: an overdue one at once, others only if
     `may_move` and only if the giving pool stays better off than the receiving one.
@@ -54,7 +54,7 @@ def share_out(budget: int, claims: Sequence[Claim], may_move: bool) -> list[Want
             open_claims.discard(i)
     moved = _move(claims, targets, short, may_move)
     shares = [
-        Want(target, _reason(claim, target, is_short))
+        PoolTarget(target, _reason(claim, target, is_short))
         for claim, target, is_short in zip(claims, targets, short, strict=True)
     ]
     if moved is not None:

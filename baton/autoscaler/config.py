@@ -15,9 +15,9 @@ class PoolLimits(Frozen):
 
     panel = "Pools"
 
-    min_replicas: int = Field(1, ge=0, description="0 needs scale_to_zero")
+    min_replicas: int = Field(1, ge=0, description="fewest replicas; 0 needs scale_to_zero")
     max_replicas: int = Field(8, ge=1, description="most replicas")
-    gpus_per_replica: int = Field(1, ge=1, description="what a replica takes of gpu_budget")
+    gpus_per_replica: int = Field(1, ge=1, description="GPUs of one replica, counted in gpu_budget")
     startup_seconds: float = Field(
         60.0,
         gt=0,
@@ -40,12 +40,16 @@ class AutoscalingConfig(Frozen):
     load_seconds: float = Field(
         300.0, gt=0, description="the load is the mean over this; peaks over a fifth of it"
     )
-    confirm_seconds: float = Field(15.0, ge=0, description="how long more must be needed before a pool grows")
+    confirm_seconds: float = Field(
+        15.0, ge=0, description="how long more replicas must be needed before a pool grows"
+    )
     scale_down_seconds: float = Field(
         1800.0, gt=0, description="a pool shrinks to the most that was needed within this time"
     )
     scale_down_margin: float = Field(
-        0.1, ge=0, description="a smaller pool must bear this much more than it is offered"
+        0.1,
+        ge=0,
+        description="a pool shrinks only to a size that could serve this share more than the present load",
     )
     kv_usage_limit: float = Field(
         0.85, gt=0, le=1, description="share of a decode worker's KV blocks to fill"
@@ -53,18 +57,18 @@ class AutoscalingConfig(Frozen):
     unschedulable_seconds: float = Field(
         300.0,
         gt=0,
-        description="replicas that have not come so long after their start-up time are given back, unless Kubernetes "
-        "says that they are starting",
+        description="replicas that have not started this long after startup_seconds are released, unless Kubernetes "
+        "reports that they are starting",
     )
     retry_seconds: float = Field(
-        300.0, gt=0, description="pause before such replicas are asked for again; doubles up to an hour"
+        300.0, gt=0, description="pause before such replicas are requested again; doubles up to an hour"
     )
     scale_to_zero: bool = Field(
         False,
-        description="an idle prefill pool with min_replicas 0 goes to nothing; decode workers "
-        "then prefill by themselves (local_prefill fallback or auto) until it is back",
+        description="an idle prefill pool with min_replicas 0 scales to zero; decode workers "
+        "then prefill by themselves (local_prefill fallback or auto) until it has replicas again",
     )
-    idle_seconds: float = Field(1800.0, gt=0, description="without a request for so long, a pool is idle")
+    idle_seconds: float = Field(1800.0, gt=0, description="a pool without a request for this long is idle")
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> Self:

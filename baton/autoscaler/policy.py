@@ -16,9 +16,9 @@ from baton.autoscaler.budget import Claim, share_out
 from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.decision import Decision, Observation, PoolDecision, Reason
 from baton.autoscaler.decode_demand import DecodeDemand
+from baton.autoscaler.pool_target import OBJECTIVE_SECONDS, Need, PoolTarget, pool_target
 from baton.autoscaler.prefill_demand import PrefillDemand, too_many_late
 from baton.autoscaler.state import PolicyState
-from baton.autoscaler.wants import OBJECTIVE_SECONDS, Need, Want, want
 from cluster.config.worker import ROLES, Role
 
 MOVE_SECONDS = 180.0  # between two moves of a replica from one pool to the other
@@ -127,10 +127,10 @@ def _claim(
 ) -> Claim:
     limits, of_pool, pool = config.pool(role), state.pool(role), seen.pool(role)
     late = pending.watch(limits, of_pool, pool, now)
-    wanted = want(config, role, of_pool, pool, need, late, now)
+    wanted = pool_target(config, role, of_pool, pool, need, late, now)
     back = pending.give_back(config, limits, of_pool, pool, now)
     if back is not None:
-        wanted = Want(min(back, wanted.target), Reason.UNSCHEDULABLE)
+        wanted = PoolTarget(min(back, wanted.target), Reason.UNSCHEDULABLE)
     return Claim(
         role=role,
         want=wanted,
@@ -149,7 +149,7 @@ def _conclude(
     gpu_budget: int,
     needs: dict[Role, Need],
     claims: tuple[Claim, Claim],
-    shares: tuple[Want, Want],
+    shares: tuple[PoolTarget, PoolTarget],
     now: float,
 ) -> Decision:
     decisions, state = [], model.state

@@ -117,7 +117,7 @@ class OverloadFields(Frozen):
     max_concurrent_requests_per_tenant: Count = Field(
         0,
         ge=0,
-        description="of one tenant at this router; a key's max_concurrent_requests goes first; 0 = with API keys half "
+        description="of one tenant at this router; a key's max_concurrent_requests overrides it; 0 = with API keys half "
         "of max_concurrent_requests, or of max_http_connections if that is less; no limit without",
     )
     max_concurrent_requests_per_model: Count = Field(
@@ -132,13 +132,13 @@ class OverloadFields(Frozen):
     requests_per_minute_per_tenant: Count = Field(
         0,
         ge=0,
-        description="over all routers, counted in Redis; a key's requests_per_minute goes first; 0 = no limit",
+        description="over all routers, counted in Redis; a key's requests_per_minute overrides it; 0 = no limit",
     )
     tokens_per_minute_per_tenant: int = Field(
         0,
         ge=0,
         le=10**12,
-        description="of prompts and answers, over all routers; a key's tokens_per_minute goes first; 0 = no limit",
+        description="of prompts and answers, over all routers; a key's tokens_per_minute overrides it; 0 = no limit",
     )
 
 
@@ -175,7 +175,7 @@ class ApiFields(Frozen):
     ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
     share_prefixes_across_tenants: bool = Field(
         False,
-        description="let tenants hit each other's cached prefixes; timing then reveals which tenant sent what",
+        description="share cached prefixes between tenants; response times then reveal what other tenants have sent",
     )
 
 

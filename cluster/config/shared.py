@@ -35,7 +35,7 @@ class ClusterFields(Frozen):
         "redis+cluster://host:port,… (rediss+… for TLS); one Redis for the cluster, the user may differ by component",
         repr=False,
     )
-    redis_password: str = no_flag("", description="for a redis_url without one", repr=False)
+    redis_password: str = no_flag("", description="password for a redis_url that contains none", repr=False)
     redis_password_file: Path | None = Field(
         None, description="file that holds Redis's password (a mounted Secret)"
     )
@@ -51,7 +51,7 @@ class IndexFields(Frozen):
         "workers; none = the index is in redis_url's",
         repr=False,
     )
-    index_password: str = no_flag("", description="for an index_url without one", repr=False)
+    index_password: str = no_flag("", description="password for an index_url that contains none", repr=False)
     index_password_file: Path | None = Field(
         None, description="file that holds the password of the index's Redis (a mounted Secret)"
     )

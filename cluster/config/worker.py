@@ -302,7 +302,9 @@ class TopologyConfig(Frozen):
     rack_label: str = Field("topology.kubernetes.io/rack", description="node label of the rack")
     zone_label: str = Field("topology.kubernetes.io/zone", description="node label of the zone")
     kubeconfig: Path | None = Field(None, description="default: the pod's service account")
-    api_seconds: float = Field(5.0, gt=0, description="after that the worker starts without labels")
+    api_seconds: float = Field(
+        5.0, gt=0, description="limit for reading the labels; after it the worker starts without them"
+    )
 
 
 class WorkerConfig(ClusterFields, IndexFields, SecretFields, TlsFields, TelemetryFields):

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from cluster.round_robin import RoundRobin
+from router.admission.turn_allowance import TurnAllowance
 
-# A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are. Of processor time: by
-# the clock, turns are longer where other processes want the processor, and steps would make them longer still.
+# Of processor time (see TurnAllowance). A step takes up to about 1 ms, so steps lengthen a turn by at most a third.
 SECONDS_PER_STEP = 0.004
 # Refusals that wait beside each other: a connection of gRPC has hundreds of calls. Further ones are sent at once.
 MAX_REFUSALS = 1024
@@ -30,18 +30,17 @@ class LowPriority:
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._clock = clock
+        self._allowance = TurnAllowance(SECONDS_PER_STEP, clock=clock)
         self._waiting: RoundRobin[asyncio.Future[None]] = (
             RoundRobin()
         )  # clients without a key count as one tenant
-        self._turned = 0.0  # when steps were last released
         self._refusals = 0  # that wait
 
     async def step(self, tenant: str = "") -> None:
         """Wait for the caller's turn; its step ends where it awaits something."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            self._turned = self._clock()
+            self._allowance.begin_turn()
             loop.call_soon(self._release)
         turn = loop.create_future()
         self._waiting.push(tenant, turn)
@@ -58,9 +57,7 @@ class LowPriority:
             self._refusals -= 1
 
     def _release(self) -> None:
-        now = self._clock()
-        steps = max(1, int((now - self._turned) / SECONDS_PER_STEP))
-        self._turned = now
+        steps = self._allowance.next_turn()
         while self._waiting and steps:
             turn = self._waiting.pop()
             if not turn.done():  # its task was not cancelled

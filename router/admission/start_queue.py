@@ -15,12 +15,12 @@ from typing import Protocol
 
 from cluster.errors import CancelledError
 from cluster.fair_queue import FairQueue, Waiting
+from router.admission.turn_allowance import TurnAllowance
 
 # What has been started takes a step in each of the turns that follow, so one request per turn keeps the loop as busy as
 # all at once would, and its turns as short as the work on one request.
 STARTS_PER_TURN = 1
-# Of the loop's processor time. A loop that is busy with tokens has long turns; one request for each would starve requests.
-# By the clock, turns are also long where other processes want the processor, and requests would make them longer still.
+# Of processor time (see TurnAllowance): a loop that is busy with tokens has long turns.
 SECONDS_PER_START = 0.004
 
 
@@ -57,13 +57,12 @@ class StartQueue:
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._clock = clock
+        self._allowance = TurnAllowance(SECONDS_PER_START, STARTS_PER_TURN, clock)
         self._queues: OrderedDict[str, FairQueue] = (
             OrderedDict()
         )  # of models; the one whose turn is next comes first
         self._order = itertools.count()
         self._left = 0  # starts of this turn
-        self._turned = 0.0  # when this turn began
         self._counting = False  # _next_turn will be called
 
     def __len__(self) -> int:
@@ -78,7 +77,8 @@ class StartQueue:
         Raises CancelledError (cluster.errors) if its `client` disconnects meanwhile.
         """
         if not self._counting:
-            self._begin_turn(self._clock())
+            self._allowance.begin_turn()
+            self._call_next_turn()
             self._left = STARTS_PER_TURN
         if self._left and not self._queues:
             self._left -= 1
@@ -99,13 +99,13 @@ class StartQueue:
             if client is not None:
                 client.unwatch()
 
-    def _begin_turn(self, now: float) -> None:
-        self._turned, self._counting = now, True
+    def _call_next_turn(self) -> None:
+        self._counting = True
         asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        now, started = self._clock(), self._left < STARTS_PER_TURN
-        self._left = max(STARTS_PER_TURN, int((now - self._turned) / SECONDS_PER_START))
+        started = self._left < STARTS_PER_TURN
+        self._left = self._allowance.next_turn()
         while self._left and self._queues:
             waiting = self._next()
             if not waiting.turn.done():  # else it has left, and its task has not run since
@@ -113,7 +113,7 @@ class StartQueue:
                 self._left -= 1
                 started = True
         if started or self._queues:
-            self._begin_turn(now)
+            self._call_next_turn()
         else:
             self._counting = False
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
+
+from cluster.round_robin import RoundRobin
 
 log = logging.getLogger(__name__)
 # Of the loop's processor time: by the clock, calls also take long where other processes want the processor.
@@ -26,26 +27,18 @@ class Turn:
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        self._calls: OrderedDict[str, deque[Call]] = (
-            OrderedDict()
-        )  # the tenant whose turn is next comes first
+        self._calls: RoundRobin[Call] = RoundRobin()
 
     def add(self, call: Call, tenant: str = "") -> None:
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make)
-        queue = self._calls.get(tenant)
-        if queue is None:
-            queue = self._calls[tenant] = deque()
-        queue.append(call)
+        self._calls.push(tenant, call)
 
     def _make(self) -> None:
-        calls, self._calls = self._calls, OrderedDict()
+        calls, self._calls = self._calls, RoundRobin()
         ends, left = self._clock() + SECONDS_PER_TURN, CALLS_PER_LOOK
         while calls:
-            tenant, queue = calls.popitem(last=False)
-            call = queue.popleft()
-            if queue:
-                calls[tenant] = queue  # behind all others
+            call = calls.pop()
             try:
                 call()
             except Exception:  # the others are other requests'
@@ -57,10 +50,9 @@ class Turn:
                     self._put_back(calls)
                     return
 
-    def _put_back(self, left: OrderedDict[str, deque[Call]]) -> None:
+    def _put_back(self, left: RoundRobin[Call]) -> None:
         """Before what was added meanwhile."""
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make)
-        for tenant, queue in self._calls.items():
-            left.setdefault(tenant, deque()).extend(queue)
+        left.append_all(self._calls)
         self._calls = left

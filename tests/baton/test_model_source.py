@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import http.server
-import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,94 +10,13 @@ import pytest
 
 from baton.model_source import HubFile, Repository, fetch, manifest_digest
 from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
-
-FILES = {
-    "config.json": b'{"model_type": "llama"}',
-    "model.safetensors": bytes(range(256)) * 5000,
-    "pytorch_model.bin": b"another format",
-    "original/consolidated.safetensors": b"in a folder",
-}
-COMMIT = "c" * 40
-
-
-class SmallHub(http.server.ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = dict(FILES)  # what is sent, whatever is promised
-        self.break_after: int | None = None
-        self.token = ""
-        self.asked: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    """Compresses where a client accepts it, as servers of large files do."""
-
-    server: SmallHub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        if self.server.token and self.headers["authorization"] != f"Bearer {self.server.token}":
-            self._answer(401, b"")
-        elif self.path.startswith("/api/models/org/name/revision/main"):
-            self._answer(
-                200,
-                json.dumps({"sha": COMMIT, "siblings": [_sibling(*one) for one in FILES.items()]}).encode(),
-            )
-        elif self.path.startswith(f"/org/name/resolve/{COMMIT}/"):
-            self._send_file(self.path.rpartition(f"{COMMIT}/")[2])
-        else:
-            self._answer(404, b"")
-
-    def _send_file(self, name: str) -> None:
-        first = int((self.headers["range"] or "bytes=0-").partition("=")[2].rstrip("-"))
-        self.server.asked.append(f"{name}@{first}")
-        body, encoding = self._encoded(self.server.files[name][first:])
-        cut = self.server.break_after
-        self.server.break_after = None
-        self.send_response(206 if first else 200)
-        self.send_header("content-encoding", encoding)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body if cut is None else body[:cut])
-        if cut is not None:
-            self.close_connection = True
-
-    def _encoded(self, body: bytes) -> tuple[bytes, str]:
-        accepted = "gzip" in self.headers.get("accept-encoding", "")
-        return (gzip.compress(body), "gzip") if accepted else (body, "identity")
-
-    def _answer(self, status: int, body: bytes) -> None:
-        body, encoding = self._encoded(body)
-        self.send_response(status)
-        self.send_header("content-encoding", encoding)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-def _sibling(name: str, content: bytes) -> dict[str, object]:
-    git = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
-    one: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": git}
-    if name.endswith(".safetensors"):
-        one["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-    return one
+from tests.baton.small_hub import FILES, SmallHub, running_hub
 
 
 @pytest.fixture
 def hub() -> Iterator[SmallHub]:
-    server = SmallHub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(5)
+    with running_hub() as server:
+        yield server
 
 
 def test_files_that_engines_read_are_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tests.cluster.test_index import PAGE, Index, Sets, chain
+from tests.cluster.radix_index import PAGE, Index, Sets, chain
 
 # Blocks of two kinds only: most chains part from another one somewhere.
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(

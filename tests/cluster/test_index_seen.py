@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.index import scripts
 from cluster.redis.connect import connect
-from tests.cluster.test_index import PAGE, chain
+from tests.cluster.radix_index import PAGE, chain
 
 LATER = 4_000_000_000_000  # ms since 1970
 _PLACE = """

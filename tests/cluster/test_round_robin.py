@@ -22,6 +22,18 @@ def test_one_owners_many_items_delay_anothers_by_one() -> None:
         waiting.pop()
 
 
+def test_items_that_are_appended_go_behind_those_of_their_owner_and_new_owners_behind_the_others() -> None:
+    waiting: RoundRobin[str] = RoundRobin()
+    newer: RoundRobin[str] = RoundRobin()
+    for item in ("a1", "b1"):
+        waiting.push(item[0], item)
+    for item in ("c1", "a2", "c2"):
+        newer.push(item[0], item)
+    waiting.append_all(newer)
+    assert len(waiting) == 5
+    assert [waiting.pop() for _ in range(5)] == ["a1", "b1", "c1", "a2", "c2"]
+
+
 def test_the_newest_of_the_owner_with_the_most_leaves_first() -> None:
     waiting: RoundRobin[str] = RoundRobin()
     for item in ("a1", "b1", "b2", "b3"):

@@ -22,6 +22,7 @@ from baton.client import AsyncClient, AsyncStream, Client, Timings
 from cluster.faults.orders import InjectedFault, Order
 from cluster.membership.registry import request_drain
 from tests.end_to_end.conftest import UnderOrders, run_under_orders
+from tests.end_to_end.registries import configs, registry
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
 from tests.harness.exactness import judge
@@ -57,20 +58,11 @@ def pids_of(cluster: Cluster) -> dict[str, int]:
     return {w["id"]: int(w["status"]["pid"]) for w in cluster.workers()}
 
 
-def registry(cluster: Cluster) -> tuple[str, str]:
-    (namespace,) = {config["namespace"] for config in configs(cluster)}
-    return cluster.state["redis"]["url"], namespace
-
-
 def drain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     url, namespace = registry(cluster)
     redis = ["--redis-url", url, "--namespace", namespace]
     command = [sys.executable, "-m", "baton", "drain", *arguments, *redis]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def configs(cluster: Cluster) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in Path(cluster.state["logs"]).parent.glob("decode-*.json")]
 
 
 def assert_exact(model: Path, prompt: list[int], tokens: Any, count: int) -> None:

@@ -21,7 +21,7 @@ from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.handover import PROCESS
-from tests.end_to_end.test_drain import registry
+from tests.end_to_end.registries import registry
 from tests.harness.link_client import blocking_link_client
 from tests.harness.router import KeyFile
 from tests.harness.waiting import wait_for

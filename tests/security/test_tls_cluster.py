@@ -19,7 +19,7 @@ from cluster.security.tls import ClientTls as Files
 from cluster.security.tls import Peers
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.handover import PROCESS
-from tests.end_to_end.test_drain import registry
+from tests.end_to_end.registries import registry
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.exactness import judge
 from tests.harness.waiting import wait_for

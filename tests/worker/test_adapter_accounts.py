@@ -13,7 +13,7 @@ import redis
 
 from cluster.errors import AdapterSlotsError, ModelError
 from cluster.membership.wanted_adapters import Wanted
-from tests.worker.test_adapter_changes import World, made
+from tests.worker.adapter_world import World, made
 from worker.adapters import RETRY_SECONDS
 
 NAMES, DIRECTORIES = ("x", "y", "z"), ("a", "b", "missing", "slow")

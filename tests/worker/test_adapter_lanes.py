@@ -11,7 +11,7 @@ from cluster.membership.wanted_adapters import Wanted
 from engine.lora.loaded import READ_SECONDS
 from engine.lora.message import LANES
 from tests.harness.waiting import until
-from tests.worker.test_adapter_changes import World, made
+from tests.worker.adapter_world import World, made
 from worker.adapters import RETRY_SECONDS
 
 

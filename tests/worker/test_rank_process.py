@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,13 +23,13 @@ from cluster.errors import InternalError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
 from engine.warm_up import say
-from kv_transfer.messages import Confirmed, NewEpoch, PeerRank, Wake
 from tests.harness.waiting import wait_for
+from tests.worker.echo_rank import BREAK, HANG, HELLO, Echo
 from tests.worker.fake_rank import FakeRank, Reports
 from wire.handoff_pb2 import PartData
 from worker.loaded_engine import LoadedEngine
 from worker.ranks import ranks, watch
-from worker.ranks.pipe import KINDS_DIGEST, RankHello, RankPipe, Ready
+from worker.ranks.pipe import KINDS_DIGEST, RankPipe, Ready
 from worker.ranks.process import START_SECONDS, RankOutbox, RemoteRank, StartingRank, spawn_rank
 from worker.ranks.rank_main import serve_pipe
 from worker.ranks.ranks import Ranks
@@ -37,8 +37,6 @@ from worker.ranks.watch import RankWatch
 
 BIG = PartData(payload=bytes(100_000))  # more than a pipe holds
 MANY = 64
-HELLO = RankHello(PeerRank(1, "agent", b""), [])
-HANG, BREAK = Wake(), NewEpoch(0)
 
 
 def pipes() -> tuple[RankPipe[Any, Any], RankPipe[Any, Any]]:
@@ -57,27 +55,6 @@ def sizes(events: list[Any]) -> list[int]:
 def pid_of(remote: RemoteRank[Any, Any]) -> int:
     process: Any = remote._process
     return int(process._process.pid)
-
-
-class Echo:
-    """An endpoint that answers with the size of each message."""
-
-    hello = HELLO.peer
-    is_remote = False
-    staging_used_bytes = 0
-
-    def start(self, on_event: Callable[[Any], None]) -> None:
-        self.on_event = on_event
-
-    def handle(self, message: Any) -> None:
-        if message == HANG:
-            threading.Event().wait()
-        if message == BREAK:
-            raise KeyError("a fault of ours")
-        self.on_event(Confirmed(len(message.payload), b""))
-
-    def close(self) -> None:
-        return
 
 
 def rank_main(rank: int, connection: Connection, arrived: int) -> None:

@@ -21,9 +21,9 @@ from kv_transfer.messages import PeerRank
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.link_client import LinkClient
 from tests.harness.waiting import wait_for
+from tests.worker.echo_rank import Echo
 from tests.worker.fake_rank import Reports
-from tests.worker.test_failure_reports import LONG, run_local
-from tests.worker.test_rank_process import Echo
+from tests.worker.local_runs import LONG, run_local
 from wire import common_pb2
 from worker.ranks import local
 from worker.ranks import rank_main as rank_mains

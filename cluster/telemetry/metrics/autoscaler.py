@@ -10,7 +10,7 @@ _OF: tuple[Process, ...] = ("autoscaler",)
 counter, gauge = partial(Counter, _OF), partial(Gauge, _OF)
 
 DESIRED_REPLICAS = gauge(
-    "baton_autoscaling_desired_replicas", "replicas", "Replicas asked of the platform", "model", "pool"
+    "baton_autoscaling_desired_replicas", "replicas", "Replicas requested from the platform", "model", "pool"
 )
 CURRENT_REPLICAS = gauge(
     "baton_autoscaling_current_replicas", "replicas", "Replicas that serve", "model", "pool"
@@ -24,11 +24,15 @@ NEEDED_REPLICAS = gauge(
 )
 GPUS_ASKED = gauge("baton_autoscaling_gpus_asked", "GPUs", "GPUs of all pools, draining replicas included")
 GPU_BUDGET = gauge("baton_autoscaling_gpu_budget", "GPUs", "GPUs that all pools may take")
-LEADER = gauge("baton_autoscaling_leader", "0 or 1", "1: this process is the one that acts")
+LEADER = gauge(
+    "baton_autoscaling_leader",
+    "0 or 1",
+    "1 while this process is the leader, whose decisions are carried out",
+)
 DECISIONS = counter(
     "baton_autoscaling_decisions_total",
     "decisions",
-    "Decisions by what they rest on",
+    "Decisions by reason",
     "model",
     "pool",
     "reason",

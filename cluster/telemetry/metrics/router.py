@@ -39,18 +39,24 @@ PROCESS_RESTARTS = counter(
 )
 REQUESTS_LIMIT = gauge("baton_requests_limit", "requests", "Requests that may be in flight here")
 STAGES = histogram("baton_stage_seconds", "seconds", "Seconds by stage", STAGE_SECONDS, "model", "stage")
-E2E = histogram("baton_e2e_request_latency_seconds", "seconds", "Whole requests", STAGE_SECONDS, "model")
+E2E = histogram(
+    "baton_e2e_request_latency_seconds",
+    "seconds",
+    "Time of whole requests, from arrival to the last token",
+    STAGE_SECONDS,
+    "model",
+)
 TTFT = histogram(
     "baton_time_to_first_token_seconds", "seconds", "Time to first token", TOKEN_SECONDS, "model"
 )
 TPOT = histogram(
     "baton_request_time_per_output_token_seconds",
     "seconds",
-    "Mean between tokens of a request",
+    "Mean time between tokens of a request",
     TOKEN_SECONDS,
     "model",
 )
-ITL = histogram("baton_inter_token_latency_seconds", "seconds", "Between tokens", TOKEN_SECONDS, "model")
+ITL = histogram("baton_inter_token_latency_seconds", "seconds", "Time between tokens", TOKEN_SECONDS, "model")
 REQUEST_PROMPT_TOKENS = histogram(
     "baton_request_prompt_tokens", "tokens", "Prompt tokens of each request", TOKEN_COUNTS, "model"
 )
@@ -114,14 +120,24 @@ WORKERS_SUSPECT = gauge(
 LINK_UNREAD = counter(
     "baton_link_unread_total", "entries", "Tokens and ends that came for attempts no longer read"
 )
-MEMBERSHIP_AGE = gauge("baton_membership_age_seconds", "seconds", "Since the membership was read")
-PLACEMENTS = counter("baton_placements_total", "attempts", "By prefilling role and decider", "prefill", "by")
+MEMBERSHIP_AGE = gauge("baton_membership_age_seconds", "seconds", "Time since the membership was last read")
+PLACEMENTS = counter(
+    "baton_placements_total",
+    "attempts",
+    "Placements by the role that prefills, and by where they were decided: redis or router",
+    "prefill",
+    "by",
+)
 PLACEMENTS_REFUSED = counter(
-    "baton_placements_refused_total", "attempts", "Placed nowhere, by reason", "reason"
+    "baton_placements_refused_total", "attempts", "Placements refused, by reason", "reason"
 )
 PLACEMENT_CALLS = counter("baton_placement_calls_total", "calls", "Placement calls")
 PLACEMENT_CHARGED = gauge(
-    "baton_placement_charged_tokens", "tokens", "Placed from here and not done yet", "stage", together="sum"
+    "baton_placement_charged_tokens",
+    "tokens",
+    "Tokens that this router has placed and that are not done yet",
+    "stage",
+    together="sum",
 )
 PLACEMENT_COST = histogram(
     "baton_placement_cost_seconds",
@@ -131,12 +147,14 @@ PLACEMENT_COST = histogram(
     "term",
 )
 LEARNED_PREFILL = gauge(
-    "baton_placement_learned_prefill_seconds_per_token", "seconds per token", "As the cost model learned it"
+    "baton_placement_learned_prefill_seconds_per_token",
+    "seconds per token",
+    "Prefill time per token that the cost model has learned",
 )
 LEARNED_BANDWIDTH = gauge(
     "baton_placement_learned_bandwidth_bytes_per_second",
     "bytes per second",
-    "As the cost model learned or assumes it, by what a pair shares at least",
+    "Hand-off bandwidth that the cost model has learned or assumes, by the nearest topology level that a pair shares",
     "level",
 )
 
@@ -146,7 +164,7 @@ REDIS_ERRORS = counter(
     "baton_router_redis_errors_total", "calls", "Calls that Redis did not answer in time", "call"
 )
 REDIS_CALLS = histogram(
-    "baton_redis_call_seconds", "seconds", "Calls that a request waits for", CALL_SECONDS, "call"
+    "baton_redis_call_seconds", "seconds", "Redis calls that a request waits for", CALL_SECONDS, "call"
 )
 INDEX_UP = gauge(
     "baton_router_index_up",
@@ -165,11 +183,13 @@ INDEX_MEMORY_USED = gauge(
     "bytes",
     "used_memory of the Redis with the prefix index, the same or its own",
 )
-INDEX_MEMORY_MAX = gauge("baton_index_memory_max_bytes", "bytes", "Its maxmemory; 0 = not set")
+INDEX_MEMORY_MAX = gauge(
+    "baton_index_memory_max_bytes", "bytes", "maxmemory of the Redis with the prefix index; 0 = not set"
+)
 INDEX_EVICTS_INDEX_ONLY = gauge(
     "baton_index_evicts_index_only",
     "0 or 1",
-    "1 while its maxmemory-policy is one of volatile-…, which evicts no worker's slot",
+    "1 while the maxmemory-policy of the Redis with the prefix index is one of volatile-…, which evicts no worker's slot",
 )
 REDIS_EVICTS_INDEX_ONLY = gauge(
     "baton_redis_evicts_index_only",

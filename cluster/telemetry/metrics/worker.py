@@ -13,12 +13,14 @@ _PREFILL: tuple[Process, ...] = ("prefill",)
 _DECODE: tuple[Process, ...] = ("decode",)
 
 # The worker in its cluster
-READY = gauge("baton_worker_ready", "0 or 1", "1 while new work is taken")
-DRAINING = gauge("baton_worker_draining", "0 or 1", "1 while it only finishes what it has")
-REGISTERED = gauge("baton_worker_registered", "0 or 1", "1 while Redis has given it a slot")
-FENCED = counter(
-    "baton_worker_fenced_total", "epochs", "Epochs ended because its lease had run out meanwhile"
+READY = gauge("baton_worker_ready", "0 or 1", "1 while the worker accepts new work")
+DRAINING = gauge(
+    "baton_worker_draining",
+    "0 or 1",
+    "1 while the worker drains: it finishes its requests and accepts no new ones",
 )
+REGISTERED = gauge("baton_worker_registered", "0 or 1", "1 while Redis has given it a slot")
+FENCED = counter("baton_worker_fenced_total", "epochs", "Epochs ended because the worker's lease had expired")
 REDIS_UP = gauge("baton_worker_redis_up", "0 or 1", "1 while this worker reaches Redis")
 REDIS_ERRORS = counter("baton_worker_redis_errors_total", "calls", "Calls that Redis did not answer in time")
 RAY_HEAD_SILENT = gauge(
@@ -32,12 +34,20 @@ INDEX_REPORTS_WAITING = gauge("baton_index_reports_waiting", "chains", "Prefix c
 # Requests and attempts
 REQUESTS_RUNNING = gauge("baton_requests_running", "requests", "Sequences in the batch")
 REQUESTS_WAITING = gauge("baton_requests_waiting", "requests", "Sequences waiting for the batch")
-REQUESTS_WAITING_FOR_KV = gauge("baton_requests_waiting_for_kv", "requests", "Reserved, KV on its way")
+REQUESTS_WAITING_FOR_KV = gauge(
+    "baton_requests_waiting_for_kv",
+    "requests",
+    "Sequences whose blocks are reserved and whose KV is still arriving",
+)
 ATTEMPTS_IN_PROGRESS = gauge("baton_attempts_in_progress", "attempts", "Attempts that have not ended")
 ATTEMPTS_ENDED = counter("baton_attempts_ended_total", "attempts", "Attempts by how they ended", "outcome")
 QUEUE_REQUESTS = gauge("baton_prefill_queue_requests", "requests", "Requests queued here", "class")
 QUEUE_OLDEST = gauge("baton_prefill_queue_oldest_seconds", "seconds", "How long the first has queued")
-ADMITTED_TOKENS = gauge("baton_prefill_admitted_tokens", "tokens", "Prompt tokens past the queue")
+ADMITTED_TOKENS = gauge(
+    "baton_prefill_admitted_tokens",
+    "tokens",
+    "Prompt tokens that have left the queue and whose prefill has not ended",
+)
 
 # The engine
 ENGINE_HEALTHY = gauge("baton_engine_healthy", "0 or 1", "0 once the engine has failed or stands still")
@@ -84,7 +94,7 @@ PREFIX_CACHE_HITS = counter(
 RESERVATIONS_EVICTED = counter(
     "baton_reservations_evicted_total", "reservations", "Reservations given up for running requests"
 )
-PREEMPTIONS = counter("baton_preemptions_total", "sequences", "Sequences pushed out of the batch")
+PREEMPTIONS = counter("baton_preemptions_total", "sequences", "Sequences preempted")
 RESIDENT_TOKENS = gauge("baton_resident_tokens", "tokens", "Tokens whose KV running sequences hold")
 KV_BLOCKS = gauge("baton_kv_blocks", "blocks", "KV blocks of the pool")
 KV_BLOCKS_FREE = gauge("baton_kv_blocks_free", "blocks", "KV blocks free or only cached")
@@ -136,7 +146,7 @@ HANDOFFS_EXHAUSTED = Gauge(
 )
 KV_RECEIVED_BYTES = Counter(_DECODE, "baton_kv_received_bytes_total", "bytes", "KV bytes received")
 KV_PARTS_VERIFIED = Counter(_DECODE, "baton_kv_parts_verified_total", "parts", "Parts received and verified")
-KV_PARTS_DROPPED = Counter(_DECODE, "baton_kv_parts_dropped_total", "parts", "Parts not taken", "reason")
+KV_PARTS_DROPPED = Counter(_DECODE, "baton_kv_parts_dropped_total", "parts", "Parts dropped", "reason")
 KV_DIGEST_FAILURES = Counter(
     _DECODE, "baton_kv_digest_failures_total", "parts", "Parts that arrived corrupted"
 )

@@ -18,13 +18,13 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import time
 from typing import Any
 
 import uvicorn
 
 from cluster.errors import OverloadedError
 from cluster.security.key_file import ApiKeys
+from router.admission.turn_allowance import TurnAllowance
 from router.frontends.http.acknowledged import TcpState, state_of
 from router.frontends.http.errors import closing_answer
 from router.frontends.http.ready import ReadyConnections
@@ -39,7 +39,7 @@ ACCEPTS_PER_TURN = 32
 LOOKED_AT_PER_TURN = 32
 # Few, as a request needs about ten turns; what opening one costs: see ready.py.
 OPENED_PER_TURN = 2
-# One more for each, of the loop's processor time in the turn before: a loop with long turns would open few
+# Of processor time (see TurnAllowance).
 SECONDS_PER_OPENING = 0.002
 # With TLS: most of a handshake's work is done in the turn in which it is opened.
 HANDSHAKES_PER_TURN = 4
@@ -62,7 +62,7 @@ class HttpServer(uvicorn.Server):
         self._accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, max_silent // 4))
         self._accepting: list[asyncio.Task[None]] = []
         self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
-        self._turned = 0.0  # processor time of the loop when connections were last opened
+        self._allowance = TurnAllowance(SECONDS_PER_OPENING, OPENED_PER_TURN)
         self._ready = ReadyConnections(
             None if config.is_ssl else keys, max_silent
         )  # their first bytes have arrived
@@ -160,7 +160,7 @@ class HttpServer(uvicorn.Server):
         if (refused := self._ready.push(connection)) is not None:
             self._turn_away(refused)
         if begins:
-            self._turned = time.thread_time()
+            self._allowance.begin_turn()
             loop.call_soon(self._open_ready)
 
     def _turn_away(self, connection: socket.socket) -> None:
@@ -171,11 +171,7 @@ class HttpServer(uvicorn.Server):
 
     def _open_ready(self) -> None:
         loop = asyncio.get_running_loop()
-        now = time.thread_time()
-        most = HANDSHAKES_PER_TURN
-        if not self.config.ssl:
-            most = max(OPENED_PER_TURN, int((now - self._turned) / SECONDS_PER_OPENING))
-        self._turned = now
+        most = HANDSHAKES_PER_TURN if self.config.ssl else self._allowance.next_turn()
         for _ in range(min(LOOKED_AT_PER_TURN, len(self._ready))):
             if not most:
                 break

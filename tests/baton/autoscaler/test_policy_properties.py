@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from baton.autoscaler.budget import Claim, share_out
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import Reason
+from baton.autoscaler.pool_target import PoolTarget
 from baton.autoscaler.prefill_demand import replicas_for, wait_beyond
-from baton.autoscaler.wants import Want
 from cluster.config.worker import ROLES
 from tests.baton.autoscaler.fluid import FluidCluster
 
@@ -107,7 +107,15 @@ def test_replicas_that_never_come_do_not_block_the_other_pool(load: float, room:
 
 claims = st.builds(
     lambda role, want, before, gpus, needed, late: Claim(
-        role, Want(want, Reason.PREFILL_LOAD), before, before - min(late, before), 0, 1, needed, late, gpus
+        role,
+        PoolTarget(want, Reason.PREFILL_LOAD),
+        before,
+        before - min(late, before),
+        0,
+        1,
+        needed,
+        late,
+        gpus,
     ),
     st.sampled_from(ROLES),
     st.integers(1, 20),
@@ -134,11 +142,11 @@ def test_sharing_out(all_claims: list[Claim], spare: int, may_move: bool) -> Non
 
 def test_the_model_furthest_from_its_need_gets_the_next_replica_and_may_get_one_of_anothers() -> None:
     def claim(before: int, needed: int) -> Claim:
-        return Claim("decode", Want(needed, Reason.DECODE_LOAD), before, before, 0, 1, needed, 0, 1)
+        return Claim("decode", PoolTarget(needed, Reason.DECODE_LOAD), before, before, 0, 1, needed, 0, 1)
 
     quiet, busy, busiest = claim(3, 3), claim(2, 4), claim(2, 8)
     assert [one.target for one in share_out(9, [quiet, busy, busiest], False)] == [3, 2, 4]
-    idle = replace(quiet, needed=1, want=Want(3, Reason.STEADY))
+    idle = replace(quiet, needed=1, want=PoolTarget(3, Reason.STEADY))
     assert [one.target for one in share_out(7, [idle, busy, busiest], True)] == [2, 2, 2]
 
 

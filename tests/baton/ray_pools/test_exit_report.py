@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import psutil
 import pytest
 
@@ -21,13 +17,11 @@ from baton.ray_pools.supervision import exit_report
 from baton.ray_pools.supervision.exit_report import ExitReport
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
 from baton.ray_pools.supervision.worker_sockets import Facts, WorkerFiles
-from cluster.config import sources
-from cluster.config.worker import WorkerConfig
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from tests.baton.ray_pools.exit_notices import Decode, config, served
 from tests.end_to_end.conftest import gone
 from tests.harness.waiting import wait_for
-from wire import decode_pb2, decode_pb2_grpc
 
 # A worker that leads a session, with a rank that survives when the worker is killed.
 WORKER = """
@@ -39,35 +33,6 @@ rank.stdout.readline()
 print(rank.pid, flush=True)
 sys.stdin.read()
 """
-
-
-class Decode(decode_pb2_grpc.DecodeServicer):
-    """A decode worker that records the notices it gets."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.failures = 0  # how many calls fail first
-
-    def PeerExited(
-        self, request: decode_pb2.PeerExitedRequest, context: Any
-    ) -> decode_pb2.PeerExitedResponse:
-        if self.failures:
-            self.failures -= 1
-            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
-        self.told.append(request.worker_id)
-        return decode_pb2.PeerExitedResponse()
-
-
-@contextlib.contextmanager
-def served() -> Iterator[tuple[Decode, int]]:
-    """A decode worker and its port."""
-    servicer = Decode()  # type: ignore[abstract]  # the test calls no other method
-    server = grpc.server(ThreadPoolExecutor(2))
-    decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield servicer, port
-    server.stop(None)
 
 
 @pytest.fixture
@@ -95,11 +60,6 @@ def worker() -> Iterator[tuple[Facts, int]]:
     for pid in sessions.members(facts.pid, facts.began):
         os.kill(pid, signal.SIGKILL)
     process.communicate()
-
-
-def config(redis_url: str, namespace: str, **values: Any) -> WorkerConfig:
-    given = {"role": "prefill", "redis_url": redis_url, "namespace": namespace, "engine": {"model": "m"}}
-    return sources.load(WorkerConfig, {}, values={**given, **values})
 
 
 def test_decode_workers_are_notified_once_worker_and_ranks_are_gone(

@@ -24,7 +24,7 @@ from cluster.membership import reader
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
-from tests.baton.ray_pools.test_exit_report import Decode, config, served
+from tests.baton.ray_pools.exit_notices import Decode, config, served
 from tests.harness.waiting import wait_for
 
 NEVER = 10**9

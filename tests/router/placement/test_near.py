@@ -20,7 +20,7 @@ from cluster.membership.types import WorkerInfo
 from router.placement.calibration import Calibration
 from router.placement.candidates import level_of
 from router.placement.placement import Placement
-from tests.router.placement.test_placement import eventually, request
+from tests.router.placement.place_requests import eventually, request
 
 CLIQUE, HOST, RACK, ZONE, FAR = range(len(LEVELS))
 HERE = Location(host="h1", rack="r1", zone="z1")

@@ -18,10 +18,10 @@ from cluster.index.reporter import ChainReporter
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
-from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.placement import Placement
-from router.placement.types import Placed, PlacementRequest, Reason
+from router.placement.types import Placed, Reason
+from tests.router.placement.place_requests import eventually, hashes, request
 
 
 def worker(role: Role, index: int) -> WorkerInfo:
@@ -29,23 +29,6 @@ def worker(role: Role, index: int) -> WorkerInfo:
     return WorkerInfo(
         f"{role}-{index}", epoch, 0, role, "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000
     )
-
-
-def hashes(tokens: list[int]) -> list[bytes]:
-    return hash_blocks(pack_tokens(tokens), 16, secret=b"s", salt=make_salt("m"))
-
-
-def request(tokens: list[int], **more) -> PlacementRequest:
-    return PlacementRequest(secrets.token_bytes(16), index_keys(hashes(tokens)), len(tokens), 32, **more)
-
-
-async def eventually(check, seconds: float = 5.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := check():
-            return result
-        await asyncio.sleep(0.02)
-    raise AssertionError("not in time")
 
 
 @pytest.fixture

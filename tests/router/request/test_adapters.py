@@ -10,7 +10,6 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, UnavailableError, UnknownModelError
-from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import make_salt
 from router.dispatch.exclusions import exclusions, without_adapter
 from router.dispatch.services import Services
@@ -21,13 +20,9 @@ from router.request.completion import Completion
 from router.request.options import GenerationOptions
 from router.request.resume_tickets import Tickets
 from router.request.validator import Envelope, Validator
+from tests.router.request.adapter_workers import workers
 
 OLD, NEW = "0" * 32, "1" * 32
-WORKER = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
-
-
-def workers(*adapters: tuple[tuple[str, str], ...]) -> list[WorkerInfo]:
-    return [replace(WORKER, worker_id=f"w{i}", adapters=one) for i, one in enumerate(adapters)]
 
 
 def completion(model: str, known: dict[str, str]) -> Completion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from baton.local.certs import make_certs
 from baton.local.state import ClusterState, RedisState, check_writable
 from baton.model_source import fetch
 from cluster.errors import ConfigError, ModelError, UnavailableError
-from tests.baton.test_model_source import FILES, SmallHub, hub
+from tests.baton.small_hub import FILES, SmallHub, running_hub
 
-__all__ = ["hub"]  # a fixture
 STATE = ClusterState("http://h", "g", RedisState("redis://***@r", 1), [], [], [], 1, "logs")
+
+
+@pytest.fixture
+def hub() -> Iterator[SmallHub]:
+    with running_hub() as server:
+        yield server
 
 
 @pytest.fixture

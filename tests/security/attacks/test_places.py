@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
+from tests.security.attacks.places_in_use import bearer, in_flight
 
 PLACES = 8
 
@@ -18,17 +19,6 @@ PLACES = 8
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
     return {"max_concurrent_requests": PLACES}
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
-
-
-def in_flight(router: Router, ops: str) -> float:
-    text = httpx.get(f"{router.http}/metrics", headers=bearer(ops)).text
-    return next(
-        float(line.split()[1]) for line in text.splitlines() if line.startswith("baton_requests_in_flight")
-    )
 
 
 @pytest.mark.long

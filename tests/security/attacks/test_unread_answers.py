@@ -17,7 +17,7 @@ from router.frontends.http.protocol import MAX_REFUSED
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
 from tests.security.attacks.endpoints import ENDPOINTS, PATHS
-from tests.security.attacks.test_places import in_flight
+from tests.security.attacks.places_in_use import in_flight
 
 LIMIT = 60
 PAGE = b"GET /ui/style.css HTTP/1.1\r\nhost: x\r\n\r\n"

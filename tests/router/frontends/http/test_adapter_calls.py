@@ -26,7 +26,7 @@ from router.request.adapters import LoadedAdapters
 from router.request.served_model import further_models
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
-from tests.router.request.test_adapters import workers
+from tests.router.request.adapter_workers import workers
 from tests.router.stub_model import stub_model
 
 DIGEST = "1" * 32

@@ -18,7 +18,7 @@ from router.frontends.http.requests import ChatCompletionRequest, CompletionRequ
 from router.request.validator import Envelope, Validator
 from tests.harness.waiting import wait_for
 from tests.router.frontends.http.responses.conftest import ScriptedGateway, scripted
-from tests.router.frontends.http.test_echo import TEXT
+from tests.router.frontends.http.small_text import TEXT
 
 __all__ = ["scripted"]
 MIB = 1 << 20

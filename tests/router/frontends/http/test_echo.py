@@ -20,12 +20,10 @@ from router.frontends.http.shapes import CompletionShape
 from router.request.completion import Delta, Outcome
 from router.request.validator import Envelope, Validator
 from tests.router.frontends.http.conftest import NAME, events_of
+from tests.router.frontends.http.small_text import TEXT
 from wire import common_pb2, inference_pb2
 
 CONFIG = RouterConfig(model="m", secret="x" * 16, max_answer_entries=1000, max_choices=100)
-TEXT: Any = SimpleNamespace(
-    vocab_size=100, max_position_embeddings=64, generation={}, most_bytes=None, has_head=True
-)
 
 
 def completion(**body):

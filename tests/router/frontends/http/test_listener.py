@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import struct
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,7 +199,7 @@ async def test_few_connections_are_opened_in_one_turn(tls: bool, a_turn: int) ->
             theirs.send(b"hello")
             server._ready.push(ours)
         gained = []
-        server._turned = time.thread_time()
+        server._allowance.begin_turn()
         asyncio.get_running_loop().call_soon(server._open_ready)
         for _ in range(6):
             before = len(opened)

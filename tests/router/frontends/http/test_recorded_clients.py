@@ -12,7 +12,7 @@ import pytest
 from router.request.completion import Delta
 from router.text.tokenizer import ModelText
 from tests.router.frontends.golden.stub_gateway import DEMO, StubDispatcher, served
-from tests.router.frontends.http.test_openai_tools import Dispatcher, Formats, Gateway
+from tests.router.frontends.http.tool_stubs import Dispatcher, Formats, Gateway
 from wire import common_pb2
 
 CLIENTS = Path(__file__).resolve().parents[3] / "clients"

@@ -11,6 +11,7 @@ import pytest
 from cluster.errors import InternalError
 from router.frontends.http.anthropic.content import SIGNATURE, Content
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, Part, ReasoningText
+from tests.router.frontends.http.anthropic.events import events_of
 
 ANSWER: list[Part] = [
     ReasoningText("They ask "),
@@ -22,16 +23,6 @@ ANSWER: list[Part] = [
     CallArguments(0, '"Bern"}'),
     CallBegin(1, "call_b", "now"),
 ]
-
-
-def events_of(frames: list[bytes]) -> list[dict[str, Any]]:
-    events = []
-    for frame in frames:
-        name, data = frame.decode().removesuffix("\n\n").split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
 
 
 def run(parts: list[Part], size: int = 1, **more: Any) -> tuple[Content, list[dict[str, Any]]]:

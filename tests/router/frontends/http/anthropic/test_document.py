@@ -10,11 +10,9 @@ import pytest
 from router.frontends.http.openapi.answers import answer_schemas
 from router.frontends.http.openapi.document import build_document, request_schemas
 from router.request.answer_parts import CallArguments, CallBegin, ContentText, ReasoningText
+from tests.router.frontends.http.anthropic.events import ASK, events_of
 from tests.router.frontends.http.anthropic.record import WEATHER
-from tests.router.frontends.http.anthropic.test_content import events_of
-from tests.router.frontends.http.anthropic.test_recorded import ASK, client
 
-__all__ = ["client"]
 PARTS = [
     ReasoningText("a"),
     ContentText("b"),

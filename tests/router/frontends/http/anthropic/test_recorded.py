@@ -8,9 +8,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
-import pytest
-
 from cluster.errors import (
     AttemptsExhaustedError,
     DeadlineError,
@@ -21,8 +18,8 @@ from cluster.errors import (
 from router.frontends.http.anthropic.request import MessagesRequest, ThinkingParam
 from router.frontends.http.errors import error_response
 from router.request.answer_parts import ContentText
+from tests.router.frontends.http.anthropic.events import ASK, events_of
 from tests.router.frontends.http.anthropic.record import RECORDED, WEATHER
-from tests.router.frontends.http.anthropic.test_content import events_of
 
 CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 REQUESTS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
@@ -81,13 +78,6 @@ AGENT: dict[str, Any] = {
         },
     ],
 }
-ASK: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture(scope="module")
-def client(scripted):
-    with httpx.Client(base_url=scripted.url.removesuffix("/v1"), timeout=60) as made:
-        yield made
 
 
 def shown(scripted, index=-1):

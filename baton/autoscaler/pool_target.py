@@ -1,4 +1,4 @@
-"""What one pool wants, were it alone: limits, hysteresis and pauses, but no budget."""
+"""The target size of one pool by itself: limits, hysteresis and pauses, without the GPU budget."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from baton.autoscaler.decision import PoolObservation, Reason
 from baton.autoscaler.state import PoolState
 from cluster.config.worker import Role
 
-OBJECTIVE_SECONDS = 120.0  # an objective is judged by what happened within this time
+OBJECTIVE_SECONDS = 120.0  # window over which an objective is judged
 MAX_SHRINK = 0.34  # of a pool at a time
-# Per decision, as a factor: measurements of an overloaded cluster exaggerate
+# Factor per decision: measurements of an overloaded cluster overestimate the need
 MAX_GROWTH = 2
 
 
 @dataclass(frozen=True)
 class Need:
-    """Replicas for the load (`now`), and for somewhat more than it (`safe`): a pool shrinks to the latter."""
+    """Replicas for the present load (`now`), and for that load and scale_down_margin more (`safe`), to which a pool
+    shrinks."""
 
     now: int
     safe: int
-    reason: Reason  # why `now` is what it is
-    missed: bool = False  # its objective, of late
+    reason: Reason  # of `now`
+    missed: bool = False  # the objective was missed within OBJECTIVE_SECONDS
     missed_reason: Reason = Reason.STEADY
     known: bool = True
     asked: bool = True  # a request has arrived since the last decision
@@ -31,12 +32,12 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Want:
+class PoolTarget:
     target: int
     reason: Reason
 
 
-def want(
+def pool_target(
     config: AutoscalingConfig,
     role: Role,
     state: PoolState,
@@ -44,12 +45,15 @@ def want(
     need: Need,
     late: int,
     now: float,
-) -> Want:
-    """`late`: replicas that were asked for and should have come by now. Called once a decision: it also remembers since
-    when more has been needed."""
+) -> PoolTarget:
+    """The pool's next size, with the reason. Called once per decision, because it also updates `state`: since when more
+    replicas have been needed, and when the objective was last missed.
+
+    `late`: requested replicas that have not started within `startup_seconds`.
+    """
     limits = config.pool(role)
     if state.busy_at is None:
-        state.changed_at = now  # nothing is known of what was before: it counts like a change
+        state.changed_at = now  # the first decision: earlier changes are unknown, so it counts as one
     if need.asked or state.busy_at is None:
         state.busy_at = now
     most = max(_most(limits, state, seen, late, now), limits.min_replicas)
@@ -58,26 +62,27 @@ def want(
         least = 0
     state.note_need(now, max(need.safe, least), config.scale_down_seconds)
     if not limits.min_replicas <= seen.target <= limits.max_replicas:
-        return Want(min(max(seen.target, limits.min_replicas), limits.max_replicas), Reason.LIMITS)
+        return PoolTarget(min(max(seen.target, limits.min_replicas), limits.max_replicas), Reason.LIMITS)
     if seen.target == 0 and least > 0 and need.asked:
-        return Want(max(1, min(need.now, most)), Reason.WAKE)
+        return PoolTarget(max(1, min(need.now, most)), Reason.WAKE)
     if not need.known and least > 0:
-        return Want(seen.target, Reason.NO_DATA)
+        return PoolTarget(seen.target, Reason.NO_DATA)
     if need.now > seen.target:
         return _grow(config, role, state, seen, need, most, now)
     state.more_since = None
     if need.missed:
         state.missed_at = now
         alone = seen.target < most and seen.ready >= seen.target
-        # What came late before the last change could help says nothing of it.
+        # First tokens that were late before the last change could take effect do not count against it.
         if alone and now - state.changed_at > limits.startup_seconds + OBJECTIVE_SECONDS:
-            return Want(seen.target + 1, need.missed_reason)
-        return Want(seen.target, Reason.STEADY)
+            return PoolTarget(seen.target + 1, need.missed_reason)
+        return PoolTarget(seen.target, Reason.STEADY)
     return _shrink(config, state, seen, least, now)
 
 
 def _most(limits: PoolLimits, state: PoolState, seen: PoolObservation, late: int, now: float) -> int:
-    """Nothing more is asked for while what was asked for does not come; after a pause, one is, to see."""
+    """The largest size that may be requested. While requested replicas do not start, no more are requested; after a pause
+    one is, as a trial."""
     most = limits.max_replicas
     if late > 0:
         most = min(most, seen.target)
@@ -94,26 +99,27 @@ def _grow(
     need: Need,
     most: int,
     now: float,
-) -> Want:
+) -> PoolTarget:
     if state.more_since is None:
         state.more_since = now
     if most <= seen.target:
         reason = Reason.LIMITS if most >= config.pool(role).max_replicas else Reason.UNSCHEDULABLE
-        return Want(seen.target, reason)
+        return PoolTarget(seen.target, reason)
     if now - state.more_since < config.confirm_seconds:
-        return Want(seen.target, Reason.STEADY)
-    return Want(
+        return PoolTarget(seen.target, Reason.STEADY)
+    return PoolTarget(
         min(max(need.now, need.safe), most, max(MAX_GROWTH * seen.target, seen.target + 1)), need.reason
     )
 
 
 def _shrink(
     config: AutoscalingConfig, state: PoolState, seen: PoolObservation, least: int, now: float
-) -> Want:
-    """Slowly, and never while an objective was missed within the same time."""
+) -> PoolTarget:
+    """At most MAX_SHRINK of the pool at a time, and only if neither the target changed nor the objective was missed within
+    `scale_down_seconds`."""
     low = max(state.most_needed, least)
     quiet = now - max(state.changed_at, state.missed_at) >= config.scale_down_seconds
     if low >= seen.target or not quiet:
-        return Want(seen.target, Reason.STEADY)
+        return PoolTarget(seen.target, Reason.STEADY)
     steps = max(1, math.floor(seen.target * MAX_SHRINK))
-    return Want(max(low, seen.target - steps), Reason.LOW_LOAD)
+    return PoolTarget(max(low, seen.target - steps), Reason.LOW_LOAD)
