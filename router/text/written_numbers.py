@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import orjson
 # only: from each digit on, runs of 18 would take ten times as long.
 _MAY_DIFFER = re.compile(rb"\d(?:\.\d|[eE][-+\d])|(?<!\d)\d{19}|-0")
 _LONG = 20  # characters of the longest whole numbers of 64 bits
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -53,6 +55,12 @@ def loads(raw: bytes | bytearray) -> Any:
     if _SURROGATE.search(raw):
         json.dumps(value, ensure_ascii=False).encode()
     return WithWrittenNumbers(value) if isinstance(value, dict) else value
+
+
+def is_too_large(error: orjson.JSONDecodeError) -> bool:
+    """Whether orjson refused a number of JSON that is too large for a float."""
+    found = _NUMBER.match(error.doc, error.pos)
+    return found is not None and math.isinf(float(found[0]))
 
 
 def dumps(value: Any, **options: Any) -> str:
