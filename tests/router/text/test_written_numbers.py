@@ -69,3 +69,10 @@ def test_a_number_of_the_arguments_can_be_computed_with() -> None:
 def test_whole_numbers_of_64_bits_are_exact(text: ModelText, number: str) -> None:
     given = call(f'{{"n": {number}}}')["function"]["arguments"]["n"]
     assert type(given) is int and given + 1 == int(number) + 1, "a float would be another number"
+
+
+def test_a_number_that_is_not_kept_as_written_is_named() -> None:
+    """As in a schema that comes as text: it is JSON all the same."""
+    with pytest.raises(InvalidRequestError, match="tools: has a number that is too large") as caught:
+        JsonTexts(RequestLimits()).object('{"maximum": 1e400}', "tools")
+    assert caught.value.field == "tools"
