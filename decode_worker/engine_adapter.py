@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from cluster.errors import BatonError, CancelledError, EngineRequestError, InvalidRequestError
+from cluster.errors import BatonError, CancelledError, DeadlineError, EngineRequestError, InvalidRequestError
 from cluster.faults.points import Point
 from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.block_hash import hash_blocks
@@ -24,8 +24,8 @@ from worker.validate import check_spec
 
 # Blocks are reserved for as many new tokens of each choice; longer answers grow block by block.
 PROJECTED_GROWTH_TOKENS = 256
-# Below the time that a prefill worker waits for an answer. A worker's first grammar takes the longest: with it, the
-# tokenizer is read.
+# That a commit waits for its grammar: below the time that a prefill worker waits for an answer. A worker's first grammar
+# takes the longest: with it, the tokenizer is read.
 GRAMMAR_SECONDS = 3.0
 
 
@@ -66,7 +66,7 @@ class HandoffEngineAdapter:
     def _compile(self, attempt: DecodeAttempt, grammar: GrammarSpec, tenant: str) -> None:
         """While the prefill worker computes the prompt: a step that had to compile it would keep every other sequence
         waiting, and so would the prefill worker's request before its prompt."""
-        compiling = self._parts.host.compile_grammar(grammar, tenant, GRAMMAR_SECONDS)
+        compiling = self._parts.host.compile_grammar(grammar, tenant)
         attempt.compiling = asyncio.get_running_loop().create_task(compiling)
         attempt.compiling.add_done_callback(_retrieve)
 
@@ -129,10 +129,13 @@ class HandoffEngineAdapter:
         attempt has ended meanwhile."""
         if attempt.compiling is None:
             return None
-        await asyncio.wait([attempt.compiling])
+        await asyncio.wait([attempt.compiling], timeout=GRAMMAR_SECONDS)
         if attempt.machine.state is not DecodeState.RESERVED or attempt.compiling.cancelled():
             raise CancelledError("the attempt has ended")
         try:
+            if not attempt.compiling.done():
+                late = f"grammar: it was not compiled {GRAMMAR_SECONDS:g} s after its prompt"
+                raise DeadlineError(late, field="grammar")
             return attempt.compiling.result()
         except BatonError as error:  # so that the router gets the reason
             self._attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)

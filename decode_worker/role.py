@@ -85,21 +85,26 @@ class DecodeRole:
         attempt.local_prefill, attempt.whole_tokens = True, request.spec.sampling.logprobs
         self.attempts.counts.arrived(_tokens(engine_request))
         attempt.trace = self._parts.trace_of(request.spec)
-        entering = self._enter_in_turn(attempt, engine_request, admission_seconds(request))
+        entering = self._enter_in_turn(attempt, request.spec, engine_request, admission_seconds(request))
         attempt.entering = asyncio.get_running_loop().create_task(entering)
         return attempt
 
     async def _enter_in_turn(
-        self, attempt: DecodeAttempt, request: EngineRequest, deadline_seconds: float
+        self,
+        attempt: DecodeAttempt,
+        spec: common_pb2.GenerateSpec,
+        request: EngineRequest,
+        deadline_seconds: float,
     ) -> None:
         """Cancelled when the attempt ends. Until its first token the prompt counts against the admission's bound."""
         try:
             tokens, began = _tokens(request), time.monotonic()
+            await self.attempts.prompt_room.enter(spec, attempt.log, deadline_seconds)
             attempt.compiles = must_compile(self._parts.host, request.grammar)
             priority = await self.attempts.admission.enter(
                 tokens,
                 request.priority,
-                deadline_seconds,
+                deadline_seconds - (time.monotonic() - began),
                 request.tenant,
                 request.weight,
                 compiles=attempt.compiles,

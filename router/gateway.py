@@ -206,6 +206,8 @@ class RequestGateway:
 
         chat = served.text.chat(checked, characters, tenant=tenant)
         conversation, rendered = await self._in_time(chat, field)
+        if asked is not None and served.plans.reasoning_parser:
+            asked = await served.grammars.with_known_begin(tenant, asked)
         plan = served.plans.plan(conversation, rendered.text, asked)
         await served.grammars.check(tenant, *plan.checks)
         tokens = await self.encode(

@@ -103,6 +103,8 @@ class AttemptLog:
         self.end_event: common_pb2.AttemptEnd | None = None
         self.count = 0  # tokens, over its whole life
         self.is_due = False  # its link sends what is new with the next frame
+        self._position = position
+        self._give_back_room: Callable[[], None] | None = None
 
     @classmethod
     def of(cls, spec: common_pb2.GenerateSpec, changed: Callable[[], None]) -> AttemptLog:
@@ -131,6 +133,15 @@ class AttemptLog:
         self.count += self.prompt.end - before
         if not self.is_due:
             self._changed()
+
+    def hold_room(self, give_back: Callable[[], None]) -> None:
+        """`give_back` is called once no more of the prompt waits here than its window, or by `release_room`."""
+        self._give_back_room = give_back
+
+    def release_room(self) -> None:
+        if self._give_back_room is not None:
+            give_back, self._give_back_room = self._give_back_room, None
+            give_back()
 
     @property
     def in_order(self) -> list[ChoiceLog]:
@@ -189,7 +200,10 @@ class AttemptLog:
     def credit(self, choice: int, limit: int) -> bool:
         """Positions of the choice below `limit` may be sent. False: nothing has changed."""
         at = choice - self._first_choice
-        return 0 <= at < len(self.choices) and self.choices[at].acknowledge(limit)
+        changed = 0 <= at < len(self.choices) and self.choices[at].acknowledge(limit)
+        if self.prompt is not None and self.prompt.first + self.prompt.window >= self._position:
+            self.release_room()
+        return changed
 
     def resume(self, positions: Sequence[int], limits: Sequence[int]) -> bool:
         """A router attaches and takes `positions` next, one per choice. False: not kept any more, or never made."""

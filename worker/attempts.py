@@ -147,7 +147,8 @@ class Attempts(Generic[A]):
 
     def forget(self, transfer_id: bytes) -> None:
         """From now on the transfer id is refused."""
-        if self._live.pop(transfer_id, None) is not None:
+        if (attempt := self._live.pop(transfer_id, None)) is not None:
+            attempt.log.release_room()
             self._ended.add(transfer_id)
             self._adapters.pop(transfer_id, None)
             self.routers.closed(self._handles.pop(transfer_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import InvalidRequestError, ModelError
@@ -24,12 +25,14 @@ JSON_OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
+_NO_TOKEN = 2**32 - 1
+_LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits(*, measurable: bool = False) -> LLParserLimits:
     """Return the bounds of compiling and of each step, in the library's units: at most about 0.1 s and 10 ms, and 50 MB of
-    states."""
+    states. `measurable`: errors tell what `lexer_cost` reads."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -39,7 +42,7 @@ def parser_limits() -> LLParserLimits:
         step_max_items=50_000,
         max_lexer_states=25_000,
         max_grammar_size=100_000,
-        verbose_errors=False,
+        verbose_errors=measurable,
     )
 
 
@@ -72,12 +75,15 @@ def _with_special(tokenizer_json: str, eos: tuple[int, ...]) -> str:
     return json.dumps(raw)
 
 
-def make_matcher(spec: GrammarSpec, tokenizer: LLTokenizer) -> LLMatcher:
-    """Make a matcher at the beginning of an answer. Raises InvalidRequestError with the library's reason."""
+def make_matcher(spec: GrammarSpec, tokenizer: LLTokenizer, *, measurable: bool = False) -> LLMatcher:
+    """Make a matcher at the beginning of an answer; `lexer_cost` takes `measurable` ones. Raises InvalidRequestError with
+    the library's reason."""
     from llguidance import LLMatcher
 
     try:
-        matcher = LLMatcher(tokenizer, library_text(spec), log_level=0, limits=parser_limits())
+        matcher = LLMatcher(
+            tokenizer, library_text(spec), log_level=0, limits=parser_limits(measurable=measurable)
+        )
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # no Exception, and would end the thread
             raise
@@ -108,7 +114,17 @@ def library_text(spec: GrammarSpec) -> str:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Return why a matcher has failed or ended, in the library's words."""
-    return str(matcher.get_error() or matcher.stop_reason())
+    reason, _, _ = str(matcher.get_error() or matcher.stop_reason()).partition("\n<")  # the matcher's state
+    return reason
+
+
+def lexer_cost(matcher: LLMatcher) -> int:
+    """Return what the states of a grammar's lexer have cost in the library's units, at this matcher's last mask. Copies of
+    one matcher share the states, and add to them. The library tells it in errors alone, so a copy is brought to fail."""
+    failing = matcher.deep_copy()
+    failing.consume_tokens([_NO_TOKEN])
+    found = _LEXER_COST.search(str(failing.get_error()))
+    return int(found[1]) if found is not None else 0
 
 
 def _overrides() -> Any:  # Any: mypy may run where the library is not installed

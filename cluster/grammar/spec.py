@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -20,10 +20,12 @@ _CHOICE_BYTES = 3  # of JSON around the text of a choice; the list has one byte 
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """`text`: the JSON schema or the list of choices as JSON, the regular expression, or the grammar in Lark's syntax."""
+    """`text`: the JSON schema or the list of choices as JSON, the regular expression, or the grammar in Lark's syntax.
+    `bare`: it is in Lark's syntax, and known that no match begins with a line end; not sent."""
 
     kind: Kind
     text: str
+    bare: bool = field(default=False, compare=False)
 
     @classmethod
     def of_choices(cls, texts: Iterable[str]) -> GrammarSpec:

@@ -50,6 +50,9 @@ SERVER_SECONDS = 60.0  # with reading the tokenizer; only a server that hangs ta
 NICE = 5  # beside the router's own work: a third of its share of a processor that both want
 LOOK_SECONDS = 0.25
 RETRY_SECONDS = 2.0
+# Before a grammar in Lark's syntax: it is to be refused if a match may begin with a line end. No grammar has this
+# character.
+NO_LINE_END = "\0"
 _NO_VERDICT = "no verdict"
 _TOO_MUCH = "it takes too much time, memory or depth"
 # What a grammar does to the process that compiles it. Any other signal comes from outside.
@@ -344,6 +347,8 @@ def _leave_server() -> None:
 
 def tried(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
     """Why the grammar is refused, and the limit that it exceeds."""
+    if spec.kind == "lark" and spec.text.startswith(NO_LINE_END):
+        return _line_end(tokenizer, GrammarSpec("lark", spec.text.removeprefix(NO_LINE_END)))
 
     def compiles(one: GrammarSpec) -> str:
         try:
@@ -364,6 +369,19 @@ def tried(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
         if type(error).__name__ != "PanicException":
             raise
         return "the library fails on it", ""
+
+
+def _line_end(tokenizer: Any, spec: GrammarSpec) -> tuple[str, str] | None:
+    """Of the grammar within another one: what it ignores may be there before a match, and not at an answer's begin."""
+    within = f'start: "x" answer\nanswer: %lark {{\n{spec.text}\n}}\n'
+    try:
+        matcher = make_matcher(GrammarSpec("lark", within), tokenizer)
+    except BatonError as error:
+        return error.message, ""
+    if not matcher.consume_tokens(tokenizer.tokenize_str("x")):
+        return reason_of(matcher), ""
+    line_end = tokenizer.tokenize_str("\n")
+    return ("a line end may be its first character", "") if matcher.validate_tokens(line_end) else None
 
 
 def _walked(matcher: Any, spec: GrammarSpec) -> tuple[str, str] | None:

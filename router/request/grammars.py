@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -14,7 +14,7 @@ from cluster.errors import InvalidRequestError, ModelError, OverloadedError, Uns
 from cluster.fair_threads import FairThreads, call_on
 from cluster.grammar.library import make_tokenizer
 from cluster.grammar.spec import GrammarSpec, Kind, why_choices_too_long, why_too_long
-from router.request.grammar_trial import RETRY_SECONDS, GrammarTrials
+from router.request.grammar_trial import NO_LINE_END, RETRY_SECONDS, GrammarTrials
 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 MAX_CHECKED = 1024  # grammars whose check is remembered
@@ -85,6 +85,18 @@ class GrammarChecks:
                 limit=limit,
                 retry_after_seconds=RETRY_SECONDS,
             ) from None
+
+    async def with_known_begin(self, tenant: str, asked: RequestedGrammar) -> RequestedGrammar:
+        """The grammar, marked if it is in Lark's syntax and no match of it begins with a line end. Raises OverloadedError,
+        DrainingError as `check` does."""
+        if asked.spec.kind != "lark" or self.refusal:
+            return asked
+        question = GrammarSpec("lark", NO_LINE_END + asked.spec.text)
+        try:
+            await self.check(tenant, replace(asked, spec=question))
+        except InvalidRequestError:  # it may, or is refused by itself, which its own check will say
+            return asked
+        return replace(asked, spec=replace(asked.spec, bare=True))
 
     def _raise_refused(
         self, grammars: Sequence[RequestedGrammar], found: Mapping[bytes, InvalidRequestError | None]

@@ -33,7 +33,11 @@ class JsonTexts:
             raise refuse(field, f"{which} more than {most} elements (max_json_elements)", most)
         try:
             value = written_numbers.loads(raw) if as_written else orjson.loads(raw)
-        except (ValueError, RecursionError):  # orjson's error is a ValueError
+        except orjson.JSONDecodeError as error:
+            if written_numbers.is_too_large(error):
+                raise refuse(field, "has a number that is too large for a float") from None
+            value = None
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise refuse(field, "must be the text of a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ _DIFFERENT = (b"0.0", b"0e0", b"0e-", b"0" * _LONGEST)
 _PIECE = 1 << 16
 _ENDS = bytes(ord(",") if code in b":[,]}" else code for code in range(256))  # what is beside a number
 _LONG = 20  # characters of the longest whole numbers of 64 bits
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -75,6 +77,12 @@ def loads(raw: bytes | bytearray) -> Any:
     if _SURROGATE.search(raw):
         json.dumps(value, ensure_ascii=False).encode()
     return WithWrittenNumbers(value) if isinstance(value, dict) else value
+
+
+def is_too_large(error: orjson.JSONDecodeError) -> bool:
+    """Whether orjson refused a number of JSON that is too large for a float."""
+    found = _NUMBER.match(error.doc, error.pos)
+    return found is not None and math.isinf(float(found[0]))
 
 
 def dumps(value: Any, **options: Any) -> str:

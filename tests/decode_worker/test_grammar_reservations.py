@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import DeadlineError, InvalidRequestError
+from decode_worker import engine_adapter
 from kv_transfer.prefill_side.link import ANSWER_SECONDS
 from tests.decode_worker.decode_world import DecodeWorld, Stream
 from tests.decode_worker.ready_handoff import TRANSFER, close, finish, ready_to_commit
@@ -29,8 +30,8 @@ class Compiling:
         world.core.compile_grammar = self._compile  # type: ignore[attr-defined]
         self.stream: Stream
 
-    async def _compile(self, grammar: Any, tenant: str, seconds: float) -> Any:
-        self.asked.append((grammar.text, tenant, seconds < ANSWER_SECONDS))
+    async def _compile(self, grammar: Any, tenant: str) -> Any:
+        self.asked.append((grammar.text, tenant))
         return await self.answer
 
     @property
@@ -53,7 +54,7 @@ class Compiling:
 async def compiling() -> AsyncIterator[Compiling]:
     made = Compiling(DecodeWorld())
     made.stream = await ready_to_commit(made.world, grammar="a+")
-    assert made.asked == [("a+", "acme", True)] and made.blocks_held, "reserved before it is compiled"
+    assert made.asked == [("a+", "acme")] and made.blocks_held, "reserved before it is compiled"
     yield made
     await close(made.world)
     assert made.answer.done(), "nothing compiles for an attempt that has ended"
@@ -86,6 +87,16 @@ async def test_a_grammar_that_does_not_compile_leaves_nothing(compiling, error, 
     await until(lambda: compiling.blocks_held == 0 and compiling.world.router.ends, "freed")
     (end,) = compiling.world.router.ends.values()
     assert end.error.code == type(error).__name__ and compiling.world.receiver.live == 0
+
+
+async def test_a_commit_waits_for_less_than_its_peer_does(compiling, monkeypatch):
+    assert engine_adapter.GRAMMAR_SECONDS < ANSWER_SECONDS
+    monkeypatch.setattr(engine_adapter, "GRAMMAR_SECONDS", 0.02)
+    finish(compiling.stream)
+    await until(lambda: compiling.blocks_held == 0 and compiling.answer.done(), "freed")
+    await until(lambda: bool(compiling.world.router.ends), "ended")
+    (end,) = compiling.world.router.ends.values()
+    assert end.error.code == "DeadlineError" and compiling.answer.cancelled()
 
 
 # A peer's abort does not change a commit that has begun.

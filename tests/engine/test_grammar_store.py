@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from cluster.grammar.spec import GrammarSpec
-from engine.sampling.grammar.llguidance_backend import estimated_bytes
+from engine.sampling.grammar.base import all_allowed
+from engine.sampling.grammar.llguidance_backend import LlguidanceBackend, estimated_bytes
 from engine.sampling.grammar.store import Grammars
+from tests.harness.model_text import VOCAB, write_tokenizer
 
 
 class Compiled:
@@ -49,7 +53,7 @@ def test_what_no_request_holds_leaves_the_cache_by_number_and_by_bytes():
         grammars.get(one)
     assert [grammars.find(one) is not None for one in (a, b, c, large)] == [True, False, True, True]
     grammars.get(larger)
-    assert grammars.cached == 0 and grammars._cached_bytes == 0 and not grammars._held
+    assert grammars.cached == 0 and grammars.cached_bytes == 0 and not grammars._held
 
 
 def object_of(count: int, member: str) -> str:
@@ -99,3 +103,39 @@ def test_a_multiple_counts_by_its_remainders(multiple, kib):
     size = estimated_bytes(f'{{"type": "integer", "multipleOf": {multiple}}}') / 1024
     assert kib / 1.5 < size < 1.5 * kib
     assert estimated_bytes('{"multipleOf": ' + "9" * 400 + "}") < 1 << 30
+
+
+def test_what_matchers_add_counts():
+    grammars = Grammars(Backend(), most=3, most_bytes=10)
+    a, b = specs("a", "b")
+    grown = grammars.get(a)
+    grammars.get(b)
+    grown.size_bytes = 10  # type: ignore[misc]
+    grammars.find(b)
+    assert grammars.cached == 1 and grammars.cached_bytes == 1
+    assert grammars.find(a) is grown, "a request holds it"
+    assert grammars.cached_bytes == 10 and grammars.find(b) is None
+
+
+def test_states_of_the_lexer_are_seen(tmp_path):
+    """In use, processes grew by 1.2 to 1.9 MiB for 1500 tokens of this expression, and by less than 0.3 of a schema's."""
+    write_tokenizer(tmp_path)
+    backend, draws = LlguidanceBackend(tmp_path, VOCAB, (2,)), random.Random(1)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    grammar = backend.compile(GrammarSpec("regex", "(a|b)*a(a|b){30}c"))
+    words, before, found = all_allowed(VOCAB), grammar.size_bytes, []
+    for _ in range(3):  # further matchers go on where the first one was
+        matcher = grammar.matcher()
+        matcher.fill(words)
+        for _ in range(512):
+            matcher.accept([raw[draws.choice("ab")]])
+            matcher.fill(words)
+        found.append((grammar.size_bytes - before) / (1 << 20))
+    assert 0.4 < found[0] < found[1] < found[2] and 1.2 < found[2] < 3.0
+    schema = backend.compile(GrammarSpec("json_schema", '{"type":"array","items":{"type":"integer"}}'))
+    matcher, before = schema.matcher(), schema.size_bytes
+    matcher.accept([raw["["]])
+    for _ in range(600):
+        matcher.fill(words)
+        matcher.accept([raw["1"], raw[","]])
+    assert schema.size_bytes - before < 64 << 10

@@ -58,6 +58,6 @@ def counting_gateway(config: RouterConfig | None = None) -> Any:
     text: Any = Text()
     config = config or RouterConfig(model=Path("/models/m"))
     admission = SimpleNamespace(starts=StartQueue())
-    plans = SimpleNamespace(plan=lambda *given: AnswerPlan())
+    plans = SimpleNamespace(plan=lambda *given: AnswerPlan(), reasoning_parser="")
     first = stub_model(config, text, grammars=NoGrammars(), plans=plans)
     return Gateway(first=first, text=text, config=config, admission=admission)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from worker.attempt_log import AttemptLog
 from worker.link import outgoing
 from worker.link.handle import Handle, HandleState
 from worker.link.outgoing import Outgoing
+from worker.prompt_room import PromptRoom
 
 COUNT, TOP = 2000, 20
 WINDOW = prompt_window_of(TOP)
@@ -148,3 +151,47 @@ def test_an_embedding_is_sent_before_the_token_that_ends_its_attempt_and_pauses_
         log.add_prompt_output(made)
     (sent,) = Link(log).sent()  # the other is a row of its frame
     assert (sent.choice, sent.position, sent.token_id, sent.embedding) == (1, 1, 7, b"12345678")
+
+
+def scored_spec(tenant: str = "", count: int = COUNT) -> common_pb2.GenerateSpec:
+    sampling = common_pb2.SamplingParams(max_tokens=1, prompt_logprobs=True, prompt_top_logprobs=TOP)
+    return common_pb2.GenerateSpec(prompt_tokens=bytes(4 * count), sampling=sampling, n=2, tenant=tenant)
+
+
+async def enters(room: PromptRoom, log: AttemptLog, tenant: str = "") -> asyncio.Task[None]:
+    task = asyncio.create_task(room.enter(scored_spec(tenant), log, 60.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_unread_log_probabilities_are_bounded():
+    """Two prompts fill the room; the next one of the same tenant waits until one of them is read but for a window."""
+    size = COUNT * (4 + 8 * (1 + TOP))
+    room, logs = PromptRoom(30.0, 2 * size), [log_of() for _ in range(5)]
+    packed = scores(COUNT - 1)
+    assert packed.ranks.nbytes + packed.token_ids.nbytes + packed.logprobs.nbytes <= size
+    tasks = [await enters(room, log, "t") for log in logs[:4]]
+    assert [one.done() for one in tasks] == [True, True, False, False] and room.held_bytes == 2 * size
+    assert (await enters(room, logs[4], "other")).done(), "no other tenant is kept out"
+    log = logs[0]
+    log.add_prompt_output(PromptOutput("r", 1, packed))
+    link, positions = Link(log), [0]
+    while (sent := link.sent()) and positions[-1] + WINDOW < COUNT - WINDOW:
+        positions += [one.position for one in sent]
+        assert room.held_bytes == 3 * size
+        log.credit(2, positions[-1] + 1 + WINDOW)
+    log.credit(2, COUNT)
+    log.release_room()  # it is given back once
+    await asyncio.sleep(0)
+    assert room.held_bytes == 2 * size and not tasks[2].done(), "the other tenant's is beyond the bound"
+    logs[4].release_room()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert tasks[2].done() and not tasks[3].done()
+    tasks[3].cancel()
+    for log in logs:
+        log.release_room()
+    assert room.held_bytes == 0
+    await room.enter(common_pb2.GenerateSpec(), logs[0], 1.0)
+    assert room.held_bytes == 0, "others hold none"

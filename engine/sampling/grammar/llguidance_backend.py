@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.errors import EngineRequestError, GrammarDeadEndError, ModelError
-from cluster.grammar.library import make_matcher, make_tokenizer, reason_of
+from cluster.grammar.library import lexer_cost, make_matcher, make_tokenizer, reason_of
 from cluster.grammar.spec import GrammarSpec
 from cluster.protocol.model_limits import text_of
 from engine.compiled_grammar import Words
@@ -26,6 +26,9 @@ BYTES_PER_DIGIT = 700  # of numbers: a range becomes a regular expression of its
 BYTES_PER_MULTIPLE = 32 << 10
 BYTES_PER_REMAINDER = 450  # of a multiple: each is a state
 MAX_REMAINDERS = 1_000_000  # more take longer to compile than a worker waits
+# Of states that the lexer adds while answers are matched, by their cost: (a|b)*a(a|b){30}c grew by 2.8 for each unit.
+BYTES_PER_COST = 3
+MEASURED_TOKENS = 256  # between two looks at them, which take half a millisecond
 _SCHEMA = re.compile(r"[:\[,]\s?\{")
 _MULTIPLE = re.compile(r'"multipleOf"\s?:\s?([0-9.]+)')
 _NUMBER = re.compile(r":\s?-?([0-9][0-9.eE+-]*)")
@@ -49,15 +52,18 @@ def _remainders(multiple: str) -> int:
 
 
 class LlguidanceMatcher:
-    def __init__(self, matcher: LLMatcher, mask_bytes: int):
+    def __init__(self, matcher: LLMatcher, mask_bytes: int, used: Callable[[LLMatcher, int], None]):
+        """`used` is called with the number of tokens that were matched."""
         self._matcher = matcher
         self._mask_bytes = mask_bytes
+        self._used = used
 
     def accept(self, tokens: Sequence[int]) -> None:
         if tokens and not self._matcher.consume_tokens(list(tokens)):
             raise EngineRequestError(
                 f"grammar: the answer so far does not match: {self._reason}", field="grammar"
             )
+        self._used(self._matcher, len(tokens))
 
     def fill(self, words: Words) -> None:
         words[-1] = 0  # the library writes a multiple of 32 bits, and a word has 64
@@ -73,15 +79,26 @@ class LlguidanceMatcher:
 
 
 class LlguidanceGrammar:
+    """Its matchers share the lexer's states, and add to them: `size_bytes` grows with what it is used for."""
+
     def __init__(self, start: LLMatcher, mask_bytes: int, size_bytes: int):
         self._start = start
-        self.size_bytes = size_bytes
+        self.size_bytes = self._compiled_bytes = size_bytes
         self._mask_bytes = mask_bytes
         self._copying = threading.Lock()
+        self._first_cost = lexer_cost(start)
+        self._unmeasured = 0  # tokens
 
     def matcher(self) -> LlguidanceMatcher:
         with self._copying:
-            return LlguidanceMatcher(self._start.deep_copy(), self._mask_bytes)
+            return LlguidanceMatcher(self._start.deep_copy(), self._mask_bytes, self._used)
+
+    def _used(self, matcher: LLMatcher, tokens: int) -> None:
+        self._unmeasured += tokens
+        if self._unmeasured >= MEASURED_TOKENS:
+            self._unmeasured = 0
+            added = BYTES_PER_COST * max(0, lexer_cost(matcher) - self._first_cost)
+            self.size_bytes = max(self.size_bytes, self._compiled_bytes + added)
 
 
 class LlguidanceBackend:
@@ -95,7 +112,7 @@ class LlguidanceBackend:
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, spec: GrammarSpec) -> LlguidanceGrammar:
-        start = make_matcher(spec, self._loaded())
+        start = make_matcher(spec, self._loaded(), measurable=True)
         return LlguidanceGrammar(start, 4 * -(-self._vocab_size // 32), estimated_bytes(spec.text))
 
     def _loaded(self) -> LLTokenizer:

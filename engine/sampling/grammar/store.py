@@ -16,7 +16,7 @@ MAX_CACHED_BYTES = 64 << 20
 
 class Grammars:
     """Finds each compiled grammar as long as a request holds it, and beyond that the ones used last: at most `most`, of
-    `most_bytes` together. Thread-safe."""
+    `most_bytes` together, by what they have grown to since. Thread-safe."""
 
     def __init__(self, backend: GrammarBackend, most: int = MAX_CACHED, most_bytes: int = MAX_CACHED_BYTES):
         self._backend = backend
@@ -24,11 +24,15 @@ class Grammars:
         self._lock = threading.Lock()
         self._held = WeakValueDictionary[bytes, CompiledGrammar]()
         self._cached = OrderedDict[bytes, CompiledGrammar]()
-        self._cached_bytes = 0
 
     @property
     def cached(self) -> int:
         return len(self._cached)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Matchers add to their grammar's size."""
+        return sum(one.size_bytes for one in self._cached.values())
 
     def find(self, spec: GrammarSpec) -> CompiledGrammar | None:
         with self._lock:
@@ -49,10 +53,9 @@ class Grammars:
 
     def _cache(self, key: bytes, grammar: CompiledGrammar) -> None:
         """As the one used last."""
-        if (before := self._cached.pop(key, None)) is not None:
-            self._cached_bytes -= before.size_bytes
         self._cached[key] = grammar
-        self._cached_bytes += grammar.size_bytes
-        while len(self._cached) > self._most or self._cached_bytes > self._most_bytes:
+        self._cached.move_to_end(key)
+        size = self.cached_bytes
+        while self._cached and (len(self._cached) > self._most or size > self._most_bytes):
             _, dropped = self._cached.popitem(last=False)
-            self._cached_bytes -= dropped.size_bytes
+            size -= dropped.size_bytes

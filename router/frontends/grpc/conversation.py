@@ -11,9 +11,9 @@ from router.request.limits import FieldLimits
 from router.request.messages import MAX_CALL_ID, template_call
 from router.request.options import REASONING_EFFORTS
 from router.request.tools import (
+    check_called,
     check_count,
     check_kwargs,
-    check_name,
     check_named,
     check_tools,
     make_tool,
@@ -87,7 +87,7 @@ def _message(message: pb.ChatMessage, field: str, texts: JsonTexts) -> dict[str,
     if role == "tool":
         made["tool_call_id"] = _call_id(message.tool_call_id, f"{field}.tool_call_id")
         if message.name:
-            made["name"] = check_name(message.name, f"{field}.name")
+            made["name"] = check_called(message.name, f"{field}.name")
     if role == "assistant" and message.HasField("reasoning"):
         made["reasoning_content"] = message.reasoning
     return made

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,10 +15,10 @@ from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeE
 from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
 from router.request.json_scan import MAX_COST_PER_BYTE, JsonScan, path_behind
+from router.text.written_numbers import is_too_large
 
 SCAN_BYTES = 1 << 16
 _KEPT = b'"tool_use"'
-_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 class KeptBody(dict[str, Any]):
@@ -80,8 +78,7 @@ async def read_json(
 
 def _unparsed(error: orjson.JSONDecodeError) -> InvalidRequestError:
     """Names the field where a number is valid JSON, but larger than the parser reads."""
-    found = _NUMBER.match(error.doc, error.pos)
-    if found is not None and math.isinf(float(found[0])):
+    if is_too_large(error):
         field = path_behind(error.doc[: error.pos].encode()) or "body"
         limit = f"{sys.float_info.max:.2g}"
         return InvalidRequestError(f"{field}: a number above {limit}", field=field, limit=limit)

@@ -163,7 +163,7 @@ def _add_answer(rules: Rules, spec: GrammarSpec, begins: Sequence[str] = ()) -> 
         return _Answer(rules.add("answer", "EXPRESSION"), rules.add("bare", "BARE"))
     answer = rules.add("answer", _nested(spec))
     if spec.kind != "choice":
-        return _Answer(answer, answer if spec.kind == "json_schema" else "")
+        return _Answer(answer, answer if spec.kind == "json_schema" or spec.bare else "")
     choices = json.loads(spec.text)
     bare = [one for one in choices if not one.startswith("\n")]
     if len(bare) == len(choices):

@@ -259,3 +259,23 @@ async def test_load_is_no_refusal(checks, monkeypatch):
         await asyncio.sleep(0.01)
     assert asked.spec.key in checks._checked, "what is found after the deadline is remembered"
     await checks.check("", asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "bare"),
+    [
+        ('start: "a" tail?\ntail: "\\n" start', True),
+        ('start: tail? "a"\ntail: "\\n"', False),
+        ("start: /[^a]+/", False),
+        ("start: /./", True),
+        ('start: "a"\n%ignore /\\s/', True),  # what is ignored never comes first
+        ('start: %json {"const": 1}', True),
+        ("start: missing", False),  # its own check says why
+    ],
+)
+async def test_whether_a_line_end_may_begin_an_answer_is_found_by_the_library(checks, text, bare):
+    asked = RequestedGrammar("guided_grammar", GrammarSpec("lark", text))
+    for _ in range(2):
+        assert (await checks.with_known_begin("t", asked)).spec.bare == bare
+    regex = RequestedGrammar("guided_regex", GrammarSpec("regex", "a"))
+    assert await checks.with_known_begin("t", regex) is regex

@@ -20,7 +20,7 @@ from pydantic import PlainValidator
 from cluster.errors import UnsupportedFieldError
 from router.request.fields import Length, RequestModel, read, refuse, wrong
 from router.request.limits import MAX_SHOWN, FieldLimits
-from router.request.tools import check_name
+from router.request.tools import check_called
 from router.text import written_numbers
 from router.text.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
 
@@ -184,7 +184,7 @@ class _Reader:
     def _call(self, message: ChatMessage, block: ToolUseBlock, name: str) -> None:
         if block.id in self._calls:
             raise refuse(f"{name}.id", "is that of an earlier tool_use")
-        self._calls[block.id] = check_name(block.name, f"{name}.name")
+        self._calls[block.id] = check_called(block.name, f"{name}.name")
         self._unanswered[block.id] = name
         function = {"name": block.name, "arguments": self._inputs.at(name, block.input)}
         message.setdefault("tool_calls", []).append(

@@ -112,14 +112,21 @@ def parsed_input(arguments: str) -> Any:
     """The arguments as JSON; {"INVALID_JSON": text} if they are no whole object, as where max_tokens cut them."""
     if not arguments:
         return {}
+    # Not the object itself: it may be nested deeper than the library encodes.
+    return orjson.Fragment(arguments) if _is_object(arguments) else {"INVALID_JSON": arguments}
+
+
+def _is_object(text: str) -> bool:
+    """Whether it is the text of a JSON object."""
     try:
-        # Not orjson's: it takes 1e400, which is JSON, for an error.
-        if isinstance(written_numbers.loads(arguments.encode()), dict):
-            # Not the object: it may be nested deeper than the library encodes.
-            return orjson.Fragment(arguments)
-    except (ValueError, RecursionError):  # orjson's error is a ValueError, as that of texts without UTF-8
-        pass
-    return {"INVALID_JSON": arguments}
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError as error:
+        if not written_numbers.is_too_large(error):
+            return False
+    try:
+        return isinstance(written_numbers.loads(text.encode()), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class Content:

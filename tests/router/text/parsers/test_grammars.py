@@ -204,6 +204,21 @@ def test_every_grammar_can_begin_after_reasoning(matched, inner, valid, wrong):
             assert not matched.accepts(spec, one + wrong) and not matched.accepts(spec, one)
 
 
+@pytest.mark.parametrize("bare", [False, True])
+def test_line_ends_precede_a_grammar_in_larks_syntax_as_others(matched, bare):
+    """0 to 2, where no match begins with one: what the parser leaves out is then no part of the answer."""
+    inner = GrammarSpec("lark", 'start: "a" tail?\ntail: "\\n" start', bare=bare)
+    tools = [Tool("weather_flag", None, FLAG)]
+    behind_calls = tool_grammar(
+        "hermes", tools, must_call=False, parallel=False, reasoning=THINK, marker=matched.marker, answer=inner
+    )  # fmt: skip
+    for spec in (reasoning_grammar(inner, THINK, matched.marker), behind_calls):
+        found = [
+            count for count in range(4) if matched.accepts(spec, "<think>Hm</think>" + count * "\n" + "a\na")
+        ]
+        assert found == ([0, 1, 2] if bare else [2])
+
+
 def test_what_cannot_be_a_grammar_has_a_reason(matched):
     with pytest.raises(ValueError, match="Python"):
         grammar(matched, "pythonic")

@@ -180,3 +180,13 @@ def test_a_body_is_searched_for_minus_zero_once_however_many_inputs_have_a_zero(
     given = [assistant(*(use(str(i), n=0) for i in range(50))), user(*(result(str(i)) for i in range(50)))]
     read_messages(given, None, LIMITS, WrittenInputs(Text(orjson.dumps({"messages": given}))))
     assert Text.searches == 1
+
+
+def test_calls_of_namespaces_come_back():
+    """Models also call tools such as `browser.search`, and answers show them."""
+    (_, called, _) = read_messages(
+        [user(text("go")), assistant(use("a", "browser.search", q=1)), user(result("a", "x"))], None, LIMITS
+    )
+    assert called["tool_calls"][0]["function"]["name"] == "browser.search"
+    with pytest.raises(InvalidRequestError, match="not a name"):
+        read_messages([assistant(use("a", "no name")), user(result("a"))], None, LIMITS)

@@ -93,7 +93,10 @@ def test_omitted_thinking_is_an_empty_block():
     assert not [event for event in events if event.get("delta", {}).get("type") == "thinking_delta"]
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Be', "[1]", '"a"', "{}}", '{"a": NaN}', '\ufeff{"a": 1.5}'])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"city": "Be', "[1]", '"a"', "{}}", '{"a": NaN}', '{"a": 1e400', "[1e400]", '\ufeff{"a": 1.5}'],
+)
 def test_arguments_that_are_no_object_are_kept_as_text(arguments):
     content, _ = run([CallBegin(0, "call_a", "f"), CallArguments(0, arguments)])
     assert shown(content)[0]["input"] == {"INVALID_JSON": arguments}
