@@ -21,7 +21,7 @@ class Lists:
     ones: none is copied until it is written."""
 
     def __init__(self) -> None:
-        self._lists: list[Sequence[bytes]] = []  # bytes: a part without brackets
+        self._lists: list[Sequence[bytes] | bytes] = []  # bytes: a part without brackets
 
     def add(self, items: Sequence[bytes]) -> orjson.Fragment:
         """Stands for the list in an object. Each of `items` is one or more of its items, without brackets; more may be
@@ -32,7 +32,7 @@ class Lists:
         """Stands for a text in an object; a long one is encoded once, however many objects show it."""
         return text if len(text) <= LONG_TEXT else orjson.Fragment(self.mark(orjson.dumps(text)))
 
-    def mark(self, part: Sequence[bytes]) -> bytes:
+    def mark(self, part: Sequence[bytes] | bytes) -> bytes:
         """Stands for a list, or for bytes as they are, in an object that is encoded already."""
         self._lists.append(part)
         return _MARK + b"%d" % (len(self._lists) - 1) + _MARK

@@ -75,7 +75,7 @@ def test_a_long_text_is_encoded_once_and_what_repeats_the_request_is_not_copied(
     shape = replace(shape, echo=echo, logprobs=False)
     events, whole = ResponseEvents(shape), WholeResponse(shape)
     parts: list[Part] = [ReasoningText("r\n" * 50_000), ContentText("c\n" * 50_000), CallBegin(0, "c", "f")]
-    last = Delta(0, "", (), "stop", [*parts, CallArguments(0, " " * 100_000)])
+    last = Delta(0, "", (), "stop", (*parts, CallArguments(0, " " * 100_000)))
     written: list[bytes] = []
     for given in (events.of([last]), events.end([OUTCOME])):
         assert not isinstance(given, bytes)
