@@ -111,6 +111,20 @@ def test_a_message_streams_an_answer_with_its_timings(page_at: Page) -> None:
     assert page_at.run("document.querySelectorAll('.message').length") == 0
 
 
+def test_a_message_goes_to_the_chosen_model(page: Page, cluster: Cluster) -> None:
+    with urllib.request.urlopen(f"{cluster.http}/v1/models", timeout=10) as answer:
+        (served,) = json.load(answer)["data"]
+    models = [{"id": "not served"}, {"id": "vectors", "generation": False}, served]
+    page.fake("/v1/models", "application/json", json.dumps({"data": models}))
+    page.open(f"{cluster.http}/ui")
+    page.wait("!document.querySelector('#models').hidden", "a choice of models")
+    choice = "document.querySelector('#model-choice')"
+    assert page.run(f"[...{choice}.options].map((e) => e.value)") == ["not served", served["id"]]
+    page.run(f"{choice}.value = {json.dumps(served['id'])}; {choice}.dispatchEvent(new Event('change'))")
+    page.type("#question", "Who are you?", enter=True)
+    page.wait("document.querySelector('.waterfall')", "the end of the answer", 60)
+
+
 def test_an_answer_can_be_stopped(page_at: Page, cluster: Cluster) -> None:
     page_at.run("document.querySelector('#max-tokens').value = '3000'")
     # An answer that would go on: the page asks as always, with one field more.

@@ -2,7 +2,7 @@
 
 import { get, useKey } from "./api.js";
 import { makeCharts } from "./charts.js";
-import { makeChat } from "./chat.js";
+import { makeChat, offerModels } from "./chat.js";
 import { byId } from "./dom.js";
 import { explain, makeHeader, stateOf } from "./header.js";
 import { makeTiles } from "./tiles.js";
@@ -50,9 +50,9 @@ async function look() {
 }
 
 async function learnModel() {
-  const models = await get("v1/models");
-  chat.model = models.data[0].id;
-  header.model(chat.model);
+  const models = (await get("v1/models")).data;
+  header.model(models[0].id);
+  offerModels(chat, models);
 }
 
 byId("key").addEventListener("change", (event) => {

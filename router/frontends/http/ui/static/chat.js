@@ -22,6 +22,9 @@ export function makeChat() {
     event.preventDefault();
     byId("ask").requestSubmit();
   });
+  byId("model-choice").addEventListener("change", (event) => {
+    chat.model = event.target.value;
+  });
   byId("stop").addEventListener("click", () => chat.stop?.abort());
   byId("clear").addEventListener("click", () => {
     chat.stop?.abort();
@@ -33,6 +36,14 @@ export function makeChat() {
     question.focus();
   });
   return chat;
+}
+
+/** Lets the reader choose among those that generate: models, and adapters of them. */
+export function offerModels(chat, models) {
+  const names = models.filter((one) => one.generation !== false).map((one) => one.id);
+  chat.model = names[0] ?? models[0].id;
+  byId("model-choice").replaceChildren(...names.map((name) => el("option", {}, name)));
+  byId("models").hidden = names.length < 2;
 }
 
 function showIdeas(box, choose) {
